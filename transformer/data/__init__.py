@@ -1,0 +1,32 @@
+"""Data: what to train on, made ready. `prepare(config)` gives batches, a tokenizer and a fingerprint."""
+
+from transformer.data.configs import (
+    DATA,
+    PLACES,
+    DataConfig,
+    JsonLines,
+    NumberWords,
+    ParallelText,
+    TextFile,
+    TinyShakespeare,
+    TokenizerConfig,
+)
+from transformer.data.dataset import Batch, Dataset, Example
+from transformer.data.tokenizer import Tokenizer, load_tokenizer
+
+__all__ = [
+    "DATA",
+    "PLACES",
+    "Batch",
+    "DataConfig",
+    "Dataset",
+    "Example",
+    "JsonLines",
+    "NumberWords",
+    "ParallelText",
+    "TextFile",
+    "TinyShakespeare",
+    "Tokenizer",
+    "TokenizerConfig",
+    "load_tokenizer",
+]
