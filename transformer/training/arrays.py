@@ -1,0 +1,132 @@
+"""Arrays by their path in a pytree, into a directory and back, bit for bit, by Orbax."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+from etils import epath
+from jaxtyping import PyTree
+
+LeafPath = tuple[str, ...]  # where a leaf sits in its tree: ("params", "embedding")
+
+
+def flatten(tree: PyTree) -> dict[LeafPath, Any]:
+    """Path -> leaf, in the order of `jax.tree.leaves`; TypeError for leaves that are no plain arrays."""
+    leaves = {}
+    for keys, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        path = tuple(jax.tree_util.keystr((key,), simple=True) for key in keys)
+        if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape"):
+            raise TypeError(f"{_name(path)} is a {type(leaf).__name__}, expected an array. Wrap it in numpy.asarray.")
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            raise TypeError(f"{_name(path)} is a typed random key, expected an array. Store jax.random.key_data(key).")
+        leaves[path] = leaf
+    return leaves
+
+
+def nest(leaves: Mapping[LeafPath, Any]) -> dict[str, Any]:
+    """Nested dicts of `leaves`: lists, tuples and dataclasses become dicts of their indices and names."""
+    nested: dict[str, Any] = {}
+    for path, leaf in leaves.items():
+        inner = nested
+        for key in path[:-1]:
+            inner = inner.setdefault(key, {})
+        inner[path[-1]] = leaf
+    return nested
+
+
+def describe(leaves: Mapping[LeafPath, Any]) -> list[dict[str, Any]]:
+    """Path, shape and dtype of each leaf as JSON values."""
+    return [{"path": list(path), "shape": list(leaf.shape), "dtype": str(leaf.dtype)} for path, leaf in leaves.items()]
+
+
+def described(entries: Sequence[Mapping[str, Any]]) -> dict[LeafPath, jax.ShapeDtypeStruct]:
+    """The inverse of `describe`."""
+    return {
+        tuple(entry["path"]): jax.ShapeDtypeStruct(tuple(entry["shape"]), jnp.dtype(entry["dtype"]))
+        for entry in entries
+    }
+
+
+def differences(saved: Mapping[LeafPath, Any], wanted: Mapping[LeafPath, Any]) -> list[str]:
+    """One line for each leaf that only one side has or that differs in shape or dtype; nothing is ever cast."""
+    lines = [f"{_name(path)}: not in the checkpoint" for path in wanted if path not in saved]
+    lines += [f"{_name(path)}: only in the checkpoint" for path in saved if path not in wanted]
+    for path in (path for path in wanted if path in saved):
+        old, new = saved[path], wanted[path]
+        if tuple(old.shape) != tuple(new.shape) or old.dtype != new.dtype:
+            lines.append(f"{_name(path)}: {_form(old)} in the checkpoint, expected {_form(new)}")
+    return lines
+
+
+def save(directory: Path, leaves: Mapping[LeafPath, Any], copied: Callable[[], object]) -> None:
+    """Writes the arrays; calls `copied` once they are on the host. Not to be called where an event loop runs."""
+    filled = _filled(leaves)
+    if filled:
+        # Weights do not compress, and trying costs the cores that train.
+        handler = ocp.PyTreeCheckpointHandler(use_compression=False)
+        args = ocp.args.PyTreeSave(nest(filled))
+        commits = asyncio.run(handler.async_save(epath.Path(directory), args=args))
+        copied()
+        # With several processes: a barrier here, and what follows in the first of them only.
+        for commit in commits or ():
+            commit.result()
+        handler.finalize(epath.Path(directory))
+
+
+def restore(directory: Path, wanted: Mapping[LeafPath, Any]) -> dict[LeafPath, Any]:
+    """The arrays at the paths of `wanted` (any part of what was saved), shapes and dtypes as saved.
+
+    A leaf of `wanted` with a sharding gives a jax.Array laid out so, one without a jax.Array on the default device, a
+    NumPy array a NumPy array.
+    """
+    filled = _filled(wanted)
+    arrays: dict[LeafPath, Any] = {}
+    if filled:
+        args = ocp.args.PyTreeRestore(
+            item=nest(dict.fromkeys(filled, 0)),
+            restore_args=nest({path: _restore_args(leaf) for path, leaf in filled.items()}),
+            partial_restore=True,
+        )
+        arrays = flatten(ocp.PyTreeCheckpointHandler().restore(epath.Path(directory), args=args))
+    return {path: _place(arrays.get(path), leaf) for path, leaf in wanted.items()}
+
+
+def _name(path: LeafPath) -> str:
+    return "/".join(path)
+
+
+def _form(leaf: Any) -> str:
+    return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
+
+
+def _filled(leaves: Mapping[LeafPath, Any]) -> dict[LeafPath, Any]:
+    return {path: leaf for path, leaf in leaves.items() if math.prod(leaf.shape)}  # Orbax refuses arrays of size 0
+
+
+def _sharding(leaf: Any) -> jax.sharding.Sharding | None:
+    """None for a NumPy array, an abstract leaf without one, and an array that was never put anywhere on purpose."""
+    return getattr(leaf, "sharding", None) if getattr(leaf, "committed", True) else None
+
+
+def _restore_args(leaf: Any) -> ocp.RestoreArgs:
+    if (sharding := _sharding(leaf)) is None:
+        return ocp.RestoreArgs(restore_type=np.ndarray)
+    return ocp.ArrayRestoreArgs(sharding=sharding, global_shape=tuple(leaf.shape))
+
+
+def _place(array: Any, leaf: Any) -> Any:
+    if array is None:
+        array = np.zeros(leaf.shape, leaf.dtype)
+    if isinstance(leaf, np.ndarray) or isinstance(array, jax.Array):
+        return array
+    if (sharding := _sharding(leaf)) is not None:
+        return jax.device_put(array, sharding)
+    return jnp.array(array)  # a copy: memory that NumPy owns must not be donated
