@@ -1,4 +1,6 @@
-"""A model zoo of transformers in JAX and Flax: pure functions for the numerics, small modules that own the parameters."""
+"""A model zoo of transformers in JAX and Flax: pure functions for the numerics, small modules that own the
+parameters.
+"""
 
 from transformer.config import ConfigError, Execution, LayerKind, RotaryScaling, TransformerConfig
 

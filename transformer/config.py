@@ -68,9 +68,9 @@ def _check_positive(config: object, *fields: str) -> None:
 class RotaryScaling:
     """How rotary frequencies are stretched to reach beyond the length a model was trained on.
 
-    `linear` divides every frequency by `factor` (Chen et al. 2023, arXiv 2306.15595). `llama3` divides only the low ones,
-    with a smooth passage between two wavelengths (Llama 3.1, arXiv 2407.21783). `yarn` does so by the number of turns
-    within the original length and sharpens the attention (Peng et al. 2023, arXiv 2309.00071).
+    `linear` divides every frequency by `factor` (Chen et al. 2023, arXiv 2306.15595). `llama3` divides only the low
+    ones, with a smooth passage between two wavelengths (Llama 3.1, arXiv 2407.21783). `yarn` does so by the number of
+    turns within the original length and sharpens the attention (Peng et al. 2023, arXiv 2309.00071).
     """
 
     kind: Literal["linear", "llama3", "yarn"]
@@ -221,13 +221,13 @@ class TransformerConfig:
         _check_range(self, 0.0, 1.0, "dropout_rate", "attention_dropout_rate")
         if self.head_dim is None and self.d_model % self.num_heads:
             raise ConfigError(
-                f"d_model ({self.d_model}) must be a multiple of num_heads ({self.num_heads}) when head_dim is not given. "
-                f"Give head_dim, or change one of them."
+                f"d_model ({self.d_model}) must be a multiple of num_heads ({self.num_heads}) when head_dim is not "
+                f"given. Give head_dim, or change one of them."
             )
         if self.num_heads % self.kv_heads:
             raise ConfigError(
-                f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self.kv_heads}): each key head serves "
-                f"equally many query heads. Change one of them."
+                f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self.kv_heads}): each key head "
+                f"serves equally many query heads. Change one of them."
             )
         self._check_position()
         for stack, layers in self._stack_sizes().items():
@@ -247,7 +247,7 @@ class TransformerConfig:
                     f"turned. Give an even rotary_dim of at most head_dim, or change head_dim."
                 )
         if self.position == "sinusoidal" and self.d_model % 2:
-            raise ConfigError(f"sinusoidal positions are pairs of sine and cosine: d_model ({self.d_model}) must be even.")
+            raise ConfigError(f"sinusoidal positions are sine and cosine pairs: d_model ({self.d_model}) must be even.")
         if self.position == "t5" and self.relative_max_distance <= self.relative_buckets // 2:
             raise ConfigError(
                 f"relative_max_distance ({self.relative_max_distance}) must be above relative_buckets / 2 "
@@ -267,8 +267,8 @@ class TransformerConfig:
         ends = len(self.prefix) + len(self.suffix)
         if layers < ends or (layers - ends) % len(self.period):
             raise ConfigError(
-                f"{name} ({layers}) must be prefix ({len(self.prefix)}) + suffix ({len(self.suffix)}) + a multiple of the "
-                f"period ({len(self.period)}). Change {name} or the pattern."
+                f"{name} ({layers}) must be prefix ({len(self.prefix)}) + suffix ({len(self.suffix)}) + a multiple of "
+                f"the period ({len(self.period)}). Change {name} or the pattern."
             )
 
     @property
@@ -319,7 +319,7 @@ class Execution:
     scan: bool = True
     """compile one layer and loop over it; false unrolls the same parameters (faster on CPU, slower to compile)"""
     remat: Remat = "none"
-    """what the backward pass recomputes: none, full (all), dots (all but matrix products), names (all but named values)"""
+    """what the backward pass recomputes: none, full (all), dots (all but products), names (all but named values)"""
 
     def __post_init__(self):
         _check_choices(self, remat=Remat)

@@ -1,0 +1,348 @@
+"""Attention: the pure function, and the module that owns its projections."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from transformer.axes import (
+    Array,
+    Attended,
+    Context,
+    DType,
+    Float,
+    Hidden,
+    Int,
+    Key,
+    Lengths,
+    Positions,
+    PRNGKey,
+    Query,
+    Value,
+    Weights,
+)
+from transformer.kernels import KERNELS, BiasFunction, Request, choose
+from transformer.layers import Initializer, Linear, RMSNorm, glorot_uniform
+from transformer.masks import Mask
+from transformer.partitioning import constrain
+from transformer.positions import NoPosition
+
+
+def dot_product_attention(
+    query: Query,
+    key: Key,
+    value: Value,
+    *,
+    mask: Mask | Array | None = None,
+    bias: BiasFunction | Array | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Float[Array, " N"] | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: PRNGKey | None = None,
+    implementation: str = "auto",
+    return_weights: bool = False,
+) -> Attended | tuple[Attended, Weights]:
+    """softmax(scale Q K^T + bias + mask) V for every head (Vaswani et al. 2017, section 3.2.1), softmax in float32.
+
+    Args:
+        query: (B, T, N, H); N a multiple of K: each key head serves N / K query heads (Ainslie et al. 2023).
+        key: (B, S, K, H).
+        value: (B, S, K, Hv); Hv may differ from H.
+        mask: a `Mask`, or a boolean array that broadcasts to (B, N, T, S); True attends. A query that may attend
+        nothing
+            gets zeros.
+        bias: added to the scores: an array that broadcasts to (B, N, T, S), or a function (query indices (t,), key
+        indices
+            (s,)) -> that block of it, so that blockwise kernels never hold all of it.
+        scale: factor on the scores; None: 1 / sqrt(H); 1.0: unscaled attention.
+        softcap: scores become softcap tanh(scores / softcap), before bias and mask (Gemma 2, arXiv 2408.00118).
+        sinks: one logit a head that takes part in the softmax and has no value (Xiao et al. 2023, arXiv 2309.17453).
+        dropout_rate: share of the weights set to zero; needs `dropout_key`.
+        implementation: a kernel of `transformer.kernels`, or "auto".
+        return_weights: also return the softmax weights (B, N, T, S), before dropout.
+
+    Returns:
+        (B, T, N, Hv), or a pair with the weights.
+
+    Raises:
+        ValueError: shapes that don't fit, a rate without a key, or a kernel that can't do what is asked.
+    """
+    _check_shapes(query, key, value, sinks)
+    batch, num_queries, num_heads, head_dim = query.shape
+    num_keys = key.shape[1]
+    if scale is not None and not scale > 0:
+        raise ValueError(f"scale must be above 0, got {scale}. Use scale=1.0 for unscaled attention.")
+    if not 0.0 <= dropout_rate < 1.0:
+        raise ValueError(f"dropout_rate must be at least 0 and below 1, got {dropout_rate}.")
+    if dropout_rate > 0.0 and dropout_key is None:
+        raise ValueError("dropout_rate is above 0 but dropout_key is None: pass a jax.random.key, or dropout_rate=0.")
+    if mask is not None and not isinstance(mask, Mask):
+        mask = jnp.asarray(mask)
+        mask = Mask.array(jnp.broadcast_to(mask, jnp.broadcast_shapes(mask.shape, (num_queries, num_keys))))
+    mask = Mask() if mask is None else mask
+    mask.check(batch, num_heads, num_queries, num_keys)
+
+    request = Request(num_queries=num_queries, num_keys=num_keys, return_weights=return_weights)
+    out, weights = KERNELS[choose(implementation, request)].run(
+        query,
+        key,
+        value,
+        mask=mask,
+        bias=_bias_function(bias, (batch, num_heads, num_queries, num_keys)),
+        scale=1.0 / math.sqrt(head_dim) if scale is None else scale,
+        softcap=softcap,
+        sinks=sinks,
+        dropout_rate=dropout_rate,
+        dropout_key=dropout_key,
+    )
+    return (out, weights) if return_weights else out
+
+
+def _check_shapes(query: Array, key: Array, value: Array, sinks: Array | None) -> None:
+    for name, array in {"query": query, "key": key, "value": value}.items():
+        if array.ndim != 4:
+            raise ValueError(f"{name} must be (batch, length, heads, head size), got shape {array.shape}.")
+    problems = []
+    if not query.shape[0] == key.shape[0] == value.shape[0]:
+        problems.append("the batch sizes differ")
+    if key.shape[1:3] != value.shape[1:3]:
+        problems.append("key and value must have the same length and heads")
+    if query.shape[3] != key.shape[3]:
+        problems.append("query and key must have the same head size")
+    if query.shape[2] % key.shape[2]:
+        problems.append("query heads must be a multiple of key heads")
+    if sinks is not None and sinks.shape != query.shape[2:3]:
+        problems.append(f"sinks {sinks.shape} must be one number a query head")
+    if problems:
+        shapes = f"query {query.shape}, key {key.shape}, value {value.shape}"
+        raise ValueError(f"attention can't be computed of {shapes}: {'; '.join(problems)}.")
+
+
+def _bias_function(bias: BiasFunction | Array | None, shape: tuple[int, int, int, int]) -> BiasFunction | None:
+    if bias is None or (callable(bias) and not hasattr(bias, "shape")):
+        return bias
+    bias = jnp.asarray(bias)
+    try:
+        jnp.broadcast_shapes(bias.shape, shape)
+    except ValueError:
+        raise ValueError(f"the bias of shape {bias.shape} doesn't broadcast to (B, N, T, S) = {shape}.") from None
+    bias = bias.reshape((1,) * (4 - bias.ndim) + bias.shape)
+    bias = jnp.broadcast_to(bias, (*bias.shape[:2], *shape[2:]))
+    return lambda queries, keys: bias[:, :, queries][:, :, :, keys]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class KVCache:
+    """Keys and values of self-attention so far. `length[b]` of the S slots of row b are filled; the next ones go after.
+
+    A row whose prompt was padded on the right gets its true length set (`set_cache_length`): what lies behind it is
+    hidden by causality until it is overwritten.
+    """
+
+    key: Key
+    value: Value
+    positions: Int[Array, "B S"]
+    """position of each key, for schemes that bias by distance"""
+    length: Lengths
+
+    @staticmethod
+    def create(batch: int, length: int, kv_heads: int, head_dim: int, value_dim: int, dtype: DType) -> KVCache:
+        """An empty cache of `length` slots for each of `batch` rows."""
+        return KVCache(
+            key=jnp.zeros((batch, length, kv_heads, head_dim), dtype),
+            value=jnp.zeros((batch, length, kv_heads, value_dim), dtype),
+            positions=jnp.zeros((batch, length), jnp.int32),
+            length=jnp.zeros((batch,), jnp.int32),
+        )
+
+    def append(self, key: Key, value: Value, positions: Positions) -> KVCache:
+        """The cache with T more keys and values a row. What would go past the last slot is dropped."""
+        if key.shape[1] > self.key.shape[1]:
+            raise ValueError(
+                f"{key.shape[1]} tokens don't fit a cache of {self.key.shape[1]} slots: "
+                f"make a longer one with init_cache."
+            )
+        rows = jnp.arange(key.shape[0])[:, None]
+        slots = self.length[:, None] + jnp.arange(key.shape[1])[None, :]
+        return KVCache(
+            key=self.key.at[rows, slots].set(key.astype(self.key.dtype), mode="drop"),
+            value=self.value.at[rows, slots].set(value.astype(self.value.dtype), mode="drop"),
+            positions=self.positions.at[rows, slots].set(positions, mode="drop"),
+            length=self.length + key.shape[1],
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class ContextCache:
+    """Keys and values of cross-attention, computed once from the context; None until then."""
+
+    key: Key | None = None
+    value: Value | None = None
+
+
+def _is_kv_cache(node: Any) -> bool:
+    return isinstance(node, KVCache)
+
+
+def cache_length(cache: Any) -> Lengths:
+    """How many tokens each row of a (nested) cache holds, (B,)."""
+    first = next(node for node in jax.tree.leaves(cache, is_leaf=_is_kv_cache) if _is_kv_cache(node))
+    return first.length.reshape(-1, first.length.shape[-1])[0]  # layers in front, all alike
+
+
+def set_cache_length(cache: Any, lengths: Lengths) -> Any:
+    """The same (nested) cache holding the first `lengths[b]` tokens of row b: after a padded prompt, or to go back."""
+
+    def with_length(node):
+        if not _is_kv_cache(node):
+            return node
+        return dataclasses.replace(node, length=jnp.broadcast_to(lengths, node.length.shape).astype(jnp.int32))
+
+    return jax.tree.map(with_length, cache, is_leaf=_is_kv_cache)
+
+
+class MultiHeadAttention(nn.Module):
+    """Multi-head attention (Vaswani et al. 2017, section 3.2.2): self-attention, or cross-attention when given a
+    context.
+
+    Each projection makes all heads in one matrix product: parameters `query` (D, N, H), `key` (Dc, K, H), `value`
+    (Dc, K, Hv) and `out` (N, Hv, out_features), each a `kernel` and, with `use_bias`, a `bias`.
+    """
+
+    num_heads: int
+    num_kv_heads: int | None = None
+    """None: num_heads"""
+    head_dim: int | None = None
+    """None: width of x / num_heads"""
+    value_dim: int | None = None
+    """None: head_dim"""
+    out_features: int | None = None
+    """None: width of x"""
+    use_bias: bool = True
+    qk_norm: bool = False
+    """RMSNorm on each query and key head (Henry et al. 2020, arXiv 2010.04245; as in Qwen 3 and Gemma 3)"""
+    scale: float | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    """learn one logit a head that takes weight and gives no value"""
+    dropout_rate: float = 0.0
+    position: NoPosition = NoPosition()
+    """position scheme: rotates queries and keys, biases scores"""
+    norm_epsilon: float = 1e-6
+    kernel_init: Initializer | None = None
+    output_init: Initializer | None = None
+    implementation: str = "auto"
+    dtype: DType = jnp.float32
+    param_dtype: DType = jnp.float32
+
+    @nn.compact
+    def __call__(
+        self,
+        x: Hidden,
+        context: Context | None = None,
+        *,
+        mask: Mask | None = None,
+        positions: Positions | None = None,
+        position_table: Float[Array, "R N"] | None = None,
+        cache: KVCache | ContextCache | None = None,
+        deterministic: bool = True,
+    ) -> tuple[Float[Array, "B T Do"], KVCache | ContextCache | None]:
+        """Attends from x (B, T, D) to itself, or to `context` (B, S, Dc); returns (B, T, out_features) and the cache.
+
+        Args:
+            mask: which query attends which key; causality is not implied.
+            positions: (B, T), for the position scheme; None: 0, 1, 2, ... after what the cache holds.
+            position_table: the scheme's learnt table, if it has one.
+            cache: a `KVCache` to append to and attend over; or a `ContextCache`, filled when `context` is given and
+            read
+                when it is not.
+            deterministic: False drops weights (rng "dropout").
+
+        Raises:
+            ValueError: sizes that don't fit.
+        """
+        if self.head_dim is None and x.shape[-1] % self.num_heads:
+            raise ValueError(
+                f"the width of x ({x.shape[-1]}) must be a multiple of num_heads ({self.num_heads}) when head_dim "
+                f"is not given. Give head_dim, or change one of them."
+            )
+        head_dim = x.shape[-1] // self.num_heads if self.head_dim is None else self.head_dim
+        value_dim = head_dim if self.value_dim is None else self.value_dim
+        kv_heads = self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+        mask = Mask() if mask is None else mask
+        bias = None
+
+        query = constrain(self._project("query", x, (self.num_heads, head_dim)), "batch", "length", "heads", "head_dim")
+        if self.qk_norm:
+            query = RMSNorm(self.norm_epsilon, self.dtype, self.param_dtype, name="query_norm")(query)
+
+        if isinstance(cache, ContextCache) and context is None:
+            if cache.key is None:
+                raise ValueError("this cross-attention cache is empty: give context at the first call.")
+            key, value = cache.key, cache.value
+        else:
+            source = x if context is None else context
+            key = self._project("key", source, (kv_heads, head_dim))
+            value = self._project("value", source, (kv_heads, value_dim))
+            if self.qk_norm:
+                key = RMSNorm(self.norm_epsilon, self.dtype, self.param_dtype, name="key_norm")(key)
+            if isinstance(cache, ContextCache):
+                cache = ContextCache(key, value)
+
+        if context is None and not isinstance(cache, ContextCache):
+            if positions is None:
+                positions = jnp.arange(x.shape[1])[None, :]
+                positions = positions if cache is None else positions + cache.length[:, None]
+            positions = jnp.broadcast_to(positions, x.shape[:2])
+            query, key = self.position.rotate(query, positions), self.position.rotate(key, positions)
+            key_positions = positions
+            if cache is not None:
+                start, cache = cache.length, cache.append(key, value, positions)
+                key, value, key_positions = cache.key, cache.value, cache.positions
+                mask = mask.shifted(start) & Mask.lengths(cache.length)
+            bias = self._bias(positions, key_positions, position_table)
+
+        watched = self.is_mutable_collection("intermediates") and not self.is_initializing()
+        dropout_rate = 0.0 if deterministic else self.dropout_rate
+        out = dot_product_attention(
+            query,
+            constrain(key, "batch", None, "kv_heads", "head_dim"),
+            constrain(value, "batch", None, "kv_heads", "head_dim"),
+            mask=mask,
+            bias=bias,
+            scale=self.scale,
+            softcap=self.softcap,
+            sinks=self.param("sinks", nn.initializers.zeros, (self.num_heads,), self.param_dtype)
+            if self.sinks
+            else None,
+            dropout_rate=dropout_rate,
+            dropout_key=self.make_rng("dropout") if dropout_rate > 0.0 else None,
+            implementation=self.implementation,
+            return_weights=watched,
+        )
+        if watched:
+            out, weights = out
+            self.sow("intermediates", "weights", weights)
+        out = constrain(out, "batch", "length", "heads", "head_dim")
+        features = x.shape[-1] if self.out_features is None else self.out_features
+        return self._project("out", out, (features,), contract=2), cache
+
+    def _project(self, name: str, x: Array, features: tuple[int, ...], contract: int = 1) -> Array:
+        init = self.output_init if name == "out" else self.kernel_init
+        init = init or glorot_uniform(contract)
+        return Linear(features, contract, self.use_bias, init, self.dtype, self.param_dtype, name=name)(x)
+
+    def _bias(self, positions: Positions, key_positions: Positions, table: Array | None) -> BiasFunction | None:
+        probe = jax.eval_shape(lambda: self.position.bias(positions[:, :1], key_positions[:, :1], table))
+        if probe is None:
+            return None
+        return lambda queries, keys: self.position.bias(positions[:, queries], key_positions[:, keys], table)

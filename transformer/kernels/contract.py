@@ -1,0 +1,33 @@
+"""What every attention kernel is handed and what it may refuse."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import jax
+
+BiasFunction: TypeAlias = Callable[[jax.Array, jax.Array], jax.Array]
+"""(query indices (t,), key indices (s,)) -> what is added to that block of scores, broadcast to (B, N, t, s)"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """The facts of one call that decide which kernels can serve it."""
+
+    num_queries: int
+    num_keys: int
+    return_weights: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernel:
+    """One way to compute attention. `refusal` gives the reason why it can't serve a request, or None.
+
+    `run(query, key, value, *, mask, bias, scale, softcap, sinks, dropout_rate, dropout_key)` returns (attended,
+    weights), weights None unless it can give them.
+    """
+
+    run: Callable[..., tuple[jax.Array, Any]]
+    refusal: Callable[[Request], str | None]

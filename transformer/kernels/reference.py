@@ -1,0 +1,66 @@
+"""Attention as the formula is written: all scores at once. Exact, able to do everything, quadratic in memory."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from transformer.axes import Array, Attended, Float, Key, PRNGKey, Query, Value, Weights
+from transformer.kernels.contract import BiasFunction
+from transformer.masks import Mask
+
+
+def reference_attention(
+    query: Query,
+    key: Key,
+    value: Value,
+    *,
+    mask: Mask,
+    bias: BiasFunction | None,
+    scale: float,
+    softcap: float | None,
+    sinks: Float[Array, " N"] | None,
+    dropout_rate: float,
+    dropout_key: PRNGKey | None,
+) -> tuple[Attended, Weights]:
+    """softmax(scale Q K^T + bias + mask) V and the weights; the contract is that of `dot_product_attention`."""
+    batch, num_queries, num_heads, head_dim = query.shape
+    num_keys, kv_heads = key.shape[1], key.shape[2]
+    grouped = query.reshape(batch, num_queries, kv_heads, num_heads // kv_heads, head_dim)
+    scores = jnp.einsum("btkgh,bskh->bkgts", grouped, key, preferred_element_type=jnp.float32)
+    scores_BNTS = scores.reshape(batch, num_heads, num_queries, num_keys) * scale
+    if softcap is not None:
+        scores_BNTS = softcap * jnp.tanh(scores_BNTS / softcap)
+    if bias is not None:
+        scores_BNTS = scores_BNTS + bias(jnp.arange(num_queries), jnp.arange(num_keys))
+
+    weights_BNTS = masked_softmax(scores_BNTS, None if mask.is_empty else mask.dense(num_queries, num_keys), sinks)
+    kept = weights_BNTS
+    if dropout_rate > 0.0:
+        keep = jax.random.bernoulli(dropout_key, 1.0 - dropout_rate, weights_BNTS.shape)
+        kept = jnp.where(keep, weights_BNTS / (1.0 - dropout_rate), 0.0)
+    grouped = kept.astype(value.dtype).reshape(batch, kv_heads, -1, num_queries, num_keys)
+    out = jnp.einsum("bkgts,bskh->btkgh", grouped, value, preferred_element_type=jnp.float32)
+    return out.reshape(batch, num_queries, num_heads, -1).astype(value.dtype), weights_BNTS
+
+
+def masked_softmax(
+    scores_BNTS: Float[Array, "B N T S"],
+    allowed_BNTS: Array | None,
+    sinks: Float[Array, " N"] | None = None,
+) -> Weights:
+    """Softmax over the allowed keys (True), float32. A row with none is all zeros; a sink is one more, valueless
+    key.
+    """
+    if allowed_BNTS is not None:
+        scores_BNTS = jnp.where(allowed_BNTS, scores_BNTS, -jnp.inf)
+    top = jnp.max(scores_BNTS, axis=-1, keepdims=True)
+    if sinks is not None:
+        sinks = sinks.astype(jnp.float32)[None, :, None, None]
+        top = jnp.maximum(top, sinks)
+    top = jax.lax.stop_gradient(jnp.where(jnp.isneginf(top), 0.0, top))  # an empty row: exp(-inf - 0) = 0
+    weights = jnp.exp(scores_BNTS - top)
+    total = weights.sum(axis=-1, keepdims=True)
+    if sinks is not None:
+        total = total + jnp.exp(sinks - top)
+    return weights / jnp.where(total == 0.0, 1.0, total)

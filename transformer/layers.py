@@ -1,0 +1,167 @@
+"""Linear maps, norms, feed-forward and embedding: the leaves that own parameters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from transformer.axes import Array, DType, Float, Hidden, Logits, Tokens
+from transformer.partitioning import constrain, ways
+
+Initializer = Callable[..., jax.Array]
+
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "relu": jax.nn.relu,
+    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+    "gelu_erf": lambda x: jax.nn.gelu(x, approximate=False),
+    "silu": jax.nn.silu,
+}
+"""feed-forward nonlinearities by name (GELU: Hendrycks & Gimpel 2016, arXiv 1606.08415, by tanh and exact)"""
+
+
+def linear(
+    x: Float[Array, "..."], kernel: Float[Array, "..."], bias: Float[Array, "..."] | None = None, *, contract: int = 1
+) -> Float[Array, "..."]:
+    """x (..., *in) @ kernel (*in, *out) + bias (*out), as one matrix product; `contract` counts the axes of *in*.
+
+    On CPU the leading axes are flattened to one: the weight gradient then contracts one axis instead of two, which
+    XLA's CPU products need to run at full speed. Not when the length is split over devices, where that would gather it.
+    """
+    inner, out = math.prod(kernel.shape[:contract]), kernel.shape[contract:]
+    lead = x.shape[: x.ndim - contract]
+    flatten = jax.default_backend() == "cpu" and ways("length") == 1
+    rows = x.reshape((-1, inner) if flatten else (*lead, inner))
+    y = (rows @ kernel.reshape(inner, -1)).reshape(*lead, *out)
+    return y if bias is None else y + bias.reshape((1,) * len(lead) + out)
+
+
+class Linear(nn.Module):
+    """A linear map from the last `contract` axes to `features`; parameters `kernel` (*in, *features) and `bias`
+    (*features).
+    """
+
+    features: tuple[int, ...]
+    contract: int = 1
+    use_bias: bool = True
+    kernel_init: Initializer | None = None
+    dtype: DType = jnp.float32
+    param_dtype: DType = jnp.float32
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
+        shape = (*x.shape[x.ndim - self.contract :], *self.features)
+        init = self.kernel_init or glorot_uniform(self.contract)
+        kernel = self.param("kernel", init, shape, self.param_dtype)
+        bias = self.param("bias", nn.initializers.zeros, self.features, self.param_dtype) if self.use_bias else None
+        x, kernel, bias = nn.dtypes.promote_dtype(x, kernel, bias, dtype=self.dtype)
+        return linear(x, kernel, bias, contract=self.contract)
+
+
+def glorot_uniform(contract: int = 1) -> Initializer:
+    """Glorot & Bengio 2010, for a kernel whose first `contract` axes are inputs and the rest outputs."""
+
+    def init(key, shape, dtype=jnp.float32):
+        limit = math.sqrt(6.0 / (math.prod(shape[:contract]) + math.prod(shape[contract:])))
+        return jax.random.uniform(key, shape, dtype, -limit, limit)
+
+    return init
+
+
+class LayerNorm(nn.Module):
+    """gamma (x - mean) / sqrt(variance + epsilon) + beta over the last axis, in float32 (Ba et al. 2016, arXiv
+    1607.06450).
+    """
+
+    epsilon: float = 1e-6
+    dtype: DType = jnp.float32
+    param_dtype: DType = jnp.float32
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
+        scale = self.param("scale", nn.initializers.ones, x.shape[-1:], self.param_dtype)
+        bias = self.param("bias", nn.initializers.zeros, x.shape[-1:], self.param_dtype)
+        x = x.astype(jnp.float32)
+        x = x - x.mean(-1, keepdims=True)
+        y = x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + self.epsilon)
+        return (y * _row(scale, x) + _row(bias, x)).astype(self.dtype)
+
+
+class RMSNorm(nn.Module):
+    """gamma x / sqrt(mean(x^2) + epsilon) over the last axis, in float32 (Zhang & Sennrich 2019, arXiv 1910.07467)."""
+
+    epsilon: float = 1e-6
+    dtype: DType = jnp.float32
+    param_dtype: DType = jnp.float32
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
+        scale = self.param("scale", nn.initializers.ones, x.shape[-1:], self.param_dtype)
+        x = x.astype(jnp.float32)
+        y = x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + self.epsilon)
+        return (y * _row(scale, x)).astype(self.dtype)
+
+
+def _row(vector: jax.Array, like: jax.Array) -> jax.Array:
+    return vector.astype(jnp.float32).reshape((1,) * (like.ndim - 1) + (-1,))
+
+
+NORMS: dict[str, type[nn.Module]] = {"layer_norm": LayerNorm, "rms_norm": RMSNorm}
+"""normalizations by name"""
+
+
+class FeedForward(nn.Module):
+    """max(0, x W_1 + b_1) W_2 + b_2 (Vaswani et al. 2017, section 3.3), with any activation; gated: act(x W_g) * (x
+    W_1) before W_2 (Shazeer 2020, arXiv 2002.05202). Parameters `up`, `down` and, if gated, `gate`.
+    """
+
+    width: int
+    activation: str = "relu"
+    gated: bool = False
+    use_bias: bool = True
+    kernel_init: Initializer | None = None
+    output_init: Initializer | None = None
+    dtype: DType = jnp.float32
+    param_dtype: DType = jnp.float32
+
+    @nn.compact
+    def __call__(self, x: Hidden) -> Hidden:
+        def project(name, features, init):
+            return Linear((features,), 1, self.use_bias, init, self.dtype, self.param_dtype, name=name)
+
+        hidden = project("up", self.width, self.kernel_init)(x)
+        activate = ACTIVATIONS[self.activation]
+        if self.gated:
+            hidden = activate(project("gate", self.width, self.kernel_init)(x)) * hidden
+        else:
+            hidden = activate(hidden)
+        hidden = constrain(hidden, "batch", "length", "feed_forward")
+        hidden = jax.ad_checkpoint.checkpoint_name(hidden, "feed_forward_hidden")
+        return project("down", x.shape[-1], self.output_init)(hidden)
+
+
+class Embedding(nn.Module):
+    """A table (V, D): looks tokens up, and turns vectors back into logits over the same rows."""
+
+    vocab_size: int
+    features: int
+    init: Initializer | None = None
+    dtype: DType = jnp.float32
+    param_dtype: DType = jnp.float32
+
+    def setup(self):
+        init = self.init or nn.initializers.normal(1 / np.sqrt(self.features))
+        self.embedding = self.param("embedding", init, (self.vocab_size, self.features), self.param_dtype)
+
+    def __call__(self, tokens: Tokens) -> Hidden:
+        """(B, T) -> (B, T, D). An id outside the table gives NaN: compiled code can't raise, and must not guess."""
+        return jnp.take(self.embedding, tokens, axis=0, mode="fill").astype(self.dtype)
+
+    def attend(self, x: Hidden) -> Logits:
+        """(B, T, D) -> (B, T, V): the product with each row of the table."""
+        x, table = nn.dtypes.promote_dtype(x, self.embedding, dtype=self.dtype)
+        return linear(x, table.T)

@@ -1,0 +1,169 @@
+"""Which query may attend which key, as one structured value. True attends. `&` joins.
+
+A dense mask of 32k tokens is 1 GiB, so a `Mask` keeps facts (causal, window) and short arrays (lengths, segments) and
+makes only the block that a kernel asks for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+
+from transformer.axes import Array, Bool, Int
+
+
+def _static(default):
+    return field(default=default, metadata={"static": True})
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Mask:
+    """An attention mask by structure. Make one with the constructors below and join them: `Mask.causal() &
+    Mask.lengths(n)`.
+
+    A frozen pytree: `is_causal` and `window_size` are static facts, the rest are arrays or None. Queries and keys are
+    numbered by their index in the sequence; `offset` is the index that the first query has among the keys (while
+    decoding with a cache: how many came before).
+    """
+
+    is_causal: bool = _static(False)
+    window_size: int | None = _static(None)
+    offset: Int[Array, "..."] | None = None
+    """() or (B,)"""
+    key_lengths: Int[Array, "..."] | None = None
+    """(B,)"""
+    query_segments: Int[Array, "..."] | None = None
+    """(B, T)"""
+    key_segments: Int[Array, "..."] | None = None
+    """(B, S)"""
+    dense_part: Bool[Array, "..."] | None = None
+    """(B or 1, N or 1, T, S)"""
+
+    @staticmethod
+    def causal() -> Mask:
+        """A query attends itself and what came before it."""
+        return Mask(is_causal=True)
+
+    @staticmethod
+    def window(size: int) -> Mask:
+        """A query attends keys closer than `size`: with `causal()` the last `size` ones, itself included."""
+        if size < 1:
+            raise ValueError(f"a window must hold at least 1 position, got {size}.")
+        return Mask(window_size=size)
+
+    @staticmethod
+    def lengths(lengths: Int[Array, " B"]) -> Mask:
+        """Of each row, only the first `lengths[b]` keys are attended (right padding)."""
+        return Mask(key_lengths=jnp.asarray(lengths))
+
+    @staticmethod
+    def segments(query: Int[Array, "B T"], key: Int[Array, "B S"] | None = None) -> Mask:
+        """Only keys of the query's own segment are attended (packing, or left padding as a segment of its own)."""
+        query = jnp.asarray(query)
+        return Mask(query_segments=query, key_segments=query if key is None else jnp.asarray(key))
+
+    @staticmethod
+    def array(allowed: Bool[Array, "..."]) -> Mask:
+        """Any boolean array that broadcasts to (B, N, T, S), its last two axes whole: the way to a mask of any
+        shape.
+        """
+        allowed = jnp.asarray(allowed)
+        if allowed.dtype != jnp.bool_ or allowed.ndim < 2:
+            raise ValueError(
+                f"a mask array must be boolean (True attends) and end in (T, S), got {allowed.dtype} of shape "
+                f"{allowed.shape}. An additive mask is a bias: pass it as bias=."
+            )
+        return Mask(dense_part=allowed.reshape((1,) * (4 - allowed.ndim) + allowed.shape))
+
+    def shifted(self, offset: Int[Array, "..."]) -> Mask:
+        """The same mask for queries that begin at key `offset`, () or (B,)."""
+        return dataclasses.replace(self, offset=jnp.asarray(offset))
+
+    def __and__(self, other: Mask) -> Mask:
+        def join(name, both=None):
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if mine is None or theirs is None:
+                return theirs if mine is None else mine
+            if both is None:
+                if mine is theirs:
+                    return mine
+                raise ValueError(f"both masks give {name}: join them into one array before, or pass Mask.array(...).")
+            return both(mine, theirs)
+
+        return Mask(
+            is_causal=self.is_causal or other.is_causal,
+            window_size=join("window_size", min),
+            offset=join("offset"),
+            key_lengths=join("key_lengths", jnp.minimum),
+            query_segments=join("query_segments"),
+            key_segments=join("key_segments"),
+            dense_part=join("dense_part", jnp.logical_and),
+        )
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is hidden."""
+        arrays = (self.key_lengths, self.query_segments, self.dense_part)
+        return not self.is_causal and self.window_size is None and all(array is None for array in arrays)
+
+    def block(self, queries: Int[Array, " t"], keys: Int[Array, " s"]) -> Bool[Array, "b n t s"]:
+        """The part for these query and key indices: boolean, (B or 1, N or 1, t, s)."""
+        places = self._offset_rows()[:, None, None, None] + queries[:, None]
+        allowed = jnp.ones((1, 1, queries.shape[0], keys.shape[0]), bool)
+        if self.is_causal:
+            allowed = allowed & (places >= keys)
+        if self.window_size is not None:
+            allowed = allowed & (jnp.abs(places - keys) < self.window_size)
+        if self.key_lengths is not None:
+            allowed = allowed & (keys < self.key_lengths[:, None, None, None])
+        if self.query_segments is not None:
+            ours, theirs = self.query_segments[:, queries], self.key_segments[:, keys]
+            allowed = allowed & (ours[:, None, :, None] == theirs[:, None, None, :])
+        if self.dense_part is not None:
+            allowed = allowed & self.dense_part[:, :, queries][:, :, :, keys]
+        return allowed
+
+    def dense(self, num_queries: int, num_keys: int) -> Bool[Array, "b n T S"]:
+        """The whole mask, (B or 1, N or 1, T, S): for looking at, and for the reference kernel."""
+        return self.block(jnp.arange(num_queries), jnp.arange(num_keys))
+
+    def block_visible(self, queries: Int[Array, " t"], keys: Int[Array, " s"]) -> Bool[Array, ""]:
+        """Whether any query of a block may attend any key of another. Indices rise; never False where one may."""
+        first_query, last_query = queries[0] + self._offset_rows(), queries[-1] + self._offset_rows()
+        visible = jnp.ones((1,), bool)
+        if self.is_causal:
+            visible = visible & (last_query >= keys[0])
+        if self.window_size is not None:
+            visible = visible & (first_query - keys[-1] < self.window_size) & (keys[0] - last_query < self.window_size)
+        if self.key_lengths is not None:
+            visible = visible & (keys[0] < self.key_lengths)
+        if self.query_segments is not None:
+            ours, theirs = self.query_segments[:, queries], self.key_segments[:, keys]
+            visible = visible & (ours.min(-1) <= theirs.max(-1)) & (theirs.min(-1) <= ours.max(-1))
+        if self.dense_part is not None:
+            visible = visible & self.dense_part[:, :, queries][:, :, :, keys].any((1, 2, 3))
+        return visible.any()
+
+    def check(self, batch: int, num_heads: int, num_queries: int, num_keys: int) -> None:
+        """Raises ValueError when an array of the mask doesn't fit attention of these sizes."""
+        fits = {
+            "offset": [(), (1,), (batch,)],
+            "key_lengths": [(1,), (batch,)],
+            "query_segments": [(1, num_queries), (batch, num_queries)],
+            "key_segments": [(1, num_keys), (batch, num_keys)],
+            "dense_part": [(b, n, num_queries, num_keys) for b in {1, batch} for n in {1, num_heads}],
+        }
+        for name, shapes in fits.items():
+            array = getattr(self, name)
+            if array is not None and array.shape not in shapes:
+                raise ValueError(
+                    f"the mask's {name} has shape {array.shape}, but attention of {batch} rows, {num_heads} heads, "
+                    f"{num_queries} queries and {num_keys} keys takes {shapes[-1]}."
+                )
+
+    def _offset_rows(self) -> Int[Array, " b"]:
+        return jnp.zeros((1,), jnp.int32) if self.offset is None else jnp.atleast_1d(self.offset)
