@@ -85,7 +85,7 @@ def restore(directory: Path, wanted: Mapping[LeafPath, Any]) -> dict[LeafPath, A
     """The arrays at the paths of `wanted` (any part of what was saved), shapes and dtypes as saved.
 
     A leaf of `wanted` with a sharding gives a jax.Array laid out so, one without a jax.Array on the default device, a
-    NumPy array a NumPy array.
+    NumPy array a NumPy array. ValueError for 64-bit arrays that JAX would cut to 32.
     """
     filled = _filled(wanted)
     arrays: dict[LeafPath, Any] = {}
@@ -96,7 +96,14 @@ def restore(directory: Path, wanted: Mapping[LeafPath, Any]) -> dict[LeafPath, A
             partial_restore=True,
         )
         arrays = flatten(ocp.PyTreeCheckpointHandler().restore(epath.Path(directory), args=args))
-    return {path: _place(arrays.get(path), leaf) for path, leaf in wanted.items()}
+    placed = {path: _place(arrays.get(path), leaf) for path, leaf in wanted.items()}
+    for path, leaf in wanted.items():
+        if placed[path].dtype != leaf.dtype:
+            raise ValueError(
+                f"{_name(path)} is {leaf.dtype}, which JAX would cut to {placed[path].dtype}. "
+                "Set jax_enable_x64, or ask for a NumPy array."
+            )
+    return placed
 
 
 def _name(path: LeafPath) -> str:

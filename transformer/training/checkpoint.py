@@ -254,9 +254,7 @@ def load_params(
     for name in names:
         chosen = {path: leaf for path, leaf in leaves.items() if path[0] == name}
         if chosen:
-            restored = arrays.restore(directory / "state", chosen)
-            _check_same(directory, restored, chosen)
-            return arrays.nest(restored)[name], manifest["step"]
+            return arrays.nest(arrays.restore(directory / "state", chosen))[name], manifest["step"]
     saved = sorted({path[0] for path in leaves})
     raise CheckpointError(f"{directory} holds none of {', '.join(names)}. It holds: {', '.join(saved)}.")
 
@@ -347,19 +345,13 @@ def _names(first: str) -> Iterator[Path]:
 
 def _restore(directory: Path, manifest: dict[str, Any], abstract: PyTree) -> PyTree:
     wanted, saved = arrays.flatten(abstract), arrays.described(manifest["state"])
-    _check_same(directory, saved, wanted)
-    restored = arrays.restore(directory / "state", wanted)
-    _check_same(directory, restored, wanted)  # no cast on the way (of int64 without x64, say)
-    return jax.tree.unflatten(jax.tree.structure(abstract), restored.values())
-
-
-def _check_same(directory: Path, saved: dict[arrays.LeafPath, Any], wanted: dict[arrays.LeafPath, Any]) -> None:
     if lines := arrays.differences(saved, wanted):
         listed = "\n  ".join(lines)
         raise CheckpointError(
             f"{directory} does not fit this model and optimizer, {len(lines)} difference(s):\n  {listed}\n"
             "Use the recipe that it was trained with, or another workdir."
         )
+    return jax.tree.unflatten(jax.tree.structure(abstract), arrays.restore(directory / "state", wanted).values())
 
 
 def _item(directory: Path, name: str) -> Any:
@@ -374,7 +366,11 @@ def _explain(error: Exception, path: Path, leaves: dict[arrays.LeafPath, Any]) -
     if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or "No space left" in text or "File too large" in text:
         size = sum(math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize for leaf in leaves.values())
         reason, do = "the disk is full", f"Free some space (one checkpoint takes {size / 1e6:,.1f} MB)"
-    elif number in (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR) or "Read-only" in text or "denied" in text:
+    elif (
+        number in (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST)
+        or "Read-only" in text
+        or "denied" in text
+    ):
         reason, do = f"it cannot be written ({os.strerror(number) if number else text[:200]})", "Make it writable"
     else:
         reason, do = f"{type(error).__name__}: {' '.join(text.split())[:300]}", "Mend that"

@@ -59,7 +59,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
 
 
 def check_sizes(directory: Path, manifest: Mapping[str, Any]) -> None:
-    """Every file of the manifest is there and has its size; nothing is read. CheckpointError names the first bad one."""
+    """Every file of the manifest is there and has its size; nothing is read. An error names the first bad one."""
     for name, expected in manifest["files"].items():
         path = directory / name
         try:
@@ -71,7 +71,7 @@ def check_sizes(directory: Path, manifest: Mapping[str, Any]) -> None:
 
 
 def verify(directory: Path, manifest: Mapping[str, Any]) -> None:
-    """Every file of the manifest has its size and its SHA-256. CheckpointError names the first bad one."""
+    """Every file of the manifest has its size and its SHA-256. An error names the first bad one."""
     check_sizes(directory, manifest)
     for name, expected in manifest["files"].items():
         path = directory / name

@@ -1,0 +1,157 @@
+"""Saves that fail: no room, no permission, killed in the middle."""
+
+import errno
+import os
+import resource
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+
+import numpy as np
+import pytest
+
+from transformer.training.checkpoint import Checkpointer, CheckpointSaveError
+
+BIG = {"x": np.zeros(2_000_000, np.float32) + np.arange(2_000_000, dtype=np.float32)}
+
+
+def save_now(checkpointer, step, state):
+    checkpointer.save(step, state)
+    checkpointer.wait()
+
+
+def check_full_disk(workdir):
+    """A save that finds no room fails aloud, leaves nothing behind, and the older checkpoint still works."""
+    checkpointer = Checkpointer(workdir)
+    with pytest.raises(CheckpointSaveError, match=r"No checkpoint written to \S+/2: the disk is full.*8.0 MB.*again"):
+        save_now(checkpointer, 2, BIG)
+    assert os.listdir(workdir / "checkpoints") == ["1"]
+    assert checkpointer.restore_newest({"x": np.zeros(3)}).step == 1
+    with pytest.raises(CheckpointSaveError, match="the disk is full"), checkpointer:
+        checkpointer.save(2, BIG)
+
+
+def test_no_room_for_a_file(tmp_path):
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, {"x": np.ones(3)})
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        check_full_disk(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+def mount(path, *options):
+    if subprocess.run(["mount", *options, str(path)], capture_output=True).returncode:
+        pytest.skip("mounting needs root")
+
+
+def test_full_disk(tmp_path):
+    mount(tmp_path, "-t", "tmpfs", "-o", "size=3m", "tmpfs")
+    try:
+        with Checkpointer(tmp_path) as checkpointer:
+            checkpointer.save(1, {"x": np.ones(3)})
+        check_full_disk(tmp_path)
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def test_read_only_disk(tmp_path):
+    mount(tmp_path, "-t", "tmpfs", "-o", "size=3m", "tmpfs")
+    try:
+        with Checkpointer(tmp_path) as checkpointer:
+            checkpointer.save(1, {"x": np.ones(3)})
+        subprocess.run(["mount", "-o", "remount,ro", str(tmp_path)], check=True)
+        with Checkpointer(tmp_path) as checkpointer:
+            assert checkpointer.restore_newest({"x": np.zeros(3)}).step == 1
+            with pytest.raises(CheckpointSaveError, match=r"cannot be written \(Read-only file system\)"):
+                save_now(checkpointer, 2, {"x": np.ones(3)})
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+@pytest.fixture
+def slow_full_disk(monkeypatch):
+    """The disk turns out full only after `save` has returned, when the event is set."""
+    go_on = threading.Event()
+
+    def sync_tree(path):
+        go_on.wait(30)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("transformer.training.checkpoint.sync_tree", sync_tree)
+    return go_on
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda checkpointer: checkpointer.wait(),
+        lambda checkpointer: checkpointer.close(),
+        lambda checkpointer: checkpointer.save(2, {"x": np.ones(3)}),
+        lambda checkpointer: checkpointer.restore_newest({"x": np.ones(3)}),
+    ],
+    ids=["wait", "close", "save", "restore_newest"],
+)
+def test_a_failed_save_is_told_at_the_next_call(tmp_path, slow_full_disk, call):
+    checkpointer = Checkpointer(tmp_path)
+    assert checkpointer.save(1, {"x": np.ones(3)})
+    slow_full_disk.set()
+    with pytest.raises(CheckpointSaveError, match=r"/1: the disk is full"):
+        call(checkpointer)
+    assert checkpointer.newest_step is None  # that step may be tried again
+    assert os.listdir(tmp_path / "checkpoints") == []
+
+
+def test_the_first_error_is_the_one_that_is_seen(tmp_path, slow_full_disk):
+    def loop():
+        with Checkpointer(tmp_path) as checkpointer:
+            checkpointer.save(1, {"x": np.ones(3)})
+            slow_full_disk.set()
+            raise KeyError("of the loop")
+
+    with pytest.raises(KeyError, match="of the loop") as caught:
+        loop()
+    assert "No checkpoint written" in caught.value.__notes__[0]
+
+
+@pytest.mark.parametrize("file", ["workdir", "workdir/checkpoints"])
+def test_a_file_where_a_directory_should_be(tmp_path, file):
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).write_text("")
+    checkpointer = Checkpointer(tmp_path / "workdir")
+    with pytest.raises(CheckpointSaveError, match=r"cannot be written .* Make it writable"):
+        save_now(checkpointer, 1, {"x": np.ones(3)})
+
+
+def test_killed_in_the_middle_of_a_save(tmp_path):
+    """The commit is one rename: killed at any moment before it, the older checkpoint is the newest."""
+    script = textwrap.dedent(
+        """
+        import os, signal, sys
+        import numpy as np
+        import transformer.training.checkpoint as module
+        checkpointer = module.Checkpointer(sys.argv[1])
+        checkpointer.save(1, {"x": np.full(5, 1.0)})
+        checkpointer.wait()
+        module.sync_tree = lambda path: os.kill(os.getpid(), signal.SIGKILL)  # all written, nothing committed
+        checkpointer.save(2, {"x": np.full(5, 2.0)})
+        checkpointer.wait()
+        """
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)], env=os.environ | {"JAX_PLATFORMS": "cpu"}, check=False
+    )
+    assert run.returncode == -signal.SIGKILL
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["1", "2.tmp"]
+    with Checkpointer(tmp_path) as checkpointer:
+        assert checkpointer.restore_newest({"x": np.zeros(5)}).state["x"][0] == 1
+        checkpointer.save(2, {"x": np.full(5, 3.0)})
+        checkpointer.wait()
+        assert checkpointer.restore_newest({"x": np.zeros(5)}).state["x"][0] == 3
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["1", "2"]
