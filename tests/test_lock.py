@@ -1,0 +1,150 @@
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from transformer.training import lock as module
+from transformer.training.lock import WorkdirInUseError, WorkdirLock
+
+
+def run(script, *arguments, **options):
+    """A process that imports the lock alone (quickly), stdin and stdout as pipes."""
+    path = os.path.abspath(module.__file__)
+    head = f"import importlib.util, os, sys\nspec = importlib.util.spec_from_file_location('lock', {path!r})\n"
+    head += "lock = importlib.util.module_from_spec(spec)\nspec.loader.exec_module(lock)\n"
+    command = [sys.executable, "-c", head + textwrap.dedent(script), *map(str, arguments)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+HOLD = """
+with lock.WorkdirLock(sys.argv[1]):
+    print("held", flush=True)
+    sys.stdin.readline()
+"""
+
+
+def write_record(workdir, **changes):
+    record = {"pid": os.getpid(), "host": socket.gethostname(), "started": module._started(os.getpid())} | changes
+    workdir.mkdir(exist_ok=True)
+    (workdir / ".lock").write_text(json.dumps(record))
+
+
+def test_held_by_another_process_then_released(tmp_path):
+    other = run(HOLD, tmp_path / "workdir")  # makes the directory
+    assert other.stdout.readline() == "held\n"
+    message = rf"in use by process {other.pid} on host {socket.gethostname()}.*kill {other.pid}.*another workdir"
+    with pytest.raises(WorkdirInUseError, match=message):
+        WorkdirLock(tmp_path / "workdir").acquire()
+    other.communicate("go on\n")
+    assert other.returncode == 0
+    assert not (tmp_path / "workdir" / ".lock").exists()
+    with WorkdirLock(tmp_path / "workdir"):
+        pass
+
+
+def test_held_by_this_process(tmp_path):
+    with WorkdirLock(tmp_path):
+        with pytest.raises(WorkdirInUseError, match="in use by this process"):
+            WorkdirLock(tmp_path).acquire()
+        assert (tmp_path / ".lock").exists()
+    assert not (tmp_path / ".lock").exists()
+
+
+def test_of_a_killed_process_is_taken_over(tmp_path, capfd):
+    other = run(HOLD, tmp_path)
+    assert other.stdout.readline() == "held\n"
+    other.send_signal(signal.SIGKILL)
+    while json.loads((tmp_path / ".lock").read_text())["pid"] != os.getpid():  # a zombie, as nobody has waited for it
+        try:
+            WorkdirLock(tmp_path).acquire()
+        except WorkdirInUseError:
+            continue
+    other.communicate()
+    err = capfd.readouterr().err
+    assert f"Took over {tmp_path}/.lock from process {other.pid}, which no longer runs" in err
+    with pytest.raises(WorkdirInUseError):
+        WorkdirLock(tmp_path).acquire()
+
+
+def test_of_a_pid_used_again_is_taken_over(tmp_path, capfd):
+    write_record(tmp_path, started="boot 0 tick 1")  # our pid, another start
+    with WorkdirLock(tmp_path):
+        assert "Took over" in capfd.readouterr().err
+
+
+def test_of_another_host_stays(tmp_path):
+    write_record(tmp_path, pid=1234, host="far-away")
+    with pytest.raises(
+        WorkdirInUseError, match=rf"process 1234 on host far-away.*gone, remove the lock: rm {tmp_path}"
+    ):
+        WorkdirLock(tmp_path).acquire()
+    assert (tmp_path / ".lock").exists()
+
+
+@pytest.mark.parametrize("content", ["", '{"pid": 12', "[]", '{"pid": "12", "host": "a", "started": "b"}'])
+def test_damaged(tmp_path, monkeypatch, content):
+    monkeypatch.setattr(module, "_PATIENCE", 0.1)
+    (tmp_path / ".lock").write_text(content)
+    with pytest.raises(WorkdirInUseError, match=rf"does not say who holds it.*remove it: rm {tmp_path}"):
+        WorkdirLock(tmp_path).acquire()
+
+
+def test_a_lock_that_is_no_longer_ours_is_not_removed(tmp_path):
+    mine = WorkdirLock(tmp_path)
+    mine.acquire()
+    write_record(tmp_path, pid=1)  # someone removed ours by hand and another process came
+    mine.release()
+    assert (tmp_path / ".lock").exists()
+
+
+def test_a_file_in_the_way(tmp_path):
+    (tmp_path / "workdir").write_text("")
+    with pytest.raises(OSError, match="workdir"):
+        WorkdirLock(tmp_path / "workdir").acquire()
+
+
+RACE = """
+import json, random, time
+workdir = sys.argv[1]
+won = 0
+print("ready", flush=True)
+sys.stdin.readline()
+end = time.monotonic() + 1.5
+while time.monotonic() < end:
+    try:
+        held = lock.WorkdirLock(workdir)
+        held.acquire()
+    except lock.WorkdirInUseError:
+        continue
+    os.mkdir(workdir + "/inside")  # fails if another one is inside
+    won += 1
+    time.sleep(random.random() * 0.002)
+    os.rmdir(workdir + "/inside")
+    if random.random() < 0.5:
+        held.release()
+    else:  # as if killed: a stale lock for both to take over
+        path = workdir + "/.lock"
+        record = json.load(open(path)) | {"started": "boot 0 tick 1"}
+        with open(path + "." + str(os.getpid()), "w") as file:
+            json.dump(record, file)
+        os.rename(path + "." + str(os.getpid()), path)
+print(won)
+"""
+
+
+def test_two_processes_are_never_inside_together(tmp_path):
+    racers = [run(RACE, tmp_path) for _ in range(2)]
+    for racer in racers:
+        assert racer.stdout.readline() == "ready\n"
+    for racer in racers:
+        racer.stdin.write("go\n")
+        racer.stdin.flush()
+    results = [racer.communicate() for racer in racers]
+    for racer, (out, err) in zip(racers, results, strict=True):
+        assert racer.returncode == 0, err
+        assert int(out) > 10
