@@ -10,6 +10,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from transformer.axes import (
     Array,
@@ -333,6 +334,7 @@ class MultiHeadAttention(nn.Module):
             out, weights = out
             self.sow("intermediates", "weights", weights)
         out = constrain(out, "batch", "length", "heads", "head_dim")
+        out = checkpoint_name(out, "attention_output")
         features = x.shape[-1] if self.out_features is None else self.out_features
         return self._project("out", out, (features,), contract=2), cache
 

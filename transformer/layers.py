@@ -9,6 +9,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 
 from transformer.axes import Array, DType, Float, Hidden, Logits, Tokens
 from transformer.partitioning import constrain, ways
@@ -140,7 +141,7 @@ class FeedForward(nn.Module):
         else:
             hidden = activate(hidden)
         hidden = constrain(hidden, "batch", "length", "feed_forward")
-        hidden = jax.ad_checkpoint.checkpoint_name(hidden, "feed_forward_hidden")
+        hidden = checkpoint_name(hidden, "feed_forward_hidden")
         return project("down", x.shape[-1], self.output_init)(hidden)
 
 

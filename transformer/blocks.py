@@ -1,0 +1,232 @@
+"""Residual blocks, one class for each equation, and the only place where a config becomes leaves."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from transformer.attention import ContextCache, KVCache, MultiHeadAttention
+from transformer.axes import Array, Context, Float, Hidden, Positions
+from transformer.config import Execution, LayerKind, TransformerConfig
+from transformer.layers import NORMS, FeedForward, Initializer
+from transformer.masks import Mask
+from transformer.partitioning import constrain
+from transformer.positions import ALiBi, Learned, NoPosition, Rotary, Sinusoidal, T5Bias
+
+Aux: TypeAlias = dict[str, jax.Array]
+"""sums that a layer reports beside its output (none for dense layers)"""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class LayerInputs:
+    """What every layer of a stack is told, besides x and its own cache."""
+
+    mask: Mask = Mask()
+    """of self-attention"""
+    positions: Positions | None = None
+    """(B, T); None: 0, 1, 2, ... after what the cache holds"""
+    position_table: Float[Array, "R N"] | None = None
+    """the position scheme's learnt table, if it biases scores by one"""
+    context: Context | None = None
+    """(B, S, Dc) for cross-attention; None: what its cache holds"""
+    context_mask: Mask = Mask()
+    """of cross-attention"""
+    deterministic: bool = field(default=True, metadata={"static": True})
+    """False: dropout is on (rng "dropout")"""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class LayerCache:
+    """What one decoder layer remembers between steps."""
+
+    self_attention: KVCache
+    cross_attention: ContextCache | None = None
+
+    @staticmethod
+    def create(config: TransformerConfig, batch: int, length: int, *, cross: bool) -> LayerCache:
+        """An empty cache of `length` tokens for each of `batch` rows."""
+        sizes = config.kv_heads, config.size_of_head, config.size_of_value
+        return LayerCache(
+            self_attention=KVCache.create(batch, length, *sizes, jnp.dtype(config.dtype)),
+            cross_attention=ContextCache() if cross else None,
+        )
+
+
+def position_scheme(config: TransformerConfig, kind: LayerKind = LayerKind(), *, causal: bool) -> NoPosition:
+    """The position scheme of a layer of this kind."""
+    match config.position:
+        case "sinusoidal":
+            return Sinusoidal()
+        case "learned":
+            return Learned(max_length=config.max_length, features=config.d_model)
+        case "rotary":
+            base = config.rotary_base if kind.rotary_base is None else kind.rotary_base
+            scaling = config.rotary_scaling if kind.rotary_scaling is None else kind.rotary_scaling
+            return Rotary(base=base, size=config.rotary_dim, scaling=scaling)
+        case "alibi":
+            return ALiBi(num_heads=config.num_heads)
+        case "t5":
+            return T5Bias(
+                num_heads=config.num_heads,
+                buckets=config.relative_buckets,
+                max_distance=config.relative_max_distance,
+                bidirectional=not causal,
+            )
+        case _:
+            return NoPosition()
+
+
+def make_norm(config: TransformerConfig, name: str) -> nn.Module:
+    """A normalization layer of the config's kind."""
+    return NORMS[config.norm](config.norm_epsilon, config.dtype, config.param_dtype, name=name)
+
+
+def kernel_init(config: TransformerConfig) -> Initializer | None:
+    """Initializer of projections into a sublayer; None: their own default, Glorot uniform."""
+    return None if config.initializer_range is None else nn.initializers.normal(config.initializer_range)
+
+
+def output_init(config: TransformerConfig) -> Initializer | None:
+    """Initializer of projections onto the residual stream: with `initializer_range`, smaller by sqrt(2 L), so that
+    the sum of 2 L of them has the variance of one (Radford et al. 2019, section 2.3).
+    """
+    if config.initializer_range is None:
+        return None
+    return nn.initializers.normal(config.initializer_range / math.sqrt(2 * config.num_layers))
+
+
+class Block(nn.Module):
+    """What the blocks share: how their leaves are made. A subclass says how they are joined."""
+
+    config: TransformerConfig
+    kind: LayerKind = LayerKind()
+    causal: bool = False
+    """whether the stack is causal: the T5 bias then has buckets for the past alone"""
+    cross: bool = False
+    """whether there is cross-attention"""
+    execution: Execution = Execution()
+
+    def norm(self, name: str) -> nn.Module:
+        return make_norm(self.config, name)
+
+    def dropout(self, x: Hidden, inputs: LayerInputs) -> Hidden:
+        return nn.Dropout(self.config.dropout_rate)(x, deterministic=inputs.deterministic)
+
+    def self_attention(self, x: Hidden, inputs: LayerInputs, cache: LayerCache | None) -> tuple[Hidden, KVCache | None]:
+        window = Mask() if self.kind.window is None else Mask.window(self.kind.window)
+        scheme = position_scheme(self.config, self.kind, causal=self.causal)
+        return self._attention("self_attention", scheme)(
+            x,
+            mask=inputs.mask & window,
+            positions=inputs.positions,
+            position_table=inputs.position_table,
+            cache=None if cache is None else cache.self_attention,
+            deterministic=inputs.deterministic,
+        )
+
+    def cross_attention(
+        self, x: Hidden, inputs: LayerInputs, cache: LayerCache | None
+    ) -> tuple[Hidden, ContextCache | None]:
+        if inputs.context is None and cache is None:
+            raise ValueError("cross-attention has nothing to attend to: give a context, or a cache filled with one.")
+        return self._attention("cross_attention", NoPosition())(
+            x,
+            inputs.context,
+            mask=inputs.context_mask,
+            cache=None if cache is None else cache.cross_attention,
+            deterministic=inputs.deterministic,
+        )
+
+    def feed_forward(self, x: Hidden) -> Hidden:
+        config = self.config
+        return FeedForward(
+            width=config.feed_forward_width,
+            activation=config.activation,
+            gated=config.gated,
+            use_bias=config.use_bias,
+            kernel_init=kernel_init(config),
+            output_init=output_init(config),
+            dtype=config.dtype,
+            param_dtype=config.param_dtype,
+            name="feed_forward",
+        )(x)
+
+    def _attention(self, name: str, scheme: NoPosition) -> MultiHeadAttention:
+        config = self.config
+        return MultiHeadAttention(
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            value_dim=config.value_dim,
+            use_bias=config.use_bias,
+            qk_norm=config.qk_norm,
+            scale=config.attention_scale,
+            softcap=config.attention_softcap,
+            sinks=config.attention_sinks,
+            dropout_rate=config.attention_dropout_rate,
+            position=scheme,
+            norm_epsilon=config.norm_epsilon,
+            kernel_init=kernel_init(config),
+            output_init=output_init(config),
+            implementation=self.execution.attention,
+            dtype=config.dtype,
+            param_dtype=config.param_dtype,
+            name=name,
+        )
+
+    def _finish(
+        self, x: Hidden, self_cache: KVCache | None, cross_cache: ContextCache | None
+    ) -> tuple[Hidden, LayerCache | None, Aux]:
+        cache = None if self_cache is None else LayerCache(self_cache, cross_cache)
+        return constrain(x, "batch", "length", "embed"), cache, {}
+
+
+class PreNormBlock(Block):
+    """x + f(norm(x)) for each sublayer f (Xiong et al. 2020, arXiv 2002.04745); the stack normalizes once more at its
+    end.
+    """
+
+    @nn.compact
+    def __call__(
+        self, x: Hidden, inputs: LayerInputs, cache: LayerCache | None = None
+    ) -> tuple[Hidden, LayerCache | None, Any]:
+        """x (B, T, D) -> x, the layer's cache, aux."""
+        cross_cache = None
+        y, self_cache = self.self_attention(self.norm("attention_norm")(x), inputs, cache)
+        x = x + self.dropout(y, inputs)
+        if self.cross:
+            y, cross_cache = self.cross_attention(self.norm("cross_attention_norm")(x), inputs, cache)
+            x = x + self.dropout(y, inputs)
+        y = self.feed_forward(self.norm("feed_forward_norm")(x))
+        x = x + self.dropout(y, inputs)
+        return self._finish(x, self_cache, cross_cache)
+
+
+class PostNormBlock(Block):
+    """norm(x + f(x)) for each sublayer f, as in the paper (Vaswani et al. 2017, section 3.1)."""
+
+    @nn.compact
+    def __call__(
+        self, x: Hidden, inputs: LayerInputs, cache: LayerCache | None = None
+    ) -> tuple[Hidden, LayerCache | None, Any]:
+        """x (B, T, D) -> x, the layer's cache, aux."""
+        cross_cache = None
+        y, self_cache = self.self_attention(x, inputs, cache)
+        x = self.norm("attention_norm")(x + self.dropout(y, inputs))
+        if self.cross:
+            y, cross_cache = self.cross_attention(x, inputs, cache)
+            x = self.norm("cross_attention_norm")(x + self.dropout(y, inputs))
+        y = self.feed_forward(x)
+        x = self.norm("feed_forward_norm")(x + self.dropout(y, inputs))
+        return self._finish(x, self_cache, cross_cache)
+
+
+BLOCKS: dict[str, type[Block]] = {"pre": PreNormBlock, "post": PostNormBlock}
+"""blocks by norm_position"""

@@ -1,0 +1,174 @@
+"""Encoder and decoder: prefix + repeats x period + suffix of blocks, the repeats compiled once by `nn.scan`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from transformer.attention import cache_length
+from transformer.axes import Context, Hidden, Positions
+from transformer.blocks import BLOCKS, Aux, LayerCache, LayerInputs, make_norm, position_scheme
+from transformer.config import Execution, LayerKind, TransformerConfig
+from transformer.masks import Mask
+from transformer.partitioning import constrain
+
+SAVED_NAMES = ("attention_output", "feed_forward_hidden")
+"""values that remat="names" keeps for the backward pass"""
+
+REMAT_POLICIES = {
+    "full": jax.checkpoint_policies.nothing_saveable,
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "names": jax.checkpoint_policies.save_only_these_names(*SAVED_NAMES),
+}
+"""what the backward pass may keep instead of computing it again, by name"""
+
+
+class _Period(nn.Module):
+    """One pass over the pattern of layers that repeats."""
+
+    config: TransformerConfig
+    causal: bool
+    cross: bool
+    execution: Execution
+
+    @nn.compact
+    def __call__(self, x: Hidden, cache: Any, inputs: LayerInputs) -> tuple[Hidden, tuple[Any, Aux]]:
+        caches, auxes = {}, {}
+        for slot, kind in enumerate(self.config.period):
+            name = f"slot_{slot}"
+            block = _block(self, kind, name)
+            x, caches[name], auxes[name] = block(x, inputs, None if cache is None else cache[name])
+        return x, (None if cache is None else caches, _sum(auxes.values()))
+
+
+def _block(parent: Any, kind: LayerKind, name: str) -> nn.Module:
+    block = BLOCKS[parent.config.norm_position]
+    remat, scan = parent.execution.remat, parent.execution.scan
+    if remat != "none":
+        # Inside a loop the compiler can't merge the recomputation with the original; unrolled it could, and must not.
+        block = nn.remat(block, policy=REMAT_POLICIES[remat], prevent_cse=not scan)
+    return block(parent.config, kind, parent.causal, parent.cross, parent.execution, name=name)
+
+
+def _sum(auxes: Any) -> Aux:
+    total: Aux = {}
+    for aux in auxes:
+        total = {name: total.get(name, 0.0) + aux[name] for name in aux}
+    return total
+
+
+class Stack(nn.Module):
+    """Layers over embeddings (B, T, D): positions are added and dropped out, layers run, pre-norm ends with a norm.
+
+    Parameters: `prefix_i/`, `layers/slot_k/` (leading axis: repeats), `suffix_i/`, `final_norm/` for pre-norm and
+    `position_table` where the position scheme learns one. `execution.scan` changes none of them.
+    """
+
+    config: TransformerConfig
+    num_layers: int | None = None
+    """None: the config's num_layers"""
+    causal: bool = False
+    cross: bool = False
+    execution: Execution = Execution()
+
+    @nn.compact
+    def __call__(
+        self,
+        x: Hidden,
+        context: Context | None = None,
+        *,
+        positions: Positions | None = None,
+        mask: Mask | None = None,
+        context_mask: Mask | None = None,
+        cache: Any = None,
+        deterministic: bool = True,
+    ) -> tuple[Hidden, Any, Aux]:
+        """Embeddings (B, T, D) -> hidden states (B, T, D), cache, aux. A `Decoder` adds causality to `mask` itself.
+
+        Args:
+            context: (B, S, Dc), read by cross-attention.
+            positions: (B, T); None: 0, 1, 2, ... after what the cache holds.
+            mask: of self-attention; context_mask: of cross-attention.
+            cache: of `init_cache`, or as returned; None: no memory.
+        """
+        config = self.config
+        if positions is None:
+            start = 0 if cache is None else cache_length(cache)[:, None]
+            positions = jnp.broadcast_to(start + jnp.arange(x.shape[1])[None, :], x.shape[:2])
+        scheme = position_scheme(config, causal=self.causal)
+        table = None
+        if scheme.table_shape is not None:
+            init = nn.initializers.normal(config.initializer_range or 0.02)
+            table = self.param("position_table", init, scheme.table_shape, config.param_dtype)
+        x = scheme.add(x, positions, table).astype(config.dtype)
+        x = nn.Dropout(config.dropout_rate)(constrain(x, "batch", "length", "embed"), deterministic=deterministic)
+
+        mask = Mask() if mask is None else mask
+        inputs = LayerInputs(
+            mask=Mask.causal() & mask if self.causal else mask,
+            positions=positions,
+            position_table=table,
+            context=context,
+            context_mask=Mask() if context_mask is None else context_mask,
+            deterministic=deterministic,
+        )
+        caches, auxes = {}, []
+
+        def run_one(name, kind, x):
+            block = _block(self, kind, name)
+            x, caches[name], aux = block(x, inputs, None if cache is None else cache[name])
+            auxes.append(aux)
+            return x
+
+        for i, kind in enumerate(config.prefix):
+            x = run_one(f"prefix_{i}", kind, x)
+        repeats = _repeats(config, self._layers)
+        if repeats:
+            period = nn.scan(
+                _Period,
+                variable_axes={"params": 0, "intermediates": 0},
+                split_rngs={"params": True, "dropout": True},
+                in_axes=(0, nn.broadcast),
+                length=repeats,
+                unroll=1 if self.execution.scan else repeats,
+            )(config, self.causal, self.cross, self.execution, name="layers")
+            x, (caches["layers"], aux) = period(x, None if cache is None else cache["layers"], inputs)
+            auxes.append(jax.tree.map(lambda a: a.sum(0), aux))
+        for i, kind in enumerate(config.suffix):
+            x = run_one(f"suffix_{i}", kind, x)
+        if config.norm_position == "pre":
+            x = make_norm(config, "final_norm")(x)
+        return x, None if cache is None else caches, _sum(auxes)
+
+    @property
+    def _layers(self) -> int:
+        return self.config.num_layers if self.num_layers is None else self.num_layers
+
+    @nn.nowrap
+    def init_cache(self, batch: int, length: int) -> dict[str, Any]:
+        """An empty cache of `length` tokens for each of `batch` rows; needs no parameters."""
+        config = self.config
+        one = LayerCache.create(config, batch, length, cross=self.cross)
+        cache: dict[str, Any] = {f"prefix_{i}": one for i in range(len(config.prefix))}
+        repeats = _repeats(config, self._layers)
+        if repeats:
+            many = jax.tree.map(lambda a: jnp.broadcast_to(a, (repeats, *a.shape)), one)
+            cache["layers"] = {f"slot_{k}": many for k in range(len(config.period))}
+        return cache | {f"suffix_{i}": one for i in range(len(config.suffix))}
+
+
+def _repeats(config: TransformerConfig, num_layers: int) -> int:
+    return (num_layers - len(config.prefix) - len(config.suffix)) // len(config.period)
+
+
+class Encoder(Stack):
+    """A stack whose positions see each other both ways."""
+
+
+class Decoder(Stack):
+    """A causal stack; with `cross`, each layer also attends to a context."""
+
+    causal: bool = True
