@@ -112,9 +112,10 @@ class WorkdirLock:
         if host != ours["host"]:
             raise WorkdirInUseError(
                 f"{workdir} is in use by process {pid} on host {host}; this is {ours['host']}, which cannot see "
-                f"whether it still runs. Stop it there, or use another workdir. If it is gone, remove the lock: rm {self._path}"
+                f"whether it still runs. Stop it there, or use another workdir. If it is gone, remove the lock: "
+                f"rm {self._path}"
             )
-        if _started(pid) == holder["started"] is not None:
+        if _started(pid) == holder["started"]:
             who = "this process" if pid == ours["pid"] else f"process {pid}"
             raise WorkdirInUseError(
                 f"{workdir} is in use by {who} on host {host}. Wait for it, stop it (kill {pid}), or use another "

@@ -2,8 +2,73 @@
 
 from __future__ import annotations
 
+import math
 import os
+from pathlib import Path
+
+import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from transformer.viz.records import read_metrics
+
+_TRAIN, _EVAL, _INK = "#3b6fb6", "#d1495b", "#333333"
 
 
 def loss_curve(metrics_path: str | os.PathLike, png_path: str | os.PathLike, title: str = "Loss") -> None:
-    """Draws train/loss and eval/loss of a metrics.jsonl over the steps into a PNG; ValueError if it holds neither."""
+    """Draws train/loss and eval/loss of a metrics.jsonl over the steps into a PNG, in nats per token.
+
+    Raises FileNotFoundError without a metrics file and ValueError when it holds no finite loss.
+    """
+    records = read_metrics(metrics_path)
+    train, evaluation = _series(records, "train/loss"), _series(records, "eval/loss")
+    if not len(train[0]) and not len(evaluation[0]):
+        raise ValueError(f"{metrics_path} holds no finite train/loss or eval/loss. Train for at least one logged step.")
+    figure = Figure(figsize=(8, 4.8), dpi=150, layout="constrained")  # no pyplot: no state that others share
+    axes = figure.add_subplot()
+    steps, losses = train
+    if len(steps):
+        window = len(steps) // 40
+        if window > 1:  # many points: the trend over their scatter
+            axes.plot(steps, losses, color=_TRAIN, alpha=0.25, linewidth=0.8)
+            axes.plot(
+                steps, _smooth(losses, window), color=_TRAIN, linewidth=1.8, label=f"train, mean of {window} points"
+            )
+        else:
+            axes.plot(
+                steps, losses, color=_TRAIN, linewidth=1.8, label="train", marker="." if len(steps) < 20 else None
+            )
+    steps, losses = evaluation
+    if len(steps):
+        lowest = int(np.argmin(losses))
+        label = f"evaluation, lowest {losses[lowest]:.3f} at step {steps[lowest]:,}"
+        axes.plot(steps, losses, color=_EVAL, linewidth=1.8, marker="o", markersize=4, label=label)
+    axes.set_title(title, loc="left", color=_INK, fontsize=13)
+    axes.set_xlabel("step", color=_INK)
+    axes.set_ylabel("loss (nats per token)", color=_INK)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda step, _: f"{step:,.0f}"))
+    axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
+    axes.grid(color="#dddddd", linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(colors=_INK)
+    axes.legend(frameon=False)
+    Path(png_path).parent.mkdir(parents=True, exist_ok=True)
+    FigureCanvasAgg(figure).print_png(os.fspath(png_path))
+
+
+def _series(records: list[dict], name: str) -> tuple[np.ndarray, np.ndarray]:
+    pairs = [(record["step"], record[name]) for record in records if math.isfinite(record.get(name, math.nan))]
+    steps, values = zip(*pairs, strict=True) if pairs else ((), ())
+    return np.array(steps, np.int64), np.array(values, np.float64)
+
+
+def _smooth(values: np.ndarray, window: int) -> np.ndarray:
+    """Running mean over `window` values around each; fewer at the ends, so that the curve reaches both."""
+    sums = np.cumsum(np.concatenate([[0.0], values]))
+    centers = np.arange(len(values))
+    low = np.maximum(centers - window // 2, 0)
+    high = np.minimum(centers + (window + 1) // 2, len(values))
+    return (sums[high] - sums[low]) / (high - low)
