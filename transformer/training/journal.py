@@ -1,0 +1,119 @@
+"""What the loop knows beside the state: sums since the last line of metrics, totals, the best evaluation so far."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+
+import jax
+
+from transformer.training.metrics import MetricsWriter, Progress
+from transformer.training.recipe import Recipe
+from transformer.training.step import check_finite
+
+
+@dataclass
+class Ledger:
+    """Numbers that go into every checkpoint, so that a run gone on with writes the same lines as one never stopped."""
+
+    loss_sum: float = 0.0
+    """since the last line; so the next three"""
+    weight: float = 0.0
+    grad_norm: float = 0.0
+    batches: int = 0
+    skipped: int = 0
+    """in all; so all that follow"""
+    tokens: float = 0.0
+    train_seconds: float = 0.0
+    seconds: float = 0.0
+    evaluated: int = 0
+    """step of the last evaluation"""
+    eval_loss: float | None = None
+    best_loss: float | None = None
+    best_step: int | None = None
+
+    def record_evaluation(self, step: int, loss: float) -> None:
+        """Notes a loss, and whether it is the best so far (of equal ones the newer, as checkpoints are ranked)."""
+        self.evaluated, self.eval_loss = step, loss
+        if math.isfinite(loss) and (self.best_loss is None or loss <= self.best_loss):
+            self.best_loss, self.best_step = loss, step
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Target tokens a second while training, over all calls."""
+        return self.tokens / self.train_seconds if self.train_seconds else 0.0
+
+
+class Journal:
+    """Turns metrics of steps into lines: reads those of a step only after the next one was dispatched."""
+
+    def __init__(self, recipe: Recipe, ledger: Ledger, writer: MetricsWriter, progress: Progress, paths: list[str]):
+        self._recipe, self._ledger, self._writer, self._progress = recipe, ledger, writer, progress
+        self._paths = paths
+        self._pending: tuple[int, dict[str, jax.Array]] | None = None
+        self._clock: float | None = None
+        self._tokens, self._steps = 0.0, 0  # since the clock was started
+
+    def add(self, step: int, metrics: dict[str, jax.Array]) -> None:
+        """Takes the metrics of a step just dispatched, and reads those of the step before.
+
+        Raises:
+            NonFiniteError: those of the step before were not finite, and the recipe says to stop.
+        """
+        self.read()
+        self._pending = (step, metrics)
+
+    def read(self) -> None:
+        """Reads what is pending (waiting for the device), and writes a line where one is due."""
+        if self._pending is None:
+            return
+        (step, metrics), self._pending = self._pending, None
+        values = jax.device_get(metrics)
+        if self._recipe.training.nan_policy == "stop":
+            check_finite(step, values, self._paths)
+        ledger, weight = self._ledger, float(values["weight"])
+        if values["finite"]:
+            ledger.loss_sum += float(values["loss_sum"])
+            ledger.weight += weight
+            ledger.grad_norm += float(values["grad_norm"])
+            ledger.batches += 1
+        ledger.skipped = int(values["skipped"])
+        if self._clock is None:
+            self._clock = time.perf_counter()  # the first step after a pause is not timed: it may have been compiled
+        else:
+            self._tokens, self._steps = self._tokens + weight, self._steps + 1
+        if step % self._recipe.logging.every == 0 or step == self._recipe.training.steps:
+            self._line(step, float(values["learning_rate"]))
+        self._progress.advance(step)
+
+    def pause(self) -> None:
+        """Reads what is pending and stops the clock: what follows (an evaluation, a checkpoint) is not training."""
+        self.read()
+        self._measure()
+        self._clock = None
+
+    def _measure(self) -> dict[str, float]:
+        """Speed since the clock was started, which starts again."""
+        if self._clock is None or not self._steps:
+            return {}
+        now = time.perf_counter()
+        seconds, tokens, steps = now - self._clock, self._tokens, self._steps
+        self._clock, self._tokens, self._steps = now, 0.0, 0
+        self._ledger.tokens += tokens
+        self._ledger.train_seconds += seconds
+        return {"perf/tokens_per_s": tokens / seconds, "perf/step_time_s": seconds / steps}
+
+    def _line(self, step: int, learning_rate: float) -> None:
+        ledger, speed, line = self._ledger, self._measure(), {}
+        loss = None
+        if ledger.batches:
+            loss = ledger.loss_sum / max(ledger.weight, 1e-9)
+            line = {"train/loss": loss, "train/grad_norm": ledger.grad_norm / ledger.batches}
+        line["train/learning_rate"] = learning_rate
+        if self._recipe.training.nan_policy == "skip":
+            line["train/skipped"] = ledger.skipped
+        self._writer.write(step, line | speed)
+        self._progress.update(step, loss=loss, tokens_per_s=speed.get("perf/tokens_per_s"))
+        ledger.loss_sum = ledger.weight = ledger.grad_norm = 0.0
+        ledger.batches = 0

@@ -1,0 +1,174 @@
+"""The training loop: named sections around the pure step. Only here are batches fed, metrics read and files written."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import time
+from pathlib import Path
+
+import jax
+
+from transformer.data import check_batch
+from transformer.training.checkpoint import Checkpointer
+from transformer.training.evaluation import evaluate_loss
+from transformer.training.journal import Journal
+from transformer.training.lock import WorkdirLock
+from transformer.training.metrics import MetricsWriter, Progress
+from transformer.training.recipe import Recipe, build_model, to_json
+from transformer.training.report import append_samples, cut_samples, device_line, report, samples
+from transformer.training.runs import begin, checkpoint_data, load_run, open_run, record_run
+from transformer.training.signals import StopSignal
+from transformer.training.state import count_parameters, parameter_paths
+from transformer.training.step import make_eval_step, make_train_step
+from transformer.training.summary import (
+    Summary,
+    read_summary,
+    render,
+    render_finished,
+    render_stopped,
+    save_summary,
+)
+from transformer.viz.curves import loss_curve
+
+
+def train(recipe: Recipe, workdir: str | os.PathLike, *, command: str = "") -> Summary:
+    """Trains a recipe in a workdir to its end, or until a signal; called again it goes on as if never stopped.
+
+    `command` is what goes on with this run, as it is shown to the user. A workdir is left with recipe.json, tokenizer/,
+    checkpoints/, metrics.jsonl, tensorboard/, samples.txt, loss.png and summary.json.
+
+    Raises:
+        ValueError: a recipe or data that can't be, or a workdir of another run.
+        WorkdirInUseError, CheckpointSaveError, OSError: the workdir can't be used or written.
+        NonFiniteError: loss or gradient was not finite, with nan_policy "stop".
+    """
+    started, workdir = time.perf_counter(), Path(workdir)
+    command = command or f"transformer.training.loop.train(recipe, {str(workdir)!r})"
+    with WorkdirLock(workdir), StopSignal() as stop, contextlib.ExitStack() as resources:
+        # What to train: recipe, data, model
+        print(device_line(), flush=True)
+        recipe, dataset = open_run(recipe, workdir, say=print)
+        model, steps = build_model(recipe), recipe.training.steps
+        print(f"data: {dataset.describe()}")
+
+        # Where to begin: the newest checkpoint, or a new state
+        keep = {"keep_last": recipe.checkpoint.keep_last, "keep_best": recipe.checkpoint.keep_best}
+        checkpoints = resources.enter_context(Checkpointer(workdir, **keep))
+        batches = dataset.train_batches(recipe.training.seed, jax.process_index(), jax.process_count())
+        state, ledger = begin(recipe, dataset, workdir, checkpoints, batches)
+        step, seconds_before = int(state.step), ledger.seconds
+        record_run(recipe, dataset, workdir)
+        cut_samples(workdir, step)
+        parameters = count_parameters(state.params)
+        summary = Summary(name=recipe.name, workdir=str(workdir), command=command, steps=steps, parameters=parameters)
+        print(f"model: {type(model).__name__}, {parameters:,} parameters, vocabulary of {recipe.model.vocab_size}")
+        last = read_summary(workdir)
+        if step >= steps and ledger.evaluated >= step and last and last.step == step:
+            print(f"{render(last)}\n{render_finished(dataclasses.replace(last, command=command))}")
+            return last
+        where = f"going on from step {step}" if step else "a new run"
+        print(f"workdir: {workdir}, {where}, to step {steps}", flush=True)
+
+        # What the loop is made of
+        train_step = jax.jit(make_train_step(recipe), donate_argnums=0)
+        eval_step = jax.jit(make_eval_step(recipe))
+        writer = MetricsWriter(workdir, restored_step=step, tensorboard=recipe.logging.tensorboard)
+        resources.callback(writer.close)
+        progress = Progress(steps, start_step=step, mode=recipe.logging.progress)
+        resources.callback(progress.close)
+        journal = Journal(recipe, ledger, writer, progress, parameter_paths(state.params))
+
+        def stopping() -> bool:
+            return stop.requested
+
+        def evaluate() -> None:
+            held_out = dataset.eval_batches()[: recipe.evaluation.batches]
+            result = evaluate_loss(eval_step, state.averaged, held_out, stopping)
+            text = "" if stopping() else samples(recipe, model, state.averaged, dataset, step)
+            if result is None or stopping():
+                return  # it is done again when the run goes on
+            ledger.record_evaluation(step, result.loss)
+            writer.write(step, {"eval/loss": result.loss, "eval/accuracy": result.accuracy})
+            progress.print(f"step {step}: eval loss {result.loss:.4f}, accuracy {100 * result.accuracy:.2f} %")
+            if text:
+                append_samples(workdir, step, text)
+                progress.print(text)
+
+        def save() -> None:
+            writer.flush()
+            ledger.seconds = seconds_before + time.perf_counter() - started
+            data = checkpoint_data(dataset, batches, ledger)
+            metric = ledger.eval_loss if ledger.evaluated == step else None
+            checkpoints.save(step, state, data=data, recipe=to_json(recipe), metric=metric)
+
+        # Training
+        compiled = False
+        while True:
+            stop_now = stopping()
+            to_evaluate = ledger.evaluated < step and _due(step, recipe.evaluation.every, steps)
+            to_save = _due(step, recipe.checkpoint.every or recipe.evaluation.every, steps)
+            if to_evaluate or to_save or stop_now:
+                journal.pause()
+            if to_evaluate and not stop_now:
+                evaluate()
+                stop_now = stopping()
+            if step and (to_save or stop_now):
+                save()
+            if step >= steps or stop_now:
+                break
+            batch = next(batches)
+            check_batch(batch, recipe.model.vocab_size, recipe.model.source_vocab_size)
+            if not compiled:
+                progress.print("compiling the training step ...")
+            before = time.perf_counter()
+            state, metrics = train_step(state, batch)
+            if not compiled:
+                progress.print(f"compiled in {time.perf_counter() - before:.1f} s")
+                compiled = True
+            step += 1
+            journal.add(step, metrics)
+        checkpoints.wait()
+
+        # What came of it
+        summary = dataclasses.replace(
+            summary,
+            step=step,
+            tokens_per_s=ledger.tokens_per_s,
+            skipped=ledger.skipped,
+            eval_loss=ledger.eval_loss,
+            best_loss=ledger.best_loss,
+            best_step=ledger.best_step,
+        )
+        if not stopping():
+            params, shown = state.averaged, step
+            if recipe.checkpoint.keep_best and ledger.best_step not in (None, step):
+                best = load_run(workdir)
+                params, shown = best.params, best.step
+            summary = dataclasses.replace(summary, shown_step=shown)
+            summary = report(recipe, model, params, dataset, summary, stopping)
+            if summary.exact_match:
+                writer.write(
+                    step,
+                    {
+                        f"eval/exact_match{group and '/' + group}": score.rate
+                        for group, score in summary.exact_match.items()
+                    },
+                )
+        writer.flush()
+        if step >= min(recipe.logging.every, steps):
+            loss_curve(workdir / "metrics.jsonl", workdir / "loss.png", title=recipe.name)
+        seconds = seconds_before + time.perf_counter() - started
+        summary = dataclasses.replace(summary, stop_code=stop.exit_code, seconds=seconds)
+        progress.close()
+        if summary.stop_code is None:
+            save_summary(summary)
+            print(render(summary))
+        else:
+            print(render_stopped(summary))
+        return summary
+
+
+def _due(step: int, every: int | None, steps: int) -> bool:
+    return step > 0 and (step == steps or (every is not None and step % every == 0))

@@ -1,0 +1,138 @@
+"""What the model does, shown: samples at each evaluation, translations and scores at the end."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import flax.linen as nn
+import jax
+
+from transformer.data import Dataset
+from transformer.training.evaluation import Translation, scores, translate, write_texts
+from transformer.training.recipe import Recipe
+from transformer.training.summary import Summary
+
+SAMPLES = "samples.txt"
+_HEADER = "=== step "
+
+
+def device_line() -> str:
+    """What JAX computes on."""
+    devices = jax.local_devices()
+    kind = devices[0].device_kind
+    name = devices[0].platform if kind == devices[0].platform else f"{devices[0].platform} ({kind})"
+    return f"device: {len(devices)} x {name}, jax {jax.__version__}"
+
+
+def samples(recipe: Recipe, model: nn.Module, params: Any, dataset: Dataset, step: int) -> str:
+    """What the model writes now: sources and their translations, or prompts continued; "" when none are wanted."""
+    wanted = recipe.evaluation.samples
+    if not wanted:
+        return ""
+    if recipe.task == "seq2seq":
+        return "\n".join(
+            _arrow(item) for item in _translations(recipe, model, params, dataset, "validation", wanted) or []
+        )
+    texts = _continued(recipe, model, params, dataset, dataset.prompts()[:wanted], step)
+    return "\n---\n".join(texts)
+
+
+def append_samples(workdir: Path, step: int, text: str) -> None:
+    """Adds the samples of a step to samples.txt."""
+    with open(workdir / SAMPLES, "a", encoding="utf-8") as file:
+        file.write(f"{_HEADER}{step} ===\n{text}\n")
+
+
+def cut_samples(workdir: Path, step: int) -> None:
+    """Drops the samples of later steps: a run that goes on from `step` writes them again."""
+    path = workdir / SAMPLES
+    if not path.exists():
+        return
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    for index, line in enumerate(lines):
+        number = line.removeprefix(_HEADER).removesuffix(" ===\n")
+        if line.startswith(_HEADER) and number.isdecimal() and int(number) > step:
+            path.write_text("".join(lines[:index]), encoding="utf-8")
+            return
+
+
+def report(
+    recipe: Recipe, model: nn.Module, params: Any, dataset: Dataset, summary: Summary, should_stop: Callable[[], bool]
+) -> Summary:
+    """The summary with what only the model can tell: scores and translations, or a text. As it was if `should_stop`."""
+    if recipe.task != "seq2seq":
+        prompt = dataset.prompts()[0]
+        text = _continued(recipe, model, params, dataset, [prompt], recipe.training.steps)[0]
+        return dataclasses.replace(summary, text=text, prompt=_first_words(prompt))
+    wanted = recipe.evaluation.exact_match_examples
+    if not wanted:
+        return dataclasses.replace(summary, prompt=dataset.prompts()[0])
+    unseen = "test" if "test" in dataset.splits else "validation"
+    done = _translations(recipe, model, params, dataset, unseen, wanted, should_stop)
+    basics = None
+    if done is not None and "basics" in dataset.splits:
+        basics = _translations(recipe, model, params, dataset, "basics", None, should_stop)
+        done = None if basics is None else done
+    if done is None:
+        return summary
+    number = min(recipe.evaluation.translations, len(done))
+    shown = [done[index * len(done) // max(number, 1)] for index in range(number)]
+    middle = done[len(done) // 2].example.source
+    return dataclasses.replace(
+        summary,
+        exact_match=scores(done),
+        basics=None if basics is None else scores(basics)[""],
+        translations=tuple((item.example.source, item.example.target, item.output) for item in shown),
+        prompt=middle,
+    )
+
+
+def _translations(
+    recipe: Recipe,
+    model: nn.Module,
+    params: Any,
+    dataset: Dataset,
+    split: str,
+    limit: int | None,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> list[Translation] | None:
+    examples = dataset.examples(split, limit)
+    longest = dataset.eval_batches()[0]["tokens"].shape[1]
+    outputs = translate(
+        model,
+        params,
+        dataset.tokenizer,
+        [example.source for example in examples],
+        max_new_tokens=longest,
+        batch_size=recipe.data.eval_batch_size,
+        should_stop=should_stop,
+    )
+    return None if outputs is None else [Translation(*pair) for pair in zip(examples, outputs, strict=True)]
+
+
+def _continued(
+    recipe: Recipe, model: nn.Module, params: Any, dataset: Dataset, prompts: list[str], step: int
+) -> list[str]:
+    return write_texts(
+        model,
+        params,
+        dataset.tokenizer,
+        prompts,
+        context=recipe.data.sequence_length,
+        new_tokens=recipe.evaluation.sample_tokens,
+        temperature=recipe.evaluation.temperature,
+        seed=recipe.training.seed * 1_000_003 + step * 1_009,
+    )
+
+
+def _arrow(item: Translation) -> str:
+    right = "" if item.exact else f"   (right: {item.example.target})"
+    return f"{item.example.source} -> {item.output}{right}"
+
+
+def _first_words(text: str, most: int = 40) -> str:
+    line = next((line.strip() for line in text.splitlines() if line.strip()), text.strip())
+    return line if len(line) <= most else line[:most].rsplit(" ", 1)[0]

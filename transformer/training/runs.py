@@ -1,0 +1,165 @@
+"""Workdirs: opening one to train in, and loading what was trained."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import flax.linen as nn
+import jax
+
+from transformer.config import ConfigError
+from transformer.data import Dataset, Tokenizer, load_tokenizer
+from transformer.data import prepare as prepare_data
+from transformer.training.checkpoint import Checkpointer, CheckpointError, load_params
+from transformer.training.journal import Ledger
+from transformer.training.recipe import (
+    FILE,
+    Change,
+    Recipe,
+    build_model,
+    difference,
+    from_json,
+    load_recipe,
+    save_recipe,
+    with_vocabulary,
+)
+from transformer.training.state import TrainState, abstract_state, make_state
+
+TOKENIZER = "tokenizer"
+
+
+class WorkdirError(ConfigError):
+    """A workdir that holds another run than the one that was asked for."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A trained model, ready to use."""
+
+    recipe: Recipe
+    model: nn.Module
+    params: Any
+    tokenizer: Tokenizer
+    step: int
+
+
+def load_run(workdir: str | os.PathLike, step: Literal["best", "newest"] | int = "best") -> Run:
+    """What a workdir holds: averaged parameters where the run kept them; "best" is the lowest eval/loss.
+
+    Where no checkpoint can be called best, or the best one is damaged, the newest valid one is taken, with a warning.
+
+    Raises:
+        FileNotFoundError: no such workdir, or no checkpoint in it (or not that one).
+        ValueError: a recipe, tokenizer or checkpoint that can't be read; the message names it.
+    """
+    recipe = load_recipe(workdir)
+    tokenizer = load_tokenizer(Path(workdir) / TOKENIZER)
+    names = ("ema", "params")
+    try:
+        params, found = load_params(workdir, step=step, names=names)
+    except CheckpointError as error:
+        if step != "best":
+            raise
+        warnings.warn(f"{error} Taking the newest valid checkpoint.", stacklevel=2)
+        params, found = load_params(workdir, step="newest", names=names)
+    return Run(recipe, build_model(recipe), params, tokenizer, found)
+
+
+def open_run(recipe: Recipe, workdir: str | os.PathLike, say: Callable[[str], None]) -> tuple[Recipe, Dataset]:
+    """The recipe with its vocabulary filled in, and its data, for a new run or to go on with the one in the workdir.
+
+    Nothing is written. What may change between two calls of a run and did is told to `say`.
+
+    Raises:
+        WorkdirError: the workdir holds checkpoints of another model, data, optimizer or seed; shows the difference.
+        ValueError: data that can't be read, or that doesn't fit the model.
+    """
+    workdir = Path(workdir)
+    tokenizer = None
+    if has_checkpoints(workdir):
+        if (workdir / FILE).exists():
+            for change in _refuse_other_run(load_recipe(workdir), recipe, workdir):
+                say(f"changed since the last call: {change}")
+        if (workdir / TOKENIZER).exists():
+            tokenizer = load_tokenizer(workdir / TOKENIZER)
+    dataset = prepare_data(recipe.data, tokenizer=tokenizer)
+    recipe = with_vocabulary(recipe, dataset.tokenizer.vocab_size)
+    _check_lengths(recipe, dataset)
+    return recipe, dataset
+
+
+def record_run(recipe: Recipe, dataset: Dataset, workdir: str | os.PathLike) -> None:
+    """Writes what `load_run` needs beside the checkpoints: recipe.json and the tokenizer."""
+    dataset.tokenizer.save(Path(workdir) / TOKENIZER)
+    save_recipe(recipe, workdir)
+
+
+def begin(
+    recipe: Recipe, dataset: Dataset, workdir: str | os.PathLike, checkpoints: Checkpointer, batches: Any
+) -> tuple[TrainState, Ledger]:
+    """The newest valid checkpoint, with `batches` set to where it was; a new state when there is no checkpoint.
+
+    Raises:
+        CheckpointError: checkpoints, but none that is valid and fits.
+        WorkdirError: one of another recipe, or of other data.
+    """
+    if not has_checkpoints(workdir):
+        return jax.jit(lambda: make_state(recipe))(), Ledger()
+    restored = checkpoints.restore_newest(abstract_state(recipe))
+    _refuse_other_run(from_json(restored.recipe, f"the recipe in {restored.path}"), recipe, workdir)
+    if restored.data["fingerprint"] != dataset.fingerprint:
+        raise WorkdirError(
+            f"the data has changed since {workdir} was trained on it (fingerprint {restored.data['fingerprint'][:12]}, "
+            f"now {dataset.fingerprint[:12]}): going on would mix two data sets. Put the old data back, or give "
+            f"another --workdir."
+        )
+    batches.set_state(restored.data["batches"])
+    return restored.state, Ledger(**restored.data["ledger"])
+
+
+def checkpoint_data(dataset: Dataset, batches: Any, ledger: Ledger) -> dict[str, Any]:
+    """What a checkpoint holds beside the state, for `begin`."""
+    return {
+        "batches": batches.get_state(),
+        "ledger": dataclasses.asdict(ledger),
+        "fingerprint": dataset.fingerprint,
+    }
+
+
+def has_checkpoints(workdir: str | os.PathLike) -> bool:
+    """Whether there is any checkpoint, valid or not."""
+    directory = Path(workdir) / "checkpoints"
+    return directory.is_dir() and any(path.name.isdecimal() for path in directory.iterdir())
+
+
+def _refuse_other_run(old: Recipe, new: Recipe, workdir: str | os.PathLike) -> list[Change]:
+    """Raises WorkdirError for fields that must match; returns the others that differ."""
+    if new.model.vocab_size is None and old.model.vocab_size is not None:
+        new = with_vocabulary(new, old.model.vocab_size)
+    must_match, may_change = difference(old, new)
+    if must_match:
+        listed = "; ".join(map(str, must_match))
+        raise WorkdirError(
+            f"{workdir} holds a run that differs from this one in {listed}. Take these back to go on with it, or give "
+            f"another --workdir to start anew."
+        )
+    return may_change
+
+
+def _check_lengths(recipe: Recipe, dataset: Dataset) -> None:
+    limit = recipe.model.max_length
+    if limit is None:
+        return
+    batch = dataset.eval_batches()[0]
+    longest = max(batch[name].shape[1] for name in ("source", "tokens") if name in batch)
+    if longest > limit:
+        raise ConfigError(
+            f"model.max_length ({limit}) is below the longest sequence of the data ({longest} tokens): there is no "
+            f"learned position for its end. Raise it, or lower data.max_source_length and data.max_target_length."
+        )

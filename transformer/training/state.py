@@ -1,0 +1,73 @@
+"""What training carries from step to step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from transformer.axes import Array, Int
+from transformer.training.optimizers import make_optimizer
+from transformer.training.recipe import Recipe, build_model
+
+
+@flax.struct.dataclass
+class TrainState:
+    """A pytree: all that the compiled step reads and writes.
+
+    The key of a step's randomness is `fold_in(key(seed), step)`, so no key is carried.
+    """
+
+    step: Int[Array, ""]
+    """batches seen"""
+    params: Any
+    opt_state: optax.OptState
+    ema: Any
+    """exponential average of params, or None"""
+    skipped: Int[Array, ""]
+    """batches that changed nothing, because loss or gradient was not finite"""
+
+    @property
+    def averaged(self) -> Any:
+        """The parameters to evaluate and to use: the average where there is one."""
+        return self.params if self.ema is None else self.ema
+
+
+def make_state(recipe: Recipe) -> TrainState:
+    """The state before the first step. Pure: call it inside `jax.jit`."""
+    model = build_model(recipe)
+    key = jax.random.fold_in(jax.random.key(recipe.training.seed), 2**31 - 1)  # no step has this number
+    params = model.init(key, *example_inputs(recipe))["params"]
+    return TrainState(
+        step=jnp.zeros((), jnp.int32),
+        params=params,
+        opt_state=make_optimizer(recipe).init(params),
+        ema=None if recipe.training.ema_decay is None else jax.tree.map(jnp.copy, params),
+        skipped=jnp.zeros((), jnp.int32),
+    )
+
+
+def abstract_state(recipe: Recipe) -> TrainState:
+    """Shapes and dtypes of the state, for restoring a checkpoint into; nothing is computed."""
+    return jax.eval_shape(lambda: make_state(recipe))
+
+
+def example_inputs(recipe: Recipe) -> tuple[np.ndarray, ...]:
+    """Smallest arguments that initialize the model: parameters don't depend on batch or length."""
+    tokens = np.zeros((1, 1), np.int32)
+    return (tokens, tokens) if recipe.task == "seq2seq" else (tokens,)
+
+
+def count_parameters(params: Any) -> int:
+    """Numbers in a tree of arrays."""
+    return sum(leaf.size for leaf in jax.tree.leaves(params))
+
+
+def parameter_paths(params: Any) -> list[str]:
+    """Path of each leaf, as `encoder/layers/slot_0/attention/query/kernel`, in the order of `jax.tree.leaves`."""
+    paths = jax.tree_util.tree_flatten_with_path(params)[0]
+    return [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in paths]

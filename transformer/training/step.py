@@ -1,0 +1,140 @@
+"""The training step: one pure body for one device, for accumulation and for any number of devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from transformer.training.losses import Batch, batch_logits, correct, cross_entropy
+from transformer.training.optimizers import make_optimizer, make_schedule
+from transformer.training.recipe import Recipe, build_model
+from transformer.training.state import TrainState
+
+Metrics = dict[str, jax.Array]
+TrainStep = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
+EvalStep = Callable[[Any, Batch], Metrics]
+
+
+class NonFiniteError(ArithmeticError):
+    """Loss or gradient was not finite, and the recipe says to stop. The state is that of the step before."""
+
+
+def make_train_step(recipe: Recipe, axis_name: str | None = None) -> TrainStep:
+    """A pure function (state, batch) -> (state, metrics), for `jax.jit`, or for `jax.pmap` over `axis_name`.
+
+    Losses are summed and divided once by the weight of the whole batch, over micro-batches and over `axis_name`, so
+    that any split gives the same number to rounding. Rows of weight 0 count nothing.
+
+    Metrics (scalars): `loss_sum`, `weight`, `grad_norm` (before clipping), `learning_rate`, `skipped` (so far), and
+    `finite`, `first_bad` for `check_finite`. A step whose loss or gradient is not finite leaves parameters, optimizer
+    and average as they were; with nan_policy "stop" so does every step after it.
+    """
+    model, optimizer, schedule = build_model(recipe), make_optimizer(recipe), make_schedule(recipe)
+    training, task = recipe.training, recipe.task
+    dropout = recipe.model.dropout_rate > 0 or recipe.model.attention_dropout_rate > 0
+
+    def loss(params, batch, key):
+        logits = batch_logits(task, model, params, batch, key if dropout else None)
+        return cross_entropy(logits, batch["targets"], batch["weights"], training.label_smoothing)
+
+    def summed_gradients(params, batch, key):
+        """(loss sum, weight), gradient of the sum."""
+        gradients = jax.value_and_grad(loss, has_aux=True)
+        if training.accumulation == 1:
+            return gradients(params, batch, key)
+
+        def micro_batch(total, item):
+            index, rows = item
+            return jax.tree.map(jnp.add, total, gradients(params, rows, jax.random.fold_in(key, index))), None
+
+        zero = (jnp.zeros(()), jnp.zeros(())), jax.tree.map(jnp.zeros_like, params)
+        parts = jnp.arange(training.accumulation), jax.tree.map(split_rows, dict(batch))
+        return jax.lax.scan(micro_batch, zero, parts)[0]
+
+    def split_rows(array):
+        """(B, ...) -> (A, B / A, ...), a micro-batch is every A-th row: rows spread over devices stay there."""
+        return array.reshape(-1, training.accumulation, *array.shape[1:]).swapaxes(0, 1)
+
+    def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        key = jax.random.fold_in(jax.random.key(training.seed), state.step)
+        if axis_name is not None:
+            key = jax.random.fold_in(key, jax.lax.axis_index(axis_name))
+        (loss_sum, weight), gradients = summed_gradients(state.params, batch, key)
+        if axis_name is not None:
+            loss_sum, weight, gradients = jax.lax.psum((loss_sum, weight, gradients), axis_name)
+        gradients = jax.tree.map(lambda g: g / jnp.maximum(weight, 1e-9).astype(g.dtype), gradients)
+
+        squares = jnp.stack([jnp.square(leaf.astype(jnp.float32)).sum() for leaf in jax.tree.leaves(gradients)])
+        grad_norm = jnp.sqrt(squares.sum())
+        updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
+        finite = jnp.isfinite(loss_sum) & jnp.isfinite(grad_norm) & jnp.isfinite(optax.global_norm(updates))
+        applied = finite if training.nan_policy == "skip" else finite & (state.skipped == 0)
+
+        def kept(new, old):
+            return jax.tree.map(lambda a, b: jnp.where(applied, a, b), new, old)
+
+        params = kept(optax.apply_updates(state.params, updates), state.params)
+        new_state = TrainState(
+            step=state.step + 1,
+            params=params,
+            opt_state=kept(opt_state, state.opt_state),
+            ema=None if state.ema is None else kept(_averaged(training.ema_decay, state, params), state.ema),
+            skipped=state.skipped + (~applied).astype(jnp.int32),
+        )
+        metrics = {
+            "loss_sum": loss_sum,
+            "weight": weight,
+            "grad_norm": grad_norm,
+            "learning_rate": schedule(state.step - state.skipped),
+            "skipped": new_state.skipped,
+            "finite": finite,
+            "first_bad": jnp.where(jnp.isfinite(squares).all(), -1, jnp.argmin(jnp.isfinite(squares))),
+        }
+        return new_state, metrics
+
+    return step
+
+
+def _averaged(decay: float, state: TrainState, params: Any) -> Any:
+    """decay * average + (1 - decay) * parameters; the decay is smaller at first, to forget the beginning soon."""
+    updates = (state.step - state.skipped).astype(jnp.float32)
+    decay = jnp.minimum(decay, (1.0 + updates) / (10.0 + updates))
+    return jax.tree.map(lambda mean, new: (decay * mean + (1.0 - decay) * new).astype(mean.dtype), state.ema, params)
+
+
+def make_eval_step(recipe: Recipe) -> EvalStep:
+    """A pure function (params, batch) -> sums `loss_sum` (without label smoothing), `correct` and `weight`."""
+    model = build_model(recipe)
+
+    def step(params: Any, batch: Batch) -> Metrics:
+        logits = batch_logits(recipe.task, model, params, batch)
+        loss_sum, weight = cross_entropy(logits, batch["targets"], batch["weights"])
+        hits = correct(logits, batch["targets"], batch["weights"])
+        return {"loss_sum": loss_sum, "correct": hits, "weight": weight}
+
+    return step
+
+
+def check_finite(step: int, metrics: Mapping[str, np.ndarray], paths: Sequence[str]) -> None:
+    """Looks at the metrics of a step, read from the device; `paths` are the `parameter_paths`.
+
+    Raises:
+        NonFiniteError: they were not finite; names the step and the first parameter whose gradient was not.
+    """
+    if metrics["finite"]:
+        return
+    loss = float(metrics["loss_sum"]) / max(float(metrics["weight"]), 1e-9)
+    bad = int(metrics["first_bad"])
+    if bad >= 0:
+        where = f"the first bad gradient is that of {paths[bad]}"
+    else:
+        where = "every gradient is finite" + (", but not the update" if np.isfinite(loss) else "")
+    raise NonFiniteError(
+        f"step {step}: the loss is {loss:g}, {where}. The state was not updated. Lower --optimizer.learning-rate, "
+        f"lengthen --optimizer.warmup-steps, or pass over such batches with --training.nan-policy skip."
+    )

@@ -1,0 +1,139 @@
+"""What a run says of itself at the end, on one screen, and keeps in `summary.json`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformer.training.evaluation import Score
+
+FILE = "summary.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """The outcome of a call of `train`."""
+
+    name: str
+    workdir: str
+    command: str
+    """what goes on with this run"""
+    step: int
+    """updates done"""
+    steps: int
+    """updates wanted"""
+    stop_code: int | None = None
+    """128 + signal when a signal stopped it"""
+    parameters: int = 0
+    seconds: float = 0.0
+    """of training, evaluation and compilation, over all calls"""
+    tokens_per_s: float = 0.0
+    """target tokens a second while training"""
+    skipped: int = 0
+    """batches passed over because they were not finite"""
+    eval_loss: float | None = None
+    """at the last evaluation"""
+    best_loss: float | None = None
+    best_step: int | None = None
+    """step of the lowest eval loss"""
+    shown_step: int | None = None
+    """step of the model that wrote what follows: the best one that is kept, which is also what is used by default"""
+    exact_match: dict[str, Score] = dataclasses.field(default_factory=dict)
+    """by group of unseen examples; "" is all"""
+    basics: Score | None = None
+    """of the split of basics, where the data has one"""
+    translations: tuple[tuple[str, str, str], ...] = ()
+    """(source, right target, output) of some unseen examples"""
+    text: str = ""
+    """a text of the model's own (running text)"""
+    prompt: str = ""
+    """what to try it with"""
+
+    @property
+    def finished(self) -> bool:
+        """All steps are done."""
+        return self.step >= self.steps
+
+    @property
+    def exit_code(self) -> int:
+        """What the process should return: 0, or 130 / 143 after Ctrl-C / SIGTERM."""
+        return self.stop_code or 0
+
+
+def save_summary(summary: Summary) -> None:
+    """Writes `workdir/summary.json`."""
+    text = json.dumps(dataclasses.asdict(summary), indent=2, ensure_ascii=False)
+    (Path(summary.workdir) / FILE).write_text(text + "\n", encoding="utf-8")
+
+
+def read_summary(workdir: str | os.PathLike) -> Summary | None:
+    """The summary of a finished run; None when there is none that can be read (it is a report, not the run's state)."""
+    try:
+        values: dict[str, Any] = json.loads((Path(workdir) / FILE).read_text(encoding="utf-8"))
+        values["exact_match"] = {group: Score(**score) for group, score in values["exact_match"].items()}
+        values["basics"] = None if values["basics"] is None else Score(**values["basics"])
+        values["translations"] = tuple(tuple(item) for item in values["translations"])
+        return Summary(**values)
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def render(summary: Summary) -> str:
+    """The screen that ends a finished run."""
+    workdir = Path(summary.workdir)
+    lines = [f"== {summary.name}: {summary.step} steps, {summary.parameters:,} parameters, {_time(summary.seconds)} =="]
+    if summary.shown_step not in (None, summary.step):
+        lines.append(f"what follows is of step {summary.shown_step}, which had the lowest eval loss")
+    if summary.translations:
+        lines.append("translations of examples never trained on:")
+        for source, target, output in summary.translations:
+            lines.append(f"  {source}\n    -> {output}" + ("" if output == target else f"   (right: {target})"))
+    if summary.text:
+        lines += ["a text of its own:", *(f"  | {line}" for line in summary.text.splitlines())]
+    if summary.exact_match:
+        groups = dict(summary.exact_match)
+        lines.append(f"exact match on unseen examples: {groups.pop('')}")
+        lines += [f"  group {group}: {score}" for group, score in groups.items()]
+    if summary.basics is not None:
+        lines.append(f"exact match on the basics: {summary.basics}")
+    if summary.eval_loss is not None:
+        best = f", best {summary.best_loss:.4f} at step {summary.best_step}" if summary.best_loss is not None else ""
+        lines.append(f"eval loss: {summary.eval_loss:.4f}{best}")
+    if summary.skipped:
+        lines.append(f"batches passed over because loss or gradient was not finite: {summary.skipped}")
+    lines.append(f"speed: {summary.tokens_per_s:,.0f} target tokens/s while training")
+    lines.append(f"loss curve: {workdir / 'loss.png'}   checkpoints: {workdir / 'checkpoints'}")
+    lines.append("try it:")
+    lines.append(f"  python -m transformer generate {shlex.quote(str(workdir))} --prompt {shlex.quote(summary.prompt)}")
+    return "\n".join(lines)
+
+
+def render_stopped(summary: Summary) -> str:
+    """What to say when a signal ended the run before its end."""
+    if summary.finished:
+        return f"training is finished and saved; the report was cut short. To see it:\n  {summary.command}"
+    if not summary.step:
+        return f"stopped before the first step: there is nothing to save. To start:\n  {summary.command}"
+    return (
+        f"stopped at step {summary.step} of {summary.steps}, everything is saved in {summary.workdir}. To go on:\n"
+        f"  {summary.command}"
+    )
+
+
+def render_finished(summary: Summary) -> str:
+    """What to say when there is nothing left to do."""
+    return (
+        f"this run is finished: {summary.step} of {summary.steps} steps are done. To train it longer:\n"
+        f"  {summary.command} --training.steps {2 * summary.steps}"
+    )
+
+
+def _time(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
