@@ -21,6 +21,7 @@ from transformer.axes import (
     Hidden,
     Int,
     Key,
+    Leaf,
     Lengths,
     Positions,
     PRNGKey,
@@ -148,11 +149,14 @@ class KVCache:
     hidden by causality until it is overwritten.
     """
 
-    key: Key
-    value: Value
-    positions: Int[Array, "B S"]
-    """position of each key, for schemes that bias by distance"""
-    length: Lengths
+    key: Leaf
+    """(B, S, K, H)"""
+    value: Leaf
+    """(B, S, K, Hv)"""
+    positions: Leaf
+    """(B, S), position of each key, for schemes that bias by distance"""
+    length: Leaf
+    """(B,)"""
 
     @staticmethod
     def create(batch: int, length: int, kv_heads: int, head_dim: int, value_dim: int, dtype: DType) -> KVCache:
@@ -186,8 +190,10 @@ class KVCache:
 class ContextCache:
     """Keys and values of cross-attention, computed once from the context; None until then."""
 
-    key: Key | None = None
-    value: Value | None = None
+    key: Leaf | None = None
+    """(B, S, K, H)"""
+    value: Leaf | None = None
+    """(B, S, K, Hv)"""
 
 
 def _is_kv_cache(node: Any) -> bool:
@@ -343,7 +349,7 @@ class MultiHeadAttention(nn.Module):
         init = init or glorot_uniform(contract)
         return Linear(features, contract, self.use_bias, init, self.dtype, self.param_dtype, name=name)(x)
 
-    def _bias(self, positions: Positions, key_positions: Positions, table: Array | None) -> BiasFunction | None:
+    def _bias(self, positions: Positions, key_positions: Int[Array, "B S"], table: Array | None) -> BiasFunction | None:
         probe = jax.eval_shape(lambda: self.position.bias(positions[:, :1], key_positions[:, :1], table))
         if probe is None:
             return None

@@ -33,6 +33,9 @@ PRNGKey: TypeAlias = jax.Array
 DType: TypeAlias = Any
 """anything `jnp.dtype` takes"""
 
+Leaf: TypeAlias = Any
+"""an array field of a pytree dataclass: JAX also puts placeholders there, so its shape is told in words, not checked"""
+
 __all__ = [
     "Array",
     "Attended",
@@ -43,6 +46,7 @@ __all__ = [
     "Hidden",
     "Int",
     "Key",
+    "Leaf",
     "Lengths",
     "Logits",
     "PRNGKey",

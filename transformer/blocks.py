@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from transformer.attention import ContextCache, KVCache, MultiHeadAttention
-from transformer.axes import Array, Context, Float, Hidden, Positions
+from transformer.axes import Hidden, Leaf
 from transformer.config import Execution, LayerKind, TransformerConfig
 from transformer.layers import NORMS, FeedForward, Initializer
 from transformer.masks import Mask
@@ -27,16 +27,16 @@ Aux: TypeAlias = dict[str, jax.Array]
 class LayerInputs:
     """What every layer of a stack is told, besides x and its own cache."""
 
-    mask: Mask = Mask()
-    """of self-attention"""
-    positions: Positions | None = None
+    mask: Leaf = Mask()
+    """a `Mask`, of self-attention"""
+    positions: Leaf | None = None
     """(B, T); None: 0, 1, 2, ... after what the cache holds"""
-    position_table: Float[Array, "R N"] | None = None
+    position_table: Leaf | None = None
     """the position scheme's learnt table, if it biases scores by one"""
-    context: Context | None = None
+    context: Leaf | None = None
     """(B, S, Dc) for cross-attention; None: what its cache holds"""
-    context_mask: Mask = Mask()
-    """of cross-attention"""
+    context_mask: Leaf = Mask()
+    """a `Mask`, of cross-attention"""
     deterministic: bool = field(default=True, metadata={"static": True})
     """False: dropout is on (rng "dropout")"""
 
@@ -46,8 +46,10 @@ class LayerInputs:
 class LayerCache:
     """What one decoder layer remembers between steps."""
 
-    self_attention: KVCache
-    cross_attention: ContextCache | None = None
+    self_attention: Leaf
+    """a `KVCache`"""
+    cross_attention: Leaf | None = None
+    """a `ContextCache`, in a decoder with cross-attention"""
 
     @staticmethod
     def create(config: TransformerConfig, batch: int, length: int, *, cross: bool) -> LayerCache:

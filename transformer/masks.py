@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import jax
 import jax.numpy as jnp
 
-from transformer.axes import Array, Bool, Int
+from transformer.axes import Array, Bool, Int, Leaf
 
 
 def _static(default):
@@ -32,15 +32,15 @@ class Mask:
 
     is_causal: bool = _static(False)
     window_size: int | None = _static(None)
-    offset: Int[Array, "..."] | None = None
+    offset: Leaf | None = None
     """() or (B,)"""
-    key_lengths: Int[Array, "..."] | None = None
+    key_lengths: Leaf | None = None
     """(B,)"""
-    query_segments: Int[Array, "..."] | None = None
+    query_segments: Leaf | None = None
     """(B, T)"""
-    key_segments: Int[Array, "..."] | None = None
+    key_segments: Leaf | None = None
     """(B, S)"""
-    dense_part: Bool[Array, "..."] | None = None
+    dense_part: Leaf | None = None
     """(B or 1, N or 1, T, S)"""
 
     @staticmethod
@@ -112,14 +112,15 @@ class Mask:
 
     def block(self, queries: Int[Array, " t"], keys: Int[Array, " s"]) -> Bool[Array, "b n t s"]:
         """The part for these query and key indices: boolean, (B or 1, N or 1, t, s)."""
-        places = self._offset_rows()[:, None, None, None] + queries[:, None]
+        rows = self._offset_rows()[:, None, None, None] + queries[None, None, :, None]
+        columns = keys[None, None, None, :]
         allowed = jnp.ones((1, 1, queries.shape[0], keys.shape[0]), bool)
         if self.is_causal:
-            allowed = allowed & (places >= keys)
+            allowed = allowed & (rows >= columns)
         if self.window_size is not None:
-            allowed = allowed & (jnp.abs(places - keys) < self.window_size)
+            allowed = allowed & (jnp.abs(rows - columns) < self.window_size)
         if self.key_lengths is not None:
-            allowed = allowed & (keys < self.key_lengths[:, None, None, None])
+            allowed = allowed & (columns < self.key_lengths[:, None, None, None])
         if self.query_segments is not None:
             ours, theirs = self.query_segments[:, queries], self.key_segments[:, keys]
             allowed = allowed & (ours[:, None, :, None] == theirs[:, None, None, :])

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from transformer.axes import Array, Attended, Float, Key, PRNGKey, Query, Value
-from transformer.kernels.contract import BiasFunction
+from transformer.kernels.contract import BiasFunction, bias_block
 from transformer.masks import Mask
 
 BLOCK = 128
@@ -49,12 +49,12 @@ def chunked_attention(
     # A block of scores, as a pure function of everything it depends on: the arrays a bias closes over become arguments,
     # so that they get gradients and no traced value hides in the custom derivative below.
     bias_arrays: list[jax.Array] = []
-    bias_block = None
+    evaluate = None
     if bias is not None:
         index = jax.ShapeDtypeStruct((block,), jnp.int32)
-        closed = jax.make_jaxpr(bias)(index, index)
-        bias_arrays, bias_block = list(closed.consts), _evaluate(closed.jaxpr)
-    plan = _Plan(bias_block, scale, softcap, dropout_rate, num_queries, num_keys, block)
+        closed = jax.make_jaxpr(functools.partial(bias_block, bias))(index, index)
+        bias_arrays, evaluate = list(closed.consts), _evaluate(closed.jaxpr)
+    plan = _Plan(evaluate, scale, softcap, dropout_rate, num_queries, num_keys, block)
 
     rows = query.reshape(batch, num_queries, kv_heads, num_heads // kv_heads, head_dim)
     sinks = None if sinks is None else sinks.astype(jnp.float32).reshape(kv_heads, -1)
@@ -95,8 +95,7 @@ class _Plan:
         if self.softcap is not None:
             scores = self.softcap * jnp.tanh(scores / self.softcap)
         if self.bias is not None:
-            bias = self.bias(bias_arrays, self.queries(i), self.queries(j))
-            scores = scores + self.by_group(bias.reshape((1,) * (4 - bias.ndim) + bias.shape), scores)
+            scores = scores + self.by_group(self.bias(bias_arrays, self.queries(i), self.queries(j)), scores)
         return scores
 
     def by_group(self, array: Array, scores: Array) -> Array:
@@ -108,7 +107,9 @@ class _Plan:
     def allowed(self, mask: Mask, scores: Array, i: Array, j: Array) -> Array:
         """What of a block may be attended; keys that only fill up the last block may not."""
         keys = self.queries(j)
-        return self.by_group(mask.block(self.queries(i), keys), scores) & (keys < self.num_keys)
+        return (
+            self.by_group(mask.block(self.queries(i), keys), scores) & (keys < self.num_keys)[None, None, None, None, :]
+        )
 
     def dropped(self, weights: Array, key: PRNGKey | None, i: Array, j: Array) -> Array:
         """Weights with some set to zero and the rest scaled up; the same ones in both passes."""
@@ -232,7 +233,7 @@ def _backward(plan, saved, out_grad):
     sinks_grad = None
     if sinks is not None:
         rows = plan.join(norm.transpose(0, 1, 4, 2, 3), plan.num_queries)  # (B, T, K, G)
-        sinks_grad = -(jnp.exp(sinks - rows) * delta).sum((0, 1))
+        sinks_grad = -(jnp.exp(sinks[None, None] - rows) * delta).sum((0, 1))
     bias_grad = with_floats([g.astype(a.dtype) for g, a in zip(bias_grad, floats, strict=True)])
     bias_grad = [
         g if jnp.issubdtype(a.dtype, jnp.floating) else None for g, a in zip(bias_grad, bias_arrays, strict=True)

@@ -31,3 +31,9 @@ class Kernel:
 
     run: Callable[..., tuple[jax.Array, Any]]
     refusal: Callable[[Request], str | None]
+
+
+def bias_block(bias: BiasFunction, queries: jax.Array, keys: jax.Array) -> jax.Array:
+    """A block of the bias with all four axes, (B or 1, N or 1, t or 1, s or 1)."""
+    block = bias(queries, keys)
+    return block.reshape((1,) * (4 - block.ndim) + block.shape)

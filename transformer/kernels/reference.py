@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from transformer.axes import Array, Attended, Float, Key, PRNGKey, Query, Value, Weights
-from transformer.kernels.contract import BiasFunction
+from transformer.kernels.contract import BiasFunction, bias_block
 from transformer.masks import Mask
 
 
@@ -32,7 +32,7 @@ def reference_attention(
     if softcap is not None:
         scores_BNTS = softcap * jnp.tanh(scores_BNTS / softcap)
     if bias is not None:
-        scores_BNTS = scores_BNTS + bias(jnp.arange(num_queries), jnp.arange(num_keys))
+        scores_BNTS = scores_BNTS + bias_block(bias, jnp.arange(num_queries), jnp.arange(num_keys))
 
     weights_BNTS = masked_softmax(scores_BNTS, None if mask.is_empty else mask.dense(num_queries, num_keys), sinks)
     kept = weights_BNTS

@@ -1,0 +1,27 @@
+"""Strict by default: eight simulated devices, shapes checked, rank promotion refused, our own warnings are errors."""
+
+import os
+import pathlib
+
+# Before JAX starts: a CPU that looks like eight devices, as few threads as a shared machine bears.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+
+from jaxtyping import install_import_hook
+
+_hook = install_import_hook("transformer", "beartype.beartype")
+
+import jax  # noqa: E402
+import pytest  # noqa: E402
+
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture(scope="session")
+def test_data() -> pathlib.Path:
+    """Folder with real data, named by TRANSFORMER_TEST_DATA; tests that need it say aloud that they were skipped."""
+    folder = os.environ.get("TRANSFORMER_TEST_DATA")
+    if not folder:
+        pytest.skip("TRANSFORMER_TEST_DATA names no folder with real data (docs: CONTRIBUTING.md, 'Tests')")
+    return pathlib.Path(folder)
