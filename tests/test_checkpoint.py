@@ -158,12 +158,24 @@ def test_a_damaged_newer_one_does_not_push_out_the_good_ones(tmp_path):
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["30", "30.invalid"]
 
 
-def test_a_step_is_written_once(tmp_path):
-    with Checkpointer(tmp_path) as checkpointer:
-        assert checkpointer.save(1, {"x": np.ones(3)})
-        assert not checkpointer.save(1, {"x": np.zeros(3)})
-        assert checkpointer.restore_newest({"x": np.ones(3)}).state["x"].sum() == 3
-        assert not checkpointer.save(1, {"x": np.zeros(3)})
+def test_a_step_is_written_once_and_brought_up_to_date(tmp_path):
+    """A run stopped while it evaluates saves without a metric; gone on with, it evaluates and saves the same step."""
+    state = {"x": np.ones(3)}
+    with Checkpointer(tmp_path, keep_last=1) as checkpointer:
+        assert checkpointer.save(1, state, data={"evaluated": False})
+        assert not checkpointer.save(1, state, data={"evaluated": False})
+    with Checkpointer(tmp_path, keep_last=1) as checkpointer:
+        assert checkpointer.restore_newest(state).metric is None
+        assert checkpointer.save(1, state, data={"evaluated": True}, metric=0.25)
+        assert not checkpointer.save(1, state, data={"evaluated": True})  # the metric stays
+    with Checkpointer(tmp_path, keep_last=1) as checkpointer:
+        restored = checkpointer.restore_newest(state)
+        assert (restored.data, restored.metric) == ({"evaluated": True}, 0.25)
+        checkpointer.save(2, state, metric=0.5)
+        checkpointer.wait()
+        assert checkpointer.steps() == [1, 2]  # the best and the last
+        assert checkpointer.save(2, state, metric=0.125)
+        assert checkpointer.steps() == [2]
 
 
 def flip(path):

@@ -1,6 +1,6 @@
 """Checkpoints that are written whole or not at all, and read only when every byte is right.
 
-`workdir/checkpoints/<step>/` holds `state/` (arrays, written by Orbax), `data.json` or `data.bin`, `recipe.json` and
+`workdir/checkpoints/<step>/` holds `state/` (arrays, written by Orbax), the data iterator's state, the recipe and
 `manifest.json`. All of it is written into `<step>.tmp`, hashed, forced to the disk, and renamed: that is the commit.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import hashlib
 import json
 import math
 import os
@@ -26,11 +27,16 @@ from jaxtyping import PyTree
 from transformer.training import arrays
 from transformer.training.manifest import (
     CheckpointError,
-    check_sizes,
+    CheckpointWarning,
+    amend_manifest,
+    find_steps,
+    find_whole,
+    newest_valid,
+    ranked,
     read_manifest,
     sync,
     sync_tree,
-    verify,
+    verified,
     write_manifest,
 )
 
@@ -39,10 +45,6 @@ __all__ = ["CheckpointError", "CheckpointSaveError", "CheckpointWarning", "Check
 
 class CheckpointSaveError(OSError):
     """A checkpoint that could not be written, found by the save itself or by the next `save`, `wait` or `close`."""
-
-
-class CheckpointWarning(UserWarning):
-    """A checkpoint was passed over, or moved out of the way."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,9 +65,7 @@ class Checkpointer:
     Use it as a context manager, or call `close`. One process writes: RuntimeError when JAX runs in several.
     """
 
-    def __init__(
-        self, workdir: str | os.PathLike, *, keep_last: int = 2, keep_best: int = 1, best: Literal["min", "max"] = "min"
-    ):
+    def __init__(self, workdir: str | os.PathLike, *, keep_last: int = 2, keep_best: int = 1, best: str = "min"):
         if keep_last < 1 or keep_best < 0:
             raise ValueError(
                 f"keep_last must be at least 1 and keep_best at least 0, got {keep_last} and {keep_best}: "
@@ -89,27 +89,25 @@ class Checkpointer:
 
     def steps(self) -> list[int]:
         """Steps on the disk that look whole (a good manifest, sizes right; nothing is hashed), ascending."""
-        return sorted(_whole(self._root))
+        return sorted(find_whole(self._root))
 
     def save(
-        self, step: int, state: PyTree, *, data: Any = None, recipe: Any = None, metric: float | None = None
+        self, step: int, state: PyTree, *, data: Any = None, recipe: Any = None, metric: float | int | None = None
     ) -> bool:
         """Starts to save and returns once the arrays are copied to the host (they may be donated or changed then).
 
         Waits first for a save still in progress. `data` is the data iterator's state (JSON values or bytes), `recipe`
-        JSON values, `metric` what "best" is judged by (None and NaN are never best). Returns False, and writes nothing,
-        when this step was the last one saved or restored. Raises CheckpointSaveError if an earlier or this save failed.
+        JSON values, `metric` what "best" is judged by (None and NaN are never best). When this step was the last one
+        saved or restored, its state stays as it is and the rest is brought up to date (a metric of None keeps the old
+        one); False if that says the same. Raises CheckpointSaveError if an earlier save or this one failed.
         """
         self.wait()
         step = int(step)
-        if step == self._newest:
-            return False
         leaves = arrays.flatten(state)
-        items = (
-            {"data.bin": data} if isinstance(data, bytes) else {"data.json": json.dumps(data, allow_nan=False).encode()}
-        )
-        items["recipe.json"] = json.dumps(recipe, allow_nan=False).encode()
+        items = dict([_named("data", data), _named("recipe", recipe)])
         metric = None if metric is None or not math.isfinite(metric) else float(metric)
+        if step == self._newest:
+            return self._amend(step, items, metric)
         self._make_way(step)
         copied = threading.Event()
         self._saving = self._thread.submit(self._write, step, leaves, items, metric, copied)
@@ -145,7 +143,7 @@ class Checkpointer:
         when there are checkpoints but no valid one, and when structure, shapes or dtypes differ (all in one message).
         """
         self.wait()
-        found = _newest_valid(self._root, self._damaged)
+        found = newest_valid(self._root, self._damaged)
         if found is None:
             return None
         directory, manifest = found
@@ -153,8 +151,8 @@ class Checkpointer:
         return Restored(
             step=manifest["step"],
             state=_restore(directory, manifest, abstract_state),
-            data=_item(directory, "data"),
-            recipe=_item(directory, "recipe"),
+            data=_item(directory, manifest, "data"),
+            recipe=_item(directory, manifest, "recipe"),
             metric=manifest["metric"],
             path=str(directory),
         )
@@ -198,25 +196,50 @@ class Checkpointer:
             arrays.save(temporary / "state", leaves, copied.set)
             for name, content in items.items():
                 (temporary / name).write_bytes(content)
-            write_manifest(temporary, {"step": step, "metric": metric, "state": arrays.describe(leaves)})
+            facts = {"step": step, "metric": metric, "items": list(items), "state": arrays.describe(leaves)}
+            write_manifest(temporary, facts)
             sync_tree(temporary)
             os.rename(temporary, final)
             sync(self._root)
             self._damaged.discard(step)
-            self._delete_old(step)
         except Exception as error:
             shutil.rmtree(temporary, ignore_errors=True)
             raise _explain(error, final, leaves) from error
         finally:
             copied.set()
+        self._delete_old(step)
+
+    def _amend(self, step: int, items: dict[str, bytes], metric: float | None) -> bool:
+        """The arrays stay; a metric and items known only now (an evaluation made up for, say) are added atomically."""
+        directory = self._root / str(step)
+        manifest = read_manifest(directory)
+        facts = {"metric": manifest["metric"] if metric is None else metric, "items": list(items)}
+        if all(manifest[name] == value for name, value in facts.items()):
+            return False
+        new = [name for name in items if name not in manifest["files"]]
+        try:
+            for name in new:
+                (directory / name).write_bytes(items[name])
+                sync(directory / name)
+            amend_manifest(directory, manifest, facts, new)
+        except OSError as error:
+            raise _explain(error, directory, {}) from error
+        self._delete_old(step)
+        return True
 
     def _delete_old(self, just_saved: int) -> None:
-        manifests = {step: manifest for step, manifest in _whole(self._root).items() if step not in self._damaged}
-        keep = {just_saved, *sorted(manifests)[-self._keep_last :], *_ranked(manifests, self._best)[: self._keep_best]}
+        manifests = {step: manifest for step, manifest in find_whole(self._root).items() if step not in self._damaged}
+        keep = {just_saved, *sorted(manifests)[-self._keep_last :], *ranked(manifests, self._best)[: self._keep_best]}
         for step in manifests.keys() - keep:
             doomed = self._root / f"{step}.tmp"  # renamed first: half deleted it must not look like a checkpoint
-            os.rename(self._root / str(step), doomed)
-            shutil.rmtree(doomed)
+            try:
+                os.rename(self._root / str(step), doomed)
+                shutil.rmtree(doomed)
+            except OSError as error:
+                raise CheckpointSaveError(
+                    f"The checkpoint of step {just_saved} is written, but the old one at {self._root / str(step)} "
+                    f"cannot be deleted: {error}. Make it deletable and run the same command again."
+                ) from error
 
 
 def load_params(
@@ -224,7 +247,7 @@ def load_params(
     *,
     step: int | Literal["newest", "best"] = "newest",
     names: str | Sequence[str] = "params",
-    best: Literal["min", "max"] = "min",
+    best: str = "min",
 ) -> tuple[PyTree, int]:
     """One field of a saved state as nested dicts of jax.Arrays, and its step; the optimizer need not be known.
 
@@ -232,20 +255,20 @@ def load_params(
     Raises FileNotFoundError when the workdir has no checkpoint (or not that one), CheckpointError when it is not valid.
     """
     root = _root(workdir)
-    steps = _steps(root)
+    steps = find_steps(root)
     if not steps:
         raise FileNotFoundError(f"No checkpoint in {root}. Train first, or give the workdir of a run.")
     if step == "newest":
-        found = _newest_valid(root, set())
+        found = newest_valid(root, set())
     else:
-        ranked = _ranked(_whole(root), best) if step == "best" else [step]
-        if not ranked:
+        candidates = ranked(find_whole(root), best) if step == "best" else [step]
+        if not candidates:
             raise CheckpointError(
                 f"No checkpoint in {root} carries the metric that 'best' needs. Use 'newest' or a step: {steps}."
             )
-        if ranked[0] not in steps:
+        if candidates[0] not in steps:
             raise FileNotFoundError(f"No checkpoint of step {step} in {root}. There are: {', '.join(map(str, steps))}.")
-        found = root / str(ranked[0]), _verified(root / str(ranked[0]))
+        found = root / str(candidates[0]), verified(root / str(candidates[0]))
     if found is None:  # deleted by the run that is training, between two looks
         raise FileNotFoundError(f"The checkpoints in {root} vanished while they were read. Try again.")
     directory, manifest = found
@@ -259,77 +282,8 @@ def load_params(
     raise CheckpointError(f"{directory} holds none of {', '.join(names)}. It holds: {', '.join(saved)}.")
 
 
-# Which checkpoints there are
-
-
 def _root(workdir: str | os.PathLike) -> Path:
     return Path(os.path.abspath(workdir)) / "checkpoints"
-
-
-def _steps(root: Path) -> list[int]:
-    """Every step in `root`, valid or not, ascending; temporary directories and moved ones are no steps."""
-    if not root.is_dir():
-        return []
-    return sorted(
-        int(path.name) for path in root.iterdir() if path.name.isdecimal() and path.name == str(int(path.name))
-    )
-
-
-def _whole(root: Path) -> dict[int, dict[str, Any]]:
-    """Step -> manifest of those that look whole at a glance."""
-    whole = {}
-    for step in _steps(root):
-        try:
-            manifest = read_manifest(root / str(step))
-            check_sizes(root / str(step), manifest)
-        except CheckpointError:
-            continue
-        whole[step] = manifest
-    return whole
-
-
-def _ranked(manifests: dict[int, dict[str, Any]], best: str) -> list[int]:
-    """Steps that have a metric, the best first; of equal ones the newer."""
-    sign = 1 if best == "min" else -1
-    scored = [
-        (sign * manifest["metric"], -step) for step, manifest in manifests.items() if manifest["metric"] is not None
-    ]
-    return [-step for _, step in sorted(scored)]
-
-
-def _verified(directory: Path) -> dict[str, Any]:
-    manifest = read_manifest(directory)
-    verify(directory, manifest)
-    return manifest
-
-
-def _newest_valid(root: Path, damaged: set[int]) -> tuple[Path, dict[str, Any]] | None:
-    """The newest valid one (None: there is none at all), a warning for each newer one; adds those to `damaged`."""
-    reasons = []
-    for step in reversed(_steps(root)):
-        directory = root / str(step)
-        try:
-            manifest = _verified(directory)
-        except CheckpointError as error:
-            if directory.exists():  # else the run that is training has just deleted it
-                reasons.append(str(error))
-                damaged.add(step)
-            continue
-        for reason in reasons:
-            warnings.warn(
-                f"Using the checkpoint of step {step}, a newer one is damaged: {reason}.",
-                CheckpointWarning,
-                stacklevel=3,
-            )
-        return directory, manifest
-    if reasons:
-        listed = "\n  ".join(reasons)
-        raise CheckpointError(
-            f"No valid checkpoint in {root}:\n  {listed}\n"
-            "Nothing starts again from step 0 by itself. Put a good copy back, or move the directory away to start "
-            f"anew: mv {root} {root}.bad"
-        )
-    return None
 
 
 def _names(first: str) -> Iterator[Path]:
@@ -338,9 +292,6 @@ def _names(first: str) -> Iterator[Path]:
     while True:
         yield Path(f"{first}-{number}")
         number += 1
-
-
-# What is in one
 
 
 def _restore(directory: Path, manifest: dict[str, Any], abstract: PyTree) -> PyTree:
@@ -354,9 +305,16 @@ def _restore(directory: Path, manifest: dict[str, Any], abstract: PyTree) -> PyT
     return jax.tree.unflatten(jax.tree.structure(abstract), arrays.restore(directory / "state", wanted).values())
 
 
-def _item(directory: Path, name: str) -> Any:
-    binary = directory / f"{name}.bin"
-    return binary.read_bytes() if binary.exists() else json.loads((directory / f"{name}.json").read_bytes())
+def _named(name: str, value: Any) -> tuple[str, bytes]:
+    """File name and content of an item; the name depends on the content, so that a new one never overwrites an old."""
+    content = value if isinstance(value, bytes) else json.dumps(value, allow_nan=False).encode()
+    suffix = ".bin" if isinstance(value, bytes) else ".json"
+    return f"{name}-{hashlib.sha256(content).hexdigest()[:12]}{suffix}", content
+
+
+def _item(directory: Path, manifest: dict[str, Any], name: str) -> Any:
+    path = next(directory / file for file in manifest["items"] if file.startswith(name))
+    return path.read_bytes() if path.suffix == ".bin" else json.loads(path.read_bytes())
 
 
 def _explain(error: Exception, path: Path, leaves: dict[arrays.LeafPath, Any]) -> CheckpointSaveError:

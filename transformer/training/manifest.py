@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,14 +18,22 @@ class CheckpointError(ValueError):
     """A checkpoint that cannot be used: damaged, foreign, or of another model. The message says which."""
 
 
+class CheckpointWarning(UserWarning):
+    """A checkpoint was passed over, or moved out of the way."""
+
+
 def write_manifest(directory: Path, facts: Mapping[str, Any]) -> None:
     """Hashes every file under `directory` and writes its manifest, with `facts` (JSON values) beside the list."""
     files = {}
     for path in _files(directory):
-        files[path.relative_to(directory).as_posix()] = {"size": path.stat().st_size, "sha256": _sha256(path)}
-    content = {"format": FORMAT, **facts, "files": files}
-    content["manifest_sha256"] = _digest(content)
-    (directory / NAME).write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        files[path.relative_to(directory).as_posix()] = _entry(path)
+    _store(directory, {"format": FORMAT, **facts, "files": files})
+
+
+def amend_manifest(directory: Path, manifest: Mapping[str, Any], facts: Mapping[str, Any], files: list[str]) -> None:
+    """Replaces the manifest in one rename: `facts` replace its own, `files` (new ones, not yet listed) are added."""
+    added = {name: _entry(directory / name) for name in files}
+    _store(directory, {**manifest, **facts, "files": {**manifest["files"], **added}})
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
@@ -85,6 +94,73 @@ def verify(directory: Path, manifest: Mapping[str, Any]) -> None:
             )
 
 
+def find_steps(root: Path) -> list[int]:
+    """Every step in `root`, valid or not, ascending; temporary directories and moved ones are no steps."""
+    if not root.is_dir():
+        return []
+    return sorted(
+        int(path.name) for path in root.iterdir() if path.name.isdecimal() and path.name == str(int(path.name))
+    )
+
+
+def find_whole(root: Path) -> dict[int, dict[str, Any]]:
+    """Step -> manifest of those that look whole at a glance."""
+    whole = {}
+    for step in find_steps(root):
+        try:
+            manifest = read_manifest(root / str(step))
+            check_sizes(root / str(step), manifest)
+        except CheckpointError:
+            continue
+        whole[step] = manifest
+    return whole
+
+
+def ranked(manifests: dict[int, dict[str, Any]], best: str) -> list[int]:
+    """Steps that have a metric, the best first; of equal ones the newer."""
+    sign = 1 if best == "min" else -1
+    scored = [
+        (sign * manifest["metric"], -step) for step, manifest in manifests.items() if manifest["metric"] is not None
+    ]
+    return [-step for _, step in sorted(scored)]
+
+
+def verified(directory: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint every byte of which is right; CheckpointError otherwise."""
+    manifest = read_manifest(directory)
+    verify(directory, manifest)
+    return manifest
+
+
+def newest_valid(root: Path, damaged: set[int]) -> tuple[Path, dict[str, Any]] | None:
+    """The newest valid one (None: there is none at all), a warning for each newer one; adds those to `damaged`."""
+    reasons = []
+    for step in reversed(find_steps(root)):
+        directory = root / str(step)
+        try:
+            manifest = verified(directory)
+        except CheckpointError as error:
+            if directory.exists():  # else the run that is training has just deleted it
+                reasons.append(str(error))
+                damaged.add(step)
+            continue
+        for reason in reasons:
+            warnings.warn(
+                f"Using the checkpoint of step {step}, a newer one is damaged: {reason}.",
+                CheckpointWarning,
+                stacklevel=3,
+            )
+        return directory, manifest
+    if reasons:
+        listed = "\n  ".join(reasons)
+        raise CheckpointError(
+            f"No valid checkpoint in {root}:\n  {listed}\n"
+            "Nothing starts again from step 0 by itself. Put a good copy back, or move the directory away to start "
+            f"anew: mv {root} {root}.bad"
+        )
+    return None
+
+
 def sync_tree(directory: Path) -> None:
     """Forces every file and directory under `directory` to the disk: a later rename must not outrun its content."""
     for path in [*_files(directory), *(Path(root) for root, _, _ in os.walk(directory))]:
@@ -110,6 +186,19 @@ def _files(directory: Path) -> Iterator[Path]:
 def _sha256(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _entry(path: Path) -> dict[str, Any]:
+    return {"size": path.stat().st_size, "sha256": _sha256(path)}
+
+
+def _store(directory: Path, content: dict[str, Any]) -> None:
+    content["manifest_sha256"] = _digest(content)
+    new = directory / f"{NAME}.new"
+    new.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    sync(new)
+    os.replace(new, directory / NAME)
+    sync(directory)
 
 
 def _digest(content: Mapping[str, Any]) -> str:

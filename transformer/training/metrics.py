@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -9,7 +10,7 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -38,8 +39,8 @@ class MetricsWriter:
     """Appends to `workdir/metrics.jsonl`, one strict-JSON object a line: {"step": 10, "train/loss": 2.5, ...}.
 
     Numbers that JSON has not are the strings "NaN", "Infinity" and "-Infinity". `restored_step` is the step that the
-    run goes on from: lines after it are dropped, lines up to it stay, so that the file becomes that of an uninterrupted
-    run; None starts a new file. Hence: write all lines of step n, and `flush`, before the checkpoint of step n is saved.
+    run goes on from: lines after it are dropped, lines up to it stay, so that the file becomes that of an
+    uninterrupted run; None starts a new file. Hence: write all lines of step n, and `flush`, before step n is saved.
     Raises OSError when the workdir cannot be written, ValueError naming a line of an old file that is no JSON.
     """
 
@@ -52,7 +53,8 @@ class MetricsWriter:
         temporary = self._path.with_suffix(".tmp")
         temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
         os.replace(temporary, self._path)
-        self._file = open(self._path, "a", encoding="utf-8")  # noqa: SIM115  closed by close()
+        # unbuffered: a line is there at once, and after a failed write nothing is left to fail again
+        self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115  closed by close()
         self._board = None
         if tensorboard:
             from tensorboardX import SummaryWriter  # only who wants it pays for its import
@@ -65,8 +67,9 @@ class MetricsWriter:
         numbers = {name: _number(name, value) for name, value in values.items()}
         record = {"step": int(step)} | {name: _strict(number) for name, number in numbers.items()}
         try:
-            self._file.write(json.dumps(record, allow_nan=False) + "\n")
-            self._file.flush()
+            line = json.dumps(record, allow_nan=False).encode() + b"\n"
+            while line:  # a nearly full disk takes a part
+                line = line[self._file.write(line) :]
         except OSError as error:
             remedy = "free some space, or choose another workdir, and run the same command again"
             raise OSError(error.errno, f"{error.strerror}; {remedy}", str(self._path)) from error
@@ -76,7 +79,6 @@ class MetricsWriter:
 
     def flush(self) -> None:
         """Everything written is on the disk."""
-        self._file.flush()
         os.fsync(self._file.fileno())
         if self._board is not None:
             self._board.flush()
@@ -105,9 +107,11 @@ class Progress:
         total_steps: int,
         *,
         start_step: int = 0,
-        mode: Literal["auto", "bar", "lines", "none"] = "auto",
-        stream: TextIO | None = None,
+        mode: str = "auto",
+        stream: io.TextIOBase | None = None,
     ):
+        if mode not in ("auto", "bar", "lines", "none"):
+            raise ValueError(f"progress mode must be 'auto', 'bar', 'lines' or 'none', got {mode!r}.")
         self._stream = sys.stdout if stream is None else stream
         if mode == "auto":
             terminal = self._stream.isatty() and os.environ.get("TERM") not in ("dumb", "")

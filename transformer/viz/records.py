@@ -14,7 +14,7 @@ _WORDS = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-in
 def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
     """The lines of a metrics.jsonl, each {"step": int, name: number, ...}; "NaN", "Infinity", "-Infinity" are floats.
 
-    A last line that was torn by a crash is left out. Raises FileNotFoundError, and ValueError naming any other bad line.
+    A last line that was torn by a crash is left out. Raises FileNotFoundError, and ValueError for another bad line.
     """
     return [record for _, record in metrics_lines(path)]
 
@@ -35,7 +35,8 @@ def metrics_lines(path: str | os.PathLike) -> Iterator[tuple[str, dict[str, Any]
             )
         elif number < len(lines):
             raise ValueError(
-                f"{path}, line {number}: expected a JSON object with a whole 'step', got {line[:60]!r}. Remove that line."
+                f"{path}, line {number}: expected a JSON object with a whole 'step', got {line[:60]!r}. "
+                "Remove that line."
             )
 
 

@@ -1,0 +1,218 @@
+import io
+import json
+import math
+import os
+import pty
+import struct
+import subprocess
+import sys
+import textwrap
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tensorboardX.proto.event_pb2 import Event
+
+from transformer.training.metrics import NAMES, MetricsWriter, Progress, read_metrics
+from transformer.viz.records import read_metrics as read_metrics_of_viz
+
+
+def lines(workdir):
+    return (workdir / "metrics.jsonl").read_text().splitlines()
+
+
+def train(workdir, steps, restored_step=None):
+    with MetricsWriter(workdir, restored_step=restored_step) as writer:
+        for step in steps:
+            writer.write(step, {"train/loss": np.float32(1 / step), "train/learning_rate": 0.1})
+            if step % 4 == 0:
+                writer.write(step, {"eval/loss": 2 / step})
+
+
+def test_one_object_a_line_and_back(tmp_path):
+    with MetricsWriter(tmp_path) as writer:
+        writer.write(
+            10, {"train/loss": jnp.float32(0.1), "perf/tokens_per_s": np.float64(1e5 / 3), "count": np.int64(3)}
+        )
+        assert lines(tmp_path) == [  # there at once, not at the end
+            '{"step": 10, "train/loss": 0.1, "perf/tokens_per_s": 33333.333333333336, "count": 3}'
+        ]
+        writer.write(20, {"train/loss": jnp.bfloat16(0.5), "flag": np.bool_(True)})
+        writer.flush()
+    assert read_metrics(tmp_path / "metrics.jsonl")[1] == {"step": 20, "train/loss": 0.5, "flag": 1}
+    assert read_metrics is read_metrics_of_viz
+
+
+def test_float32_survives(tmp_path):
+    values = np.random.default_rng(0).normal(size=50).astype(np.float32)
+    with MetricsWriter(tmp_path) as writer:
+        for step, value in enumerate(values):
+            writer.write(step, {"x": value})
+    back = [record["x"] for record in read_metrics(tmp_path / "metrics.jsonl")]
+    assert np.array_equal(np.array(back, np.float32), values)
+
+
+def test_what_json_has_not_is_a_word(tmp_path):
+    with MetricsWriter(tmp_path) as writer:
+        writer.write(1, {"nan": math.nan, "up": jnp.inf, "down": np.float32(-np.inf)})
+
+    def refuse(constant):
+        raise AssertionError(constant)
+
+    (line,) = lines(tmp_path)
+    assert json.loads(line, parse_constant=refuse) == {"step": 1, "nan": "NaN", "up": "Infinity", "down": "-Infinity"}
+    (record,) = read_metrics(tmp_path / "metrics.jsonl")
+    assert math.isnan(record["nan"])
+    assert (record["up"], record["down"]) == (math.inf, -math.inf)
+
+
+@pytest.mark.parametrize(("name", "value"), [("x", np.ones(2)), ("x", "1"), ("x", None), ("step", 1), ("x", 1j)])
+def test_only_numbers(tmp_path, name, value):
+    with MetricsWriter(tmp_path) as writer, pytest.raises(ValueError, match=f"metric '{name}' must be a real number"):
+        writer.write(1, {name: value})
+
+
+@pytest.mark.parametrize("stopped_at", [4, 6, 9])
+@pytest.mark.parametrize("torn", ["", '{"step": 9, "train/lo', '{"step": 9', "\x00\x00"])
+def test_a_run_gone_on_with_leaves_the_file_of_one_never_stopped(tmp_path, stopped_at, torn):
+    train(tmp_path / "whole", range(1, 13))
+    train(tmp_path / "resumed", range(1, 10))  # killed at step 9, maybe in the middle of a line
+    with open(tmp_path / "resumed" / "metrics.jsonl", "a") as file:
+        file.write(torn)
+    train(tmp_path / "resumed", range(stopped_at + 1, 13), restored_step=stopped_at)
+    assert lines(tmp_path / "resumed") == lines(tmp_path / "whole")
+
+
+def test_without_a_checkpoint_the_file_starts_anew(tmp_path):
+    train(tmp_path, range(1, 4))
+    train(tmp_path, range(1, 3))
+    assert [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]
+
+
+def test_a_torn_last_line_is_left_out_another_bad_one_is_named(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "x": 2}\n{"step": 2, "x"')
+    assert read_metrics(path) == [{"step": 1, "x": 2}]
+    for bad in ("oops", "[1]", '{"x": 1}', '{"step": 2, "x": NaN}'):
+        path.write_text(f'{{"step": 1}}\n{bad}\n{{"step": 3}}\n')
+        with pytest.raises(
+            ValueError, match=r"metrics\.jsonl, line 2: expected a JSON object with a whole 'step', got"
+        ):
+            read_metrics(path)
+    with pytest.raises(FileNotFoundError):
+        read_metrics(tmp_path / "none")
+
+
+def test_a_full_disk_names_file_and_remedy(tmp_path):
+    writer = MetricsWriter(tmp_path)
+    writer._file.close()
+    writer._file = open("/dev/full", "wb", buffering=0)  # noqa: SIM115
+    with pytest.raises(OSError, match=r"No space left.*free some space.*metrics\.jsonl"):
+        writer.write(1, {"x": 1.0})
+    writer.close()
+
+
+def events(workdir):
+    """(step, tag, value) of every scalar in TensorBoard's files, and the steps from which it is to forget."""
+    scalars, purged = [], []
+    for path in sorted((workdir / "tensorboard").iterdir()):
+        content = path.read_bytes()
+        while content:
+            (size,) = struct.unpack("<Q", content[:8])
+            event = Event.FromString(content[12 : 12 + size])
+            content = content[16 + size :]
+            scalars += [(event.step, value.tag, value.simple_value) for value in event.summary.value]
+            if event.HasField("session_log"):
+                purged.append(event.step)
+    return scalars, purged
+
+
+def test_tensorboard(tmp_path):
+    with MetricsWriter(tmp_path, tensorboard=True) as writer:
+        writer.write(5, {"train/loss": 0.5, "eval/loss": 0.75})
+    assert events(tmp_path) == ([(5, "train/loss", 0.5), (5, "eval/loss", 0.75)], [])
+    with MetricsWriter(tmp_path, restored_step=5, tensorboard=True) as writer:
+        writer.write(6, {"train/loss": 0.25})
+    assert events(tmp_path)[1] == [6]
+
+
+def test_no_tensorboard_unless_asked(tmp_path):
+    MetricsWriter(tmp_path).close()
+    assert os.listdir(tmp_path) == ["metrics.jsonl"]
+
+
+def test_names_are_stable():
+    assert list(NAMES) == [
+        "train/loss",
+        "train/grad_norm",
+        "train/learning_rate",
+        "eval/loss",
+        "eval/exact_match",
+        "perf/tokens_per_s",
+        "perf/step_time_s",
+    ]
+
+
+def test_a_pipe_gets_plain_lines(monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich would obey
+    clock = iter(range(100))
+    monkeypatch.setattr("transformer.training.metrics.time.monotonic", lambda: 100.0 + 30 * next(clock))
+    stream = io.StringIO()
+    with Progress(1000, start_step=100, stream=stream) as progress:
+        progress.update(110, loss=2.34567, tokens_per_s=12345.6)
+        progress.advance(115)
+        progress.update(120, loss=float("nan"))
+        progress.print("[bold]a sample[/bold]")
+        progress.update(1000, loss=0.5)
+    assert stream.getvalue().splitlines() == [
+        "step 110/1000  loss 2.3457  12,346 tokens/s",
+        "step 120/1000  loss nan  0:44:00 left",
+        "[bold]a sample[/bold]",
+        "step 1000/1000  loss 0.5000",
+    ]
+
+
+def test_none_is_silent_but_for_text():
+    stream = io.StringIO()
+    with Progress(10, mode="none", stream=stream) as progress:
+        progress.update(5, loss=1.0)
+        progress.print("text")
+    assert stream.getvalue() == "text\n"
+    with pytest.raises(ValueError, match="progress mode must be 'auto', 'bar', 'lines' or 'none', got 'fancy'"):
+        Progress(10, mode="fancy")
+
+
+SHOW = """
+from transformer.training.metrics import Progress
+with Progress(200) as progress:
+    progress.update(50, loss=2.5, tokens_per_s=1234.0)
+    progress.print("a sample [1]")
+    progress.update(200, loss=1.25, tokens_per_s=1234.0)
+"""
+
+
+def test_a_terminal_gets_a_bar_and_a_pipe_none():
+    environment = os.environ | {"TERM": "xterm", "COLUMNS": "100", "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", textwrap.dedent(SHOW)]
+    leader, follower = pty.openpty()
+    process = subprocess.Popen(command, stdout=follower, stderr=follower, env=environment)
+    os.close(follower)
+    shown = b""
+    while True:
+        try:
+            part = os.read(leader, 10_000)
+        except OSError:  # Linux: the other side is closed
+            break
+        if not part:
+            break
+        shown += part
+    os.close(leader)
+    assert process.wait() == 0
+    text = shown.decode()
+    assert "\x1b[" in text  # moves the cursor
+    for piece in ("200/200", "loss 1.2500", "1,234 tokens/s", "a sample [1]"):
+        assert piece in text
+    piped = subprocess.run(command, capture_output=True, env=environment, check=True)
+    assert b"\x1b" not in piped.stdout + piped.stderr
+    assert b"\r" not in piped.stdout
+    assert b"step 50/200  loss 2.5000  1,234 tokens/s\n" in piped.stdout

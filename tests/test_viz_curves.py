@@ -1,0 +1,68 @@
+import json
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pytest
+from matplotlib.image import imread
+
+from transformer.viz import curves, loss_curve
+
+
+def write(path, records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def drawn(path, color):
+    """Number of pixels near a colour like "#3b6fb6"."""
+    pixels = imread(path)[..., :3]
+    wanted = np.array([int(color[i : i + 2], 16) for i in (1, 3, 5)]) / 255
+    return int((np.abs(pixels - wanted).max(-1) < 0.05).sum())
+
+
+def run(count):
+    train = [{"step": 5 * i, "train/loss": 1 + 3 / i, "train/grad_norm": 1.0} for i in range(1, count)]
+    return train + [{"step": 5 * i, "eval/loss": 1.2 + 3 / i} for i in range(1, count, max(count // 8, 1))]
+
+
+@pytest.mark.parametrize("count", [3, 30, 500])
+def test_both_losses_are_drawn(tmp_path, count):
+    path = tmp_path / "new" / "loss.png"
+    loss_curve(write(tmp_path / "m.jsonl", run(count)), path, title="A run")
+    assert imread(path).shape == (720, 1200, 4)
+    assert drawn(path, curves._TRAIN) > 300
+    assert drawn(path, curves._EVAL) > 300
+    assert not plt.get_fignums()  # no global state
+
+
+@pytest.mark.parametrize(
+    ("name", "there", "absent"), [("train/loss", "_TRAIN", "_EVAL"), ("eval/loss", "_EVAL", "_TRAIN")]
+)
+def test_one_loss_is_enough(tmp_path, name, there, absent):
+    records = [{"step": step, name: 3.0 / step} for step in range(1, 9)]
+    loss_curve(write(tmp_path / "m.jsonl", records), tmp_path / "loss.png")
+    assert drawn(tmp_path / "loss.png", getattr(curves, there)) > 300
+    assert drawn(tmp_path / "loss.png", getattr(curves, absent)) == 0
+
+
+def test_infinite_losses_do_not_hide_the_others(tmp_path):
+    records = run(30)
+    records[3]["train/loss"], records[5]["train/loss"], records[-1]["eval/loss"] = "Infinity", "NaN", "NaN"
+    loss_curve(write(tmp_path / "m.jsonl", records), tmp_path / "loss.png")
+    assert drawn(tmp_path / "loss.png", curves._TRAIN) > 300
+
+
+def test_nothing_to_draw_is_an_error(tmp_path):
+    with pytest.raises(ValueError, match=r"holds no finite train/loss or eval/loss\. Train for at least one"):
+        loss_curve(write(tmp_path / "m.jsonl", [{"step": 1, "train/loss": "NaN"}]), tmp_path / "loss.png")
+    with pytest.raises(FileNotFoundError):
+        loss_curve(tmp_path / "none.jsonl", tmp_path / "loss.png")
+
+
+def test_the_running_mean_reaches_both_ends_and_keeps_a_line_straight():
+    values = np.arange(11.0)
+    smooth = curves._smooth(values, 4)
+    assert smooth.shape == values.shape
+    np.testing.assert_allclose(smooth[2:9], values[2:9] - 0.5)
+    np.testing.assert_allclose(curves._smooth(np.full(7, 3.0), 5), 3.0)
+    assert (smooth[0], smooth[-1]) == (0.5, 9.0)
