@@ -12,6 +12,7 @@ from transformer.data.configs import (
     TokenizerConfig,
 )
 from transformer.data.dataset import Batch, Dataset, Example
+from transformer.data.pipeline import check_batch, prepare
 from transformer.data.tokenizer import Tokenizer, load_tokenizer
 
 __all__ = [
@@ -28,5 +29,7 @@ __all__ = [
     "TinyShakespeare",
     "Tokenizer",
     "TokenizerConfig",
+    "check_batch",
     "load_tokenizer",
+    "prepare",
 ]

@@ -1,4 +1,4 @@
-"""What to train on: one frozen dataclass per kind of data, typed and validated at birth. Nothing heavy is imported here."""
+"""What to train on: one frozen dataclass per kind of data, typed and validated at birth. Nothing heavy is imported."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PLACES = frozenset(
     {"data_dir", "manual_dir", "path", "source_path", "target_path"}
     | {"validation_path", "validation_source_path", "validation_target_path"}
 )
-"""Fields that say where bytes lie. They may change between runs: the fingerprint of a dataset says what the bytes are."""
+"""Fields that say where bytes lie. They may change between runs: a fingerprint says what the bytes are."""
 
 
 def _check_whole(config: object, *fields: str, least: int = 1, none: bool = False) -> None:
@@ -50,7 +50,7 @@ class TokenizerConfig:
     """How text becomes token ids. Source and target of a pair share one vocabulary."""
 
     kind: TokenizerKind = "char"
-    """char: every character of the data. byte: UTF-8 bytes. word: what blanks separate. bpe: learned parts, over bytes"""
+    """char: every character of the data. byte: UTF-8. word: what blanks separate. bpe: learned parts, over bytes"""
     vocab_size: int | None = None
     """bpe: the size to train to (None: 8192). word: keep the most frequent, the rest become <unk> (None: keep all)"""
 
@@ -60,8 +60,8 @@ class TokenizerConfig:
             return
         if self.kind in ("char", "byte"):
             raise ConfigError(
-                f"vocab_size ({self.vocab_size}) can't be chosen for a {self.kind} tokenizer: its vocabulary follows from "
-                "the data. Leave it out, or take kind word or bpe."
+                f"vocab_size ({self.vocab_size}) can't be chosen for a {self.kind} tokenizer: its vocabulary follows "
+                "from the data. Leave it out, or take kind word or bpe."
             )
         _check_whole(self, "vocab_size", least=SMALLEST_BPE if self.kind == "bpe" else 5)
 
@@ -108,7 +108,7 @@ class PairConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class NumberWords(PairConfig):
-    """Whole numbers below 10^max_digits, written out in two languages: small, exact, and impossible to learn by heart."""
+    """Whole numbers below 10^max_digits, written out in two languages: small, exact, hard to learn by heart."""
 
     kind: ClassVar[str] = "number_words"
 
@@ -223,8 +223,8 @@ class ParallelText(PairConfig):
         wanted = self.target_path is not None and self.validation_source_path is not None
         if wanted != (self.validation_target_path is not None):
             raise ConfigError(
-                f"validation_target_path is {self.validation_target_path!r}, but target_path is {self.target_path!r} and "
-                f"validation_source_path {self.validation_source_path!r}. Give validation files in the form of the "
+                f"validation_target_path is {self.validation_target_path!r}, but target_path is {self.target_path!r} "
+                f"and validation_source_path {self.validation_source_path!r}. Give validation files in the form of the "
                 "training files: two of each, or one tab-separated file of each."
             )
 

@@ -250,8 +250,8 @@ def _utf8(text: str) -> bytes:
         return text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise ValueError(
-            f"the text has a lone surrogate {text[error.start]!r} at character {error.start}, which is no valid Unicode. "
-            "Read the text with its right encoding."
+            f"the text has a lone surrogate {text[error.start]!r} at character {error.start}, which is no valid "
+            "Unicode. Read the text with its right encoding."
         ) from None
 
 

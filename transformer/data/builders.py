@@ -1,0 +1,112 @@
+"""TFDS builders of our own, in plain Python: prepared and read without TensorFlow, in the array_record format.
+
+Only `transformer.data.sources` imports this module, since it imports tensorflow_datasets.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import tensorflow_datasets as tfds
+
+from transformer.data import number_words
+
+TINY_SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
+TINY_SHAKESPEARE_FILE = tfds.download.checksums.UrlInfo(
+    size=tfds.core.utils.Size(1_115_394),
+    checksum="86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
+    filename="input.txt",
+)
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class NumberWordsConfig(tfds.core.BuilderConfig):
+    """One pair of languages and its sizes; the name carries all of them, so that no two share prepared data."""
+
+    source_language: str
+    target_language: str
+    max_digits: int
+    train_examples: int
+    validation_examples: int
+    test_examples: int
+    name: str = ""
+
+    def __post_init__(self):
+        sizes = f"{self.train_examples}_{self.validation_examples}_{self.test_examples}"
+        self.name = f"{self.source_language}_{self.target_language}_{self.max_digits}_digits_{sizes}"
+
+
+class NumberWordsBuilder(tfds.core.GeneratorBasedBuilder):
+    """Numbers and their words in two languages: splits train, validation, test and basics (0-20 and d x 10^k)."""
+
+    name = "number_words"
+    VERSION = tfds.core.Version("1.0.0")
+    builder_config: NumberWordsConfig
+
+    def _info(self) -> tfds.core.DatasetInfo:
+        features = {
+            "number": tfds.features.Scalar(dtype=np.int32),
+            "times": tfds.features.Scalar(dtype=np.int32, doc="how often the number was drawn"),
+            "source": tfds.features.Text(),
+            "target": tfds.features.Text(),
+        }
+        return tfds.core.DatasetInfo(
+            builder=self,
+            description="Whole numbers written out in two languages, from num2words with corrections.",
+            features=tfds.features.FeaturesDict(features),
+        )
+
+    def _split_generators(self, dl_manager: tfds.download.DownloadManager) -> dict[str, Iterator]:
+        del dl_manager
+        config = self.builder_config
+        digits = config.max_digits
+        return {
+            "train": self._generate_examples(number_words.training_numbers(digits, config.train_examples)),
+            "validation": self._generate_examples(
+                number_words.held_out_numbers("validation", digits, config.validation_examples)
+            ),
+            "test": self._generate_examples(number_words.held_out_numbers("test", digits, config.test_examples)),
+            "basics": self._generate_examples(number_words.basic_numbers(digits)),
+        }
+
+    def _generate_examples(self, numbers: list[int]) -> Iterator[tuple[int, dict]]:
+        source, target = self.builder_config.source_language, self.builder_config.target_language
+        for number, times in Counter(numbers).items():
+            texts = {"source": number_words.words(number, source), "target": number_words.words(number, target)}
+            yield number, {"number": number, "times": times, **texts}
+
+
+class TinyShakespeareBuilder(tfds.core.GeneratorBasedBuilder):
+    """Tiny Shakespeare under the name, version, splits (90/5/5) and features of TFDS's own builder.
+
+    Either reads what the other prepared; this one needs no TensorFlow to prepare it.
+    """
+
+    name = "tiny_shakespeare"
+    VERSION = tfds.core.Version("1.0.0")
+    url_infos = {TINY_SHAKESPEARE_URL: TINY_SHAKESPEARE_FILE}  # noqa: RUF012 - a class attribute of TFDS
+
+    def _info(self) -> tfds.core.DatasetInfo:
+        return tfds.core.DatasetInfo(
+            builder=self,
+            description="40,000 lines from plays by Shakespeare.",
+            features=tfds.features.FeaturesDict({"text": tfds.features.Text()}),
+            homepage="https://github.com/karpathy/char-rnn/blob/master/data/tinyshakespeare/input.txt",
+        )
+
+    def _split_generators(self, dl_manager: tfds.download.DownloadManager) -> dict[str, Iterator]:
+        text = Path(dl_manager.download(TINY_SHAKESPEARE_URL)).read_text(encoding="utf-8")
+        train = int(len(text) * 0.9)
+        validation = train + int((len(text) - train) * 0.5)
+        return {
+            "train": self._generate_examples("train", text[:train]),
+            "validation": self._generate_examples("validation", text[train:validation]),
+            "test": self._generate_examples("test", text[validation:]),
+        }
+
+    def _generate_examples(self, split: str, text: str) -> Iterator[tuple[str, dict]]:
+        yield split, {"text": text}
