@@ -342,11 +342,20 @@ def test_params_alone(tmp_path):
         load_params(tmp_path, names="averages")
     with pytest.raises(FileNotFoundError, match=r"No checkpoint of step 4 .* There are: 1, 2, 3"):
         load_params(tmp_path, step=4)
+    flip(largest(directory(tmp_path, 2)))
+    with pytest.raises(CheckpointError, match=r"/2/state/\S+ has SHA-256 .* Take another step; there are: 1, 2, 3"):
+        load_params(tmp_path, step="best")
     with pytest.raises(FileNotFoundError, match="Train first"):
         load_params(tmp_path / "nowhere")
     fill(tmp_path / "other", [1])
     with pytest.raises(CheckpointError, match="carries the metric"):
         load_params(tmp_path / "other", step="best")
+
+
+def test_several_processes_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(RuntimeError, match="written by one process; JAX runs in 2"):
+        Checkpointer(tmp_path)
 
 
 def test_impossible_arguments(tmp_path):

@@ -268,7 +268,10 @@ def load_params(
             )
         if candidates[0] not in steps:
             raise FileNotFoundError(f"No checkpoint of step {step} in {root}. There are: {', '.join(map(str, steps))}.")
-        found = root / str(candidates[0]), verified(root / str(candidates[0]))
+        try:
+            found = root / str(candidates[0]), verified(root / str(candidates[0]))
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}. Take another step; there are: {', '.join(map(str, steps))}.") from error
     if found is None:  # deleted by the run that is training, between two looks
         raise FileNotFoundError(f"The checkpoints in {root} vanished while they were read. Try again.")
     directory, manifest = found
