@@ -1,0 +1,258 @@
+"""The table of layers is true: imports go strictly downwards, files stay short, nothing hides an error."""
+
+import ast
+import itertools
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "transformer"
+
+# A file or folder of transformer/ imports from a strictly lower level; files of one folder may import each other.
+# docs/architecture.md has the same table, with what each is for.
+LAYERS = {
+    "axes": 0,
+    "config": 0,
+    "partitioning": 0,
+    "masks": 1,
+    "layers": 1,
+    "positions": 2,
+    "kernels": 2,
+    "attention": 3,
+    "blocks": 4,
+    "stacks": 5,
+    "models": 6,
+    "generate": 7,
+    "data": 7,
+    "viz": 7,
+    "training": 8,
+    "cli": 10,
+    "__main__": 10,
+}
+# Levels kept for what is to come. Whoever writes one moves its line up, here and in docs/architecture.md.
+PLANNED = {"mla": 3, "moe": 3, "weights": 7, "sharding": 7, "lora": 7, "zoo": 8, "plan": 9}
+
+# What everything up to `generate` may need: taking one module into another project must not bring a training stack.
+CORE = {"jax", "flax", "numpy", "jaxtyping"}
+CORE_UNITS = {unit for unit, level in LAYERS.items() if level <= 6} | {"__init__", "generate"}
+
+LINES = 400
+
+
+def python_files() -> list[Path]:
+    """Every Python file of the repository that we wrote."""
+    folders = ("transformer", "configs", "tests", "benchmarks", "examples")
+    files = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+    return [*files, *sorted(ROOT.glob("*.py"))]
+
+
+def imports(source: str, package: str = "") -> Iterator[tuple[int, str]]:
+    """Yields (line, dotted name) of every import, inside functions too; `from a import b` gives a.b."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parts = package.split(".")
+                base = ".".join([*parts[: len(parts) - node.level + 1], *([base] if base else [])])
+            for alias in node.names:
+                yield node.lineno, f"{base}.{alias.name}"
+
+
+def package_of(path: Path) -> str:
+    """The package that a file of ours is in: "transformer.kernels" for transformer/kernels/chunked.py."""
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts[:-1])
+
+
+def unit_of(path: Path) -> str:
+    """The row of the table that a file of transformer/ belongs to."""
+    return path.relative_to(PACKAGE).with_suffix("").parts[0]
+
+
+def layer_faults(unit: str, source: str, package: str = "transformer") -> list[str]:
+    """The imports in a file of `unit` that do not go to a strictly lower level."""
+    levels = LAYERS | PLANNED
+    faults = []
+    for line, name in imports(source, package):
+        top, _, rest = name.partition(".")
+        if top != "transformer":
+            continue
+        target = rest.partition(".")[0]
+        if target == unit:
+            continue
+        if target not in levels:
+            # The package itself imports the others: only the command line stands above it.
+            if unit not in ("cli", "__main__"):
+                faults.append(f"line {line}: imports {name} from the package itself; import its file")
+        elif unit != "__init__" and levels[target] >= levels[unit]:
+            faults.append(f"line {line}: {unit} (level {levels[unit]}) imports {target} (level {levels[target]})")
+    return faults
+
+
+def core_faults(source: str, package: str = "transformer") -> list[str]:
+    """The imports of third-party packages that `import transformer` must not need."""
+    found = ((line, name.partition(".")[0]) for line, name in imports(source, package))
+    allowed = CORE | {"transformer"} | sys.stdlib_module_names
+    return [f"line {line}: imports {top}" for line, top in found if top not in allowed]
+
+
+def swallowed_errors(source: str) -> list[str]:
+    """Handlers of everything, or of any Exception, that do nothing."""
+    faults = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ExceptHandler):
+            broad = node.type is None or (
+                isinstance(node.type, ast.Name) and node.type.id in ("Exception", "BaseException")
+            )
+            idle = all(
+                isinstance(statement, ast.Pass | ast.Continue)
+                or (isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant))
+                for statement in node.body
+            )
+            if broad and idle:
+                faults.append(f"line {node.lineno}: an exception is dropped without a word")
+    return faults
+
+
+def report(faults: dict[Path, list[str]]) -> str:
+    return "\n".join(f"{path.relative_to(ROOT)}: {fault}" for path, found in faults.items() for fault in found)
+
+
+def test_every_file_has_a_level():
+    """A file that the table does not know has no place yet; a planned one that exists is no longer planned."""
+    units = {unit_of(path) for path in PACKAGE.rglob("*.py")} - {"__init__"}
+    assert units - LAYERS.keys() == set(), "give these a level in LAYERS and in docs/architecture.md"
+
+
+def test_imports_go_strictly_downwards():
+    found = {
+        path: layer_faults(unit_of(path), path.read_text(), package_of(path)) for path in sorted(PACKAGE.rglob("*.py"))
+    }
+    assert not report(found), report(found)
+
+
+def test_the_core_needs_four_packages():
+    core = [path for path in sorted(PACKAGE.rglob("*.py")) if unit_of(path) in CORE_UNITS]
+    found = {path: core_faults(path.read_text(), package_of(path)) for path in core}
+    assert not report(found), report(found)
+
+
+@pytest.mark.parametrize(
+    ("unit", "source"),
+    [
+        ("masks", "from transformer.attention import MultiHeadAttention"),
+        ("masks", "from transformer.layers import linear"),
+        ("masks", "from transformer import layers"),
+        ("masks", "from .layers import linear"),
+        ("masks", "from . import layers"),
+        ("masks", "def late():\n    import transformer.layers"),
+        ("masks", "import transformer"),
+        ("training", "from transformer.zoo import ENTRIES"),
+        ("zoo", "from transformer.training.recipe import Recipe"),
+        ("data", "from transformer.viz import curves"),
+    ],
+)
+def test_an_import_upwards_is_seen(unit, source):
+    assert len(layer_faults(unit, source)) == 1
+
+
+@pytest.mark.parametrize(
+    ("unit", "source", "package"),
+    [
+        ("attention", "from transformer.masks import Mask", "transformer"),
+        ("attention", "from .masks import Mask\nfrom . import axes", "transformer"),
+        ("kernels", "from transformer.kernels.reference import attention", "transformer.kernels"),
+        ("kernels", "from .reference import attention\nfrom ..masks import Mask", "transformer.kernels"),
+        ("cli", "import transformer\nfrom transformer import __version__", "transformer.cli"),
+        ("__init__", "from transformer.models import CausalLM", "transformer"),
+    ],
+)
+def test_an_import_downwards_is_allowed(unit, source, package):
+    assert layer_faults(unit, source, package) == []
+
+
+def test_a_dependency_of_training_in_the_core_is_seen():
+    assert core_faults("import optax") == ["line 1: imports optax"]
+    assert core_faults("def late():\n    from grain.python import x") == ["line 2: imports grain"]
+    assert core_faults("import math\nimport flax.linen as nn\nfrom jax import numpy\nfrom . import axes") == []
+
+
+def test_nothing_imports_the_entry_points():
+    """train.py and the recipes are where a run starts; what they offer to others would belong into the package."""
+    for path in python_files():
+        if "tests" not in path.parts:
+            tops = {name.partition(".")[0] for _, name in imports(path.read_text(), package_of(path))}
+            assert not tops & {"train", "configs"}, path
+
+
+def test_torch_and_tensorflow_stay_out():
+    """torch is what tests and benchmarks compare with; TensorFlow is needed nowhere."""
+    for path in python_files():
+        tops = {name.partition(".")[0] for _, name in imports(path.read_text(), package_of(path))}
+        assert "tensorflow" not in tops, path
+        if not {"tests", "benchmarks"} & set(path.relative_to(ROOT).parts):
+            assert not tops & {"torch", "transformers"}, path
+
+
+def test_files_stay_short():
+    lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in python_files()}
+    assert {path: length for path, length in lengths.items() if length >= LINES} == {}
+
+
+def test_no_error_is_swallowed():
+    found = {path: swallowed_errors(path.read_text()) for path in python_files()}
+    assert not report(found), report(found)
+
+
+@pytest.mark.parametrize("handler", ["except:", "except Exception:", "except BaseException as error:"])
+@pytest.mark.parametrize("body", ["pass", "...", "continue", "'a comment'"])
+def test_a_swallowed_error_is_seen(handler, body):
+    assert len(swallowed_errors(f"for i in x:\n  try:\n    f()\n  {handler}\n    {body}")) == 1
+
+
+def documented(title: str) -> dict[str, int]:
+    """The rows of a table of docs/architecture.md: {"axes": 0, "kernels": 2, ...}."""
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    section = re.search(rf"^## {title}\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
+    assert section, f"docs/architecture.md has no section {title!r}"
+    rows = re.findall(r"^\| `(\w+)(?:\.py|/)` \| (\d+) \|", section.group(1), re.MULTILINE)
+    return {name: int(level) for name, level in rows}
+
+
+def test_the_documented_table_is_this_one():
+    assert documented("Layers") == LAYERS
+    assert documented("Places kept") == PLANNED
+
+
+def test_the_walk_from_loop_to_softmax():
+    """The documented walk has six steps, and each file imports the next, or a neighbor of its own that does."""
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    section = text.partition("## From `train.py` to the softmax")[2].partition("\n## ")[0]
+    steps = [ROOT / name for name in re.findall(r"^\d\. `([\w/.]+)`", section, re.MULTILINE)]
+    assert len(steps) == 6
+    for here, there in itertools.pairwise([PACKAGE / "training" / "loop.py", *steps]):
+        neighbors = here.parent.glob("*.py") if here.parent != PACKAGE else [here]
+        folder = there.parent.glob("*.py") if there.parent != PACKAGE else []
+        assert reaches(here, there, {*neighbors, *folder}), f"{here.name} does not lead to {there.name}"
+
+
+def reaches(here: Path, there: Path, through: set[Path]) -> bool:
+    """Whether `here` imports `there`, perhaps by way of files in `through`."""
+    seen, waiting = set(), [here]
+    while waiting:
+        path = waiting.pop()
+        if path == there:
+            return True
+        seen.add(path)
+        names = {name for _, name in imports(path.read_text(), package_of(path))}
+        for other in {there, *through} - seen:
+            module = ".".join(other.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+            if any(f"{name}.".startswith(f"{module}.") for name in names):
+                waiting.append(other)
+    return False
