@@ -1,0 +1,1 @@
+"""The command line: `python -m transformer VERB`, one verb a file."""

@@ -1,0 +1,128 @@
+"""How a command ends: an exit code, and one line on stderr that names what is wrong and what to do."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+DONE, FAULT, BAD_INPUT, INTERRUPTED, BROKEN_PIPE = 0, 1, 2, 130, 141
+"""exit codes: the last two are 128 + SIGINT and 128 + SIGPIPE, as a shell reports them"""
+
+_BAD_INPUT = (ValueError, FileNotFoundError, NotADirectoryError, IsADirectoryError, FileExistsError)
+_MISTAKES = (TypeError, AttributeError, LookupError, AssertionError, NameError, NotImplementedError)
+_REMEDIES = {
+    errno.ENOSPC: "Free some space, or name another place.",
+    errno.EDQUOT: "Free some of your quota, or name another place.",
+    errno.EROFS: "Name a place that can be written.",
+    errno.EACCES: "Change its permissions, or name another place.",
+    errno.EPERM: "Change its permissions, or name another place.",
+    errno.ENOENT: "Check the name.",
+    errno.ENOTDIR: "Name a directory.",
+    errno.EISDIR: "Name a file.",
+    errno.EMFILE: "Allow more open files: ulimit -n 4096",
+}
+
+
+def run_command(main: Callable[[], int | None], debug: bool) -> int:
+    """Runs a command and gives the exit code of the process: what `main` returns (None: 0), or that of its error.
+
+    2 is bad input (ValueError, a file that is not there), 1 the environment or a fault of this program, 130 Ctrl-C, 141
+    a reader of stdout that went away. An error is one line on stderr, after its traceback with `debug`; a warning is
+    one line, too. SystemExit goes through (argparse and tyro, after --help).
+    """
+    try:
+        with one_line_warnings():
+            with contextlib.suppress(AttributeError):  # a stdout that was replaced
+                sys.stdout.reconfigure(errors="backslashreplace")
+            code = main()
+            sys.stdout.flush()
+            return DONE if code is None else code
+    except BrokenPipeError:
+        _abandon_stdout()
+        return BROKEN_PIPE
+    except (Exception, KeyboardInterrupt) as error:
+        if debug:
+            traceback.print_exc()
+        _say(describe(error))
+        return exit_code(error)
+
+
+def exit_code(error: BaseException) -> int:
+    """The exit code that an error stands for."""
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED
+    return BAD_INPUT if isinstance(error, _BAD_INPUT) else FAULT
+
+
+def describe(error: BaseException) -> str:
+    """One line about an error: "error: what is wrong. What to do.", without control characters."""
+    return one_line(f"error: {_message(error)}" if not isinstance(error, KeyboardInterrupt) else "interrupted")
+
+
+def one_line(text: str) -> str:
+    """The text with line ends and runs of blanks as one blank, other unprintable characters as escapes."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in " ".join(text.split()))
+
+
+@contextlib.contextmanager
+def one_line_warnings() -> Iterator[None]:
+    """Inside, a warning is one line on stderr, without the place in the code that gave it."""
+
+    def show(message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None) -> None:
+        _say(one_line(f"warning: {message}"))
+
+    old, warnings.showwarning = warnings.showwarning, show
+    try:
+        yield
+    finally:
+        warnings.showwarning = old
+
+
+def _message(error: BaseException) -> str:
+    text = str(error).strip()
+    if isinstance(error, OSError) and error.errno is not None and error.strerror:
+        return _of_system(error)
+    if isinstance(error, ModuleNotFoundError) and error.name and not error.name.startswith("transformer"):
+        package = error.name.partition(".")[0]
+        return f"the package {package} is not installed. Install what this needs: pip install 'transformer-zoo[train]'"
+    if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in text:
+        first = _first_line(text)
+        return f"out of memory{first and f' ({first})'}. Use a smaller batch or model, or fewer prompts at once."
+    if isinstance(error, _BAD_INPUT) or (text and type(error).__module__.partition(".")[0] == "transformer"):
+        return text or f"{type(error).__name__} without a message; --debug shows where"
+    if isinstance(error, RuntimeError | OSError | ArithmeticError) and text and not isinstance(error, _MISTAKES):
+        return _first_line(text)
+    return f"{type(error).__name__}: {_first_line(text)} (a fault of this program: --debug shows where)"
+
+
+def _of_system(error: OSError) -> str:
+    remedy = _REMEDIES.get(error.errno, "")
+    names = " -> ".join(str(name) for name in (error.filename, error.filename2) if name is not None)
+    what = f"{names}: {error.strerror}" if names else error.strerror
+    return f"{what}. {remedy}".strip()
+
+
+def _first_line(text: str) -> str:
+    return next((line.strip() for line in text.splitlines() if line.strip()), "")
+
+
+def _say(line: str) -> None:
+    with contextlib.suppress(BrokenPipeError, ValueError):  # nobody reads stderr, or it is closed
+        print(line, file=sys.stderr, flush=True)
+
+
+def _abandon_stdout() -> None:
+    """Lets the interpreter's last flush of stdout succeed."""
+    try:
+        descriptor = sys.stdout.fileno()
+    except (OSError, ValueError, AttributeError):
+        return
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, descriptor)
+    os.close(nowhere)
