@@ -1,0 +1,122 @@
+"""Whoever takes one module from here needs jax, flax, numpy and jaxtyping: nothing of what training needs."""
+
+import os
+import subprocess
+import sys
+import tomllib
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# Run where only the base dependencies can be imported: every public name is there, and attention computes.
+PROGRAM = """
+import jax
+import transformer
+from transformer import Mask, MultiHeadAttention
+
+for name in transformer.__all__:
+    if name != "load":  # reads what training wrote, and needs what training needs
+        getattr(transformer, name)
+attention = MultiHeadAttention(num_heads=3, head_dim=5)
+x = jax.numpy.ones((2, 7, 11))
+variables = attention.init(jax.random.key(0), x)
+y, cache = attention.apply(variables, x, mask=Mask.causal())
+print(y.shape, cache)
+"""
+
+# What this environment has, and a bare one has not, is not found.
+HIDING = """
+import sys
+from importlib.machinery import PathFinder
+
+class BareFinder(PathFinder):
+    hidden = set({hidden!r})
+
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.partition(".")[0] in cls.hidden else super().find_spec(name, path, target)
+
+sys.meta_path[sys.meta_path.index(PathFinder)] = BareFinder
+"""
+
+
+def base_dependencies() -> list[str]:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+
+
+def closure(requirements: list[str]) -> set[str]:
+    """The distributions that pip would install for these requirements, here."""
+    found, waiting = set(), [(Requirement(text), "") for text in requirements]
+    while waiting:
+        requirement, extra = waiting.pop()
+        name = canonicalize_name(requirement.name)
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": extra}):
+            continue
+        wanted = {(name, ""), *((name, wanted_extra) for wanted_extra in requirement.extras)} - found
+        found |= wanted
+        for _, next_extra in wanted:
+            waiting += [(Requirement(text), next_extra) for text in metadata.requires(name) or []]
+    return {name for name, _ in found}
+
+
+def foreign_modules() -> set[str]:
+    """Top-level modules that are installed here and would not be in a bare environment."""
+    allowed = closure(base_dependencies())
+    return {
+        module
+        for module, distributions in metadata.packages_distributions().items()
+        if not {canonicalize_name(name) for name in distributions} & allowed
+    }
+
+
+def run(python: str, program: str, folder: Path, **environment: str) -> subprocess.CompletedProcess:
+    inherited = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "XLA_FLAGS")}
+    return subprocess.run(
+        [python, "-c", program],
+        cwd=folder,
+        env=inherited | {"JAX_PLATFORMS": "cpu"} | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_base_dependencies_are_these_four():
+    assert {Requirement(text).name for text in base_dependencies()} == {"jax", "flax", "numpy", "jaxtyping"}
+
+
+def test_import_needs_the_base_dependencies_alone(tmp_path):
+    foreign = foreign_modules()
+    assert {"grain", "tensorflow_datasets", "tyro", "tokenizers", "matplotlib", "num2words", "beartype"} <= foreign
+    assert not {"jax", "jaxlib", "flax", "numpy", "jaxtyping", "optax"} & foreign
+    program = HIDING.format(hidden=sorted(foreign)) + PROGRAM
+    done = run(sys.executable, program, tmp_path, PYTHONPATH=str(ROOT))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "(2, 7, 11) None\n"
+
+
+def test_what_is_hidden_is_not_found(tmp_path):
+    done = run(sys.executable, HIDING.format(hidden=["grain"]) + "import grain.python", tmp_path)
+    assert done.returncode == 1
+    assert "ModuleNotFoundError: No module named 'grain'" in done.stderr
+
+
+@pytest.mark.slow
+def test_installed_package_works_in_a_bare_environment(tmp_path):
+    """A wheel of this project in a new environment, with nothing beside it; needs the network."""
+    python = str(tmp_path / "bare" / "bin" / "python")
+    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "bare")], check=True)
+    subprocess.run([*pip, "-c", str(ROOT / "requirements.txt"), str(ROOT)], check=True)
+    # pyproject.toml says what should be there, and only that is.
+    code = "from importlib.metadata import distributions; print(*{d.name for d in distributions()})"
+    installed = {canonicalize_name(name) for name in run(python, code, tmp_path).stdout.split()}
+    assert installed - {"pip", "setuptools"} == closure(base_dependencies()) | {"transformer-zoo"}
+    done = run(python, PROGRAM, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "(2, 7, 11) None\n"
