@@ -158,6 +158,24 @@ def test_a_damaged_newer_one_does_not_push_out_the_good_ones(tmp_path):
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["30", "30.invalid"]
 
 
+def test_a_damaged_one_does_not_count_among_the_last(tmp_path):
+    fill(tmp_path, [10, 20, 30], keep_last=3)
+    flip(largest(directory(tmp_path, 30)))
+    with Checkpointer(tmp_path, keep_last=2) as checkpointer:
+        with pytest.warns(CheckpointWarning, match="SHA-256"):
+            checkpointer.restore_newest(abstract(make_state()))
+        checkpointer.save(25, make_state(25))
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["20", "25", "30"]
+
+
+def test_what_was_just_saved_is_never_deleted(tmp_path):
+    fill(tmp_path, [20, 30])
+    with Checkpointer(tmp_path, keep_last=1) as checkpointer:
+        checkpointer.save(25, make_state(25))  # by a run that went back to an older step
+        checkpointer.wait()
+        assert checkpointer.steps() == [25, 30]
+
+
 def test_a_step_is_written_once_and_brought_up_to_date(tmp_path):
     """A run stopped while it evaluates saves without a metric; gone on with, it evaluates and saves the same step."""
     state = {"x": np.ones(3)}
@@ -289,6 +307,9 @@ def test_an_empty_directory_that_looks_newer_is_passed_over(tmp_path):
     (tmp_path / "checkpoints" / "notes").mkdir()  # not a step, nobody's business
     with Checkpointer(tmp_path) as checkpointer, pytest.warns(CheckpointWarning, match=r"step 2.*/7 is empty"):
         assert checkpointer.restore_newest(abstract(make_state())).step == 2
+    (tmp_path / "checkpoints" / "003").mkdir()
+    with pytest.raises(FileNotFoundError, match=r"There are: 2, 7\."):
+        load_params(tmp_path, step=3)
 
 
 def test_all_differences_from_the_model_are_in_one_error(tmp_path):
