@@ -1,0 +1,112 @@
+"""Which accelerator a machine has, told from fake machines; and what is said of one that is not used."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from transformer.cli import devices
+from transformer.cli.devices import accelerator_present, unused_warning
+
+SOURCE = Path(devices.__file__)
+
+
+def machine(root: Path, *files: str) -> Path:
+    """A file system with these empty files."""
+    for name in files:
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    return root
+
+
+def pci(root: Path, vendor: str, device: str) -> Path:
+    """A file system of a machine with one PCI device."""
+    folder = root / "sys/bus/pci/devices/0000:00:05.0"
+    folder.mkdir(parents=True)
+    (folder / "vendor").write_text(f"{vendor}\n")
+    (folder / "device").write_text(f"{device}\n")
+    return root
+
+
+def test_a_plain_machine_has_a_cpu(tmp_path):
+    assert accelerator_present(tmp_path, {"PATH": ""}) == "cpu"
+
+
+def test_device_files_of_a_tpu(tmp_path):
+    assert accelerator_present(machine(tmp_path, "dev/accel0"), {"PATH": ""}) == "tpu"
+
+
+def test_accelerators_of_other_makers_are_no_tpu(tmp_path):
+    assert accelerator_present(machine(tmp_path, "dev/accel/accel0"), {"PATH": ""}) == "cpu"
+
+
+def test_vfio_is_a_tpu_only_where_the_environment_says_so(tmp_path):
+    machine(tmp_path, "dev/vfio/0", "dev/vfio/vfio")
+    assert accelerator_present(tmp_path, {"PATH": ""}) == "cpu"
+    assert accelerator_present(tmp_path, {"PATH": "", "TPU_ACCELERATOR_TYPE": "v5litepod-8"}) == "tpu"
+
+
+def test_a_tpu_on_the_bus(tmp_path):
+    assert accelerator_present(pci(tmp_path, "0x1ae0", "0x0063"), {"PATH": ""}) == "tpu"
+
+
+def test_googles_network_card_is_no_tpu(tmp_path):
+    assert accelerator_present(pci(tmp_path, "0x1ae0", "0x0042"), {"PATH": ""}) == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("script", "found"),
+    [
+        ("echo 'GPU 0: NVIDIA H200 (UUID: GPU-1)'", "gpu"),
+        ("echo 'No devices were found'", "cpu"),
+        ("echo 'NVIDIA-SMI has failed: GPU driver'; exit 9", "cpu"),
+    ],
+)
+def test_a_gpu_counts_when_nvidia_smi_lists_it(tmp_path, script, found):
+    program = tmp_path / "bin" / "nvidia-smi"
+    program.parent.mkdir()
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    assert accelerator_present(tmp_path, {"PATH": str(program.parent)}) == found
+
+
+def test_an_unused_accelerator_is_said_aloud():
+    assert unused_warning("cpu", "cpu", {}) is None
+    assert unused_warning("gpu", "gpu", {}) is None
+    said = unused_warning("gpu", "cpu", {})
+    assert said.startswith(
+        "this machine has a GPU, which is not used: JAX computes on CPU. `make setup ACCELERATOR=gpu`"
+    )
+    said = unused_warning("tpu", "cpu", {"JAX_PLATFORMS": "cpu"})
+    assert said.endswith("JAX_PLATFORMS=cpu is set: unset it to use the TPU.")
+
+
+def test_verb_names_the_device(capsys, monkeypatch):
+    monkeypatch.setattr(devices, "accelerator_present", lambda: "gpu")
+    assert devices.main([]) == 0
+    printed = capsys.readouterr()
+    assert printed.out.startswith("device: 8 x cpu, jax ")
+    assert printed.err.startswith("warning: this machine has a GPU, which is not used")
+    assert devices.main(["--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert (printed["present"], printed["used"], printed["count"]) == ("gpu", "cpu", 8)
+
+
+def test_a_backend_that_does_not_start_is_a_fault(capsys, monkeypatch):
+    def refuse():
+        raise RuntimeError("the TPU is in use by another process")
+
+    monkeypatch.setattr("jax.devices", refuse)
+    assert devices.main([]) == 1
+    assert capsys.readouterr().err == "error: JAX found no usable device: the TPU is in use by another process\n"
+
+
+def test_it_runs_by_path_before_anything_is_installed():
+    """As the Makefile does: no site-packages, and no sibling of the file in the place of a standard module."""
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", str(SOURCE), "--present"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() in ("cpu", "gpu", "tpu")
