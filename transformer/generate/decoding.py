@@ -1,0 +1,158 @@
+"""The compiled part: prefill, one-token step and the loop around it, pure functions of model, parameters and arrays."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from transformer.attention import ContextCache, cache_length, set_cache_length
+from transformer.axes import Array, Float, Int, Leaf, Positions, PRNGKey, Tokens
+from transformer.generate.sampling import Choice, choose
+from transformer.masks import Mask
+from transformer.models import CausalLM, Seq2Seq
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Rows:
+    """Rows of token ids of unlike lengths, padded on the right."""
+
+    tokens: Leaf
+    """(B, T); what stands behind a row's end must be ids that the row may hold"""
+    lengths: Leaf
+    """(B,)"""
+
+    @property
+    def positions(self) -> Positions:
+        """(B, T): 0, 1, 2, ... up to the row's last token. The padding repeats that one's, so that no learned table
+        is ever read behind its end (that gives NaN, and a hidden NaN value still spoils a sum: 0 x NaN).
+        """
+        return jnp.minimum(jnp.arange(self.tokens.shape[1])[None, :], self.lengths[:, None] - 1)
+
+
+def prefill(
+    model: CausalLM | Seq2Seq, params: Any, prompts: Rows, source: Rows | None, cache_slots: int
+) -> tuple[Float[Array, "B V"], Any]:
+    """Reads whole prompts (and sources) in one call: the logits after each row's last token, and the filled cache."""
+    cache = model.init_cache(prompts.tokens.shape[0], cache_slots)
+    hidden, cache = _hidden(model, params, source, prompts.tokens, prompts.positions, cache, source)
+    last = jnp.take_along_axis(hidden, prompts.lengths[:, None, None] - 1, axis=1)
+    return _logits(model, params, last), set_cache_length(cache, prompts.lengths)
+
+
+def decode_step(
+    model: CausalLM | Seq2Seq, params: Any, tokens: Int[Array, " B"], cache: Any, source: Rows | None
+) -> tuple[Float[Array, "B V"], Any]:
+    """One more token a row: the logits after it, and the cache that holds it. Of the source, only its lengths are
+    read: its keys and values are in the cache.
+    """
+    positions = cache_length(cache)[:, None]
+    hidden, grown = _hidden(model, params, None, tokens[:, None], positions, cache, source)
+    return _logits(model, params, hidden), _with_context(grown, cache)
+
+
+def _hidden(model, params, read, tokens: Tokens, positions: Positions, cache, source):
+    variables = {"params": params}
+    if isinstance(model, CausalLM):
+        return model.apply(variables, tokens, positions=positions, cache=cache, method=CausalLM.hidden)
+    return model.apply(
+        variables,
+        None if read is None else read.tokens,
+        tokens,
+        source_positions=None if read is None else read.positions,
+        positions=positions,
+        source_mask=Mask.lengths(source.lengths),
+        cache=cache,
+        method=Seq2Seq.hidden,
+    )
+
+
+def _logits(model, params, hidden: Float[Array, "B 1 D"]) -> Float[Array, "B V"]:
+    return model.apply({"params": params}, hidden, method=type(model).head)[:, 0]
+
+
+def _with_context(cache: Any, before: Any) -> Any:
+    """The cache with the cross-attention part as it was: a scan over layers would write a copy of it at each step."""
+
+    def is_context(node):
+        return isinstance(node, ContextCache)
+
+    return jax.tree.map(lambda new, old: old if is_context(new) else new, cache, before, is_leaf=is_context)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Written:
+    """What the loop leaves behind."""
+
+    tokens: Leaf
+    """(B, new_slots), new tokens; meaningless from `counts` on"""
+    counts: Leaf
+    """(B,), how many new tokens each row has, without the end of sequence"""
+    failed_at: Leaf
+    """(B,), position whose logits were not finite, or -1. The loop stops at the first, for all rows"""
+
+
+@functools.partial(jax.jit, static_argnames=("model", "cache_slots", "new_slots"))
+def decode(
+    model: CausalLM | Seq2Seq,
+    params: Any,
+    prompts: Rows,
+    source: Rows | None,
+    keys: PRNGKey,
+    choice: Choice,
+    eos_id: Int[Array, ""],
+    limit: Int[Array, ""],
+    *,
+    cache_slots: int,
+    new_slots: int,
+) -> Written:
+    """Prefill, then one loop until every row has ended or has `limit` new tokens. Compiled once for each model, shape
+    of the arrays and kind of `choice`.
+
+    Args:
+        keys: (B,), one a row; the token at position p is drawn from `fold_in(key, p)`.
+        eos_id: ends a row; -1: nothing does.
+        limit: new tokens at most, no more than `new_slots`.
+    """
+    logits, cache = prefill(model, params, prompts, source, cache_slots)
+    batch = prompts.lengths.shape[0]
+
+    def draw(logits, positions):
+        return choose(logits, jax.vmap(jax.random.fold_in)(keys, positions), choice)
+
+    def record(written, step, running, tokens, positions):
+        failed, ended = running & (tokens < 0), tokens == eos_id
+        running = running & ~failed & ~ended
+        written = Written(
+            tokens=jax.lax.dynamic_update_slice(written.tokens, tokens[:, None], (jnp.int32(0), step)),
+            counts=written.counts + running,
+            failed_at=jnp.where(failed, positions, written.failed_at),
+        )
+        return written, running
+
+    def unfinished(state):
+        step, _, running, _, written = state
+        return (step < limit) & running.any() & (written.failed_at < 0).all()
+
+    def advance(state):
+        step, tokens, running, cache, written = state
+        # A row that failed holds -1, one that ended goes on unread: either way an id inside the vocabulary.
+        logits, cache = decode_step(model, params, jnp.maximum(tokens, 0), cache, source)
+        positions = cache_length(cache)
+        tokens = draw(logits, positions)
+        written, running = record(written, step, running, tokens, positions)
+        return step + 1, tokens, running, cache, written
+
+    blank = Written(
+        tokens=jnp.zeros((batch, new_slots), jnp.int32),
+        counts=jnp.zeros((batch,), jnp.int32),
+        failed_at=jnp.full((batch,), -1, jnp.int32),
+    )
+    tokens = draw(logits, prompts.lengths)
+    written, running = record(blank, jnp.int32(0), jnp.ones((batch,), bool), tokens, prompts.lengths)
+    return jax.lax.while_loop(unfinished, advance, (jnp.int32(1), tokens, running, cache, written))[-1]

@@ -1,0 +1,123 @@
+"""What a user hands in, checked before anything is compiled (compiled code can't raise), and made into arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from numbers import Integral
+from typing import SupportsIndex, TypeAlias
+
+import numpy as np
+
+from transformer.config import ConfigError, TransformerConfig
+from transformer.generate.decoding import Rows
+
+Ids: TypeAlias = Sequence[SupportsIndex] | np.ndarray
+"""token ids of one row"""
+
+
+def bucket(size: int) -> int:
+    """`size` rounded up to a multiple of 16, and of a quarter of the power of two below it where that is more: at most
+    a quarter too long beyond 64, few shapes to compile, and neighbors mostly share one.
+    """
+    step = max(16, 1 << max((size - 1).bit_length() - 3, 0))
+    return -(-size // step) * step
+
+
+def pad(rows: Sequence[np.ndarray], length: int) -> Rows:
+    """Rows of ids as one array (B, length). Padding repeats a row's own last id: whatever other rows of the embedding
+    table hold, it can't reach this row.
+    """
+    tokens = np.stack([np.pad(row, (0, length - len(row)), mode="edge") for row in rows])
+    return Rows(tokens=tokens.astype(np.int32), lengths=np.array([len(row) for row in rows], np.int32))
+
+
+def check_rows(what: str, rows: Sequence[Ids], vocab_size: int) -> list[np.ndarray]:
+    """The rows as arrays of ids.
+
+    Raises:
+        ValueError: no rows, an empty row, something that is no whole number, or an id outside the vocabulary; `what`
+            ("prompt" or "source"), row and place are named.
+    """
+    if isinstance(rows, str) or len(rows) == 0:
+        raise ValueError(f"{what}s must be a list with at least one list of token ids, got {rows!r}.")
+    return [_check_row(f"{what} {number}", row, vocab_size) for number, row in enumerate(rows)]
+
+
+def _check_row(name: str, row: Ids, vocab_size: int) -> np.ndarray:
+    if isinstance(row, str) or np.ndim(row) != 1:
+        raise ValueError(f"{name} must be a list of token ids, got {row!r}. Encode text with its tokenizer first.")
+    if len(row) == 0:
+        raise ValueError(
+            f"{name} is empty: there must be at least one token to go on from, such as the tokenizer's bos_id."
+        )
+    ids = np.asarray(row)
+    if ids.dtype.kind not in "iu":
+        raise ValueError(f"{name} must hold whole numbers, got values of type {ids.dtype}.")
+    outside = np.flatnonzero((ids < 0) | (ids >= vocab_size))
+    if outside.size:
+        raise ValueError(
+            f"{name} has id {ids[outside[0]]} at place {outside[0]}, but token ids must be from 0 to {vocab_size - 1} "
+            f"(vocab_size {vocab_size}). Was the text encoded by another tokenizer?"
+        )
+    return ids
+
+
+def check_id(name: str, value: SupportsIndex | None, vocab_size: int) -> None:
+    """Raises ValueError unless `value` is None or an id of the vocabulary."""
+    if value is None:
+        return
+    if not isinstance(value, Integral) or isinstance(value, bool) or not 0 <= value < vocab_size:
+        raise ValueError(
+            f"{name} must be a token id from 0 to {vocab_size - 1} (vocab_size {vocab_size}), got {value!r}."
+        )
+
+
+def check_new_tokens(max_new_tokens: SupportsIndex) -> int:
+    """Raises ValueError unless it is a whole number of at least 1."""
+    if not isinstance(max_new_tokens, Integral) or isinstance(max_new_tokens, bool) or max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens must be a whole number of at least 1, got {max_new_tokens!r}.")
+    return int(max_new_tokens)
+
+
+def row_seeds(seed: SupportsIndex | Sequence[SupportsIndex], batch: int) -> tuple[np.ndarray, np.ndarray]:
+    """Seed of each row and the number folded into it, both (B,): (seed, row number) for one seed, (own seed, 0) for
+    one a row.
+
+    Raises:
+        ValueError: not as many as rows, or one that doesn't fit 32 bits.
+    """
+    single = isinstance(seed, Integral)
+    seeds = [seed] * batch if single else list(seed)
+    if len(seeds) != batch:
+        raise ValueError(f"seed must be one number, or one for each of the {batch} rows, got {len(seeds)}.")
+    for value in seeds:
+        if not isinstance(value, Integral) or isinstance(value, bool) or not 0 <= value < 2**32:
+            raise ValueError(f"seed must be a whole number from 0 to {2**32 - 1}, got {value!r}.")
+    return np.array(seeds, np.uint32), np.arange(batch) if single else np.zeros(batch, int)
+
+
+def check_lengths(
+    config: TransformerConfig, prompts: Sequence[np.ndarray], sources: Sequence[np.ndarray] | None, max_new_tokens: int
+) -> None:
+    """Raises ValueError where a learned position table has too few rows for a source, or a prompt and what follows."""
+    if config.position != "learned":
+        return
+    table = f"the model's learned position table ends at {config.max_length} (max_length)"
+    for number, row in enumerate(sources or ()):
+        if len(row) > config.max_length:
+            raise ValueError(f"source {number} has {len(row)} tokens, but {table}. Shorten the source.")
+    for number, row in enumerate(prompts):
+        total = len(row) + max_new_tokens
+        if total > config.max_length:
+            room = config.max_length - len(row)
+            remedy = f"Ask for at most {room} new tokens, or shorten the prompt." if room > 0 else "Shorten the prompt."
+            raise ValueError(
+                f"prompt {number} has {len(row)} tokens, with {max_new_tokens} new ones {total}, but {table}. {remedy}"
+            )
+
+
+def vocabulary(config: TransformerConfig) -> int:
+    """The config's vocab_size; ConfigError when there is none yet."""
+    if config.vocab_size is None:
+        raise ConfigError("vocab_size is not set: a model that generates needs to know how many tokens there are.")
+    return config.vocab_size
