@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import dataclasses
-import errno
 import hashlib
 import json
 import math
@@ -320,21 +319,21 @@ def _item(directory: Path, manifest: dict[str, Any], name: str) -> Any:
     return path.read_bytes() if path.suffix == ".bin" else json.loads(path.read_bytes())
 
 
+# In the words of the system: Orbax hands on its errors as text.
+_FULL = ("No space left on device", "File too large", "Disk quota exceeded")
+_CLOSED = ("Read-only file system", "Permission denied", "Operation not permitted", "Not a directory", "File exists")
+
+
 def _explain(error: Exception, path: Path, leaves: dict[arrays.LeafPath, Any]) -> CheckpointSaveError:
     """Says in one line what Orbax and the system say in many."""
-    text = str(error)
-    number = getattr(error, "errno", None)
-    if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or "No space left" in text or "File too large" in text:
+    text = " ".join(str(error).split())
+    if any(words in text for words in _FULL):
         size = sum(math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize for leaf in leaves.values())
         reason, do = "the disk is full", f"Free some space (one checkpoint takes {size / 1e6:,.1f} MB)"
-    elif (
-        number in (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST)
-        or "Read-only" in text
-        or "denied" in text
-    ):
-        reason, do = f"it cannot be written ({os.strerror(number) if number else text[:200]})", "Make it writable"
+    elif closed := [words for words in _CLOSED if words in text]:
+        reason, do = f"it cannot be written ({closed[0]})", "Make it writable"
     else:
-        reason, do = f"{type(error).__name__}: {' '.join(text.split())[:300]}", "Mend that"
+        reason, do = f"{type(error).__name__}: {text[:300]}", "Mend that"
     return CheckpointSaveError(
         f"No checkpoint written to {path}: {reason}. Older checkpoints are intact. {do} and run the same command again "
         "to go on from the newest, or choose another workdir."
