@@ -1,0 +1,318 @@
+"""Who looks at whom: the attention weights of every layer and head as pictures, with words on both axes."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import unicodedata
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from jaxtyping import Bool, Float
+from matplotlib import font_manager
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.cm import ScalarMappable
+from matplotlib.collections import PolyCollection
+from matplotlib.colors import Normalize
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from transformer.config import LayerKind, TransformerConfig
+from transformer.masks import Mask
+
+_DPI = 110
+_LONGEST_LAYER, _LONGEST_HEAD = 22.0, 36.0  # inches of a page, either way: 2,420 and 3,960 pixels
+_FONT_SIZE = 8.0
+_LINE = 0.14  # inches that one label needs
+_COLORS, _INK, _HIDDEN, _HATCH = "Blues", "#333333", "#ececec", "#b5b5b5"
+_SIGNS = {" ": "␣", "\n": "⏎", "\\n": "⏎", "\t": "⇥", "\\t": "⇥", "\r": "␍", "\\r": "␍", "": "∅"}
+
+
+@dataclass(frozen=True)
+class AttentionMap:
+    """The weights of one attention layer for one example."""
+
+    stack: Literal["encoder", "decoder"]
+    layer: int
+    """from 0, as data flows"""
+    kind: Literal["self", "cross"]
+    weights: Float[np.ndarray, "N T S"]
+    """of each head: how much query t takes from key s"""
+    hidden: Bool[np.ndarray, "T S"]
+    """which keys the mask hides from which query"""
+
+
+def attention_maps(intermediates: Mapping[str, Any], config: TransformerConfig) -> list[AttentionMap]:
+    """What `MultiHeadAttention` sowed in a call on one example without padding, in the order data flows.
+
+    `intermediates` is the collection of that name, as `model.apply(..., mutable=["intermediates"])` returns it beside
+    the output. ValueError when it holds no weights, or those of a batch.
+    """
+    maps = []
+    for stack in ("encoder", "decoder"):
+        for layer, (kind, parts) in enumerate(_layers(intermediates.get(stack, {}), config)):
+            for name in ("self_attention", "cross_attention"):
+                if name not in parts:
+                    continue
+                (weights,) = parts[name]["weights"]
+                weights = np.asarray(weights, np.float32)
+                if weights.shape[0] != 1:
+                    raise ValueError(f"attention maps show one example, got a batch of {weights.shape[0]}.")
+                which = name.removesuffix("_attention")
+                mask = _mask(kind, causal=stack == "decoder") if which == "self" else Mask()
+                visible = np.asarray(mask.dense(*weights.shape[2:]))[0, 0]
+                maps.append(AttentionMap(stack, layer, which, weights[0], ~visible))
+    if not maps:
+        raise ValueError("there are no attention weights: call the model with mutable=['intermediates'].")
+    return maps
+
+
+def _layers(stack: Mapping[str, Any], config: TransformerConfig) -> list[tuple[LayerKind, dict[str, Any]]]:
+    """Kind and sown values of each layer of a stack: prefix, then the period as often as it repeats, then suffix."""
+    layers = [(kind, dict(stack[f"prefix_{i}"])) for i, kind in enumerate(config.prefix) if stack]
+    repeated = stack.get("layers", {})
+    if repeated:
+        slots = [_sown(repeated[f"slot_{k}"]) for k in range(len(config.period))]
+        for repeat in range(len(slots[0]["self_attention"]["weights"][0])):
+            for kind, slot in zip(config.period, slots, strict=True):
+                one = {name: {"weights": [part["weights"][0][repeat]]} for name, part in slot.items()}
+                layers.append((kind, one))
+    return layers + [(kind, dict(stack[f"suffix_{i}"])) for i, kind in enumerate(config.suffix) if stack]
+
+
+def _sown(slot: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: part for name, part in slot.items() if "weights" in part}
+
+
+def _mask(kind: LayerKind, *, causal: bool) -> Mask:
+    window = Mask() if kind.window is None else Mask.window(kind.window)
+    return window & Mask.causal() if causal else window
+
+
+def save_attention_maps(
+    maps: Sequence[AttentionMap],
+    directory: str | os.PathLike,
+    *,
+    source: Sequence[str] = (),
+    target: Sequence[str] = (),
+) -> list[Path]:
+    """Draws each map into a PNG with all its heads, and where its words can't all be read there, each head into one.
+
+    `source` and `target` label the encoder's and the decoder's positions, one word each. Returns the paths written:
+    `decoder_cross_layer2.png`, `decoder_cross_layer2_head1.png`. ValueError when labels and weights differ in number.
+    """
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    words = {"encoder": [_label(word) for word in source], "decoder": [_label(word) for word in target]}
+    fonts = _fonts([*words["encoder"], *words["decoder"]])
+    total = {stack: 1 + max((one.layer for one in maps if one.stack == stack), default=0) for stack in words}
+    paths = []
+    for one in maps:
+        queries, keys = words[one.stack], words["encoder" if one.kind == "cross" else one.stack]
+        if (len(queries), len(keys)) != one.weights.shape[1:]:
+            raise ValueError(
+                f"the {one.stack}'s {one.kind}-attention has {one.weights.shape[1]} queries and "
+                f"{one.weights.shape[2]} keys, but there are {len(queries)} and {len(keys)} words for them."
+            )
+        heads = list(range(len(one.weights)))
+        name = f"{one.stack}_{one.kind}_layer{one.layer + 1:0{len(str(total[one.stack]))}}"
+        title = f"{one.stack}, layer {one.layer + 1} of {total[one.stack]}: {one.kind}-attention"
+        pages = [(f"{name}.png", heads)]
+        if len(heads) > 1 and _Page(len(heads), queries, keys).stride > 1:
+            pages += [(f"{name}_head{head + 1:0{len(str(len(heads)))}}.png", [head]) for head in heads]
+        for file, shown in pages:
+            _draw(directory / file, title, one, shown, queries, keys, fonts)
+            paths.append(directory / file)
+    return paths
+
+
+class _Page:
+    """Where the heads go on a page, in inches: cells large enough for their words as long as the page can hold them."""
+
+    left, right, top, bottom, gap, head = 0.42, 0.72, 0.5, 0.34, 0.3, 0.24
+
+    def __init__(self, heads: int, queries: Sequence[str], keys: Sequence[str]):
+        self.rows_labels, self.columns_labels = _margin(queries), _margin(keys)
+        self.shape = len(queries), len(keys)
+        self.cell = min(max(2.4 / max(self.shape), 0.2), 0.42)
+        self.longest = _LONGEST_LAYER if heads > 1 else _LONGEST_HEAD
+        while True:
+            self.columns = min(range(1, heads + 1), key=lambda columns: self._ugliness(heads, columns))
+            self.rows = -(-heads // self.columns)
+            self.size = self._size(self.rows, self.columns)
+            if max(self.size) <= self.longest or self.cell < 0.005:
+                break
+            self.cell *= 0.93
+        self.stride = math.ceil(_LINE / self.cell)
+
+    def _size(self, rows: int, columns: int) -> tuple[float, float]:
+        width, height = self.panel
+        return (
+            self.left + columns * (width + self.gap) + self.right,
+            self.top + rows * (height + self.gap) + self.bottom,
+        )
+
+    @property
+    def panel(self) -> tuple[float, float]:
+        """Width and height of one head with its words."""
+        return (
+            self.rows_labels + self.shape[1] * self.cell,
+            self.head + self.columns_labels + self.shape[0] * self.cell,
+        )
+
+    def _ugliness(self, heads: int, columns: int) -> float:
+        rows = -(-heads // columns)
+        width, height = self._size(rows, columns)
+        too_large = max(0.0, max(width, height) - self.longest)
+        return abs(math.log(width / height / 1.5)) + 0.25 * (rows * columns - heads) + too_large
+
+    def place(self, index: int) -> tuple[float, float, float, float]:
+        """Left, bottom, width and height of the cells of a head, as shares of the page."""
+        width, height = self.panel
+        row, column = divmod(index, self.columns)
+        left = self.left + column * (width + self.gap) + self.rows_labels
+        top = self.top + row * (height + self.gap) + self.head + self.columns_labels
+        across, down = self.shape[1] * self.cell, self.shape[0] * self.cell
+        page_width, page_height = self.size
+        return left / page_width, 1 - (top + down) / page_height, across / page_width, down / page_height
+
+
+def _draw(
+    path: Path,
+    title: str,
+    one: AttentionMap,
+    heads: Sequence[int],
+    queries: Sequence[str],
+    keys: Sequence[str],
+    fonts: list[str],
+) -> None:
+    page = _Page(len(heads), queries, keys)
+    grid_width = page.size[0]
+    note = f"rows: queries ({one.stack}), columns: keys ({'encoder' if one.kind == 'cross' else one.stack})"
+    if page.stride > 1:
+        named = "one in two words is named" if page.stride == 2 else f"one in {page.stride} words is named"
+        note += f"; {named}" + (", all are on the pages of single heads" if len(heads) > 1 else "")
+    legend = 1.7 if one.hidden.any() else 0.0
+    page.size = max(grid_width, 0.3 + 0.1 * len(title), 0.3 + legend + 0.068 * len(note)), page.size[1]
+    width, height = page.size
+
+    figure = Figure(figsize=page.size, dpi=_DPI, facecolor="white")  # no pyplot: no state that others share
+    small = {"fontsize": _FONT_SIZE, "color": "#777777"}
+    figure.text(0.14 / width, 1 - 0.14 / height, title, va="top", fontsize=12, color=_INK)
+    for index, head in enumerate(heads):
+        left, bottom, across, down = place = page.place(index)
+        axes = figure.add_axes(place)
+        _draw_head(axes, one.weights[head], one.hidden, queries, keys, page, fonts)
+        axes.set_title(f"head {head + 1}", loc="left", fontsize=9, color=_INK, pad=3)
+        if index % page.columns == 0:
+            figure.text(0.14 / width, bottom + down / 2, "query", rotation=90, va="center", **small)
+        if index < page.columns:
+            above = bottom + down + (page.columns_labels + 0.05) / height
+            figure.text(left + across, above, "key", ha="right", **small)
+    figure.text(0.14 / width, 0.14 / height, note, **small)
+    if legend:
+        patch = Patch(facecolor=_HIDDEN, edgecolor=_HATCH, hatch="/////", linewidth=0, label="hidden by the mask")
+        figure.legend(
+            handles=[patch],
+            loc="lower right",
+            bbox_to_anchor=(1 - 0.05 / width, 0.04 / height),
+            frameon=False,
+            fontsize=_FONT_SIZE,
+            labelcolor="#777777",
+        )
+    _, bottom, _, down = page.place(0)
+    tall = min(down, 2.4 / height)
+    bar = figure.add_axes(((grid_width - 0.72) / width, bottom + down - tall, 0.12 / width, tall))
+    bar = figure.colorbar(ScalarMappable(Normalize(0, 1), _COLORS), cax=bar, ticks=[0, 0.5, 1])
+    bar.set_label("weight", fontsize=_FONT_SIZE, color=_INK, labelpad=1)
+    bar.ax.tick_params(labelsize=_FONT_SIZE, colors=_INK, length=2)
+    bar.outline.set_linewidth(0.4)
+    FigureCanvasAgg(figure).print_png(os.fspath(path))
+
+
+def _draw_head(
+    axes: Axes,
+    weights: Float[np.ndarray, "T S"],
+    hidden: Bool[np.ndarray, "T S"],
+    queries: Sequence[str],
+    keys: Sequence[str],
+    page: _Page,
+    fonts: list[str],
+) -> None:
+    axes.imshow(
+        np.ma.masked_array(weights, hidden), cmap=_COLORS, vmin=0, vmax=1, aspect="auto", interpolation="nearest"
+    )
+    if hidden.any():
+        axes.add_collection(
+            PolyCollection(_runs(hidden), facecolors=_HIDDEN, edgecolors=_HATCH, linewidths=0, hatch="/////"),
+            autolim=False,
+        )
+    axes.xaxis.tick_top()
+    _name(axes.xaxis, keys, page.stride, fonts)
+    _name(axes.yaxis, queries, page.stride, fonts)
+    for label in axes.get_xticklabels():
+        label.set_rotation(90 if max(map(_width, keys)) > 2 else 0)
+    axes.tick_params(which="both", length=0, pad=2.5, labelcolor=_INK)
+    axes.set_xticks(np.arange(1, len(keys)) - 0.5, minor=True)
+    axes.set_yticks(np.arange(1, len(queries)) - 0.5, minor=True)
+    if page.cell >= 0.1:
+        axes.grid(which="minor", color="#dfe3e8", linewidth=0.5)
+    for spine in axes.spines.values():
+        spine.set(color="#999999", linewidth=0.6)
+
+
+def _name(axis: Any, words: Sequence[str], stride: int, fonts: list[str]) -> None:
+    places = range(0, len(words), stride)
+    axis.set_ticks(list(places), [words[place] for place in places])
+    for label in axis.get_ticklabels():
+        label.set(fontfamily=fonts, fontsize=_FONT_SIZE, parse_math=False)  # a $ in a text is no formula
+
+
+def _runs(hidden: Bool[np.ndarray, "T S"]) -> list[list[tuple[float, float]]]:
+    """Corners of the rectangles that cover each row's stretches of hidden cells."""
+    corners = []
+    for row, cells in enumerate(hidden):
+        edges = np.flatnonzero(np.diff(np.concatenate([[False], cells, [False]]).astype(np.int8)))
+        for start, end in edges.reshape(-1, 2) - 0.5:
+            corners.append([(start, row - 0.5), (end, row - 0.5), (end, row + 0.5), (start, row + 0.5)])
+    return corners
+
+
+def _label(word: str, longest: int = 16) -> str:
+    """A word as it can be printed: blanks as signs, unprintable characters as escapes, shortened."""
+    word = _SIGNS.get(word, word)
+    word = "".join(_SIGNS.get(c, c if c.isprintable() else ascii(c)[1:-1]) for c in word)
+    word = re.sub(r"^\s+|\s+$", lambda blanks: "␣" * len(blanks[0]), word)
+    return word if _width(word) <= longest else word[: longest - 1] + "…"
+
+
+def _width(word: str) -> int:
+    """Columns of a word on a terminal: twice as many for East Asian characters."""
+    return sum(2 if unicodedata.east_asian_width(c) in "WF" else not unicodedata.combining(c) for c in word)
+
+
+def _margin(words: Sequence[str]) -> float:
+    return 0.08 + max(map(_width, words), default=0) * _FONT_SIZE * 0.64 / 72
+
+
+def _fonts(words: Sequence[str]) -> list[str]:
+    """Font families that together have every character of the words, as far as this machine has them."""
+    families = ["DejaVu Sans"]
+    missing = {ord(c) for word in words for c in word} - _glyphs(font_manager.findfont(families[0]))
+    if missing:
+        for entry in font_manager.fontManager.ttflist:
+            if found := missing & _glyphs(entry.fname):
+                families.append(entry.name)
+                missing -= found
+            if not missing:
+                break
+    return families
+
+
+def _glyphs(file: str) -> set[int]:
+    return set(font_manager.get_font(file).get_charmap())
