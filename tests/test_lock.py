@@ -1,3 +1,4 @@
+import fcntl
 import json
 import os
 import signal
@@ -5,6 +6,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import threading
 
 import pytest
 
@@ -92,6 +94,28 @@ def test_damaged(tmp_path, monkeypatch, content):
     (tmp_path / ".lock").write_text(content)
     with pytest.raises(WorkdirInUseError, match=rf"does not say who holds it.*remove it: rm {tmp_path}"):
         WorkdirLock(tmp_path).acquire()
+
+
+def test_a_process_that_is_just_writing_its_name_is_given_time(tmp_path):
+    (tmp_path / ".lock").write_text("")
+    timer = threading.Timer(0.2, write_record, [tmp_path], {"started": "boot 0 tick 1"})
+    timer.start()
+    with WorkdirLock(tmp_path):  # stale, once its name is there
+        timer.join()
+
+
+def test_a_lock_released_while_we_look_at_it(tmp_path, monkeypatch):
+    flock = fcntl.flock
+
+    def released_meanwhile(file, how):
+        monkeypatch.setattr(fcntl, "flock", flock)
+        (tmp_path / ".lock").unlink()
+        flock(file, how)
+
+    write_record(tmp_path)  # of a process that lives
+    monkeypatch.setattr(fcntl, "flock", released_meanwhile)
+    with WorkdirLock(tmp_path):
+        assert json.loads((tmp_path / ".lock").read_text())["pid"] == os.getpid()
 
 
 def test_a_lock_that_is_no_longer_ours_is_not_removed(tmp_path):
