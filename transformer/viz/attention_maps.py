@@ -205,15 +205,14 @@ def _draw(
     small = {"fontsize": _FONT_SIZE, "color": "#777777"}
     figure.text(0.14 / width, 1 - 0.14 / height, title, va="top", fontsize=12, color=_INK)
     for index, head in enumerate(heads):
-        left, bottom, across, down = place = page.place(index)
+        _, bottom, _, down = place = page.place(index)
         axes = figure.add_axes(place)
         _draw_head(axes, one.weights[head], one.hidden, queries, keys, page, fonts)
         axes.set_title(f"head {head + 1}", loc="left", fontsize=9, color=_INK, pad=3)
         if index % page.columns == 0:
             figure.text(0.14 / width, bottom + down / 2, "query", rotation=90, va="center", **small)
         if index < page.columns:
-            above = bottom + down + (page.columns_labels + 0.05) / height
-            figure.text(left + across, above, "key", ha="right", **small)
+            axes.set_title("key", loc="right", pad=3, **small)
     figure.text(0.14 / width, 0.14 / height, note, **small)
     if legend:
         patch = Patch(facecolor=_HIDDEN, edgecolor=_HATCH, hatch="/////", linewidth=0, label="hidden by the mask")

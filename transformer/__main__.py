@@ -1,0 +1,87 @@
+"""`python -m transformer VERB ...`: finds the verb; only what that verb needs is imported."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from transformer.cli.errors import run_command
+
+PROGRAM = "python -m transformer"
+
+
+def _generate(arguments: Sequence[str]) -> int | None:
+    from transformer.cli.generate import main
+
+    return main(arguments)
+
+
+def _evaluate(arguments: Sequence[str]) -> int | None:
+    from transformer.cli.evaluate import main
+
+    return main(arguments)
+
+
+def _inspect(arguments: Sequence[str]) -> int | None:
+    from transformer.cli.inspect_attention import main
+
+    return main(arguments)
+
+
+def _devices(arguments: Sequence[str]) -> int | None:
+    from transformer.cli.devices import main
+
+    return main(arguments)
+
+
+@dataclass(frozen=True)
+class Verb:
+    """One command."""
+
+    run: Callable[[Sequence[str]], int | None]
+    help: str
+
+
+VERBS = {
+    "generate": Verb(_generate, "translate or continue a text with a trained model"),
+    "evaluate": Verb(_evaluate, "loss, perplexity and exact matches of a trained model on held-out data"),
+    "inspect": Verb(_inspect, "attention maps of every layer and head for a text, as PNG"),
+    "devices": Verb(_devices, "accelerators of this machine, and what JAX computes on"),
+}
+
+
+def usage() -> str:
+    """What --help prints."""
+    width = max(map(len, VERBS))
+    verbs = "\n".join(f"  {name:{width}}  {verb.help}" for name, verb in VERBS.items())
+    return (
+        f"usage: {PROGRAM} VERB ...\n\n{verbs}\n\n"
+        f"{PROGRAM} VERB --help says what a verb takes. Training is `python train.py RECIPE`."
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a verb with these arguments (None: those of the process); returns the exit code."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    return run_command(lambda: _dispatch(words), debug="--debug" in words)
+
+
+def _dispatch(words: Sequence[str]) -> int | None:
+    from transformer.config import ConfigError, nearest
+
+    if not words:
+        raise ConfigError(f"there is no verb. Give one of {', '.join(VERBS)}; {PROGRAM} --help says what each does.")
+    if words[0] in ("-h", "--help"):
+        print(usage())
+        return 0
+    if words[0] not in VERBS:
+        raise ConfigError(
+            f"there is no verb {words[0]!r}.{nearest(words[0], VERBS)} Verbs: {', '.join(VERBS)}; "
+            f"{PROGRAM} --help says what each does."
+        )
+    return VERBS[words[0]].run(words[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,162 @@
+"""Texts for a model, from the command line or stdin, and texts by it."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import warnings
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from transformer.config import ConfigError
+from transformer.generate import Sampling, generate
+
+if TYPE_CHECKING:
+    from transformer.training.runs import Run
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a model made of a prompt."""
+
+    prompt: str
+    output: str
+    ended: bool
+    """it ended by itself, rather than at max_new_tokens"""
+
+
+def read_prompts(given: Sequence[str], task: str) -> list[str]:
+    """The prompts given; "-" stands for stdin, and so does nothing when stdin is no terminal.
+
+    Of stdin every line is a prompt for a translation, and all of it (but for its last line end) is one prompt for a
+    causal model. ConfigError when there is none, ValueError when stdin is no text.
+    """
+    if not given:
+        if sys.stdin is None or sys.stdin.isatty():
+            raise ConfigError('there is no prompt. Give --prompt "...", or pipe a text into this command.')
+        given = ["-"]
+    prompts: list[str] = []
+    for prompt in given:
+        prompts += _stdin_prompts(task) if prompt == "-" else [prompt]
+    return prompts
+
+
+def _stdin_prompts(task: str) -> list[str]:
+    try:
+        text = sys.stdin.buffer.read().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"stdin is not UTF-8 text: byte {error.start} can't be read. Convert it to UTF-8.") from None
+    text = text.replace("\r\n", "\n").removesuffix("\n")
+    if not text.strip():
+        raise ValueError("the prompt is empty: nothing came from stdin. Pipe some text into this command.")
+    return [line for line in text.split("\n") if line.strip()] if task == "seq2seq" else [text]
+
+
+def encode_prompt(run: Run, prompt: str) -> list[int]:
+    """Token ids of a prompt.
+
+    Raises:
+        ValueError: nothing in it, text that the tokenizer doesn't know, or more than a learned position table holds.
+    """
+    ids = encode(run, prompt, "prompt")
+    if not ids:
+        left = "" if not prompt.strip() else f" (nothing of {prompt!r} is left as the model reads it)"
+        raise ValueError(f"the prompt is empty{left}: give at least one word or character.")
+    return ids
+
+
+def encode(run: Run, text: str, what: str) -> list[int]:
+    """Token ids of a text; `what` names it in errors. ValueError as `encode_prompt`, but an empty text is fine."""
+    tokenizer = run.tokenizer
+    try:
+        ids = tokenizer.encode_source(text) if what == "prompt" else tokenizer.encode(text)
+    except ValueError as error:
+        raise ValueError(f"the {what} can't be read: {error}") from error
+    limit = run.recipe.model.max_length
+    if limit is not None and len(ids) > limit:
+        raise ValueError(
+            f"the {what} is too long: {len(ids)} tokens, but the model's learned position table has {limit} "
+            f"(model.max_length). Shorten it."
+        )
+    return ids
+
+
+def translate(run: Run, prompts: Sequence[str], *, max_new_tokens: int, sampling: Sampling, seed: int) -> list[Written]:
+    """The target that an encoder-decoder writes for each source."""
+    tokenizer, limit = run.tokenizer, run.recipe.model.max_length
+    sources = [encode_prompt(run, prompt) for prompt in prompts]
+    most = max_new_tokens if limit is None else min(max_new_tokens, limit - 1)
+    rows = generate(
+        run.model,
+        run.params,
+        sources=sources,
+        bos_id=tokenizer.bos_id,
+        eos_id=tokenizer.eos_id,
+        max_new_tokens=most,
+        sampling=sampling,
+        seed=seed,
+    )
+    return [Written(prompt, tokenizer.decode(row), len(row) < most) for prompt, row in zip(prompts, rows, strict=True)]
+
+
+@dataclass(frozen=True)
+class _Text:
+    """A text that grows."""
+
+    prompt: str
+    ids: list[int]
+    left: int
+    """tokens still to be written"""
+    new: list[int] = dataclasses.field(default_factory=list)
+    ended: bool = False
+
+    def piece(self, context: int) -> tuple[list[int], int]:
+        """What the model is shown next, and how many tokens it writes after that."""
+        if len(self.ids) < context:
+            return self.ids, min(self.left, context - len(self.ids))
+        half = max(context // 2, 1)
+        return self.ids[-half:], min(self.left, context - half or 1)
+
+    def grown(self, row: list[int], wanted: int) -> _Text:
+        ended = len(row) < wanted
+        left = 0 if ended else self.left - len(row)
+        return dataclasses.replace(self, ids=self.ids + row, new=self.new + row, left=left, ended=ended)
+
+
+def continue_texts(
+    run: Run, prompts: Sequence[str], *, max_new_tokens: int, sampling: Sampling, seed: int
+) -> list[Written]:
+    """How a causal model goes on with each prompt.
+
+    A model trained on windows of n tokens doesn't know later positions: what doesn't fit one window is written in
+    pieces, each after the last half window of the text so far. A prompt longer than a window is read from its end,
+    with a warning.
+    """
+    context, tokenizer = run.recipe.data.sequence_length, run.tokenizer
+    texts = [_Text(prompt, encode_prompt(run, prompt), max_new_tokens) for prompt in prompts]
+    if any(len(text.ids) >= context for text in texts):
+        warnings.warn(
+            f"a prompt fills the {context} tokens that the model was trained to read at once: only its last "
+            f"{max(context // 2, 1)} tokens are read.",
+            stacklevel=2,
+        )
+    while any(text.left for text in texts):
+        groups: dict[int, list[int]] = defaultdict(list)
+        for number, text in enumerate(texts):
+            if text.left:
+                groups[text.piece(context)[1]].append(number)
+        for wanted, numbers in groups.items():
+            rows = generate(
+                run.model,
+                run.params,
+                [texts[number].piece(context)[0] for number in numbers],
+                eos_id=tokenizer.eos_id,
+                max_new_tokens=wanted,
+                sampling=sampling,
+                seed=[(seed + 7919 * number + 104_729 * len(texts[number].new)) % 2**32 for number in numbers],
+            )
+            for number, row in zip(numbers, rows, strict=True):
+                texts[number] = texts[number].grown(row, wanted)
+    return [Written(text.prompt, tokenizer.decode(text.new), text.ended) for text in texts]
