@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from transformer.axes import Array, Context, Float, Hidden, Logits, Positions, Tokens
+from transformer.axes import Array, Context, Float, Hidden, Int, Logits, Positions, Tokens
 from transformer.config import ConfigError, Execution, TransformerConfig
 from transformer.layers import Embedding, Linear
 from transformer.masks import Mask
@@ -136,9 +136,9 @@ class Seq2Seq(_Model):
 
     def __call__(
         self,
-        source: Tokens | None,
+        source: Int[Array, "B S"] | None,
         target: Tokens,
-        source_positions: Positions | None = None,
+        source_positions: Int[Array, "B S"] | None = None,
         positions: Positions | None = None,
         source_mask: Mask | None = None,
         mask: Mask | None = None,
@@ -157,9 +157,9 @@ class Seq2Seq(_Model):
 
     def hidden(
         self,
-        source: Tokens | None,
+        source: Int[Array, "B S"] | None,
         target: Tokens,
-        source_positions: Positions | None = None,
+        source_positions: Int[Array, "B S"] | None = None,
         positions: Positions | None = None,
         source_mask: Mask | None = None,
         mask: Mask | None = None,
@@ -176,8 +176,8 @@ class Seq2Seq(_Model):
 
     def encode(
         self,
-        source: Tokens,
-        source_positions: Positions | None = None,
+        source: Int[Array, "B S"],
+        source_positions: Int[Array, "B S"] | None = None,
         source_mask: Mask | None = None,
         deterministic: bool = True,
     ) -> Context:
