@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
+from collections.abc import Mapping
 from typing import Any, Literal, Union
 
 from transformer.config import ConfigError, nearest
@@ -65,7 +66,7 @@ def decode(hint: Any, value: Any, where: str) -> Any:
     return value
 
 
-def _choose(choices: typing.Mapping[str, type], value: Any, where: str) -> type:
+def _choose(choices: Mapping[str, type], value: Any, where: str) -> type:
     if not isinstance(value, dict) or TAG not in value:
         raise ConfigError(f"{where} must be an object with a {TAG!r} ({', '.join(choices)}), got {value!r}.")
     if value[TAG] not in choices:

@@ -7,29 +7,26 @@ from typing import Any
 import flax.struct
 import jax
 import jax.numpy as jnp
-import numpy as np
-import optax
 
-from transformer.axes import Array, Int
 from transformer.training.optimizers import make_optimizer
 from transformer.training.recipe import Recipe, build_model
 
 
 @flax.struct.dataclass
 class TrainState:
-    """A pytree: all that the compiled step reads and writes.
+    """A pytree: all that the compiled step reads and writes. (Leaves may be arrays, shapes or, under pmap, stacks.)
 
     The key of a step's randomness is `fold_in(key(seed), step)`, so no key is carried.
     """
 
-    step: Int[Array, ""]
-    """batches seen"""
+    step: Any
+    """batches seen, int32"""
     params: Any
-    opt_state: optax.OptState
+    opt_state: Any
     ema: Any
     """exponential average of params, or None"""
-    skipped: Int[Array, ""]
-    """batches that changed nothing, because loss or gradient was not finite"""
+    skipped: Any
+    """batches that changed nothing, because loss or gradient was not finite, int32"""
 
     @property
     def averaged(self) -> Any:
@@ -56,9 +53,9 @@ def abstract_state(recipe: Recipe) -> TrainState:
     return jax.eval_shape(lambda: make_state(recipe))
 
 
-def example_inputs(recipe: Recipe) -> tuple[np.ndarray, ...]:
+def example_inputs(recipe: Recipe) -> tuple[jax.Array, ...]:
     """Smallest arguments that initialize the model: parameters don't depend on batch or length."""
-    tokens = np.zeros((1, 1), np.int32)
+    tokens = jnp.zeros((1, 1), jnp.int32)
     return (tokens, tokens) if recipe.task == "seq2seq" else (tokens,)
 
 

@@ -72,7 +72,7 @@ def make_train_step(recipe: Recipe, axis_name: str | None = None) -> TrainStep:
         squares = jnp.stack([jnp.square(leaf.astype(jnp.float32)).sum() for leaf in jax.tree.leaves(gradients)])
         grad_norm = jnp.sqrt(squares.sum())
         updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
-        finite = jnp.isfinite(loss_sum) & jnp.isfinite(grad_norm) & jnp.isfinite(optax.global_norm(updates))
+        finite = jnp.isfinite(loss_sum) & jnp.isfinite(grad_norm) & jnp.isfinite(optax.tree.norm(updates))
         applied = finite if training.nan_policy == "skip" else finite & (state.skipped == 0)
 
         def kept(new, old):

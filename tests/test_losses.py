@@ -1,0 +1,118 @@
+"""Cross-entropy: against its definition, with smoothing, at the edges of the vocabulary."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from training_recipes import VOCABULARY, initial_params, tiny_batch, tiny_recipe
+
+from transformer.models import Classifier
+from transformer.training import build_model
+from transformer.training.losses import batch_logits, correct, cross_entropy
+
+LOGITS = jnp.asarray(np.random.default_rng(3).normal(size=(2, 5, 7)) * 3, jnp.float32)
+TARGETS = jnp.array([[0, 6, 3, 3, 1], [2, 2, 5, 0, 6]], jnp.int32)
+WEIGHTS = jnp.array([[1, 1, 1, 0, 0], [1, 0.5, 1, 1, 1]], jnp.float32)
+
+
+def log_probabilities(logits):
+    logits = np.asarray(logits, np.float64)
+    return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.3])
+def test_equals_its_definition(smoothing):
+    target = (1 - smoothing) * np.eye(7)[TARGETS] + smoothing / 7
+    expected = -(target * log_probabilities(LOGITS)).sum(-1)
+    total, weight = cross_entropy(LOGITS, TARGETS, WEIGHTS, smoothing)
+    np.testing.assert_allclose(total, (expected * WEIGHTS).sum(), rtol=1e-6)
+    assert weight == WEIGHTS.sum() == 7.5
+
+
+def test_gradient_is_softmax_minus_target():
+    gradient = jax.grad(lambda logits: cross_entropy(logits, TARGETS, WEIGHTS)[0])(LOGITS)
+    expected = (np.exp(log_probabilities(LOGITS)) - np.eye(7)[TARGETS]) * WEIGHTS[..., None]
+    np.testing.assert_allclose(gradient, expected, atol=1e-6)
+
+
+def test_is_float32_and_finite_for_bfloat16_and_huge_logits():
+    total, weight = cross_entropy(jnp.asarray(LOGITS, jnp.bfloat16), TARGETS, WEIGHTS)
+    chex.assert_type([total, weight], jnp.float32)
+    huge, _ = cross_entropy(jnp.asarray(LOGITS) * 1e30, TARGETS, WEIGHTS)
+    assert np.isfinite(huge)
+
+
+@pytest.mark.parametrize("bad", [-1, -100, 7, 2**30])
+def test_a_target_outside_the_vocabulary_is_nan_not_a_plausible_number(bad):
+    targets = TARGETS.at[1, 4].set(bad)
+    assert np.isnan(cross_entropy(LOGITS, targets, WEIGHTS)[0])
+    assert np.isnan(cross_entropy(LOGITS, targets, WEIGHTS, 0.1)[0])
+
+
+@pytest.mark.parametrize("ignored", [-100, 7])
+def test_targets_of_weight_zero_may_be_anything(ignored):
+    targets = jnp.where(WEIGHTS == 0, ignored, TARGETS)
+
+    def loss(logits, targets):
+        return cross_entropy(logits, targets, WEIGHTS, 0.1)[0]
+
+    assert loss(LOGITS, targets) == loss(LOGITS, TARGETS)
+    np.testing.assert_array_equal(jax.grad(loss)(LOGITS, targets), jax.grad(loss)(LOGITS, TARGETS))
+
+
+def test_correct_counts_by_weight():
+    logits = 5.0 * jnp.eye(7)[TARGETS]
+    assert correct(logits, TARGETS, WEIGHTS) == 7.5
+    assert correct(jnp.roll(logits, 1, -1), TARGETS, WEIGHTS) == 0.0
+
+
+def test_causal_batches_pass_on_segments_and_positions():
+    """Two texts packed into one row give what each gives alone."""
+    recipe = tiny_recipe()
+    model = build_model(recipe)
+    tokens = tiny_batch()["tokens"][:2]
+    params = initial_params("causal_lm", recipe.model)
+    packed = {
+        "tokens": jnp.concatenate([tokens[:1], tokens[1:]], 1),
+        "segment_ids": jnp.repeat(jnp.array([[1, 2]]), 7, 1),
+        "positions": jnp.tile(jnp.arange(7), (1, 2)),
+    }
+    together = batch_logits("causal_lm", model, params, packed)
+    alone = batch_logits("causal_lm", model, params, {"tokens": tokens})
+    chex.assert_shape(together, (1, 14, VOCABULARY))
+    np.testing.assert_allclose(together.reshape(2, 7, VOCABULARY), alone, atol=1e-5)
+
+
+def test_pair_batches_hide_padding_of_the_source():
+    recipe = tiny_recipe("seq2seq")
+    model, batch = build_model(recipe), tiny_batch("seq2seq")
+    params = initial_params("seq2seq", recipe.model)
+    logits = batch_logits("seq2seq", model, params, batch)
+    hidden = jnp.arange(5)[None] >= batch["source_lengths"][:, None]
+    changed = batch | {"source": jnp.where(hidden, 9, batch["source"])}
+    np.testing.assert_array_equal(batch_logits("seq2seq", model, params, changed), logits)
+    seen = batch | {"source": jnp.where(hidden, batch["source"], 9)}
+    assert np.abs(batch_logits("seq2seq", model, params, seen) - logits).max() > 1e-3
+
+
+def test_classifier_batches_hide_padding():
+    recipe = tiny_recipe(model={"num_classes": 3})
+    model = Classifier(recipe.model, recipe.execution)
+    tokens, lengths = tiny_batch()["tokens"], jnp.full(8, 4)
+    params = model.init(jax.random.key(0), tokens)["params"]
+    logits = batch_logits("classifier", model, params, {"tokens": tokens, "lengths": lengths})
+    changed = tokens.at[:, 4:].set(5)
+    chex.assert_shape(logits, (8, 3))
+    again = batch_logits("classifier", model, params, {"tokens": changed, "lengths": lengths})
+    np.testing.assert_array_equal(again, logits)
+
+
+def test_dropout_only_with_a_key():
+    recipe = tiny_recipe(model={"dropout_rate": 0.5})
+    model, batch = build_model(recipe), tiny_batch()
+    params = initial_params("causal_lm", recipe.model)
+    plain = batch_logits("causal_lm", model, params, batch)
+    np.testing.assert_array_equal(plain, batch_logits("causal_lm", model, params, batch))
+    one, two = (batch_logits("causal_lm", model, params, batch, jax.random.key(seed)) for seed in (1, 2))
+    assert np.abs(one - two).max() > 1e-3

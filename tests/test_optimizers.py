@@ -1,0 +1,144 @@
+"""Schedules at the steps that define them, decay by path, Muon's matrices, clipping."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from training_recipes import start, tiny_batch, tiny_recipe
+
+from transformer.training import OptimizerConfig
+from transformer.training.optimizers import decay_mask, make_optimizer, make_schedule, muon_dimensions
+from transformer.training.state import make_state, parameter_paths
+
+
+def rates(numbers, **optimizer):
+    """Rate of the n-th update (the first is 1) for each n."""
+    schedule = make_schedule(tiny_recipe(optimizer={"learning_rate": 0.5, "warmup_steps": 4} | optimizer, steps=20))
+    return [float(schedule(number - 1)) for number in numbers]
+
+
+@pytest.mark.parametrize("schedule", ["constant", "cosine", "rsqrt"])
+def test_warm_up_is_linear_from_zero(schedule):
+    np.testing.assert_allclose(rates([1, 2, 3, 4], schedule=schedule), [0.125, 0.25, 0.375, 0.5], rtol=1e-6)
+
+
+def test_no_warm_up_starts_at_the_height():
+    assert rates([1], schedule="constant", warmup_steps=0) == [0.5]
+    np.testing.assert_allclose(rates([1], schedule="cosine", warmup_steps=0), 0.5, rtol=0.01)
+
+
+def test_constant_stays():
+    assert rates([5, 20, 1000], schedule="constant") == [0.5, 0.5, 0.5]
+
+
+def test_cosine_is_half_way_in_the_middle_and_ends_at_its_fraction():
+    got = rates([12, 20, 30], schedule="cosine", final_fraction=0.2)
+    np.testing.assert_allclose(got, [0.5 * (0.2 + 0.8 / 2), 0.1, 0.1], rtol=1e-6)
+    np.testing.assert_allclose(rates([8], schedule="cosine", decay_steps=8), [0.05], rtol=1e-6)
+
+
+def test_rsqrt_halves_when_steps_are_fourfold():
+    np.testing.assert_allclose(rates([16, 64], schedule="rsqrt"), [0.25, 0.125], rtol=1e-6)
+
+
+def test_noam_is_the_formula_of_the_paper():
+    numbers = [1, 3, 4, 5, 100]
+    expected = [6**-0.5 * min(n**-0.5, n * 4**-1.5) for n in numbers]
+    np.testing.assert_allclose(rates(numbers, schedule="noam", learning_rate=1.0), expected, rtol=1e-6)
+    base = 1 / math.sqrt(512 * 4000)
+    assert base == pytest.approx(6.99e-4, rel=1e-3)  # the paper's base model at its highest
+
+
+def params_of(recipe):
+    return jax.eval_shape(lambda: make_state(recipe)).params
+
+
+def chosen(mask, params):
+    return {path for path, flag in zip(parameter_paths(params), jax.tree.leaves(mask), strict=True) if flag}
+
+
+FULL = {"qk_norm": True, "attention_sinks": True, "tie_embeddings": False, "position": "learned", "max_length": 7}
+
+
+def test_decay_takes_matrices_only():
+    params = params_of(tiny_recipe(model=FULL))
+    decayed = chosen(decay_mask(OptimizerConfig(), params), params)
+    assert decayed == {path for path in parameter_paths(params) if path.endswith("/kernel")}
+    assert "output/kernel" in decayed
+    assert len(decayed) == 7  # query, key, value, out, up, down, and the output head
+    with_tables = chosen(decay_mask(OptimizerConfig(decay_embeddings=True), params), params)
+    assert with_tables - decayed == {"embedding/embedding"}
+
+
+def test_decayed_parameters_shrink_and_others_stay():
+    """With gradients of zero only weight decay is left: p (1 - rate * decay)."""
+    recipe = tiny_recipe(model=FULL, optimizer={"learning_rate": 0.5, "weight_decay": 0.1})
+    params = jax.tree.map(lambda leaf: jnp.ones(leaf.shape), params_of(recipe))
+    optimizer = make_optimizer(recipe)
+    updates, _ = optimizer.update(jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params)
+    for path, leaf in zip(parameter_paths(params), jax.tree.leaves(optax.apply_updates(params, updates)), strict=True):
+        np.testing.assert_allclose(leaf, 0.95 if path.endswith("kernel") else 1.0, rtol=1e-6, err_msg=path)
+
+
+def test_clipping_is_by_the_norm_of_all_gradients():
+    """The second moment sees clipped gradients: their squares add up to the square of the limit."""
+    recipe = tiny_recipe(optimizer={"clip_norm": 0.25, "beta2": 0.5})
+    params = jax.tree.map(lambda leaf: jnp.ones(leaf.shape), params_of(recipe))
+    optimizer = make_optimizer(recipe)
+    _, state = optimizer.update(params, optimizer.init(params), params)
+    (adam,) = (part for part in jax.tree.leaves(state, is_leaf=is_adam) if is_adam(part))
+    np.testing.assert_allclose(sum(leaf.sum() for leaf in jax.tree.leaves(adam.nu)), 0.5 * 0.25**2, rtol=1e-5)
+
+
+def is_adam(node):
+    return isinstance(node, optax.ScaleByAdamState)
+
+
+def test_muon_takes_the_matrices_of_the_layers_as_whole_matrices():
+    params = params_of(tiny_recipe(model=FULL | {"gated": True}))
+    dimensions = jax.tree.leaves(muon_dimensions(params), is_leaf=lambda node: node is None or hasattr(node, "_fields"))
+    taken = {path: spec for path, spec in zip(parameter_paths(params), dimensions, strict=True) if spec is not None}
+    short = {path.removeprefix("decoder/layers/slot_0/"): tuple(spec) for path, spec in taken.items()}
+    heads, merge, plain = ((1,), (2, 3)), ((1, 2), (3,)), ((1,), (2,))  # axis 0 is the layer
+    assert short == {
+        "self_attention/query/kernel": heads,
+        "self_attention/key/kernel": heads,
+        "self_attention/value/kernel": heads,
+        "self_attention/out/kernel": merge,
+        "feed_forward/up/kernel": plain,
+        "feed_forward/gate/kernel": plain,
+        "feed_forward/down/kernel": plain,
+    }
+
+
+def test_muon_steps_are_orthogonal_for_each_layer():
+    recipe = tiny_recipe(
+        model={"num_layers": 2},
+        optimizer={"name": "muon", "learning_rate": 1.0, "weight_decay": 0.0, "clip_norm": None},
+    )
+    params = params_of(recipe)
+    random = np.random.default_rng(0)
+    gradients = jax.tree.map(lambda leaf: jnp.asarray(random.normal(size=leaf.shape), jnp.float32), params)
+    optimizer = make_optimizer(recipe)
+    updates, _ = optimizer.update(gradients, optimizer.init(gradients), gradients)
+    for layer in range(recipe.model.num_layers):
+        step = -updates["decoder"]["layers"]["slot_0"]["feed_forward"]["up"]["kernel"][layer]  # (6, 5)
+        singular = np.linalg.svd(step / (0.2 * math.sqrt(6)), compute_uv=False)
+        assert singular.min() > 0.6
+        assert singular.max() < 1.3
+    scale = updates["decoder"]["final_norm"]["scale"]
+    np.testing.assert_allclose(np.abs(scale), np.abs(scale[0]), rtol=1e-3)  # adam's first step is a sign
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_both_learn(name):
+    recipe = tiny_recipe(optimizer={"name": name, "learning_rate": 0.02})
+    state, step = start(recipe)
+    losses = []
+    for _ in range(20):
+        state, metrics = step(state, tiny_batch())
+        losses.append(float(metrics["loss_sum"] / metrics["weight"]))
+    assert losses[-1] < 0.8 * losses[0]

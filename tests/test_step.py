@@ -1,0 +1,218 @@
+"""The step: any split of a batch gives the same update; nothing that is not finite gets into the state."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from training_recipes import change, compiled_step, start, tiny_batch, tiny_recipe
+
+from transformer.training.state import count_parameters, parameter_paths
+from transformer.training.step import NonFiniteError, check_finite, make_eval_step, make_train_step
+
+TASKS = ["causal_lm", "seq2seq"]
+
+
+def calm(task="causal_lm", **training):
+    """Adam divides by the size of a gradient: one that is 0 but for rounding (a key's bias) would be all noise."""
+    return tiny_recipe(task, optimizer={"epsilon": 1e-3}, **training)
+
+
+def run(recipe, batches):
+    state, step = start(recipe)
+    for batch in batches:
+        state, metrics = step(state, batch)
+    return state, metrics
+
+
+@pytest.mark.parametrize(("task", "parts"), [("causal_lm", 8), ("causal_lm", 2), ("seq2seq", 4)])
+def test_accumulation_gives_the_same_number_as_one_big_batch(task, parts):
+    batches = [tiny_batch(task, seed=seed) for seed in range(3)]
+    whole, whole_metrics = run(calm(task, label_smoothing=0.1), batches)
+    state, metrics = run(calm(task, label_smoothing=0.1, accumulation=parts), batches)
+    chex.assert_trees_all_close(state.params, whole.params, atol=2e-5)
+    np.testing.assert_allclose(metrics["loss_sum"], whole_metrics["loss_sum"], rtol=1e-5)
+    np.testing.assert_allclose(metrics["grad_norm"], whole_metrics["grad_norm"], rtol=1e-4)
+    assert metrics["weight"] == whole_metrics["weight"]
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_pmap_over_an_axis_gives_the_same_number_as_one_device(task):
+    recipe = calm(task)
+    batch = tiny_batch(task)
+    state, _ = start(recipe)
+    alone, alone_metrics = run(recipe, [batch])
+    devices = jax.local_devices()[:4]
+    step = jax.pmap(make_train_step(recipe, axis_name="batch"), axis_name="batch", devices=devices)
+    spread = {name: array.reshape(4, 2, *array.shape[1:]) for name, array in batch.items()}
+    together, metrics = step(replicate(state, 4), spread)
+    chex.assert_trees_all_close(together.params, replicate(alone.params, 4), atol=2e-5)
+    np.testing.assert_allclose(metrics["loss_sum"], np.full(4, alone_metrics["loss_sum"]), rtol=1e-5)
+    np.testing.assert_allclose(metrics["grad_norm"], np.full(4, alone_metrics["grad_norm"]), rtol=1e-4)
+
+
+def replicate(tree, number):
+    return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf[None], (number, *leaf.shape)), tree)
+
+
+def test_pmap_drops_differently_on_each_device_and_updates_alike():
+    recipe = tiny_recipe(model={"dropout_rate": 0.5})
+    batch = tiny_batch(rows=1, padding=False)
+    state, single = start(recipe)
+    step = jax.pmap(make_train_step(recipe, axis_name="batch"), axis_name="batch", devices=jax.local_devices()[:2])
+    together, metrics = step(replicate(state, 2), {name: jnp.stack([array, array]) for name, array in batch.items()})
+    for leaf in jax.tree.leaves(together.params):
+        np.testing.assert_array_equal(leaf[0], leaf[1])
+    # were the masks alike, the same row on two devices would give exactly twice the loss of one of them
+    losses = [float(single(state.replace(step=jnp.asarray(number)), batch)[1]["loss_sum"]) for number in range(1)]
+    assert all(abs(float(metrics["loss_sum"][0]) - 2 * loss) > 1e-4 for loss in losses)
+
+
+def test_rows_of_weight_zero_count_nothing():
+    batch = tiny_batch()
+    padded = {name: jnp.concatenate([array, array]) for name, array in batch.items()}
+    padded["weights"] = padded["weights"].at[8:].set(0.0)
+    state, metrics = run(calm(), [padded])
+    expected, expected_metrics = run(calm(), [batch])
+    chex.assert_trees_all_close(state.params, expected.params, atol=1e-6)
+    np.testing.assert_allclose(metrics["loss_sum"], expected_metrics["loss_sum"], rtol=1e-6)
+
+
+def test_randomness_comes_from_seed_and_step_alone():
+    recipe = tiny_recipe(model={"dropout_rate": 0.5})
+    state, step = start(recipe)
+    batch = tiny_batch()
+    first = step(state, batch)[1]["loss_sum"]
+    assert step(state, batch)[1]["loss_sum"] == first
+    assert step(state.replace(step=state.step + 1), batch)[1]["loss_sum"] != first
+    other = change(recipe, training={"seed": 1})
+    assert compiled_step(other)(state, batch)[1]["loss_sum"] != first
+
+
+def test_micro_batches_drop_differently():
+    recipe = tiny_recipe(model={"dropout_rate": 0.5}, accumulation=2)
+    row = tiny_batch(rows=1, padding=False)
+    state, step = start(recipe)
+    twice = {name: jnp.concatenate([array, array]) for name, array in row.items()}
+    four = {name: jnp.concatenate([array] * 4) for name, array in row.items()}
+    # alike masks in both micro-batches would make the sum of four equal rows depend on two masks only
+    assert not np.isclose(step(state, four)[1]["loss_sum"], 2 * step(state, twice)[1]["loss_sum"], rtol=1e-6)
+
+
+def test_skip_leaves_the_state_and_counts():
+    recipe = tiny_recipe(nan_policy="skip", ema_decay=0.9)
+    state, step = start(recipe)
+    state, _ = step(state, tiny_batch())
+    bad = tiny_batch()
+    bad["targets"] = bad["targets"].at[0, 0].set(99)
+    after, metrics = step(state, bad)
+    chex.assert_trees_all_equal((after.params, after.opt_state, after.ema), (state.params, state.opt_state, state.ema))
+    assert (after.step, after.skipped, metrics["skipped"], metrics["finite"]) == (2, 1, 1, False)
+    going_on, metrics = step(after, tiny_batch())
+    assert (going_on.step, going_on.skipped, metrics["finite"]) == (3, 1, True)
+    assert any(np.any(a != b) for a, b in zip(*map(jax.tree.leaves, (going_on.params, after.params)), strict=True))
+
+
+def test_stop_keeps_the_state_of_before_even_if_steps_follow():
+    recipe = tiny_recipe()
+    state, step = start(recipe)
+    state, _ = step(state, tiny_batch())
+    bad = tiny_batch()
+    bad["targets"] = bad["targets"].at[0, 0].set(-1)
+    after, metrics = step(state, bad)
+    following, _ = step(after, tiny_batch())  # the loop has dispatched it before it reads the metrics
+    chex.assert_trees_all_equal((following.params, following.opt_state), (state.params, state.opt_state))
+    with pytest.raises(NonFiniteError, match=r"step 2: the loss is nan, every gradient is finite. The state"):
+        check_finite(2, jax.device_get(metrics), parameter_paths(state.params))
+
+
+def test_the_first_bad_parameter_is_named():
+    recipe = tiny_recipe(model={"tie_embeddings": False})
+    state, step = start(recipe)
+    paths = parameter_paths(state.params)
+    broken = jax.tree.map(lambda leaf: leaf, state.params)
+    broken["output"]["kernel"] = broken["output"]["kernel"].at[0, 0].set(jnp.inf)
+    _, metrics = step(state.replace(params=broken), tiny_batch())
+    message = "the first bad gradient is that of decoder/final_norm/bias.* Lower --opt.*--training.nan-policy skip"
+    with pytest.raises(NonFiniteError, match=message):
+        check_finite(1, jax.device_get(metrics), paths)
+    assert paths[int(metrics["first_bad"])] == paths[0]
+    check_finite(1, numbers(finite=True), paths)
+    with pytest.raises(NonFiniteError, match="the loss is 2, every gradient is finite, but not the update"):
+        check_finite(1, numbers(finite=False, loss_sum=4.0, weight=2.0, first_bad=-1), paths)
+
+
+def numbers(**values):
+    return {name: np.asarray(value) for name, value in values.items()}
+
+
+def test_an_update_that_is_not_finite_is_not_applied():
+    recipe = tiny_recipe(optimizer={"learning_rate": 1e39}, nan_policy="skip")
+    state, step = start(recipe)
+    after, metrics = step(state, tiny_batch())
+    chex.assert_trees_all_equal(after.params, state.params)
+    assert metrics["skipped"] == 1
+
+
+def test_the_average_follows_its_formula():
+    recipe = tiny_recipe(ema_decay=0.5)
+    state, step = start(recipe)
+    chex.assert_trees_all_equal(state.ema, state.params)
+    mean = state.ema
+    for number in range(9):
+        state, _ = step(state, tiny_batch(seed=number))
+        decay = min(0.5, (1 + number) / (10 + number))
+        mean = jax.tree.map(lambda old, new, d=decay: d * old + (1 - d) * new, mean, state.params)
+    chex.assert_trees_all_close(state.ema, mean, rtol=1e-5)
+    assert state.averaged is state.ema
+    assert decay == 0.5
+    without, _ = start(tiny_recipe())
+    assert without.ema is None
+    assert without.averaged is without.params
+
+
+def test_bfloat16_computes_and_float32_masters():
+    recipe = tiny_recipe(model={"dtype": "bfloat16"})
+    state, step = start(recipe)
+    chex.assert_type(jax.tree.leaves(state.params), jnp.float32)
+    text = step.lower(state, tiny_batch()).as_text()
+    assert "bf16" in text
+    after, metrics = step(state, tiny_batch())
+    chex.assert_type(jax.tree.leaves(after.params), jnp.float32)
+    full = start(tiny_recipe())[1](state, tiny_batch())[1]
+    np.testing.assert_allclose(metrics["loss_sum"], full["loss_sum"], rtol=0.02)
+    assert metrics["loss_sum"] != full["loss_sum"]
+
+
+def test_grad_norm_is_that_of_the_mean_loss():
+    recipe = tiny_recipe(optimizer={"clip_norm": 1e-3})
+    batch = tiny_batch()
+    state, step = start(recipe)
+    evaluate = make_eval_step(recipe)
+
+    def mean_loss(params):
+        sums = evaluate(params, batch)
+        return sums["loss_sum"] / sums["weight"]
+
+    gradient = jax.grad(mean_loss)(state.params)
+    norm = np.sqrt(sum(np.square(leaf).sum() for leaf in jax.tree.leaves(gradient)))
+    np.testing.assert_allclose(step(state, batch)[1]["grad_norm"], norm, rtol=1e-5)
+
+
+def test_evaluation_is_without_smoothing_and_dropout():
+    plain = tiny_recipe()
+    other = tiny_recipe(model={"dropout_rate": 0.5}, label_smoothing=0.3)
+    state, step = start(plain)
+    batch = tiny_batch()
+    sums = jax.jit(make_eval_step(other))(state.params, batch)
+    np.testing.assert_allclose(sums["loss_sum"], step(state, batch)[1]["loss_sum"], rtol=1e-6)
+    assert sums["weight"] == batch["weights"].sum()
+    assert 0 <= sums["correct"] <= sums["weight"]
+
+
+def test_parameters_are_counted_and_named_in_order():
+    state, _ = start(tiny_recipe())
+    paths = parameter_paths(state.params)
+    assert paths[0] == "decoder/final_norm/bias"
+    assert paths[-1] == "embedding/embedding"
+    assert count_parameters(state.params) == sum(leaf.size for leaf in jax.tree.leaves(state.params))

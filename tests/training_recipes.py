@@ -1,0 +1,83 @@
+"""Tiny recipes and batches that several test files of training share."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from transformer.config import Execution, TransformerConfig
+from transformer.data.configs import NumberWords, TextFile
+from transformer.training import OptimizerConfig, Recipe, TrainingConfig
+from transformer.training.optimizers import make_optimizer
+from transformer.training.state import TrainState, make_state
+from transformer.training.step import make_train_step
+
+VOCABULARY = 13
+
+
+def tiny_recipe(task="causal_lm", *, model=None, optimizer=None, **training):
+    """A model of about a thousand parameters. Keywords go to TrainingConfig."""
+    data = {
+        "causal_lm": TextFile(path="text.txt", sequence_length=7, batch_size=8),
+        "seq2seq": NumberWords(batch_size=8),
+    }[task]
+    sizes = {"vocab_size": VOCABULARY, "d_model": 6, "num_heads": 3, "num_layers": 1, "d_ff": 5}
+    return Recipe(
+        name="tiny",
+        model=TransformerConfig(**(sizes | (model or {}))),
+        data=data,
+        execution=Execution(scan=False),
+        optimizer=OptimizerConfig(**({"warmup_steps": 0, "schedule": "constant"} | (optimizer or {}))),
+        training=TrainingConfig(**({"steps": 20} | training)),
+    )
+
+
+def tiny_batch(task="causal_lm", rows=8, seed=0, padding=True):
+    """A batch of random tokens, with rows of unequal weight."""
+    random = np.random.default_rng(seed)
+    batch = {
+        "tokens": random.integers(3, VOCABULARY, (rows, 7)).astype(np.int32),
+        "targets": random.integers(3, VOCABULARY, (rows, 7)).astype(np.int32),
+        "weights": np.ones((rows, 7), np.float32),
+    }
+    if padding:
+        for row in range(rows):
+            batch["weights"][row, 7 - row % 5 :] = 0.0
+    if task == "seq2seq":
+        batch["source"] = random.integers(3, VOCABULARY, (rows, 5)).astype(np.int32)
+        batch["source_lengths"] = (1 + np.arange(rows) % 5).astype(np.int32)
+    return {name: jnp.asarray(array) for name, array in batch.items()}
+
+
+@functools.cache
+def initial_params(task, model):
+    """Compiled once for each model, whatever else its recipes say."""
+    recipe = dataclasses.replace(tiny_recipe(task), model=model)
+    return jax.jit(lambda: make_state(recipe).params)()
+
+
+@functools.cache
+def compiled_step(recipe):
+    return jax.jit(make_train_step(recipe))
+
+
+def start(recipe):
+    """A state and the compiled step."""
+    params = initial_params(recipe.task, recipe.model)
+    state = TrainState(
+        step=jnp.zeros((), jnp.int32),
+        params=params,
+        opt_state=make_optimizer(recipe).init(params),
+        ema=None if recipe.training.ema_decay is None else params,
+        skipped=jnp.zeros((), jnp.int32),
+    )
+    return state, compiled_step(recipe)
+
+
+def change(recipe, **groups):
+    """The recipe with fields of its groups replaced: change(recipe, training={"steps": 3})."""
+    return dataclasses.replace(
+        recipe, **{name: dataclasses.replace(getattr(recipe, name), **fields) for name, fields in groups.items()}
+    )
