@@ -23,9 +23,9 @@ class Summary:
     workdir: str
     command: str
     """what goes on with this run"""
-    step: int
+    step: int = 0
     """updates done"""
-    steps: int
+    steps: int = 0
     """updates wanted"""
     stop_code: int | None = None
     """128 + signal when a signal stopped it"""

@@ -1,0 +1,25 @@
+"""Numbers in words, English to Spanish: an encoder-decoder that learns a small language completely.
+
+    python train.py configs/number_words.py
+
+On 2 CPU cores: about 2 minutes, data and compilation included. Expected: at least 99 % of 1,000 numbers never seen, exact
+to the letter, over all and for each number of digits; 0-20 and d x 10^k all right.
+Other languages: --data.source-language fr --data.target-language pt (de and it need --data.tokenizer.kind char).
+"""
+
+from transformer.config import Execution, TransformerConfig
+from transformer.data import NumberWords
+from transformer.training import EvaluationConfig, LoggingConfig, OptimizerConfig, Recipe, TrainingConfig
+
+
+def get_config() -> Recipe:
+    return Recipe(
+        name="number_words",
+        model=TransformerConfig(d_model=128, num_layers=2, num_heads=4, d_ff=512, norm_position="pre"),
+        data=NumberWords(source_language="en", target_language="es", batch_size=128),
+        execution=Execution(scan=False),  # two layers: quick to compile, and faster on CPU
+        optimizer=OptimizerConfig(learning_rate=2e-3, warmup_steps=40),
+        training=TrainingConfig(steps=300),
+        evaluation=EvaluationConfig(every=100),
+        logging=LoggingConfig(every=10),
+    )

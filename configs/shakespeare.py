@@ -1,0 +1,22 @@
+"""Tiny Shakespeare by characters: a small decoder (d_model 128, two layers, two heads).
+
+python train.py configs/shakespeare.py
+
+"""
+
+from transformer.config import TransformerConfig
+from transformer.data import TinyShakespeare
+from transformer.training import EvaluationConfig, OptimizerConfig, Recipe, TrainingConfig
+
+
+def get_config() -> Recipe:
+    return Recipe(
+        name="shakespeare",
+        model=TransformerConfig(
+            d_model=128, num_layers=2, num_heads=2, activation="gelu_tanh", position="rotary", dropout_rate=0.1
+        ),
+        data=TinyShakespeare(sequence_length=128, batch_size=32, eval_batch_size=64),
+        optimizer=OptimizerConfig(learning_rate=2e-3, warmup_steps=100),
+        training=TrainingConfig(steps=2000),
+        evaluation=EvaluationConfig(every=500),
+    )

@@ -1,0 +1,22 @@
+"""Tiny Shakespeare by characters on a CPU: 4 layers, 4 heads, d_model 128, context 64, batch 12, 2,000 steps, no dropout.
+
+python train.py configs/shakespeare_cpu.py
+
+"""
+
+from transformer.config import Execution, TransformerConfig
+from transformer.data import TinyShakespeare
+from transformer.training import EvaluationConfig, LoggingConfig, OptimizerConfig, Recipe, TrainingConfig
+
+
+def get_config() -> Recipe:
+    return Recipe(
+        name="shakespeare_cpu",
+        model=TransformerConfig(d_model=128, num_layers=4, num_heads=4, activation="gelu_tanh", position="rotary"),
+        data=TinyShakespeare(sequence_length=64, batch_size=12, eval_batch_size=64),
+        execution=Execution(scan=False),
+        optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=100, weight_decay=0.1),
+        training=TrainingConfig(steps=2000),
+        evaluation=EvaluationConfig(every=500),
+        logging=LoggingConfig(every=50),
+    )

@@ -1,0 +1,23 @@
+"""A language model by characters on any text file of one's own (UTF-8).
+
+    python train.py configs/text_file.py --data.path my-text.txt --workdir runs/my-text
+
+The last tenth of the file is held out. On 2 CPU cores: about 3 minutes. Expected: depends on the text; an English novel
+of 1 MB reaches about 1.6 nats a character. Other languages and scripts: --data.tokenizer.kind byte or bpe.
+"""
+
+from transformer.config import Execution, TransformerConfig
+from transformer.data import TextFile
+from transformer.training import EvaluationConfig, OptimizerConfig, Recipe, TrainingConfig
+
+
+def get_config() -> Recipe:
+    return Recipe(
+        name="text_file",
+        model=TransformerConfig(d_model=128, num_layers=4, num_heads=4, activation="gelu_tanh", position="rotary"),
+        data=TextFile(path="your-text.txt", sequence_length=64, batch_size=32),
+        execution=Execution(scan=False),
+        optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=100, weight_decay=0.1),
+        training=TrainingConfig(steps=2000),
+        evaluation=EvaluationConfig(every=500),
+    )
