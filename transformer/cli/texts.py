@@ -50,7 +50,7 @@ def _stdin_prompts(task: str) -> list[str]:
         raise ValueError(f"stdin is not UTF-8 text: byte {error.start} can't be read. Convert it to UTF-8.") from None
     text = text.replace("\r\n", "\n").removesuffix("\n")
     if not text.strip():
-        raise ValueError("the prompt is empty: nothing came from stdin. Pipe some text into this command.")
+        raise ValueError('the prompt is empty: nothing came from stdin. Give --prompt "...", or pipe a text.')
     return [line for line in text.split("\n") if line.strip()] if task == "seq2seq" else [text]
 
 

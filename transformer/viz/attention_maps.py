@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -108,8 +107,11 @@ def save_attention_maps(
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    words = {"encoder": [_label(word) for word in source], "decoder": [_label(word) for word in target]}
-    fonts = _fonts([*words["encoder"], *words["decoder"]])
+    fonts, missing = _fonts([*map(_printable, source), *map(_printable, target)])
+    words = {
+        stack: [_label(word, missing) for word in labels]
+        for stack, labels in (("encoder", source), ("decoder", target))
+    }
     total = {stack: 1 + max((one.layer for one in maps if one.stack == stack), default=0) for stack in words}
     paths = []
     for one in maps:
@@ -161,7 +163,7 @@ class _Page:
     def panel(self) -> tuple[float, float]:
         """Width and height of one head with its words."""
         return (
-            self.rows_labels + self.shape[1] * self.cell,
+            self.rows_labels + max(self.shape[1] * self.cell, 0.5),
             self.head + self.columns_labels + self.shape[0] * self.cell,
         )
 
@@ -196,7 +198,7 @@ def _draw(
     note = f"rows: queries ({one.stack}), columns: keys ({'encoder' if one.kind == 'cross' else one.stack})"
     if page.stride > 1:
         named = "one in two words is named" if page.stride == 2 else f"one in {page.stride} words is named"
-        note += f"; {named}" + (", all are on the pages of single heads" if len(heads) > 1 else "")
+        note += f"; {named}" + (", more on the pages of single heads" if len(heads) > 1 else "")
     legend = 1.7 if one.hidden.any() else 0.0
     page.size = max(grid_width, 0.3 + 0.1 * len(title), 0.3 + legend + 0.068 * len(note)), page.size[1]
     width, height = page.size
@@ -208,11 +210,11 @@ def _draw(
         _, bottom, _, down = place = page.place(index)
         axes = figure.add_axes(place)
         _draw_head(axes, one.weights[head], one.hidden, queries, keys, page, fonts)
-        axes.set_title(f"head {head + 1}", loc="left", fontsize=9, color=_INK, pad=3)
+        axes.set_title(f"head {head + 1}", loc="left", fontsize=9, color=_INK, pad=5)
         if index % page.columns == 0:
             figure.text(0.14 / width, bottom + down / 2, "query", rotation=90, va="center", **small)
-        if index < page.columns:
-            axes.set_title("key", loc="right", pad=3, **small)
+        if index < page.columns and page.shape[1] * page.cell > 0.8:
+            axes.set_title("key", loc="right", pad=5, **small)
     figure.text(0.14 / width, 0.14 / height, note, **small)
     if legend:
         patch = Patch(facecolor=_HIDDEN, edgecolor=_HATCH, hatch="/////", linewidth=0, label="hidden by the mask")
@@ -282,11 +284,15 @@ def _runs(hidden: Bool[np.ndarray, "T S"]) -> list[list[tuple[float, float]]]:
     return corners
 
 
-def _label(word: str, longest: int = 16) -> str:
-    """A word as it can be printed: blanks as signs, unprintable characters as escapes, shortened."""
+def _printable(word: str) -> str:
+    """A word with blanks as signs and unprintable characters as escapes."""
     word = _SIGNS.get(word, word)
-    word = "".join(_SIGNS.get(c, c if c.isprintable() else ascii(c)[1:-1]) for c in word)
-    word = re.sub(r"^\s+|\s+$", lambda blanks: "␣" * len(blanks[0]), word)
+    return "".join(_SIGNS.get(c, c if c.isprintable() else ascii(c)[1:-1]) for c in word)
+
+
+def _label(word: str, missing: Set[int] = frozenset(), longest: int = 16) -> str:
+    """A word as it is drawn: characters without a font as escapes, shortened."""
+    word = "".join(ascii(c)[1:-1] if ord(c) in missing else c for c in _printable(word))
     return word if _width(word) <= longest else word[: longest - 1] + "…"
 
 
@@ -299,18 +305,17 @@ def _margin(words: Sequence[str]) -> float:
     return 0.08 + max(map(_width, words), default=0) * _FONT_SIZE * 0.64 / 72
 
 
-def _fonts(words: Sequence[str]) -> list[str]:
-    """Font families that together have every character of the words, as far as this machine has them."""
+def _fonts(words: Sequence[str]) -> tuple[list[str], set[int]]:
+    """Font families that together have every character of the words, and those that no font here has."""
     families = ["DejaVu Sans"]
     missing = {ord(c) for word in words for c in word} - _glyphs(font_manager.findfont(families[0]))
-    if missing:
-        for entry in font_manager.fontManager.ttflist:
-            if found := missing & _glyphs(entry.fname):
-                families.append(entry.name)
-                missing -= found
-            if not missing:
-                break
-    return families
+    for entry in font_manager.fontManager.ttflist if missing else ():
+        if entry.name.startswith("Last Resort"):
+            continue  # has a box for everything
+        if found := missing & _glyphs(entry.fname):
+            families.append(entry.name)
+            missing -= found
+    return families, missing
 
 
 def _glyphs(file: str) -> set[int]:

@@ -1,0 +1,194 @@
+"""Attention maps: in real layer order, hidden cells apart from weights of 0, every word on both axes."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from matplotlib.image import imread
+
+from transformer.config import LayerKind, TransformerConfig
+from transformer.models import CausalLM, Seq2Seq
+from transformer.viz import attention_maps as module
+from transformer.viz.attention_maps import AttentionMap, attention_maps, save_attention_maps
+
+SIZES = {"vocab_size": 11, "d_model": 6, "num_heads": 3, "d_ff": 5}
+
+
+@pytest.fixture
+def figures(monkeypatch):
+    """Figures by file name, as they were drawn."""
+    drawn = {}
+
+    class Canvas(module.FigureCanvasAgg):
+        def print_png(self, path, **options):
+            super().print_png(path, **options)
+            drawn[str(path).rpartition("/")[2]] = self.figure
+
+    monkeypatch.setattr(module, "FigureCanvasAgg", Canvas)
+    return drawn
+
+
+def start(model, *rows):
+    return jax.jit(model.init)(jax.random.key(0), *rows)["params"]
+
+
+def watch(model, params, *rows):
+    """What a model sows when it reads these rows."""
+    run = jax.jit(lambda params, *rows: model.apply({"params": params}, *rows, mutable=["intermediates"]))
+    return run(params, *rows)[1]["intermediates"]
+
+
+def heads_of(figure):
+    """Axes of the heads, without the color bar."""
+    return [axes for axes in figure.axes if axes.get_title(loc="left").startswith("head")]
+
+
+def words_on(axis):
+    return [label.get_text() for label in axis.get_ticklabels()]
+
+
+def random_map(stack="decoder", kind="self", *, layer=0, heads=3, queries=5, keys=5):
+    hidden = ~np.tri(queries, keys, dtype=bool) if (stack, kind) == ("decoder", "self") else np.zeros((queries, keys))
+    weights = np.random.default_rng(0).random((heads, queries, keys)) * ~hidden.astype(bool)
+    weights /= weights.sum(-1, keepdims=True)
+    return AttentionMap(stack, layer, kind, weights.astype(np.float32), hidden.astype(bool))
+
+
+def test_layers_come_in_the_order_data_flows():
+    """Each kind of layer has its own window, and the second pass over the period attends evenly."""
+    kinds = {"prefix": (1,), "period": (2, 3), "suffix": (4,)}
+    pattern = {name: tuple(LayerKind(window=size) for size in sizes) for name, sizes in kinds.items()}
+    model = CausalLM(TransformerConfig(num_layers=6, **SIZES, **pattern))
+    tokens = jnp.arange(7)[None]
+    params = start(model, tokens)
+    repeated = params["decoder"]["layers"]
+    for slot in repeated.values():
+        slot["self_attention"]["query"] = jax.tree.map(lambda a: a.at[1].set(0.0), slot["self_attention"]["query"])
+    sown = watch(model, params, tokens)
+
+    maps = attention_maps(sown, model.config)
+
+    assert [(one.stack, one.layer, one.kind) for one in maps] == [("decoder", i, "self") for i in range(6)]
+    for one, window in zip(maps, (1, 2, 3, 2, 3, 4), strict=True):
+        assert one.weights.shape == (3, 7, 7)
+        distance = np.subtract.outer(np.arange(7), np.arange(7))
+        np.testing.assert_array_equal(one.hidden, (distance < 0) | (distance >= window))
+        assert (one.weights[:, one.hidden] == 0).all()
+        assert (one.weights[:, ~one.hidden] > 0).all()
+        np.testing.assert_allclose(one.weights.sum(-1), 1.0, rtol=1e-5)
+    spread = [np.ptp(one.weights[:, -1][:, ~one.hidden[-1]], axis=-1).max() for one in maps]
+    assert max(spread[3], spread[4]) < 1e-6 < min(spread[1], spread[2], spread[5])
+
+
+def test_a_seq2seq_has_three_kinds():
+    model = Seq2Seq(TransformerConfig(num_encoder_layers=1, num_decoder_layers=2, **SIZES))
+    source, target = jnp.arange(5)[None], jnp.arange(3)[None]
+    sown = watch(model, start(model, source, target), source, target)
+
+    maps = attention_maps(sown, model.config)
+
+    assert [(one.stack, one.layer, one.kind, one.weights.shape) for one in maps] == [
+        ("encoder", 0, "self", (3, 5, 5)),
+        ("decoder", 0, "self", (3, 3, 3)),
+        ("decoder", 0, "cross", (3, 3, 5)),
+        ("decoder", 1, "self", (3, 3, 3)),
+        ("decoder", 1, "cross", (3, 3, 5)),
+    ]
+    assert [one.hidden.any() for one in maps] == [False, True, False, True, False]
+
+
+def test_a_batch_or_nothing_is_refused():
+    model = CausalLM(TransformerConfig(num_layers=1, **SIZES))
+    tokens = jnp.zeros((2, 3), jnp.int32)
+    sown = watch(model, start(model, tokens), tokens)
+    with pytest.raises(ValueError, match="one example, got a batch of 2"):
+        attention_maps(sown, model.config)
+    with pytest.raises(ValueError, match=r"no attention weights: call the model with mutable=\['intermediates'\]"):
+        attention_maps({}, model.config)
+
+
+def test_every_head_has_its_words_on_both_axes(tmp_path, figures):
+    source, target = ["one", " ", "two\n"], ["<bos>", "<eos>", "$5$", "", "a b\x1b"]
+    maps = [
+        random_map("encoder", layer=11, queries=3, keys=3),
+        random_map("decoder", "cross", queries=5, keys=3),
+    ]
+    paths = save_attention_maps(maps, tmp_path / "new", source=source, target=target)
+
+    assert [path.name for path in paths] == ["encoder_self_layer12.png", "decoder_cross_layer1.png"]
+    assert all(path.stat().st_size for path in paths)
+    for name, rows in (("encoder_self_layer12.png", "encoder"), ("decoder_cross_layer1.png", "decoder")):
+        heads = heads_of(figures[name])
+        assert len(heads) == 3
+        for axes in heads:
+            assert words_on(axes.xaxis) == ["one", "␣", "two⏎"]
+            assert words_on(axes.yaxis) == (
+                ["one", "␣", "two⏎"] if rows == "encoder" else ["<bos>", "<eos>", "$5$", "∅", "a␣b\\x1b"]
+            )
+            assert axes.images[0].get_clim() == (0, 1)
+            assert axes.yaxis_inverted()  # the first query is on top
+    texts = [text.get_text() for text in figures["decoder_cross_layer1.png"].texts]
+    assert texts[0] == "decoder, layer 1 of 1: cross-attention"
+    assert "rows: queries (decoder), columns: keys (encoder)" in texts
+
+
+def test_cells_show_their_weight(tmp_path, figures):
+    one = random_map(heads=2)
+    save_attention_maps([one], tmp_path, target=list("abcde"))
+    for head, axes in enumerate(heads_of(figures["decoder_self_layer1.png"])):
+        shown = axes.images[0].get_array()
+        np.testing.assert_array_equal(np.ma.getmaskarray(shown), one.hidden)
+        np.testing.assert_array_equal(shown.filled(0), one.weights[head])
+
+
+def test_hidden_cells_look_unlike_weight_0(tmp_path):
+    """The same weights, hidden or merely 0: only one picture has the color of what is hidden."""
+    weights = np.eye(4, dtype=np.float32)[None]
+    pictures = {}
+    for name, hidden in (("hidden", ~np.tri(4, dtype=bool)), ("zero", np.zeros((4, 4), bool))):
+        (path,) = save_attention_maps(
+            [AttentionMap("decoder", 0, "self", weights, hidden)], tmp_path / name, target=list("abcd")
+        )
+        pictures[name] = (imread(path)[..., :3] * 255).round().astype(int).reshape(-1, 3)
+    color = [int(module._HIDDEN[i : i + 2], 16) for i in (1, 3, 5)]
+    counts = {name: (pixels == color).all(-1).sum() for name, pixels in pictures.items()}
+    assert counts["hidden"] > 2000
+    assert counts["zero"] < 100
+
+
+@pytest.mark.parametrize(("length", "pages"), [(8, 1), (90, 5)])
+def test_words_that_do_not_fit_get_pages_of_their_own(tmp_path, figures, length, pages):
+    words = [f"w{i}" for i in range(length)]
+    paths = save_attention_maps([random_map(heads=4, queries=length, keys=length)], tmp_path, target=words)
+    assert len(paths) == pages
+    named = {name: [words_on(axes.xaxis) for axes in heads_of(figure)] for name, figure in figures.items()}
+    assert len(named["decoder_self_layer1.png"]) == 4
+    assert named.pop("decoder_self_layer1.png")[0] == (words if pages == 1 else words[::2])
+    assert all(shown == [words] for shown in named.values())
+    for figure in figures.values():
+        width, height = figure.get_size_inches()
+        assert max(width, height) <= 36
+        for axes in heads_of(figure):
+            box = axes.get_position()
+            assert 0 < box.x0 < box.x1 < 1
+            assert 0 < box.y0 < box.y1 < 1
+
+
+def test_every_character_can_be_drawn(tmp_path, figures):
+    """No formula, no box in place of a character, no warning."""
+    words = ["$x", "$\\frac$", "你好", "ё", "ñ", "\U0001f9d9", "\t", "é" * 30]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        save_attention_maps([random_map(queries=8, keys=8)], tmp_path, target=words)
+    shown = words_on(heads_of(figures["decoder_self_layer1.png"])[0].xaxis)
+    assert shown[:2] == ["$x", "$\\frac$"]
+    assert shown[2] in ("你好", "\\u4f60\\u597d")
+    assert shown[3:5] == ["ё", "ñ"]
+    assert shown[6:] == ["⇥", "é" * 15 + "…"]
+
+
+def test_too_few_words_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="has 5 queries and 5 keys, but there are 2 and 2 words"):
+        save_attention_maps([random_map()], tmp_path, target=["a", "b"])
