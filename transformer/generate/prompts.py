@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from numbers import Integral
-from typing import SupportsIndex, TypeAlias
+from typing import Any, SupportsIndex, TypeAlias
 
 import numpy as np
 
 from transformer.config import ConfigError, TransformerConfig
 from transformer.generate.decoding import Rows
 
-Ids: TypeAlias = Sequence[SupportsIndex] | np.ndarray
-"""token ids of one row"""
+Ids: TypeAlias = Any
+"""token ids of one row: a list or an array of whole numbers; looked at by `check_rows`, which says what is wrong"""
 
 
 def bucket(size: int) -> int:

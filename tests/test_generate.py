@@ -1,0 +1,340 @@
+"""Generation: cached equals uncached, a row gets what it would get alone, and little is compiled."""
+
+import functools
+import math
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from transformer.config import Execution, LayerKind, TransformerConfig
+from transformer.generate import Sampling, generate
+from transformer.generate.decoding import decode, decode_step, prefill
+from transformer.generate.prompts import bucket, pad
+from transformer.generate.sampling import Choice
+from transformer.masks import Mask
+from transformer.models import CausalLM, Seq2Seq
+
+GREEDY = Sampling(temperature=0.0)
+PROMPTS = [[3, 1, 4, 1, 5, 9, 2], [6], [5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8]]
+NEW = 6
+
+# Untied and widely spread: the likeliest token is not the one just read, and no two come near each other.
+BASE = TransformerConfig(
+    vocab_size=31,
+    d_model=22,
+    num_layers=2,
+    num_heads=6,
+    num_kv_heads=3,
+    head_dim=4,
+    value_dim=5,
+    d_ff=13,
+    position="none",
+    tie_embeddings=False,
+    initializer_range=0.4,
+)
+CONFIGS = {
+    "none, window": BASE.replace(period=(LayerKind(window=3), LayerKind())),
+    "sinusoidal, post": BASE.replace(position="sinusoidal", norm_position="post"),
+    "learned, full table": BASE.replace(position="learned", max_length=len(PROMPTS[2]) + NEW),
+    "rotary, window, prefix": BASE.replace(position="rotary", num_layers=3, prefix=(LayerKind(window=5),)),
+    "alibi": BASE.replace(position="alibi"),
+    "t5, sinks": BASE.replace(position="t5", relative_buckets=6, relative_max_distance=7, attention_sinks=True),
+}
+TRANSLATION = BASE.replace(
+    source_vocab_size=37, position="learned", max_length=13, num_encoder_layers=2, num_decoder_layers=3
+)
+SOURCES = [[1, 2, 3, 36, 5], [30, 20, 10, 30, 20, 10, 30, 20, 10, 30, 20, 10, 1], [7]]
+
+
+@functools.cache
+def causal(name):
+    model = CausalLM(CONFIGS[name])
+    return model, jax.jit(model.init)(jax.random.key(1), jnp.zeros((1, 2), jnp.int32))["params"]
+
+
+@functools.cache
+def translator():
+    model = Seq2Seq(TRANSLATION)
+    ids = jnp.zeros((1, 2), jnp.int32)
+    return model, jax.jit(model.init)(jax.random.key(2), ids, ids)["params"]
+
+
+PLAIN = "none, window"
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_cached_equals_uncached(name):
+    """Prefill of padded prompts, then token by token, gives the logits of one forward pass of the whole."""
+    model, params = causal(name)
+    rows = [np.random.default_rng(length).integers(0, 31, length + NEW) for length in map(len, PROMPTS)]
+    prompts = pad([row[:-NEW] for row in rows], 16)
+    whole, new = pad(rows, 17), np.stack([row[-NEW:] for row in rows], 1)
+
+    @jax.jit
+    def both(params, prompts, whole, new):
+        logits, cache = prefill(model, params, prompts, None, 32)
+
+        def step(cache, tokens):
+            logits, cache = decode_step(model, params, tokens, cache, None)
+            return cache, logits
+
+        _, later = jax.lax.scan(step, cache, new)
+        return jnp.concatenate([logits[None], later], 0), model.apply({"params": params}, whole.tokens)
+
+    cached, full = both(params, prompts, whole, new)
+    for i, logits in enumerate(cached):
+        chex.assert_trees_all_close(logits, full[np.arange(3), prompts.lengths - 1 + i], rtol=1e-5, atol=1e-5)
+
+
+def assert_greedy(full, prompts, new):
+    """Each new token is the likeliest after what stands before it, by the logits of an uncached forward pass."""
+    for logits, prompt, row in zip(full, prompts, new, strict=True):
+        assert [int(i) for i in logits[len(prompt) - 1 : len(prompt) - 1 + NEW].argmax(-1)] == row
+    assert len({token for row in new for token in row}) > 5, "paths that say little: take another seed"
+
+
+@pytest.mark.parametrize("name", ["none, window", "learned, full table"])
+def test_greedy_is_the_likeliest_by_an_uncached_pass(name):
+    model, params = causal(name)
+    new = generate(model, params, PROMPTS, max_new_tokens=NEW, sampling=GREEDY)
+    whole = pad([np.array(prompt + row) for prompt, row in zip(PROMPTS, new, strict=True)], 17)
+    positions = jnp.asarray(whole.positions)  # of the padding too, in the table
+    assert_greedy(jax.jit(model.apply)({"params": params}, whole.tokens, positions), PROMPTS, new)
+
+
+def test_translation_is_the_likeliest_by_an_uncached_pass():
+    model, params = translator()
+    targets = [[3, 1], [4], [1, 5, 9]]
+    new = generate(model, params, targets, sources=SOURCES, max_new_tokens=NEW, sampling=GREEDY)
+    source = pad([np.array(row) for row in SOURCES], 13)
+    whole = pad([np.array(target + row) for target, row in zip(targets, new, strict=True)], 9)
+    full = jax.jit(model.apply)(
+        {"params": params},
+        source.tokens,
+        whole.tokens,
+        source_positions=source.positions,
+        source_mask=Mask.lengths(jnp.asarray(source.lengths)),
+    )
+    assert_greedy(full, targets, new)
+
+
+def test_each_row_gets_what_it_would_get_alone():
+    model, params = causal("learned, full table")
+    together = generate(model, params, PROMPTS, max_new_tokens=NEW, sampling=GREEDY)
+    assert together == [generate(model, params, [row], max_new_tokens=NEW, sampling=GREEDY)[0] for row in PROMPTS]
+
+
+def test_each_translation_is_what_it_would_be_alone():
+    model, params = translator()
+    run = functools.partial(generate, model, params, max_new_tokens=NEW, sampling=GREEDY, bos_id=1)
+    together = run(sources=SOURCES)
+    assert together == [run(sources=[row])[0] for row in SOURCES]
+    assert together == run([[1]] * 3, sources=SOURCES)
+    assert together[0] != together[1]
+
+
+def test_a_row_draws_by_its_own_seed_and_position():
+    """The draw depends neither on the batch nor on how the text came to be that long."""
+    model, params = causal(PLAIN)
+    run = functools.partial(generate, model, params, max_new_tokens=NEW)
+    seeds = [11, 5, 8]
+    together = run(PROMPTS, seed=seeds)
+    assert together == [run([row], seed=seed)[0] for row, seed in zip(PROMPTS, seeds, strict=True)]
+    same = run([PROMPTS[0]] * 3, seed=11)
+    assert same[0] == together[0]
+    assert len({tuple(row) for row in same}) == 3
+    half = [row + new[:2] for row, new in zip(PROMPTS, together, strict=True)]
+    assert [new[: NEW - 2] for new in run(half, seed=seeds)] == [new[2:] for new in together]
+    assert run(PROMPTS, seed=[12, 5, 9])[1] == together[1]
+    assert run(PROMPTS, seed=[12, 5, 9])[0] != together[0]
+
+
+def test_a_row_ends_at_end_of_sequence_and_the_others_go_on():
+    model, params = causal(PLAIN)
+    free = generate(model, params, PROMPTS, max_new_tokens=NEW, sampling=GREEDY)
+    for eos_id in {token for row in free for token in row}:
+        want = [row[: row.index(eos_id)] if eos_id in row else row for row in free]
+        assert generate(model, params, PROMPTS, max_new_tokens=NEW, sampling=GREEDY, eos_id=eos_id) == want
+    assert generate(model, params, PROMPTS, max_new_tokens=1, sampling=GREEDY) == [row[:1] for row in free]
+
+
+def test_little_is_compiled():
+    """Not for another prompt length, count, seed, temperature or end: those are arrays."""
+    model, params = causal(PLAIN)
+    generate(model, params, [[1] * 5], max_new_tokens=4, sampling=Sampling(temperature=0.9, top_p=0.9))
+    before = decode._cache_size()
+    for seed, length in enumerate([1, 2, 7, 16]):
+        sampling = Sampling(temperature=1.0 + seed, top_p=0.5 + seed / 10)
+        generate(
+            model, params, [[1] * length], max_new_tokens=4 + length // 2, sampling=sampling, eos_id=seed, seed=seed
+        )
+    generate(CausalLM(CONFIGS[PLAIN]), params, [[1, 2]], max_new_tokens=4, sampling=Sampling(top_p=0.1))
+    assert decode._cache_size() == before
+    generate(model, params, [[1] * 17], max_new_tokens=4, sampling=Sampling(top_p=0.1))
+    assert decode._cache_size() == before + 1
+
+
+def test_translation_compiles_once_for_like_lengths():
+    model, params = translator()
+    run = functools.partial(generate, model, params, sampling=GREEDY, bos_id=1)
+    run(sources=[[1, 2]], max_new_tokens=3)
+    before = decode._cache_size()
+    run(sources=[[1, 2, 3, 4, 5, 6, 7]], max_new_tokens=5)
+    assert decode._cache_size() == before
+
+
+@pytest.mark.parametrize("size", [1, 15, 16, 17, 63, 64, 65, 100, 128, 129, 1000, 1024, 1025, 5000])
+def test_buckets_are_near_and_few(size):
+    assert size <= bucket(size) < size + 16 or bucket(size) < 1.25 * size
+    assert bucket(bucket(size)) == bucket(size)
+    assert len({bucket(n) for n in range(1, 2 ** math.ceil(math.log2(size)) + 1)}) <= 4 * math.log2(max(size, 16)) - 8
+
+
+def inner_jaxprs(equation):
+    for value in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda value: hasattr(value, "eqns")):
+        if hasattr(value, "eqns"):
+            yield value
+
+
+def products(jaxpr):
+    """Shapes of the operands of each matrix product a jaxpr does; those of a scan, as often as it runs."""
+    found = []
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            found.append(tuple(operand.aval.shape for operand in equation.invars))
+        for inner in inner_jaxprs(equation):
+            found += products(inner) * (equation.params["length"] if equation.primitive.name == "scan" else 1)
+    return found
+
+
+def loop_bodies(jaxpr):
+    """The bodies of the outermost while loops."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "while":
+            yield equation.params["body_jaxpr"]
+        else:
+            for inner in inner_jaxprs(equation):
+                yield from loop_bodies(inner)
+
+
+@pytest.mark.parametrize("scan", [True, False])
+def test_products_of_a_step(scan):
+    """Cross-attention's keys and values are computed with the first call; a step has no product with the source but
+    scores and weighted values.
+    """
+    model, params = translator()
+    model = model.clone(execution=Execution(scan=scan))
+    batch, source_length = 3, 29
+    rows = pad([np.ones(source_length, int)] * batch, source_length)
+    program = functools.partial(decode, model, cache_slots=17, new_slots=16)
+    jaxpr = jax.make_jaxpr(program)(
+        params,
+        pad([np.ones(1, int)] * batch, 1),
+        rows,
+        jax.random.split(jax.random.key(0), batch),
+        Choice.of(GREEDY, 31),
+        np.int32(-1),
+        np.int32(5),
+    ).jaxpr
+    layers, encoder_layers = TRANSLATION.decoder_layers, TRANSLATION.encoder_layers
+    (body,) = loop_bodies(jaxpr)
+    step = products(body)
+    # Self-attention: query, key, value, scores, values, output; cross-attention: the same without key and value.
+    assert len(step) == layers * (6 + 4 + 2) + 1
+    assert sum(source_length in left + right for left, right in step) == 2 * layers
+    assert not any({source_length, 22} <= {*left, *right} for left, right in step)
+    assert len(products(jaxpr)) - len(step) == layers * (6 + 6 + 2) + encoder_layers * (6 + 2) + 1
+
+
+def test_a_broken_parameter_is_named():
+    model, params = causal(PLAIN)
+    broken = jax.tree.map(lambda leaf: leaf, params)
+    broken["embedding"] = {"embedding": params["embedding"]["embedding"].at[9].set(jnp.nan)}
+    sound = [[1, 2], [3]]
+    with pytest.raises(ValueError, match=r"row 1 are not finite at position 3 \(after 3 tokens of prompt and 0 new"):
+        generate(model, broken, [[1, 2], [3, 9, 2]], max_new_tokens=4, sampling=GREEDY)
+    with pytest.raises(ValueError, match="The parameter embedding/embedding holds NaN or infinity"):
+        generate(model, broken, [[9], [9]], max_new_tokens=4, sampling=GREEDY)
+    free = generate(model, params, sound, max_new_tokens=1, sampling=GREEDY)
+    poisoned = jax.tree.map(lambda leaf: leaf, params)
+    poisoned["embedding"] = {"embedding": params["embedding"]["embedding"].at[free[0][0]].set(jnp.nan)}
+    with pytest.raises(ValueError, match=r"row 0 .* position 3 \(after 2 tokens of prompt and 1 new"):
+        generate(model, poisoned, sound, max_new_tokens=4, sampling=GREEDY)
+
+
+def test_an_overflow_is_told_from_a_broken_parameter():
+    model, params = causal(PLAIN)
+    huge = {**params, "output": {"kernel": params["output"]["kernel"] * 1e38 * 100}}
+    huge["output"]["kernel"] = jnp.clip(huge["output"]["kernel"], -3e38, 3e38)
+    with pytest.raises(ValueError, match="All parameters are finite, so a number overflowed in float32"):
+        generate(model, huge, [[1, 2], [3]], max_new_tokens=2, sampling=GREEDY)
+
+
+def test_padding_reaches_nothing():
+    """Whatever row 0 of the table holds: padding repeats ids of its own row."""
+    model, params = causal(PLAIN)
+    spoiled = {**params, "embedding": {"embedding": params["embedding"]["embedding"].at[0].set(jnp.nan)}}
+    prompts = [[3, 1], [4, 1, 5, 9, 2]]
+    free = generate(model, params, prompts, max_new_tokens=3, sampling=GREEDY)
+    assert 0 not in free[0] + free[1]
+    assert generate(model, spoiled, prompts, max_new_tokens=3, sampling=GREEDY) == free
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"prompts": []}, r"prompts must be a list with at least one list of token ids, got \[\]"),
+        ({"prompts": "text"}, "prompts must be a list .* got 'text'"),
+        ({"prompts": None}, "prompts is missing: give a list"),
+        ({"prompts": [[1], []]}, "prompt 1 is empty: there must be at least one token"),
+        ({"prompts": ["text"]}, "prompt 0 must be a list of token ids, got 'text'. Encode text"),
+        (
+            {"prompts": [[1], [2, 31]]},
+            r"prompt 1 has id 31 at place 1, but token ids must be from 0 to 30 \(vocab_size",
+        ),
+        ({"prompts": [[2, -1]]}, "prompt 0 has id -1 at place 1"),
+        ({"max_new_tokens": 0}, "max_new_tokens must be a whole number of at least 1, got 0"),
+        ({"eos_id": 31}, r"eos_id must be a token id from 0 to 30 \(vocab_size 31\), got 31"),
+        ({"seed": -1}, "seed must be a whole number from 0 to 4294967295, got -1"),
+        ({"seed": [1, 2]}, "seed must be one number, or one for each of the 1 rows, got 2"),
+        ({"sources": [[1]]}, "sources are for a Seq2Seq"),
+    ],
+)
+def test_bad_input(arguments, message):
+    model = CausalLM(BASE)
+    with pytest.raises(ValueError, match=message):
+        generate(model, {}, **({"prompts": [[1, 2]], "max_new_tokens": 3} | arguments))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"sources": None, "prompts": [[1]]}, "sources is missing: a Seq2Seq writes from a source"),
+        ({"bos_id": None}, "bos_id is missing: give the id that a target begins with, or prompts"),
+        ({"bos_id": 31}, "bos_id must be a token id from 0 to 30"),
+        ({"sources": [[36], [37]]}, "source 1 has id 37 at place 0, but token ids must be from 0 to 36"),
+        ({"sources": [[]]}, "source 0 is empty"),
+        ({"prompts": [[1]] * 2}, "as many prompts as sources, got 2 and 1"),
+        (
+            {"sources": [[1] * 14]},
+            r"source 0 has 14 tokens, but .* table ends at 13 \(max_length\). Shorten the source",
+        ),
+        ({"max_new_tokens": 13}, "prompt 0 has 1 tokens, with 13 new ones 14, but .* ends at 13 .* at most 12 new"),
+        ({"prompts": [[1] * 13]}, "prompt 0 has 13 tokens, with 3 new ones 16, but .* Shorten the prompt"),
+    ],
+)
+def test_bad_input_of_a_translation(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        generate(Seq2Seq(TRANSLATION), {}, **({"sources": [[1, 2]], "bos_id": 1, "max_new_tokens": 3} | arguments))
+
+
+def test_what_cannot_generate():
+    with pytest.raises(ValueError, match=r'got \{"params": ...\}: pass params\["params"\]'):
+        generate(CausalLM(BASE), {"params": {}}, [[1]], max_new_tokens=1)
+    with pytest.raises(ValueError, match="vocab_size is not set"):
+        generate(CausalLM(BASE.replace(vocab_size=None)), {}, [[1]], max_new_tokens=1)
+    with pytest.raises(ValueError, match="generate takes a CausalLM or a Seq2Seq, got a TransformerConfig"):
+        generate(BASE, {}, [[1]], max_new_tokens=1)

@@ -1,0 +1,151 @@
+"""Which tokens can be drawn, how often, and what is refused."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from transformer.config import ConfigError
+from transformer.generate import Sampling, sample
+
+ROWS = 4096
+LOGITS = np.random.default_rng(0).normal(0.0, 1.5, 23).astype(np.float32)
+TIED = np.round(LOGITS)  # many exact ties
+
+
+def expected(logits, sampling):
+    """Probability of each token after the filters, the slow and plain way, in float64."""
+    scaled = logits.astype(np.float64) / sampling.temperature
+    shares = np.exp(scaled - scaled.max()) / np.exp(scaled - scaled.max()).sum()
+    order = sorted(range(len(shares)), key=lambda i: (-shares[i], i))
+    if sampling.top_k is not None:
+        order = order[: sampling.top_k]
+    if sampling.top_p is not None:
+        total, kept = shares[order].sum(), []
+        for i in order:
+            kept.append(i)
+            if shares[kept].sum() / total >= sampling.top_p:
+                break
+        order = kept
+    if sampling.min_p is not None:
+        order = [i for i in order if shares[i] >= sampling.min_p * shares[order[0]]]
+    left = np.where(np.isin(np.arange(len(shares)), order), shares, 0.0)
+    return left / left.sum()
+
+
+def drawn(logits, sampling, seed=0):
+    rows = jnp.broadcast_to(jnp.asarray(logits)[None, :], (ROWS, len(logits)))
+    tokens = sample(rows, jax.random.key(seed), sampling)
+    chex.assert_shape(tokens, (ROWS,))
+    chex.assert_type(tokens, jnp.int32)
+    return np.asarray(tokens)
+
+
+@pytest.mark.parametrize("logits", [LOGITS, TIED], ids=["distinct", "tied"])
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(),
+        Sampling(temperature=0.5),
+        Sampling(temperature=2.0, top_k=5),
+        Sampling(top_k=500, top_p=1.0, min_p=0.0),
+        Sampling(top_p=0.63),
+        Sampling(top_p=1e-9),
+        Sampling(min_p=0.17),
+        Sampling(temperature=1.7, top_k=9, top_p=0.77, min_p=0.21),
+    ],
+    ids=str,
+)
+def test_support_and_frequencies(sampling, logits):
+    """What is drawn is exactly what the filters leave, as often as it should be (5 standard deviations)."""
+    want = expected(logits, sampling)
+    got = np.bincount(drawn(logits, sampling), minlength=len(logits)) / ROWS
+    assert (got[want == 0] == 0).all()
+    assert (got[want > 0.005] > 0).all()
+    np.testing.assert_array_less(np.abs(got - want), 5 * np.sqrt(want * (1 - want) / ROWS) + 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "support"),
+    [
+        (Sampling(top_k=2, top_p=0.55), {0}),  # top-p of what top-k left: 4/7 is enough; before it, two would stay
+        (Sampling(temperature=3.0, top_p=0.38), {0, 1}),  # flattened first: the likeliest alone has 0.32
+        (Sampling(top_p=0.95, min_p=0.3), {0, 1, 2}),
+        (Sampling(temperature=0.25, min_p=0.3), {0, 1}),  # (3/4)^4 = 0.316 of the likeliest, (2/4)^4 is below
+    ],
+    ids=str,
+)
+def test_order_of_the_filters(sampling, support):
+    assert set(drawn(np.log(np.array([0.4, 0.3, 0.2, 0.1], np.float32)), sampling)) == support
+
+
+@pytest.mark.parametrize(
+    "sampling", [Sampling(temperature=0.0), Sampling(top_k=1), Sampling(temperature=1e-30, top_k=1)]
+)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_greedy_takes_the_first_of_equals(sampling, seed):
+    logits = np.array([1.0, 3.0, 2.0, 3.0, 3.0], np.float32)
+    assert set(drawn(logits, sampling, seed)) == {1}
+
+
+def test_a_tiny_temperature_is_greedy_and_finite():
+    logits = np.array([80.0, -90.0, 81.0, 3.0], np.float32)
+    for temperature in (1e-3, 1e-20, 1e-60):
+        assert set(drawn(logits, Sampling(temperature=temperature))) == {2}
+
+
+@pytest.mark.parametrize("sampling", [Sampling(temperature=0.0), Sampling(), Sampling(top_k=3, top_p=0.9, min_p=0.1)])
+def test_rows_that_cannot_be_chosen_from_give_no_token(sampling):
+    """NaN, +inf or nothing but -inf: never token 0. A -inf among others is a token that is never chosen."""
+    nan, inf = np.nan, np.inf
+    logits = jnp.asarray(
+        [[0.0, nan, 1.0], [0.0, inf, 1.0], [-inf, -inf, -inf], [nan, nan, nan], [-inf, 0.0, -inf], [-inf, -inf, 5.0]]
+    )
+    for seed in range(5):
+        tokens = jax.jit(sample, static_argnums=2)(logits, jax.random.key(seed), sampling)
+        assert tokens.tolist() == [-1, -1, -1, -1, 1, 2]
+
+
+def test_a_row_draws_the_same_in_any_batch():
+    logits = jnp.asarray(np.random.default_rng(1).normal(size=(7, 23)).astype(np.float32))
+    for sampling in (Sampling(), Sampling(top_k=6), Sampling(top_p=0.8)):
+        whole = sample(logits, jax.random.key(3), sampling)
+        np.testing.assert_array_equal(sample(logits[:3], jax.random.key(3), sampling), whole[:3])
+        assert (sample(logits, jax.random.key(4), sampling) != whole).any()
+
+
+def test_a_filter_changes_only_the_draws_it_forbids():
+    free = drawn(LOGITS, Sampling())
+    for sampling in (Sampling(top_k=7), Sampling(top_p=0.8), Sampling(min_p=0.1)):
+        allowed = expected(LOGITS, sampling)[free] > 0
+        assert 0 < allowed.sum() < ROWS
+        np.testing.assert_array_equal(drawn(LOGITS, sampling)[allowed], free[allowed])
+
+
+def test_low_precision_logits_are_drawn_in_float32():
+    logits = np.full(300, -4.0, np.float32)  # bfloat16 sums of these would stop growing at 2
+    logits[0] = 0.0
+    rows = jnp.broadcast_to(jnp.asarray(logits, jnp.bfloat16)[None, :], (ROWS, 300))
+    share = (np.asarray(sample(rows, jax.random.key(0), Sampling(top_p=0.9))) == 0).mean()
+    want = expected(logits, Sampling(top_p=0.9))[0]
+    assert abs(share - want) < 0.03
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"temperature": -0.1}, r"temperature must be a finite number of at least 0 \(0 is greedy\), got -0.1"),
+        ({"temperature": float("nan")}, "temperature must be .* got nan"),
+        ({"temperature": float("inf")}, "temperature must be .* got inf"),
+        ({"top_k": 0}, "top_k must be a whole number of at least 1, or None to keep all tokens, got 0"),
+        ({"top_k": True}, "top_k must be a whole number .* got True"),
+        ({"top_p": 0.0}, "top_p must be above 0 and at most 1, or None to keep all tokens, got 0.0"),
+        ({"top_p": 1.01}, "top_p must be above 0 and at most 1.* got 1.01"),
+        ({"min_p": -0.5}, "min_p must be at least 0 and at most 1.* got -0.5"),
+        ({"min_p": float("nan")}, "min_p must be at least 0 and at most 1.* got nan"),
+    ],
+)
+def test_values_out_of_range(values, message):
+    with pytest.raises(ConfigError, match=message):
+        Sampling(**values)
