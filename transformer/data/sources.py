@@ -138,8 +138,8 @@ def _tiny_shakespeare(config: TinyShakespeare) -> Documents:
     if hashlib.sha256(whole).hexdigest() != file.checksum:
         place = _data_dir(config.data_dir) / "tiny_shakespeare"
         raise ValueError(
-            f"the prepared data in {place} is not Tiny Shakespeare: expected {file.size} bytes with SHA-256 "
-            f"{file.checksum}, got {len(whole)}. Delete that folder: the next run prepares it anew."
+            f"the prepared data in {place} is not Tiny Shakespeare: expected {int(file.size):,} bytes with "
+            f"SHA-256 {file.checksum}, got {len(whole):,} others. Delete that folder: the next run prepares it anew."
         )
     held_out = (texts["validation"] + texts["test"]).decode()
     return Documents({"train": [texts["train"].decode()], "validation": [held_out]})

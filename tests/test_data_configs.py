@@ -1,0 +1,87 @@
+"""Kinds of data are validated at birth, each message with its remedy; every kind can be saved and read back."""
+
+import dataclasses
+
+import pytest
+
+from transformer.config import ConfigError
+from transformer.data import (
+    DATA,
+    PLACES,
+    JsonLines,
+    NumberWords,
+    ParallelText,
+    TextFile,
+    TinyShakespeare,
+    TokenizerConfig,
+)
+
+
+def born(kind: type, fields: dict):
+    """An instance as a command line makes it: past the type checks that only tests have, not past its own."""
+    config = object.__new__(kind)
+    for field in dataclasses.fields(kind):
+        object.__setattr__(config, field.name, fields.get(field.name, field.default))
+    assert set(fields) <= {field.name for field in dataclasses.fields(kind)}
+    config.__post_init__()
+    return config
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "message"),
+    [
+        (TokenizerConfig, {"kind": "words"}, r"tokenizer\.kind must be one of .* got 'words'\. Did you mean 'word'\?"),
+        (TokenizerConfig, {"vocab_size": 80}, r"vocab_size \(80\) can't be chosen for a char tokenizer"),
+        (TokenizerConfig, {"kind": "bpe", "vocab_size": 258}, "vocab_size must be .* at least 259, got 258"),
+        (TokenizerConfig, {"kind": "word", "vocab_size": 4}, "at least 5, got 4"),
+        (TinyShakespeare, {"sequence_length": 0}, "sequence_length must be a whole number of at least 1, got 0"),
+        (TinyShakespeare, {"batch_size": 1.5}, "batch_size must be a whole number of at least 1, got 1.5"),
+        (TinyShakespeare, {"eval_batch_size": True}, "eval_batch_size must be .* got True"),
+        (TextFile, {"path": ""}, "path must name a file, got ''"),
+        (TextFile, {"path": "x", "validation_share": 1.0}, "validation_share must be above 0 and below 1, got 1.0"),
+        (JsonLines, {"path": "x", "validation_share": None}, "validation_share must be above 0 and below 1, got None"),
+        (NumberWords, {"source_language": "eng"}, r"source_language must be one of .* got 'eng'\. Did you mean 'en'\?"),
+        (NumberWords, {"target_language": "en"}, "are both 'en'. Give two different ones"),
+        (NumberWords, {"max_digits": 1}, "max_digits must be a whole number of at least 2, got 1"),
+        (NumberWords, {"max_digits": 7}, "max_digits must be from 2 to 6"),
+        (NumberWords, {"train_examples": 10}, "train_examples must be a whole number of at least 200, got 10"),
+        (NumberWords, {"target_language": "de"}, "writes a number as one word.* Take tokenizer.kind char, byte or bpe"),
+        (NumberWords, {"max_target_length": 1}, "max_target_length must be .* at least 2, or None, got 1"),
+        (ParallelText, {"source_path": "a", "max_source_length": 0}, "max_source_length must be .* or None, got 0"),
+        (
+            ParallelText,
+            {"source_path": "a", "target_path": "b", "validation_source_path": "c"},
+            "Give validation files in the form of the training files",
+        ),
+        (ParallelText, {"source_path": "a", "validation_target_path": "c"}, "validation_target_path is 'c', but"),
+    ],
+)
+def test_impossible_data_says_what_to_change(kind, fields, message):
+    with pytest.raises(ConfigError, match=message):
+        born(kind, fields)
+
+
+def test_kinds_by_tag():
+    assert list(DATA) == ["number_words", "tiny_shakespeare", "text_file", "json_lines", "parallel_text"]
+    assert {kind: config.kind for kind, config in DATA.items()} == {kind: kind for kind in DATA}
+    assert {kind for kind, config in DATA.items() if config.task == "seq2seq"} == {"number_words", "parallel_text"}
+    fields = {field.name for config in DATA.values() for field in dataclasses.fields(config)}
+    assert fields >= PLACES, "names of places are names of fields"
+    assert {name for name in fields if name.endswith(("path", "dir"))} == PLACES
+
+
+@pytest.mark.parametrize("kind", DATA.values())
+def test_every_field_is_told_to_the_user(kind, capsys):
+    """The text under a field is its line in --help: none may be missing."""
+    import tyro
+
+    required = {"path": "x", "source_path": "x"}
+    given = {field.name: required[field.name] for field in dataclasses.fields(kind) if field.name in required}
+    with pytest.raises(SystemExit):
+        tyro.cli(kind, args=["--help"], default=kind(**given))
+    shown = capsys.readouterr().out
+    for field in dataclasses.fields(kind):
+        name = "--" + field.name.replace("_", "-")
+        assert name in shown, name
+        if field.name != "tokenizer":
+            assert len(shown.split(name + " ", 1)[1].split("--")[0]) > len("{None}|STR (default: None)") + 20, name

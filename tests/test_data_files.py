@@ -1,0 +1,122 @@
+"""Files of one's own: what is handled, and what is refused with its place and remedy."""
+
+import pytest
+
+from transformer import data
+from transformer.data import JsonLines, ParallelText, TextFile, local_files
+
+
+def write(path, content: bytes | str) -> str:
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return str(path)
+
+
+def test_line_ends_and_marks_of_every_system(tmp_path):
+    path = write(tmp_path / "a.txt", "\ufeffone\r\ntwo\rthree\n\nfive ñ\n")
+    assert local_files.read_text(path) == "one\ntwo\nthree\n\nfive ñ\n"
+    odd = "one\u2028still one\x0b\x1cand this\ntwo"
+    assert local_files.read_lines(write(tmp_path / "b.txt", odd)) == ["one\u2028still one\x0b\x1cand this", "two"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", r"a\.txt is empty: expected text, got 0 bytes"),
+        (b" \n\r\n", r"is empty: expected text, got 4 bytes without any"),
+        (b"abc\0def", "binary file: expected UTF-8 text, got a NUL byte at byte 3"),
+        (b"caf\xe9 noir", "no UTF-8 text: byte 3 is 0xe9.*iconv -f LATIN1"),
+        (b"\xef\xbb\xbfcaf\xe9", "byte 6 is 0xe9"),
+        ("text".encode("utf-16"), "is UTF-16: expected UTF-8.*iconv -f UTF-16"),
+        (b"short", r"shorter than the context: expected more than sequence_length \(16\) tokens, got 4"),
+        (b"x", "expected at least 2 characters, got 1"),
+    ],
+)
+def test_text_that_can_not_be_used(tmp_path, content, message):
+    with pytest.raises(ValueError, match=message):
+        data.prepare(TextFile(path=write(tmp_path / "a.txt", content), sequence_length=16))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda path: TextFile(path=path),
+        lambda path: JsonLines(path=path),
+        lambda path: ParallelText(source_path=path),
+    ],
+)
+def test_a_missing_file_and_a_folder(tmp_path, make):
+    write(tmp_path / "corpus.txt", "text")
+    with pytest.raises(FileNotFoundError, match=r"no file .*corpsu\.txt\. Did you mean 'corpus\.txt'\?"):
+        data.prepare(make(str(tmp_path / "corpsu.txt")))
+    with pytest.raises(FileNotFoundError, match="Check the path"):
+        data.prepare(make(str(tmp_path / "nowhere" / "corpus.txt")))
+    with pytest.raises(ValueError, match="is not a file"):
+        data.prepare(make(str(tmp_path)))
+
+
+def test_a_held_out_text_too_short(tmp_path):
+    config = TextFile(
+        path=write(tmp_path / "a.txt", "some text " * 9),
+        validation_path=write(tmp_path / "b.txt", "s"),
+        sequence_length=8,
+    )
+    with pytest.raises(ValueError, match="the validation text is too short: expected at least 2 tokens, got 1"):
+        data.prepare(config)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"text": "a"}\n{"text": ', "line 2: expected a JSON object, got '{\"text\":'"),
+        ('\n["a"]', "line 2: expected a JSON object, got list"),
+        ('{"texts": "a", "id": 1}', r"expected text in field 'text', got fields texts, id\. Did you mean 'texts'\?"),
+        ('{"text": 1}', "expected text in field 'text', got int in it"),
+        ('{"text": " "}', "is empty: expected documents in field 'text'"),
+        ('{"text": "only one"}', r"expected at least 2 documents, got 1\. .*--data\.validation-path"),
+        ("[" * 100_000, "line 1: expected a JSON object"),
+    ],
+)
+def test_json_lines_that_can_not_be_used(tmp_path, content, message):
+    with pytest.raises(ValueError, match=message):
+        data.prepare(JsonLines(path=write(tmp_path / "a.jsonl", content), sequence_length=2))
+
+
+def test_json_lines_with_another_field(tmp_path):
+    path = write(tmp_path / "a.jsonl", '{"body": "one\\r\\ntwo"}\r\n{"body": ""}\n{"body": "three"}')
+    assert local_files.read_json_lines(path, "body") == ["one\ntwo", "three"]
+
+
+def test_pairs_from_two_files(tmp_path):
+    source = write(tmp_path / "a.en", "one\r\n\r\nthree\r\nfour\r\n")
+    target = write(tmp_path / "a.es", "uno\n\ntres\n\n")
+    assert local_files.read_pairs(source, target) == ([("one", "uno"), ("three", "tres")], 2)
+
+
+def test_pairs_that_do_not_pair(tmp_path):
+    source, target = write(tmp_path / "a.en", "one\ntwo\nthree\n"), write(tmp_path / "a.es", "uno\ndos\n")
+    with pytest.raises(ValueError, match=r"as many lines: .*a\.en has 3, .*a\.es has 2"):
+        data.prepare(ParallelText(source_path=source, target_path=target))
+    tabs = write(tmp_path / "a.tsv", "one\tuno\ntwo dos\n")
+    with pytest.raises(ValueError, match=r"line 2: expected source, one tab, target; got 0 tabs in 'two dos'"):
+        data.prepare(ParallelText(source_path=tabs))
+    tabs = write(tmp_path / "b.tsv", "one\tuno\tun\n")
+    with pytest.raises(ValueError, match=r"line 1: .* got 2 tabs"):
+        data.prepare(ParallelText(source_path=tabs))
+    empty = write(tmp_path / "c.tsv", "one\t\n\tdos\n")
+    with pytest.raises(ValueError, match=r"no pair with text on both sides \(2 lines read\)"):
+        data.prepare(ParallelText(source_path=empty))
+    single = write(tmp_path / "d.tsv", "one\tuno\n")
+    with pytest.raises(ValueError, match="expected at least 2 pairs, got 1"):
+        data.prepare(ParallelText(source_path=single))
+
+
+def test_held_out_pairs_from_files_of_their_own(tmp_path):
+    config = ParallelText(
+        source_path=write(tmp_path / "a.en", "one\ntwo\n"),
+        target_path=write(tmp_path / "a.es", "uno\ndos\n"),
+        validation_source_path=write(tmp_path / "b.en", "three\n"),
+        validation_target_path=write(tmp_path / "b.es", "tres\n"),
+    )
+    dataset = data.prepare(config)
+    assert [(e.source, e.target) for e in dataset.examples("validation")] == [("three", "tres")]
+    assert len(dataset.examples("train")) == 2

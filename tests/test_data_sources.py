@@ -1,0 +1,112 @@
+"""Data through TFDS: Tiny Shakespeare with and without network, broken prepared data, no TensorFlow, no noise."""
+
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from transformer import data
+from transformer.data import NumberWords, TinyShakespeare
+
+SMALL = {"max_digits": 2, "train_examples": 200, "test_examples": 3, "validation_examples": 2}
+
+
+@pytest.fixture(scope="module")
+def shakespeare_dir(test_data, tmp_path_factory):
+    """A folder where our own builder has prepared Tiny Shakespeare from the file by hand."""
+    folder = tmp_path_factory.mktemp("tfds")
+    data.prepare(TinyShakespeare(data_dir=str(folder), manual_dir=str(test_data / "data" / "manual")))
+    return folder
+
+
+def test_tiny_shakespeare_is_the_whole_text_split_as_nanogpt_does(test_data, shakespeare_dir):
+    text = (test_data / "data" / "manual" / "input.txt").read_text()
+    dataset = data.prepare(TinyShakespeare(data_dir=str(shakespeare_dir), sequence_length=64))
+    assert dataset.tokenizer.vocab_size == 65 + 3
+    tokens = [int(t) for batch in dataset.eval_batches() for t in batch["targets"][batch["weights"] > 0]]
+    assert dataset.tokenizer.decode(tokens) == text[int(len(text) * 0.9) + 1 :]
+    assert "1,003,854 train tokens, 111,540 validation tokens" in dataset.describe()
+
+
+def test_what_tfds_prepared_itself_is_read_too(test_data, shakespeare_dir):
+    ours = data.prepare(TinyShakespeare(data_dir=str(shakespeare_dir)))
+    theirs = data.prepare(TinyShakespeare(data_dir=str(test_data / "tfds")))
+    assert ours.fingerprint == theirs.fingerprint
+
+
+def test_without_network_the_error_says_which_file_to_put_where(tmp_path, monkeypatch):
+    import requests
+
+    def no_network(*_, **__):
+        raise requests.ConnectionError("no route")
+
+    monkeypatch.setattr(requests, "head", no_network)
+    with pytest.raises(OSError, match=r"can't download https://.*ConnectionError.* --data\.manual-dir FOLDER") as error:
+        data.prepare(TinyShakespeare(data_dir=str(tmp_path)))
+    for part in ("input.txt", "1,115,394 bytes", "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"):
+        assert part in str(error.value)
+
+
+def test_a_manual_file_that_is_missing_or_another(tmp_path):
+    config = TinyShakespeare(data_dir=str(tmp_path / "tfds"), manual_dir=str(tmp_path))
+    with pytest.raises(FileNotFoundError, match=r"no file .*input\.txt\. Put the file input\.txt \(1,115,394 bytes"):
+        data.prepare(config)
+    (tmp_path / "input.txt").write_text("To be")
+    with pytest.raises(ValueError, match=r"is not the file expected: got 5 bytes, SHA-256 [0-9a-f]{64}\. Put the file"):
+        data.prepare(config)
+
+
+@pytest.fixture
+def prepared(tmp_path):
+    config = NumberWords(data_dir=str(tmp_path), **SMALL)
+    data.prepare(config)
+    (folder,) = (tmp_path / "number_words").glob("*/1.0.0")
+    return config, folder
+
+
+@pytest.mark.parametrize("damage", ["truncated", "shard missing", "no JSON", "another format"])
+def test_broken_prepared_data(prepared, damage):
+    config, folder = prepared
+    (shard,) = folder.glob("number_words-test.array_record*")
+    info = folder / "dataset_info.json"
+    if damage == "truncated":
+        shard.write_bytes(shard.read_bytes()[:1000])
+    elif damage == "shard missing":
+        shard.unlink()
+    elif damage == "no JSON":
+        info.write_text("{")
+    else:
+        info.write_text(info.read_text().replace("array_record", "tfrecord"))
+    with pytest.raises(ValueError, match=r"the prepared data in .*number_words.* can't be read: .* Delete that folder"):
+        data.prepare(config)
+
+
+def test_prepared_data_that_is_not_tiny_shakespeare(shakespeare_dir, tmp_path):
+    shutil.copytree(shakespeare_dir, tmp_path / "copy")
+    folder = tmp_path / "copy" / "tiny_shakespeare" / "1.0.0"
+    shutil.copy(next(folder.glob("*-validation.*")), next(folder.glob("*-test.*")))
+    with pytest.raises(ValueError, match="is not Tiny Shakespeare: expected 1,115,394 bytes with SHA-256"):
+        data.prepare(TinyShakespeare(data_dir=str(tmp_path / "copy")))
+
+
+def test_a_data_dir_that_can_not_be_written(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(OSError, match=r"can't prepare number_words in .*file: .* \(--data\.data-dir\)"):
+        data.prepare(NumberWords(data_dir=str(tmp_path / "file"), **SMALL))
+
+
+def test_preparing_is_silent_and_needs_no_tensorflow(tmp_path):
+    program = (
+        "import sys\n"
+        "from transformer import data\n"
+        "loaded = {'grain', 'tensorflow_datasets', 'num2words', 'tokenizers'} & set(sys.modules)\n"
+        "assert not loaded, f'importing transformer.data loads {loaded}'\n"
+        f"dataset = data.prepare(data.NumberWords(**{SMALL}))\n"
+        "next(dataset.train_batches(0))\n"
+        "assert 'tensorflow' not in sys.modules\n"
+    )
+    environment = {"TFDS_DATA_DIR": str(tmp_path / "from_environment"), "JAX_PLATFORMS": "cpu", "PATH": "/usr/bin:/bin"}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert (tmp_path / "from_environment" / "number_words").is_dir()

@@ -1,0 +1,183 @@
+"""Tokenizers: round trips, special tokens without a spelling, saved and loaded, broken files told."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from transformer.data import TokenizerConfig, load_tokenizer
+from transformer.data.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer, WordTokenizer, build_tokenizer
+
+TEXTS = ["to be or not to be", "that is the question", "¿qué pasa? <eos> el niño", "siebenhundertzweiundvierzig"] * 3
+KINDS = ("char", "byte", "word", "bpe")
+
+
+def make(kind: str, vocab_size: int | None = None, normalization: str = "none"):
+    return build_tokenizer(TokenizerConfig(kind=kind, vocab_size=vocab_size), TEXTS, ["held out"], normalization)
+
+
+@pytest.fixture(scope="module")
+def bpe():
+    return make("bpe", 300)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_round_trip_and_ids(kind):
+    tokenizer = make(kind)
+    assert (tokenizer.kind, tokenizer.pad_id, tokenizer.bos_id, tokenizer.eos_id) == (kind, 0, 1, 2)
+    for text in TEXTS:
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == text
+        assert len(tokenizer.tokens(ids)) == len(ids)
+        assert all(3 <= i < tokenizer.vocab_size for i in ids)
+    assert tokenizer.encode("") == []
+    assert tokenizer.decode([]) == ""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_special_tokens_in_a_text_stay_text(kind):
+    tokenizer = build_tokenizer(TokenizerConfig(kind=kind), ["<pad> <bos> <eos> <unk> a"])
+    text = "<eos> a <pad> <unk> <bos>"
+    ids = tokenizer.encode(text)
+    assert {tokenizer.pad_id, tokenizer.bos_id, tokenizer.eos_id}.isdisjoint(ids)
+    assert tokenizer.decode([tokenizer.bos_id, *ids, tokenizer.eos_id, tokenizer.pad_id]) == text
+    assert tokenizer.tokens([0, 1, 2]) == ["<pad>", "<bos>", "<eos>"]
+
+
+@given(st.text())
+@settings(max_examples=150, deadline=None)
+def test_bytes_and_bpe_know_every_text(bpe, text):
+    assert ByteTokenizer().decode(ByteTokenizer().encode(text)) == text
+    assert bpe.decode(bpe.encode(text)) == text
+
+
+def test_a_closed_vocabulary_names_what_it_lacks():
+    with pytest.raises(ValueError, match=r"the text has characters 'X', 'я' that this tokenizer does not know"):
+        make("char").encode("to я X be")
+    with pytest.raises(ValueError, match=r"the text has word 'questoin' .* Did you mean 'question'\?"):
+        make("word").encode("the questoin")
+    with pytest.raises(ValueError, match="lone surrogate"):
+        make("byte").encode("a\ud800")
+    with pytest.raises(ValueError, match="lone surrogate"):
+        make("bpe", 300).encode("a\ud800")
+    assert make("char").decode(make("char").encode("held out")) == "held out", "held-out texts can be written, too"
+
+
+def test_a_sized_vocabulary_of_words_has_an_unknown_word():
+    tokenizer = make("word", 6)
+    assert tokenizer.vocab_size == 6
+    assert tokenizer.unk_id == 3
+    assert tokenizer.encode("to be or not") == [5, 4, 3, 3]
+    assert tokenizer.decode([5, 3, 4]) == "to be"
+    assert tokenizer.tokens([3, 4]) == ["<unk>", "be"]
+
+
+def test_bpe_learns_parts_and_always_the_same(bpe):
+    assert bpe.vocab_size == 300
+    assert len(bpe.encode("to be or not to be")) < len("to be or not to be") / 2
+    assert bpe.state() == make("bpe", 300).state()
+    assert "siebenhundertzwei" in bpe.decode(bpe.encode("siebenhundertzwei")), "words never seen, from their parts"
+
+
+def test_labels_show_what_can_not_be_seen():
+    tokenizer = build_tokenizer(TokenizerConfig(kind="char"), ["a b\nc"])
+    assert tokenizer.tokens(tokenizer.encode("a b\nc")) == ["a", "␣", "b", "\\n", "c"]
+    assert ByteTokenizer().tokens(ByteTokenizer().encode("a é")) == ["a", "␣", "c3", "a9"]
+    bpe = build_tokenizer(TokenizerConfig(kind="bpe", vocab_size=265), ["be to be to be"])
+    assert "␣be" in bpe.tokens(bpe.encode("to be"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ids_outside_the_vocabulary(kind):
+    tokenizer = make(kind)
+    for wrong in (tokenizer.vocab_size, -1):
+        with pytest.raises(ValueError, match=rf"token id {wrong} at position 1 .* expected 0 to"):
+            tokenizer.decode([3, wrong])
+        with pytest.raises(ValueError, match="outside the vocabulary"):
+            tokenizer.tokens([wrong])
+
+
+@pytest.mark.parametrize(("kind", "size"), [("char", None), ("byte", None), ("word", None), ("word", 9), ("bpe", 290)])
+def test_saved_and_loaded(tmp_path, kind, size):
+    tokenizer = make(kind, size, normalization="english_number_words")
+    tokenizer.save(tmp_path / "tokenizer")
+    loaded = load_tokenizer(tmp_path / "tokenizer")
+    assert type(loaded) is type(tokenizer)
+    assert loaded.state() == tokenizer.state()
+    assert loaded.vocab_size == tokenizer.vocab_size
+    assert loaded.encode(TEXTS[0]) == tokenizer.encode(TEXTS[0])
+    assert loaded.normalize("Not to-be, and") == "not to be"
+    assert loaded.encode_source("To-Be and") == tokenizer.encode("to be")
+    assert [path.name for path in (tmp_path / "tokenizer").iterdir()] == ["tokenizer.json"]
+    assert "\\u" not in (tmp_path / "tokenizer" / "tokenizer.json").read_text(encoding="utf-8"), "readable"
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "message"),
+    [
+        ("char", {"format": 2}, "expected format 1, got 2"),
+        ("char", {"kind": "chars"}, r"kind must be one of .* got 'chars'\. Did you mean 'char'\?"),
+        ("char", {"vocabulary": "abc"}, "vocabulary must be a list of strings"),
+        ("char", {"vocabulary": []}, "the vocabulary is empty"),
+        ("char", {"vocabulary": ["a", "a"]}, "holds 'a' twice"),
+        ("char", {"vocabulary": ["ab"]}, "single characters, got 'ab'"),
+        ("char", {"special_tokens": ["<pad>", "<bos>", "<eos>", "<unk>"]}, "special_tokens must be"),
+        ("char", {"normalization": "number_word"}, r"normalization must be one of .* Did you mean 'number_words'"),
+        ("char", {"normalization": ["none"]}, "normalization must be a string"),
+        ("word", {"vocabulary": ["a b"]}, "words without blanks, got 'a b'"),
+        ("word", {"special_tokens": ["<eos>"]}, "special_tokens must be"),
+        ("bpe", {"vocabulary": ["a"], "merges": []}, "holds all 256 bytes"),
+        ("bpe", {"merges": ["q zzz"]}, "merge 0 .* 'zzz', not in the vocabulary"),
+        ("bpe", {"merges": ["a b c"]}, "merge 0 must be two parts"),
+        ("bpe", {"merges": None}, "merges must be a list of strings"),
+    ],
+)
+def test_a_broken_file_is_an_error_that_names_it(tmp_path, kind, change, message):
+    make(kind, 280 if kind == "bpe" else None).save(tmp_path)
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | change), encoding="utf-8")
+    with pytest.raises(ValueError, match=message) as error:
+        load_tokenizer(tmp_path)
+    assert str(path) in str(error.value)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"\xff\xfe", b"[" * 100_000, b'{"format": 1'])
+def test_a_file_that_is_no_tokenizer(tmp_path, content):
+    (tmp_path / "tokenizer.json").write_bytes(content)
+    with pytest.raises(ValueError, match=r"tokenizer\.json is no valid tokenizer: "):
+        load_tokenizer(tmp_path)
+
+
+def test_no_file(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no tokenizer in"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_panic_of_the_library_is_an_ordinary_error(monkeypatch, bpe):
+    """The library's PanicException derives from BaseException: `except Exception` would let it end the program."""
+    import tokenizers
+
+    class PanicException(BaseException):
+        pass
+
+    def panic(**_):
+        raise PanicException("called `Option::unwrap()` on a `None` value")
+
+    monkeypatch.setattr(tokenizers.models, "BPE", panic)
+    with pytest.raises(ValueError, match="refuses these merges: called"):
+        BPETokenizer(bpe.vocabulary, [])
+
+    def interrupt(**_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tokenizers.models, "BPE", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        BPETokenizer(bpe.vocabulary, [])
+
+
+def test_no_text_no_tokenizer():
+    with pytest.raises(ValueError, match="the vocabulary is empty"):
+        CharTokenizer([])
+    with pytest.raises(ValueError, match="the vocabulary is empty"):
+        WordTokenizer([])
