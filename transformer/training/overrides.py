@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import importlib.util
 import io
+import itertools
 import os
 import re
 from collections.abc import Sequence
@@ -128,17 +129,14 @@ def _unknown_option(recipe: Recipe, arguments: Sequence[str]) -> str | None:
 
 
 def _one_line(text: str) -> str:
-    """The message inside one of tyro's boxes, without frame, help text and line ends."""
-    lines = [re.sub(r"[╭╮╰╯│─]", " ", line).strip() for line in text.splitlines()]
-    inside, message = False, []
-    for raw, line in zip(text.splitlines(), lines, strict=True):
-        if raw.startswith("╭"):
-            inside = True
-        elif inside and line:
-            message.append(line)
-        elif inside and message:
-            break
-    joined = " ".join(message) or " ".join(line for line in lines if line)
+    """The message inside one of tyro's boxes (UTF-8 or plain): a title, then the message up to the first rule."""
+    lines = [re.sub(r"[╭╮╰╯│─]|-{5,}", " ", line).strip() for line in text.splitlines()]
+    parts = [" ".join(group) for full, group in itertools.groupby(lines, key=bool) if full]
+    if len(parts) > 1 and lines[0] == parts[0]:
+        parts = parts[1:]
+    elif parts:
+        parts[0] = parts[0].removeprefix(lines[0]).strip()
+    joined = parts[0] if parts else text
     place = re.match(r"Error parsing ([\w.-]+): ", joined)
     if place:
         joined = joined[place.end() :]

@@ -1,0 +1,381 @@
+"""Recipes: JSON and back, what may change in a workdir, and every mistake on a command line in one line that helps."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from training_recipes import change, tiny_recipe
+
+from transformer.config import ConfigError, LayerKind, RotaryScaling, TransformerConfig
+from transformer.data.configs import DATA, JsonLines, NumberWords, ParallelText, TextFile, TinyShakespeare
+from transformer.models import CausalLM, Seq2Seq
+from transformer.training import (
+    CheckpointConfig,
+    EvaluationConfig,
+    LoggingConfig,
+    OptimizerConfig,
+    Recipe,
+    TrainingConfig,
+    build_model,
+    difference,
+    from_json,
+    load_recipe,
+    to_json,
+)
+from transformer.training.overrides import fast, find_recipe, load_recipe_file, override, recipe_files
+from transformer.training.recipe import FILE, MAY_CHANGE, save_recipe, with_vocabulary
+from transformer.training.serial import flatten
+
+ROOT = Path(__file__).resolve().parent.parent
+LINES = JsonLines(path="a.jsonl", field="body")
+PAIRS = ParallelText(source_path="a", target_path="b", batch_size=12)
+ALL_DATA = [NumberWords(), TinyShakespeare(), TextFile(path="a.txt"), LINES, PAIRS]
+
+
+def rich_recipe(data=None):
+    scaling = RotaryScaling(kind="yarn", factor=4.0)
+    model = TransformerConfig(
+        d_model=12,
+        num_layers=4,
+        num_heads=3,
+        position="rotary",
+        rotary_scaling=scaling,
+        prefix=(LayerKind(window=7),),
+        period=(LayerKind(rotary_base=5.0), LayerKind(rotary_scaling=scaling)),
+        suffix=(LayerKind(),),
+    )
+    return Recipe(name="rich", model=model, data=data or NumberWords())
+
+
+# JSON
+
+
+@pytest.mark.parametrize("data", ALL_DATA, ids=lambda data: data.kind)
+def test_json_and_back_is_the_same_recipe(data):
+    recipe = rich_recipe(data)
+    text = json.dumps(to_json(recipe), allow_nan=False)
+    again = from_json(json.loads(text))
+    assert again == recipe
+    assert type(again.data) is type(data)
+
+
+def test_every_kind_of_data_is_tried():
+    assert {data.kind for data in ALL_DATA} == set(DATA)
+
+
+def test_json_says_kind_and_version():
+    values = to_json(rich_recipe())
+    assert (values["format"], values["version"]) == ("transformer recipe", 1)
+    assert values["recipe"]["data"]["class"] == "number_words"
+    assert values["recipe"]["model"]["period"][1]["rotary_scaling"]["class"] == "RotaryScaling"
+
+
+def broken(edit):
+    values = json.loads(json.dumps(to_json(rich_recipe())))
+    edit(values)
+    return values
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda v: v["recipe"]["model"].update(d_modell=3), "recipe.model has an unknown field 'd_modell'.*'d_model'"),
+        (lambda v: v["recipe"]["model"].pop("num_heads"), "recipe.model lacks num_heads: it was written by another"),
+        (lambda v: v["recipe"]["model"].update(d_model="x"), "recipe.model.d_model must be of type int, got 'x'"),
+        (lambda v: v["recipe"]["model"].update(d_model=True), "recipe.model.d_model must be of type int, got True"),
+        (lambda v: v["recipe"]["model"].update(norm="rms"), "recipe.model.norm must be one of layer_norm, rms_norm"),
+        (lambda v: v["recipe"]["model"].update(period={}), "recipe.model.period must be a list"),
+        (lambda v: v["recipe"]["model"]["period"][0].update(window="x"), r"recipe.model.period\[0\].window must be"),
+        (lambda v: v["recipe"]["data"].update({"class": "numbers"}), "class 'numbers'.*Did you mean 'number_words'"),
+        (lambda v: v["recipe"]["data"].pop("class"), "recipe.data must be an object with a 'class'"),
+        (lambda v: v["recipe"].update(training=None), "recipe.training must be an object with a 'class'"),
+        (lambda v: v["recipe"]["optimizer"].update(clip_norm="1"), "recipe.optimizer.clip_norm must be of type float"),
+        (lambda v: v.update(version=2), "recipe version 2, this program reads 1"),
+        (lambda v: v.pop("format"), "recipe is not a recipe"),
+    ],
+)
+def test_broken_json_is_an_error_that_names_the_place(edit, message):
+    with pytest.raises(ConfigError, match=message):
+        from_json(broken(edit))
+
+
+def test_whole_numbers_are_taken_for_floats():
+    values = broken(lambda v: v["recipe"]["optimizer"].update(clip_norm=2, learning_rate=1))
+    optimizer = from_json(values).optimizer
+    assert (optimizer.clip_norm, optimizer.learning_rate) == (2.0, 1.0)
+    assert isinstance(optimizer.learning_rate, float)
+
+
+def test_a_workdir_keeps_its_recipe(tmp_path):
+    recipe = rich_recipe()
+    assert save_recipe(recipe, tmp_path) == tmp_path / FILE
+    assert load_recipe(tmp_path) == recipe
+    (tmp_path / FILE).write_text((tmp_path / FILE).read_text()[:-40])
+    with pytest.raises(ConfigError, match=r"recipe.json is not valid JSON"):
+        load_recipe(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"is not the workdir of a run"):
+        load_recipe(tmp_path / "nowhere")
+
+
+# Fields that must fit
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: OptimizerConfig(name="adam"),
+            "optimizer.name must be one of adamw, muon, got 'adam'. Did you mean 'adamw'",
+        ),
+        (lambda: OptimizerConfig(schedule="cos"), "optimizer.schedule must be one of"),
+        (lambda: OptimizerConfig(learning_rate=-1.0), "optimizer.learning_rate must be a number of at least 0, got -1"),
+        (lambda: OptimizerConfig(beta2=1.0), "optimizer.beta2 must be a number of at least 0 and below 1, got 1.0"),
+        (lambda: OptimizerConfig(clip_norm=0.0), "optimizer.clip_norm must be above 0, got 0.0"),
+        (lambda: OptimizerConfig(schedule="noam", warmup_steps=0), "optimizer.warmup_steps must be at least 1"),
+        (lambda: TrainingConfig(steps=0), "training.steps must be a whole number of at least 1, got 0"),
+        (lambda: TrainingConfig(label_smoothing=1.0), "training.label_smoothing"),
+        (lambda: TrainingConfig(ema_decay=1.0), "training.ema_decay"),
+        (lambda: TrainingConfig(nan_policy="go"), "training.nan_policy must be one of stop, skip"),
+        (lambda: EvaluationConfig(every=0), "evaluation.every must be a whole number of at least 1"),
+        (lambda: EvaluationConfig(temperature=-0.1), "evaluation.temperature"),
+        (lambda: CheckpointConfig(keep_last=0), "checkpoint.keep_last"),
+        (lambda: LoggingConfig(every=None), "logging.every must be a whole number of at least 1, got None"),
+        (
+            lambda: tiny_recipe(accumulation=3),
+            r"data.batch_size \(8\) must be a multiple of training.accumulation \(3\)",
+        ),
+        (
+            lambda: tiny_recipe(model={"position": "learned", "max_length": 5}),
+            r"data.sequence_length \(7\) must be at most model.max_length \(5\)",
+        ),
+        (lambda: dataclasses.replace(tiny_recipe(), name="a/b"), "name must be a plain name"),
+        (lambda: build_model(tiny_recipe(model={"vocab_size": None})), "model.vocab_size is not known yet"),
+        (lambda: with_vocabulary(tiny_recipe(), 14), r"model.vocab_size \(13\) is below the 14 tokens"),
+    ],
+)
+def test_what_cannot_be_is_said(make, message):
+    with pytest.raises(ConfigError, match=message):
+        make()
+
+
+def test_the_data_decides_the_model():
+    assert isinstance(build_model(tiny_recipe("causal_lm")), CausalLM)
+    assert isinstance(build_model(tiny_recipe("seq2seq")), Seq2Seq)
+    assert with_vocabulary(tiny_recipe(model={"vocab_size": None}), 9).model.vocab_size == 9
+    assert with_vocabulary(tiny_recipe(), 9).model.vocab_size == 13
+
+
+# What may change in a workdir
+
+
+def names(changes):
+    return {item.field for item in changes}
+
+
+def test_difference_parts_what_shapes_the_result_from_what_does_not():
+    old = tiny_recipe("seq2seq")
+    new = change(
+        old,
+        model={"d_ff": 7},
+        optimizer={"learning_rate": 0.1},
+        training={
+            "seed": 3,
+            "label_smoothing": 0.1,
+            "ema_decay": 0.9,
+            "steps": 99,
+            "accumulation": 2,
+            "nan_policy": "skip",
+        },
+        data={"batch_size": 4, "data_dir": "/elsewhere", "eval_batch_size": 3},
+        execution={"scan": True},
+        evaluation={"every": 3},
+        checkpoint={"keep_last": 5},
+        logging={"every": 1},
+    )
+    must_match, may_change = difference(old, dataclasses.replace(new, name="other"))
+    assert names(must_match) == {
+        "model.d_ff",
+        "optimizer.learning_rate",
+        "training.seed",
+        "training.label_smoothing",
+        "training.ema_decay",
+        "data.batch_size",
+    }
+    assert names(may_change) == {
+        "name",
+        "training.steps",
+        "training.accumulation",
+        "training.nan_policy",
+        "data.data_dir",
+        "data.eval_batch_size",
+        "execution.scan",
+        "evaluation.every",
+        "checkpoint.keep_last",
+        "logging.every",
+    }
+    assert str(must_match[0]) == "model.d_ff: 5 -> 7"
+    assert difference(old, old) == ([], [])
+
+
+def test_another_kind_of_data_must_match():
+    old = tiny_recipe("causal_lm")
+    must_match, _ = difference(old, dataclasses.replace(old, data=LINES))
+    assert {"data", "data.field"} <= names(must_match)
+
+
+def test_another_pattern_of_layers_must_match():
+    old = rich_recipe()
+    new = change(old, model={"period": (LayerKind(rotary_base=6.0), LayerKind())})
+    assert {"model.period.0.rotary_base", "model.period.1.rotary_scaling"} <= names(difference(old, new)[0])
+
+
+def test_what_may_change_exists():
+    """A field that is renamed must not fall out of the list silently."""
+    known = set().union(*(flatten(rich_recipe(data)) for data in ALL_DATA))
+    for entry in MAY_CHANGE:
+        assert any(field == entry or field.startswith(f"{entry}.") for field in known), entry
+
+
+# The command line
+
+
+def test_overrides_have_types():
+    arguments = "--model.num-layers 3 --optimizer.clip-norm None --data.max_digits=4 --execution.scan True"
+    recipe = override(tiny_recipe("seq2seq"), arguments.split(), program="train.py")
+    assert recipe.model.num_layers == 3
+    assert recipe.optimizer.clip_norm is None
+    assert recipe.data.max_digits == 4
+    assert recipe.execution.scan is True
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--model.num-layer 3", "there is no option --model.num-layer. Did you mean '--model.num-layers'"),
+        ("--modle.num-layers 3", "there is no option --modle.num-layers. Did you mean '--model.num-layers'"),
+        ("--data.field x", "there is no option --data.field."),
+        ("--model.num-layers three", "--model.num-layers: invalid literal for int.*'three'"),
+        ("--model.num-layers", "Missing value for argument '--model.num-layers'"),
+        ("--model.norm rms", "invalid choice 'rms' for argument '--model.norm'. Expected one of .*'rms_norm'"),
+        ("--execution.scan yes", "invalid choice 'yes' for argument '--execution.scan'"),
+        ("--model.num-heads 4", r"model: d_model \(6\) must be a multiple of num_heads \(4\)"),
+        ("--training.steps 0", "^training.steps must be a whole number of at least 1, got 0"),
+        ("--training.accumulation 3", "^data.batch_size .* must be a multiple of training.accumulation"),
+        ("what", "what"),
+    ],
+)
+def test_a_wrong_override_is_one_line_that_helps(arguments, message, capsys):
+    with pytest.raises(ConfigError, match=message) as error:
+        override(tiny_recipe(), arguments.split(), program="train.py")
+    assert "\n" not in str(error.value)
+    assert "│" not in str(error.value)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_every_field_has_a_meaning_in_help(capsys):
+    """tyro takes the meaning from the docstring below a field: without one it shows the default alone."""
+    for data in ALL_DATA:
+        with pytest.raises(SystemExit) as stop:
+            override(rich_recipe(data), ["--help"], program="train.py")
+        assert stop.value.code == 0
+        text = capsys.readouterr().out
+        missing = [line for line in help_entries(text) if line[1].startswith("(default")]
+        assert not missing
+        assert len(help_entries(text)) > 60
+
+
+def help_entries(text):
+    """(option, first words of its meaning)"""
+    plain = [line.strip("│ ").strip() for line in text.splitlines()]
+    entries = []
+    for place, line in enumerate(plain):
+        if line.startswith("--"):
+            option, _, rest = line.partition("  ")
+            entries.append((option, rest.strip() or plain[place + 1]))
+    return entries
+
+
+def test_fast_is_a_few_steps_of_everything():
+    recipe = fast(rich_recipe())
+    assert recipe.training.steps == 4
+    assert recipe.evaluation.every == recipe.checkpoint.every == 2
+    assert recipe.evaluation.samples == 1
+    assert recipe.model == rich_recipe().model
+
+
+# Recipe files
+
+
+@pytest.fixture
+def configs(tmp_path):
+    folder = tmp_path / "configs"
+    folder.mkdir()
+    (folder / "one.py").write_text(
+        '"""The one recipe."""\nfrom training_recipes import tiny_recipe\ndef get_config():\n    return tiny_recipe()\n'
+    )
+    return tmp_path
+
+
+def test_a_recipe_is_found_by_name_and_path(configs, monkeypatch):
+    file = configs / "configs" / "one.py"
+    for name in ("one", "one.py", "configs/one", "configs/one.py", str(file), str(file)[:-3]):
+        assert find_recipe(name, configs).resolve() == file
+    assert recipe_files(configs) == {"one": file}
+    recipe, about = load_recipe_file(file)
+    assert recipe == tiny_recipe()
+    assert about == "The one recipe."
+
+
+def test_an_unknown_recipe_names_the_nearest(configs):
+    with pytest.raises(ConfigError, match=r"there is no recipe 'configs/on.py'. Did you mean 'one'\? There are one"):
+        find_recipe("configs/on.py", configs)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("x = ", r"bad.py can't be run: SyntaxError"),
+        ("import nothing_of_this_name", r"bad.py can't be run: ModuleNotFoundError: No module named"),
+        ("x = 1", r"bad.py is not a recipe: it has no function get_config"),
+        ("def get_config(): return 1", r"get_config\(\) must return a transformer.training.Recipe, got int"),
+        ("def get_config(): return {}['x']", r"get_config\(\) failed: KeyError: 'x'"),
+    ],
+)
+def test_a_broken_recipe_file_is_named(tmp_path, text, message):
+    file = tmp_path / "bad.py"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        load_recipe_file(file)
+
+
+def run_train(*arguments):
+    return subprocess.run(
+        [sys.executable, ROOT / "train.py", *arguments],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_mistakes_exit_2_with_one_line():
+    done = run_train("number_word")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: there is no recipe 'number_word'. Did you mean 'number_words'?")
+    assert done.stderr.count("\n") == 1
+    debug = run_train("number_words", "--model.d-model", "7", "--debug")
+    assert debug.returncode == 2
+    assert "Traceback" in debug.stderr
+    assert debug.stderr.splitlines()[-1].startswith("error: model: d_model (7) must be")
+
+
+def test_list_names_every_recipe():
+    done = run_train("--list")
+    assert done.returncode == 0
+    listed = {line.split()[0] for line in done.stdout.splitlines()}
+    assert listed == {path.stem for path in (ROOT / "configs").glob("*.py")}
+    assert all(len(line.split()) > 3 for line in done.stdout.splitlines())
