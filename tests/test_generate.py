@@ -186,6 +186,21 @@ def test_translation_compiles_once_for_like_lengths():
     assert decode._cache_size() == before
 
 
+def test_layers_apart_are_the_same_layers():
+    """Prefix, two repeats of two kinds, suffix: the loop that unrolls them writes what the other does."""
+    kinds = [LayerKind(window=size) for size in (2, 3, 5, 9)]
+    config = BASE.replace(num_layers=6, prefix=(kinds[0],), period=tuple(kinds[1:3]), suffix=(kinds[3],))
+    rolled = CausalLM(config)
+    params = jax.jit(rolled.init)(jax.random.key(1), jnp.zeros((1, 2), jnp.int32))["params"]
+    unrolled = rolled.clone(execution=Execution(scan=False))
+    want, got = (generate(model, params, PROMPTS, max_new_tokens=NEW, sampling=GREEDY) for model in (rolled, unrolled))
+    assert want == got
+
+    model, params = translator()
+    run = functools.partial(generate, params=params, sources=SOURCES, max_new_tokens=NEW, sampling=GREEDY, bos_id=1)
+    assert run(model) == run(model.clone(execution=Execution(scan=False)))
+
+
 @pytest.mark.parametrize("size", [1, 15, 16, 17, 63, 64, 65, 100, 128, 129, 1000, 1024, 1025, 5000])
 def test_buckets_are_near_and_few(size):
     assert size <= bucket(size) < size + 16 or bucket(size) < 1.25 * size
@@ -246,6 +261,7 @@ def test_products_of_a_step(scan):
     assert len(step) == layers * (6 + 4 + 2) + 1
     assert sum(source_length in left + right for left, right in step) == 2 * layers
     assert not any({source_length, 22} <= {*left, *right} for left, right in step)
+    assert ("scan[" in str(body)) == scan, "unrolled, no layer is taken out of a stack at each step"
     assert len(products(jaxpr)) - len(step) == layers * (6 + 6 + 2) + encoder_layers * (6 + 2) + 1
 
 

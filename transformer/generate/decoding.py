@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from transformer.attention import ContextCache, cache_length, set_cache_length
 from transformer.axes import Array, Float, Int, Leaf, Positions, PRNGKey, Tokens
+from transformer.generate.layers import separate, separated
 from transformer.generate.sampling import Choice, choose
 from transformer.masks import Mask
 from transformer.models import CausalLM, Seq2Seq
@@ -112,7 +113,8 @@ def decode(
     new_slots: int,
 ) -> Written:
     """Prefill, then one loop until every row has ended or has `limit` new tokens. Compiled once for each model, shape
-    of the arrays and kind of `choice`.
+    of the arrays and kind of `choice`. With `execution.scan` off, the loop takes each layer's parameters from an array
+    of its own, for which they are copied once: more memory, less time a token.
 
     Args:
         keys: (B,), one a row; the token at position p is drawn from `fold_in(key, p)`.
@@ -120,6 +122,9 @@ def decode(
         limit: new tokens at most, no more than `new_slots`.
     """
     logits, cache = prefill(model, params, prompts, source, cache_slots)
+    if not model.execution.scan:
+        params = {**params, "decoder": separate(model, params["decoder"])}
+        model, cache = separated(model), separate(model, cache)
     batch = prompts.lengths.shape[0]
 
     def draw(logits, positions):

@@ -1,0 +1,48 @@
+"""Layers of a decoder apart from each other: what a loop over tokens needs where it shall not loop over layers too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from transformer.config import LayerKind
+from transformer.models import CausalLM, Seq2Seq
+
+
+def separate(model: CausalLM | Seq2Seq, tree: Any) -> Any:
+    """A decoder's parameters or cache with its repeated layers, stacked on a leading axis, each as a tree of its own.
+
+    A matrix product of one token takes as long as reading its matrix. Taking a layer out of a stack copies it first,
+    at every token, which costs twice that again; this copies all of them once.
+    """
+    config = model.config
+    repeated = tree.get("layers", {})
+    repeats = (_layers(model) - len(config.prefix) - len(config.suffix)) // len(config.period)
+    layers = [tree[f"prefix_{i}"] for i in range(len(config.prefix))]
+    for repeat in range(repeats):
+        for slot in range(len(config.period)):
+            layers.append(jax.tree.map(lambda stacked, i=repeat: stacked[i], repeated[f"slot_{slot}"]))
+    layers += [tree[f"suffix_{i}"] for i in range(len(config.suffix))]
+    rest = {name: leaf for name, leaf in tree.items() if not name.startswith(("prefix_", "suffix_", "layers"))}
+    return rest | {f"prefix_{i}": layer for i, layer in enumerate(layers)}
+
+
+def separated(model: CausalLM | Seq2Seq) -> CausalLM | Seq2Seq:
+    """The model whose decoder has the layers of `separate`; its encoder, which no step runs, is left as it falls."""
+    config = model.config
+    kinds = config.period * _layers(model)
+    kinds = config.prefix + kinds[: _layers(model) - len(config.prefix) - len(config.suffix)] + config.suffix
+    config = config.replace(
+        num_layers=len(kinds),
+        num_encoder_layers=None,
+        num_decoder_layers=None,
+        prefix=kinds,
+        period=(LayerKind(),),
+        suffix=(),
+    )
+    return type(model)(config, model.execution)
+
+
+def _layers(model: CausalLM | Seq2Seq) -> int:
+    return model.config.decoder_layers if isinstance(model, Seq2Seq) else model.config.num_layers
