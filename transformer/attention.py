@@ -259,7 +259,7 @@ class MultiHeadAttention(nn.Module):
         *,
         mask: Mask | None = None,
         positions: Positions | None = None,
-        position_table: Float[Array, "R N"] | None = None,
+        position_table: Float[Array, "R W"] | None = None,
         cache: KVCache | ContextCache | None = None,
         deterministic: bool = True,
     ) -> tuple[Float[Array, "B T Do"], KVCache | ContextCache | None]:

@@ -150,12 +150,12 @@ class Embedding(nn.Module):
 
     vocab_size: int
     features: int
-    init: Initializer | None = None
+    embedding_init: Initializer | None = None
     dtype: DType = jnp.float32
     param_dtype: DType = jnp.float32
 
     def setup(self):
-        init = self.init or nn.initializers.normal(1 / np.sqrt(self.features))
+        init = self.embedding_init or nn.initializers.normal(1 / np.sqrt(self.features))
         self.embedding = self.param("embedding", init, (self.vocab_size, self.features), self.param_dtype)
 
     def __call__(self, tokens: Tokens) -> Hidden:

@@ -67,7 +67,7 @@ class Mask:
         return Mask(query_segments=query, key_segments=query if key is None else jnp.asarray(key))
 
     @staticmethod
-    def array(allowed: Bool[Array, "..."]) -> Mask:
+    def array(allowed: Array) -> Mask:
         """Any boolean array that broadcasts to (B, N, T, S), its last two axes whole: the way to a mask of any
         shape.
         """
@@ -79,7 +79,7 @@ class Mask:
             )
         return Mask(dense_part=allowed.reshape((1,) * (4 - allowed.ndim) + allowed.shape))
 
-    def shifted(self, offset: Int[Array, "..."]) -> Mask:
+    def shifted(self, offset: Int[Array, "..."] | int) -> Mask:
         """The same mask for queries that begin at key `offset`, () or (B,)."""
         return dataclasses.replace(self, offset=jnp.asarray(offset))
 

@@ -28,7 +28,7 @@ class NoPosition:
         """Shape of the learnt table, or None."""
         return None
 
-    def add(self, x: Hidden, positions: Positions, table: Float[Array, "R D"] | None = None) -> Hidden:
+    def add(self, x: Hidden, positions: Positions, table: Float[Array, "R W"] | None = None) -> Hidden:
         """Embeddings (B, T, D) plus what the scheme adds at `positions` (B, T)."""
         return x
 
@@ -37,7 +37,7 @@ class NoPosition:
         return heads
 
     def bias(
-        self, queries: Int[Array, "B t"], keys: Int[Array, "B s"], table: Float[Array, "R N"] | None = None
+        self, queries: Int[Array, "B t"], keys: Int[Array, "B s"], table: Float[Array, "R W"] | None = None
     ) -> Float[Array, "B N t s"] | None:
         """What is added to the scores between these query and key positions, (B, N, t, s); None: nothing."""
         return None
@@ -49,7 +49,7 @@ class Sinusoidal(NoPosition):
 
     base: float = 10_000.0
 
-    def add(self, x: Hidden, positions: Positions, table: Float[Array, "R D"] | None = None) -> Hidden:
+    def add(self, x: Hidden, positions: Positions, table: Float[Array, "R W"] | None = None) -> Hidden:
         return x + self.encoding(positions, x.shape[-1]).astype(x.dtype)
 
     def encoding(self, positions: Positions, features: int) -> Float[Array, "B T D"]:
@@ -72,7 +72,7 @@ class Learned(NoPosition):
     def table_shape(self) -> tuple[int, int]:
         return self.max_length, self.features
 
-    def add(self, x: Hidden, positions: Positions, table: Float[Array, "R D"] | None = None) -> Hidden:
+    def add(self, x: Hidden, positions: Positions, table: Float[Array, "R W"] | None = None) -> Hidden:
         return x + jnp.take(table, positions, axis=0, mode="fill").astype(x.dtype)
 
 
@@ -142,7 +142,7 @@ class ALiBi(NoPosition):
         return np.concatenate([powers(below), powers(2 * below)[::2][: self.num_heads - below]])
 
     def bias(
-        self, queries: Int[Array, "B t"], keys: Int[Array, "B s"], table: Float[Array, "R N"] | None = None
+        self, queries: Int[Array, "B t"], keys: Int[Array, "B s"], table: Float[Array, "R W"] | None = None
     ) -> Float[Array, "B N t s"] | None:
         distance = jnp.abs(queries[:, None, :, None] - keys[:, None, None, :]).astype(jnp.float32)
         return -jnp.asarray(self.slopes, jnp.float32)[None, :, None, None] * distance
@@ -180,11 +180,11 @@ class T5Bias(NoPosition):
         steps = np.arange(exact, side)
         bounds = exact * (self.max_distance / exact) ** ((steps - exact) / (side - exact))
         bounds = np.ceil(bounds - 1e-9).astype(np.int32)
-        far = exact - 1 + (distance[..., None] >= bounds).sum(-1)
+        far = exact - 1 + sum((distance >= bound).astype(distance.dtype) for bound in bounds)
         return start + jnp.where(distance < exact, distance, far)
 
     def bias(
-        self, queries: Int[Array, "B t"], keys: Int[Array, "B s"], table: Float[Array, "R N"] | None = None
+        self, queries: Int[Array, "B t"], keys: Int[Array, "B s"], table: Float[Array, "R W"] | None = None
     ) -> Float[Array, "B N t s"] | None:
         buckets = self.bucket(keys[:, None, :] - queries[:, :, None])
         return jnp.take(table, buckets, axis=0).astype(jnp.float32).transpose(0, 3, 1, 2)

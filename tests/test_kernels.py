@@ -1,0 +1,172 @@
+"""Kernels: the chunked one equals the reference in values and gradients, skips what it may, and stays linear."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.test_util import check_grads
+
+from transformer.config import ConfigError
+from transformer.kernels import Request, choose, chunked_attention, reference_attention
+from transformer.masks import Mask
+
+B, T, S, N, K, H, HV = 2, 19, 23, 6, 3, 5, 7
+KEYS = jax.random.split(jax.random.key(0), 8)
+QUERY = jax.random.normal(KEYS[0], (B, T, N, H))
+KEY = jax.random.normal(KEYS[1], (B, S, K, H))
+VALUE = jax.random.normal(KEYS[2], (B, S, K, HV))
+TABLE = jax.random.normal(KEYS[3], (N, T + S))
+SINKS = jax.random.normal(KEYS[4], (N,))
+OUT_GRAD = jax.random.normal(KEYS[5], (B, T, N, HV))
+SEGMENTS = Mask.segments(jnp.repeat(jnp.arange(3), jnp.array([7, 7, 5]))[None], jnp.repeat(jnp.arange(2), 12)[None, :S])
+
+MASKS = {
+    "none": Mask(),
+    "causal": Mask.causal(),
+    "causal window": Mask.causal() & Mask.window(5),
+    "window": Mask.window(4),
+    "offset": (Mask.causal() & Mask.window(9)).shifted(jnp.array([4, 0])),
+    "lengths": Mask.lengths(jnp.array([20, 0])),
+    "segments": SEGMENTS & Mask.causal(),
+    "array": Mask.array(jax.random.bernoulli(KEYS[6], 0.3, (B, N, T, S))),
+    "all": SEGMENTS & Mask.causal() & Mask.window(6) & Mask.lengths(jnp.array([20, 9])),
+}
+
+
+def relative_bias(table):
+    """A learnt bias by distance, as a function of indices: what the schemes pass."""
+    return lambda queries, keys: table[:, queries[:, None] - keys[None, :] + S - 1][None]
+
+
+def value_and_grads(kernel, mask, softcap, **options):
+    def loss(query, key, value, table, sinks):
+        out, _ = kernel(
+            query,
+            key,
+            value,
+            mask=mask,
+            bias=relative_bias(table),
+            scale=0.7,
+            softcap=softcap,
+            sinks=sinks,
+            dropout_rate=0.0,
+            dropout_key=None,
+            **options,
+        )
+        return (out * OUT_GRAD).sum(), out
+
+    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2, 3, 4), has_aux=True))(QUERY, KEY, VALUE, TABLE, SINKS)
+
+
+@pytest.mark.parametrize("kind", MASKS)
+def test_chunked_equals_reference_in_values_and_gradients(kind):
+    expected = value_and_grads(reference_attention, MASKS[kind], 3.0)
+    got = value_and_grads(chunked_attention, MASKS[kind], 3.0, block=8)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5), got, expected)
+
+
+PLAIN = {"bias": None, "scale": 0.7, "softcap": None, "sinks": None, "dropout_rate": 0.0, "dropout_key": None}
+
+
+def test_chunked_without_extras_and_in_bfloat16():
+    half = [x.astype(jnp.bfloat16) for x in (QUERY, KEY, VALUE)]
+    got, _ = chunked_attention(*half, mask=Mask.causal(), **PLAIN, block=8)
+    expected, _ = reference_attention(QUERY, KEY, VALUE, mask=Mask.causal(), **PLAIN)
+    assert got.dtype == jnp.bfloat16
+    np.testing.assert_allclose(got.astype(jnp.float32), expected, atol=0.03)
+
+
+def test_a_row_that_may_attend_nothing_gives_zeros_and_no_gradient():
+    mask = Mask.lengths(jnp.array([S, 0]))
+    for kernel in (reference_attention, chunked_attention):
+
+        def loss(query, key, value, kernel=kernel):
+            out = kernel(query, key, value, mask=mask, **PLAIN)[0]
+            return out.sum(), out
+
+        grads, out = jax.jit(jax.grad(loss, argnums=(0, 1, 2), has_aux=True))(QUERY, KEY, VALUE)
+        assert (out[1] == 0).all()
+        assert np.abs(out[0]).min() > 0
+        for grad in grads:
+            assert np.isfinite(grad).all()
+            assert (grad[1] == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("mask", "hidden"),
+    [
+        (Mask.causal().shifted(8), slice(16, None)),
+        ((Mask.causal() & Mask.window(2)).shifted(9), slice(0, 8)),
+        (Mask.lengths(jnp.array([8, 8])), slice(8, None)),
+        (Mask.segments(jnp.ones((1, 8), int), jnp.array([[0] * 8 + [1] * 8 + [2] * 8])), slice(16, None)),
+        (Mask.array(jnp.arange(24)[None, :] + jnp.zeros((8, 1), int) < 16), slice(16, None)),
+    ],
+    ids=["causal", "window", "lengths", "segments", "array"],
+)
+def test_blocks_that_the_mask_rules_out_are_not_computed(mask, hidden):
+    """Not a number times a weight of zero is not a number: values in a block that is computed would show."""
+    query, key, value = (jax.random.normal(KEYS[0], (2, length, 1, 4)) for length in (8, 24, 24))
+    poisoned = value.at[:, hidden].set(jnp.nan)
+
+    def run(kernel, value, **options):
+        def loss(q, k, v):
+            return kernel(q, k, v, mask=mask, **PLAIN, **options)[0].sum()
+
+        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(query, key, value)
+
+    assert np.isnan(run(reference_attention, poisoned)[0])
+    clean, skipped = run(chunked_attention, value, block=8), run(chunked_attention, poisoned, block=8)
+    jax.tree.map(np.testing.assert_array_equal, skipped, clean)
+
+
+def test_chunked_program_and_memory_do_not_grow_with_the_scores():
+    def compiled(kernel, length):
+        shapes = [jax.ShapeDtypeStruct((1, length, 2, 8), jnp.float32)] * 3
+
+        def loss(q, k, v):
+            return kernel(q, k, v, mask=Mask.causal() & Mask.window(1000), **PLAIN)[0].sum()
+
+        return jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(*shapes)
+
+    short, long = compiled(chunked_attention, 2048), compiled(chunked_attention, 8192)
+    assert long.as_text().count("\n") == short.as_text().count("\n")
+    sizes = [lowered.compile().memory_analysis().temp_size_in_bytes for lowered in (short, long)]
+    scores = 8192 * 8192 * 2 * 4
+    assert sizes[1] < 4.5 * sizes[0]
+    assert sizes[1] < scores / 20
+
+
+@pytest.mark.parametrize(("kernel", "options"), [(reference_attention, {}), (chunked_attention, {"block": 8})])
+def test_dropout_drops_its_share_and_its_gradient_fits(kernel, options):
+    @jax.jit
+    def run(query, key):
+        extras = PLAIN | {"dropout_rate": 0.25, "dropout_key": key}
+        return kernel(query, KEY, VALUE, mask=Mask.causal(), **extras, **options)[0]
+
+    expected, _ = reference_attention(QUERY, KEY, VALUE, mask=Mask.causal(), **PLAIN)
+    keys = jax.random.split(KEYS[7], 600)
+    many = jax.lax.map(lambda key: run(QUERY, key), keys)
+    np.testing.assert_allclose(many.mean(0), expected, atol=0.25)
+    # The first query sees one key alone: it keeps its value times 1 / (1 - rate), or loses it.
+    first, whole = many[:, :, 0], expected[None, :, 0]
+    np.testing.assert_allclose(first, jnp.where(first == 0, 0, whole / 0.75), rtol=1e-5)
+    assert (first == 0).mean() == pytest.approx(0.25, abs=0.02)
+    check_grads(lambda query: run(query, keys[0]), (QUERY,), order=1, modes=["rev"], atol=2e-2, rtol=2e-2)
+
+
+def test_the_choice_is_by_length_and_demand():
+    def request(queries, keys, weights=False):
+        return Request(num_queries=queries, num_keys=keys, return_weights=weights)
+
+    assert choose("auto", request(256, 256)) == "reference"
+    assert choose("auto", request(4096, 4096)) == "chunked"
+    assert choose("auto", request(1, 1_000_000)) == "reference"
+    assert choose("auto", request(4096, 4096, weights=True)) == "reference"
+    assert choose("chunked", request(2, 2)) == "chunked"
+
+
+def test_a_kernel_that_can_not_serve_says_which_can():
+    with pytest.raises(ConfigError, match=r"chunked .* can't return attention weights: .* Use reference, or auto"):
+        choose("chunked", Request(num_queries=2, num_keys=2, return_weights=True))
+    with pytest.raises(ConfigError, match=r"must be one of auto, reference, chunked, got 'chunk'. Did you mean 'chunked'"):
+        choose("chunk", Request(num_queries=2, num_keys=2, return_weights=False))

@@ -1,0 +1,98 @@
+"""Masks: each kind as a matrix, joined, cut into blocks."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from transformer.masks import Mask
+
+
+def picture(mask: Mask, num_queries: int, num_keys: int) -> list[str]:
+    """Rows of the first batch row and head: x attends, . is hidden."""
+    return ["".join(".x"[int(cell)] for cell in row) for row in np.asarray(mask.dense(num_queries, num_keys))[0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("mask", "rows"),
+    [
+        (Mask(), ["xxxx", "xxxx", "xxxx", "xxxx"]),
+        (Mask.causal(), ["x...", "xx..", "xxx.", "xxxx"]),
+        (Mask.window(2), ["xx..", "xxx.", ".xxx", "..xx"]),
+        (Mask.causal() & Mask.window(2), ["x...", "xx..", ".xx.", "..xx"]),
+        (Mask.lengths(jnp.array([3])), ["xxx."] * 4),
+        (Mask.lengths(jnp.array([3])) & Mask.lengths(jnp.array([2])), ["xx.."] * 4),
+        (Mask.segments(jnp.array([[7, 7, 2, 2]])), ["xx..", "xx..", "..xx", "..xx"]),
+        (Mask.segments(jnp.array([[7, 7, 2, 2]])) & Mask.causal(), ["x...", "xx..", "..x.", "..xx"]),
+        (Mask.segments(jnp.array([[1, 1, 2, 2]]), jnp.array([[2, 1, 1, 3]])), [".xx.", ".xx.", "x...", "x..."]),
+        (Mask.array(jnp.eye(4, dtype=bool)), ["x...", ".x..", "..x.", "...x"]),
+        (Mask.array(jnp.eye(4, dtype=bool)) & Mask.lengths(jnp.array([2])), ["x...", ".x..", "....", "...."]),
+    ],
+)
+def test_each_kind_is_this_matrix(mask, rows):
+    assert picture(mask, 4, 4) == rows
+
+
+def test_an_offset_places_the_queries_among_the_keys():
+    assert picture(Mask.causal().shifted(2), 2, 5) == ["xxx..", "xxxx."]
+    rows = Mask.causal().shifted(jnp.array([0, 3])).dense(1, 4)
+    assert np.asarray(rows)[:, 0, 0].tolist() == [[True, False, False, False], [True] * 4]
+
+
+KINDS = {
+    "none": Mask(),
+    "causal": Mask.causal(),
+    "window": Mask.window(3),
+    "causal window": Mask.causal() & Mask.window(4),
+    "offset": (Mask.causal() & Mask.window(4)).shifted(jnp.array([2, 0])),
+    "lengths": Mask.lengths(jnp.array([5, 0])),
+    "segments": Mask.segments(jnp.array([[0] * 4 + [1] * 7, [5] * 9 + [0] * 2])) & Mask.causal(),
+    "array": Mask.array(jax.random.bernoulli(jax.random.key(0), 0.1, (2, 3, 11, 11))),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_blocks_are_cuts_of_the_whole_and_an_invisible_one_is_all_hidden(kind):
+    mask, size = KINDS[kind], 3
+    whole = np.asarray(mask.dense(11, 11))
+    block = jax.jit(lambda mask, q, k: (mask.block(q, k), mask.block_visible(q, k)))
+    hidden = 0
+    for i, j in itertools.product(range(0, 9, size), repeat=2):
+        cut, visible = block(mask, i + jnp.arange(size), j + jnp.arange(size))
+        np.testing.assert_array_equal(cut, whole[:, :, i : i + size, j : j + size])
+        if not visible:
+            hidden += 1
+            assert not np.asarray(cut).any()
+    assert hidden > 0 or kind in ("none", "array")
+    if kind == "causal":
+        assert hidden == 3
+
+
+def test_a_mask_goes_through_jit_with_its_facts_static():
+    seen = []
+
+    @jax.jit
+    def rows(mask):
+        seen.append((mask.is_causal, mask.window_size))
+        return mask.dense(2, 2)
+
+    rows(Mask.causal() & Mask.lengths(jnp.array([2])))
+    rows(Mask.causal() & Mask.lengths(jnp.array([1])))
+    assert seen == [(True, None)]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Mask.window(0), "at least 1 position, got 0"),
+        (lambda: Mask.array(jnp.zeros((2, 2))), "must be boolean .* got float32 .* pass it as bias="),
+        (lambda: Mask.causal().shifted(1) & Mask().shifted(2), "both masks give offset: join them"),
+        (lambda: Mask.lengths(jnp.array([1, 2, 3])).check(2, 1, 4, 4), r"key_lengths has shape \(3,\).*takes \(2,\)"),
+        (lambda: Mask.segments(jnp.zeros((2, 3), int)).check(2, 1, 4, 4), r"query_segments has shape \(2, 3\)"),
+    ],
+)
+def test_a_mask_that_does_not_fit_says_so(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()

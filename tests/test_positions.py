@@ -1,0 +1,140 @@
+"""Position schemes: values against float64, distances only, scaling as published."""
+
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from transformer.config import RotaryScaling
+from transformer.positions import ALiBi, Learned, NoPosition, Rotary, Sinusoidal, T5Bias, angles
+
+
+def positions(*values) -> jax.Array:
+    return jnp.asarray(values, jnp.int32)[None, :]
+
+
+def test_sinusoids_are_the_papers():
+    encoding = Sinusoidal().encoding(positions(0, 1, 2, 7), 6)[0]
+    for row, position in zip(encoding, (0, 1, 2, 7), strict=True):
+        for i in range(3):
+            angle = position / 10_000 ** (2 * i / 6)
+            np.testing.assert_allclose(row[2 * i : 2 * i + 2], [math.sin(angle), math.cos(angle)], atol=1e-6)
+
+
+def test_angles_stay_exact_at_any_length():
+    frequencies = 10_000.0 ** (-np.arange(0, 64, 2) / 64)
+    far = np.array([[0, 1, 99_999, 100_000, 2_000_003, -5]])
+    exact = far[..., None] * frequencies
+    got = np.asarray(angles(jnp.asarray(far, jnp.int32), frequencies), np.float64)
+    error = np.abs(np.exp(1j * got) - np.exp(1j * exact)).max(-1)[0]
+    assert (error <= np.abs(far[0]) * 7.4e-10 + 5e-7).all()
+    naive = np.abs(np.exp(1j * (far[..., None].astype(np.float32) * frequencies.astype(np.float32))) - np.exp(1j * exact))
+    assert naive.max() > 10 * error.max()
+
+
+def test_adding_schemes_add_and_the_others_leave_embeddings_alone():
+    x = jnp.ones((1, 3, 4))
+    table = jnp.arange(20.0).reshape(5, 4)
+    learned = Learned(max_length=5, features=4)
+    np.testing.assert_array_equal(learned.add(x, positions(4, 0, 2), table)[0], 1 + table[jnp.array([4, 0, 2])])
+    assert np.isnan(learned.add(x, positions(0, 1, 5), table)[0, 2]).all()
+    np.testing.assert_allclose(Sinusoidal().add(x, positions(0, 0, 0))[0, 0], [1, 2, 1, 2])
+    for scheme in (NoPosition(), Rotary(), ALiBi(num_heads=2), T5Bias(num_heads=2)):
+        assert scheme.add(x, positions(0, 1, 2)) is x
+
+
+HEADS = jax.random.normal(jax.random.key(0), (1, 5, 4, 8))
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    [Rotary(), Rotary(base=50.0, size=4), Rotary(scaling=RotaryScaling(kind="linear", factor=4.0)), NoPosition()],
+)
+def test_rotated_products_depend_on_distance_alone(scheme):
+    def products(shift):
+        turned = scheme.rotate(HEADS, positions(*range(5)) + shift)
+        return jnp.einsum("btnh,bsnh->bnts", turned, turned)
+
+    np.testing.assert_allclose(products(0), products(1003), atol=2e-5)
+
+
+def test_rotary_turns_pairs_by_position_times_frequency():
+    scheme = Rotary(base=100.0, size=4)
+    turned = scheme.rotate(HEADS, positions(0, 1, 2, 3, 4))
+    np.testing.assert_array_equal(turned[..., 4:], HEADS[..., 4:])
+    pair = HEADS[0, 3, 1, 1] + 1j * HEADS[0, 3, 1, 3]
+    expected = pair * np.exp(1j * 3 * 100.0 ** (-2 / 4))
+    np.testing.assert_allclose([turned[0, 3, 1, 1], turned[0, 3, 1, 3]], [expected.real, expected.imag], rtol=1e-5)
+
+
+def test_linear_scaling_stretches_positions():
+    scaled = Rotary(scaling=RotaryScaling(kind="linear", factor=4.0))
+    np.testing.assert_allclose(
+        scaled.rotate(HEADS, positions(0, 4, 8, 12, 16)), Rotary().rotate(HEADS, positions(0, 1, 2, 3, 4)), atol=1e-5
+    )
+
+
+def test_llama3_scaling_keeps_high_frequencies_and_divides_low_ones():
+    scaling = RotaryScaling(kind="llama3", factor=8.0, original_length=8192)
+    plain, scaled = Rotary(base=500_000.0), Rotary(base=500_000.0, scaling=scaling)
+    wavelength = 2 * np.pi / plain.frequencies(128)
+    ratio = scaled.frequencies(128) / plain.frequencies(128)
+    np.testing.assert_allclose(ratio[wavelength < 8192 / 4], 1.0)
+    np.testing.assert_allclose(ratio[wavelength > 8192 / 1], 1 / 8)
+    middle = (wavelength > 8192 / 4) & (wavelength < 8192)
+    # Llama 3.1's own formula: smooth = (original / wavelength - low) / (high - low)
+    smooth = (8192 / wavelength[middle] - 1) / 3
+    np.testing.assert_allclose(ratio[middle], smooth + (1 - smooth) / 8)
+    assert middle.sum() > 3
+
+
+def test_yarn_scaling_ramps_by_turns_and_raises_the_magnitude():
+    scheme = Rotary(scaling=RotaryScaling(kind="yarn", factor=16.0, original_length=4096))
+    ratio = scheme.frequencies(128) / Rotary().frequencies(128)
+    turns = 4096 * Rotary().frequencies(128) / (2 * np.pi)
+    assert (ratio[turns > 40] == 1.0).all()
+    np.testing.assert_allclose(ratio[turns < 0.8], 1 / 16)
+    assert (np.diff(ratio) <= 0).all()
+    assert scheme.magnitude == pytest.approx(0.1 * math.log(16) + 1)
+    unit = scheme.rotate(HEADS, positions(0, 0, 0, 0, 0))
+    np.testing.assert_allclose(unit, HEADS * scheme.magnitude, rtol=1e-6)
+
+
+def test_alibi_slopes_are_the_authors():
+    np.testing.assert_allclose(ALiBi(num_heads=8).slopes, 2.0 ** -np.arange(1, 9))
+    np.testing.assert_allclose(ALiBi(num_heads=6).slopes, [2**-2, 2**-4, 2**-6, 2**-8, 2**-1, 2**-3])
+    bias = ALiBi(num_heads=2).bias(positions(3, 9), positions(0, 3, 5))
+    np.testing.assert_allclose(bias[0, 0], [[-3 / 16, 0, -2 / 16], [-9 / 16, -6 / 16, -4 / 16]])
+
+
+def test_t5_buckets_are_the_published_formula():
+    """The formula of the T5 paper's code, in float64: exact up to half a side, logarithmic after."""
+    for bidirectional, distance in itertools.product((True, False), range(-300, 300)):
+        side, start, far = 32, 0, max(-distance, 0)
+        if bidirectional:
+            side, start, far = 16, 16 * (distance > 0), abs(distance)
+        exact = side // 2
+        expected = far
+        if far >= exact:
+            steps = math.log(far / exact) / math.log(128 / exact) * (side - exact)
+            expected = min(exact + int(steps + 1e-9), side - 1)
+        scheme = T5Bias(num_heads=1, bidirectional=bidirectional)
+        assert BUCKETS[bidirectional][distance + 300] == start + expected, (bidirectional, distance, scheme)
+
+
+BUCKETS = {
+    both: np.asarray(T5Bias(num_heads=1, bidirectional=both).bucket(jnp.arange(-300, 300))) for both in (True, False)
+}
+
+
+@pytest.mark.parametrize("scheme", [ALiBi(num_heads=3), T5Bias(num_heads=3), T5Bias(num_heads=3, bidirectional=False)])
+def test_biases_depend_on_distance_alone(scheme):
+    table = None if scheme.table_shape is None else jax.random.normal(jax.random.key(1), scheme.table_shape)
+    near = scheme.bias(positions(0, 5), positions(0, 1, 200), table)
+    far = scheme.bias(positions(1000, 1005), positions(1000, 1001, 1200), table)
+    assert near.shape == (1, 3, 2, 3)
+    np.testing.assert_array_equal(near, far)
+    assert len(np.unique(near)) > 3
