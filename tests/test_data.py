@@ -169,6 +169,13 @@ def test_the_fingerprint_knows_contents_tokenizer_and_lengths():
     assert (
         fingerprint != TextDataset(one.config, more, {"train": [TEXT], "validation": [TEXT[:101]]}, False).fingerprint
     )
+    words = WordTokenizer(["a"], unknown=True)
+    unknown = [
+        TextDataset(one.config, words, {"train": ["a b " * 9], "validation": [end]}, False) for end in ("a b", "a c")
+    ]
+    assert unknown[0].fingerprint != unknown[1].fingerprint, (
+        "texts count, even where the tokenizer can't tell them apart"
+    )
     pairs = pair_dataset().fingerprint
     assert pairs == pair_dataset().fingerprint
     assert pairs != pair_dataset(pairs=(("a b", "c"), ("a", "c d e"), ("d e a", "c"))).fingerprint
@@ -249,6 +256,8 @@ def test_local_files_end_to_end(tmp_path):
     assert dataset.task == "causal_lm"
     assert dataset.tokenizer.vocabulary == sorted(set("first line\n\nsecond line\n")), "no carriage return, no mark"
     assert all(0 < len(prompt) <= 8 for prompt in dataset.prompts()), "half a context at most"
+    with pytest.raises(ValueError, match="that this tokenizer does not know"):
+        data.prepare(dataset.config, CharTokenizer(["a"]))
     with pytest.raises(ValueError, match="running text and has no pairs"):
         dataset.examples("validation")
     with pytest.raises(ValueError, match=r"split must be one of train, validation, got 'valid'\. Did you mean 'valid"):

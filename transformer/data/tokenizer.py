@@ -221,7 +221,6 @@ class BPETokenizer(Tokenizer):
             vocab_size=vocab_size - 3,
             initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
             show_progress=False,
-            special_tokens=[],
         )
         library.train_from_iterator(texts, trainer)
         model = json.loads(library.to_str())["model"]
