@@ -9,7 +9,14 @@ import numpy as np
 
 from transformer.config import Execution, TransformerConfig
 from transformer.data.configs import NumberWords, TextFile
-from transformer.training import OptimizerConfig, Recipe, TrainingConfig
+from transformer.training import (
+    CheckpointConfig,
+    EvaluationConfig,
+    LoggingConfig,
+    OptimizerConfig,
+    Recipe,
+    TrainingConfig,
+)
 from transformer.training.optimizers import make_optimizer
 from transformer.training.state import TrainState, make_state
 from transformer.training.step import make_train_step
@@ -81,3 +88,22 @@ def change(recipe, **groups):
     return dataclasses.replace(
         recipe, **{name: dataclasses.replace(getattr(recipe, name), **fields) for name, fields in groups.items()}
     )
+
+
+def text_recipe(folder, **groups):
+    """A run of twelve steps on a little text, with all that has to survive being stopped: dropout, average, windows."""
+    path = folder / "text.txt"
+    if not path.exists():
+        path.write_text("".join(f"line {number} of {number * number}, no more.\n" for number in range(90)))
+    recipe = Recipe(
+        name="tiny",
+        model=TransformerConfig(d_model=6, num_heads=3, num_layers=1, d_ff=5, dropout_rate=0.2),
+        data=TextFile(path=str(path), sequence_length=8, batch_size=4, eval_batch_size=16),
+        execution=Execution(scan=False),
+        optimizer=OptimizerConfig(warmup_steps=3, learning_rate=1e-2, decay_steps=12),
+        training=TrainingConfig(steps=12, ema_decay=0.9),
+        evaluation=EvaluationConfig(every=6, batches=3, samples=1, sample_tokens=5),
+        checkpoint=CheckpointConfig(every=4, keep_last=2),
+        logging=LoggingConfig(every=5, tensorboard=False, progress="lines"),
+    )
+    return change(recipe, **groups)

@@ -74,7 +74,7 @@ def train(recipe: Recipe, workdir: str | os.PathLike, *, command: str = "") -> S
         # What the loop is made of
         train_step = jax.jit(make_train_step(recipe), donate_argnums=0)
         eval_step = jax.jit(make_eval_step(recipe))
-        writer = MetricsWriter(workdir, restored_step=step, tensorboard=recipe.logging.tensorboard)
+        writer = MetricsWriter(workdir, restored_step=step or None, tensorboard=recipe.logging.tensorboard)
         resources.callback(writer.close)
         progress = Progress(steps, start_step=step, mode=recipe.logging.progress)
         resources.callback(progress.close)
@@ -116,6 +116,7 @@ def train(recipe: Recipe, workdir: str | os.PathLike, *, command: str = "") -> S
                 stop_now = stopping()
             if step and (to_save or stop_now):
                 save()
+                stop_now = stopping()
             if step >= steps or stop_now:
                 break
             batch = next(batches)

@@ -1,0 +1,250 @@
+"""A run that was stopped, interrupted and crashed ends exactly where one ends that was never touched."""
+
+import json
+import os
+import shutil
+import signal
+import tempfile
+from pathlib import Path
+
+import chex
+import jax
+import numpy as np
+import pytest
+from training_recipes import change, text_recipe
+
+from transformer.training import loop
+from transformer.training.checkpoint import Checkpointer
+from transformer.training.lock import WorkdirInUseError
+from transformer.training.loop import train
+from transformer.training.metrics import read_metrics
+from transformer.training.recipe import with_vocabulary
+from transformer.training.runs import WorkdirError, load_run
+from transformer.training.state import abstract_state
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compile_once(tmp_path_factory):
+    """Each call of `train` compiles anew; here they share what was compiled."""
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("compiled")))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    yield
+    jax.config.update("jax_compilation_cache_dir", None)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("resume")
+
+
+@pytest.fixture(scope="module")
+def finished(folder):
+    """A run that was never touched."""
+    summary = train(text_recipe(folder), folder / "whole")
+    assert summary.finished
+    return folder / "whole"
+
+
+def final_state(recipe, workdir, step=12):
+    """State and data of that very checkpoint, whatever else there is."""
+    with tempfile.TemporaryDirectory() as alone:
+        shutil.copytree(workdir / "checkpoints" / str(step), Path(alone) / "checkpoints" / str(step))
+        with Checkpointer(alone) as checkpoints:
+            restored = checkpoints.restore_newest(abstract_state(with_vocabulary(recipe, vocabulary(workdir))))
+            return jax.device_get(restored.state), restored.data
+
+
+def vocabulary(workdir):
+    return json.loads((workdir / "recipe.json").read_text())["recipe"]["model"]["vocab_size"]
+
+
+def lines(workdir):
+    """Metrics, without what a clock measured."""
+    return [
+        {name: value for name, value in line.items() if not name.startswith("perf/")}
+        for line in read_metrics(workdir / "metrics.jsonl")
+    ]
+
+
+def send(number):
+    os.kill(os.getpid(), number)
+
+
+class Trouble:
+    """Makes things happen at the n-th batch, evaluation or save of one call of `train`."""
+
+    def __init__(self, monkeypatch):
+        self.at = {}
+        self.count = {"batch": 0, "evaluation": 0, "save": 0}
+        self._wrap(monkeypatch, loop, "check_batch", "batch")
+        self._wrap(monkeypatch, loop, "evaluate_loss", "evaluation")
+        self._wrap(monkeypatch, Checkpointer, "save", "save")
+
+    def plan(self, kind, number, action):
+        self.count = dict.fromkeys(self.count, 0)
+        self.at = {(kind, number): action}
+
+    def _wrap(self, monkeypatch, owner, name, kind):
+        original = getattr(owner, name)
+
+        def wrapped(*args, **kwargs):
+            self.count[kind] += 1
+            if action := self.at.pop((kind, self.count[kind]), None):
+                action()
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, wrapped)
+
+
+def crash():
+    raise MemoryError("the machine is gone")
+
+
+def test_stopped_anywhere_equals_never_stopped_bit_for_bit(folder, finished, monkeypatch, capsys):
+    recipe, workdir = text_recipe(folder), folder / "stopped"
+    trouble = Trouble(monkeypatch)
+
+    trouble.plan("save", 1, lambda: send(signal.SIGTERM))  # while step 4 is saved
+    summary = train(recipe, workdir, command="the command")
+    assert (summary.step, summary.exit_code) == (4, 143)
+    said = capsys.readouterr().out
+    assert "stopped at step 4 of 12, everything is saved" in said
+    assert said.rstrip().endswith("the command")
+
+    trouble.plan("evaluation", 1, lambda: send(signal.SIGINT))  # at step 6: it is made up for
+    summary = train(recipe, workdir)
+    assert (summary.step, summary.exit_code) == (6, 130)
+    assert "going on from step 4" in capsys.readouterr().out
+    assert not any("eval/loss" in line for line in lines(workdir))
+
+    trouble.plan("batch", 1, lambda: send(signal.SIGTERM))  # step 7, in the middle of a line of metrics
+    assert train(recipe, workdir).step == 7
+    assert [line["step"] for line in lines(workdir) if "eval/loss" in line] == [6]
+
+    trouble.plan("batch", 5, crash)  # after steps 8 to 11: back to 8
+    with pytest.raises(MemoryError):
+        train(recipe, workdir)
+    assert lines(workdir)[-1]["step"] == 10
+    summary = train(recipe, workdir)
+    assert summary.finished
+    assert "going on from step 8" in capsys.readouterr().out
+
+    (state, data), (expected, expected_data) = final_state(recipe, workdir), final_state(recipe, finished)
+    chex.assert_trees_all_equal(state, expected)
+    assert data["batches"] == expected_data["batches"]
+    assert lines(workdir) == lines(finished)
+    assert (workdir / "samples.txt").read_text() == (finished / "samples.txt").read_text()
+
+
+def test_lines_are_means_over_their_steps(folder, finished):
+    recipe = text_recipe(folder, logging={"every": 1})
+    train(recipe, folder / "each")
+    each = [line["train/loss"] for line in lines(folder / "each") if "train/loss" in line]
+    grouped = {line["step"]: line["train/loss"] for line in lines(finished) if "train/loss" in line}
+    assert len(each) == 12
+    np.testing.assert_allclose(
+        [grouped[5], grouped[10], grouped[12]],
+        [np.mean(each[:5]), np.mean(each[5:10]), np.mean(each[10:])],
+        rtol=1e-6,  # each batch has the same weight here
+    )
+
+
+def test_a_saved_state_is_that_of_its_step(folder, finished):
+    """The buffers of a state that is being saved are given to the next step: the copy must be made before."""
+    recipe = text_recipe(folder)
+    train(change(recipe, training={"steps": 8}), folder / "short")
+    expected, _ = final_state(recipe, folder / "short", step=8)
+    state, _ = final_state(recipe, finished, step=8)
+    chex.assert_trees_all_equal(state, expected)
+
+
+def test_finished_says_so_and_how_to_go_on(folder, finished, capsys):
+    before = lines(finished)
+    summary = train(text_recipe(folder), finished, command="python train.py tiny")
+    said = capsys.readouterr().out
+    assert summary.finished
+    assert "this run is finished: 12 of 12 steps are done" in said
+    assert "python train.py tiny --training.steps 24" in said
+    assert "eval loss" in said
+    assert lines(finished) == before
+
+
+def test_more_steps_go_on_and_changes_are_printed(folder, finished, capsys):
+    workdir = folder / "longer"
+    shutil.copytree(finished, workdir)
+    recipe = text_recipe(folder, training={"steps": 14}, logging={"every": 2})
+    assert train(recipe, workdir).step == 14
+    said = capsys.readouterr().out
+    assert "going on from step 12" in said
+    for change_ in ("training.steps: 12 -> 14", "logging.every: 5 -> 2"):
+        assert f"changed since the last call: {change_}" in said
+
+
+@pytest.mark.parametrize(
+    ("groups", "difference"),
+    [
+        ({"model": {"d_ff": 7}}, "model.d_ff: 5 -> 7"),
+        ({"training": {"seed": 1}}, "training.seed: 0 -> 1"),
+        ({"optimizer": {"learning_rate": 0.5}}, "optimizer.learning_rate: 0.01 -> 0.5"),
+        ({"data": {"batch_size": 8}}, "data.batch_size: 4 -> 8"),
+    ],
+)
+@pytest.mark.parametrize("keep_json", [True, False])
+def test_another_recipe_is_refused_with_the_difference(folder, finished, groups, difference, keep_json, tmp_path):
+    workdir = tmp_path / "run"
+    shutil.copytree(finished, workdir)
+    if not keep_json:
+        if "model" in groups:
+            pytest.skip("another shape is refused by the checkpoint itself (test_checkpoint.py)")
+        (workdir / "recipe.json").unlink()
+    with pytest.raises(WorkdirError, match=f"differs from this one in {difference}. Take these back"):
+        train(text_recipe(folder, **groups), workdir)
+
+
+def test_changed_data_is_refused(folder, finished, tmp_path):
+    text = (folder / "text.txt").read_text()
+    (tmp_path / "text.txt").write_text(text.replace("line 7 ", "line 8 "))
+    workdir = tmp_path / "run"
+    shutil.copytree(finished, workdir)
+    other = text_recipe(folder, data={"path": str(tmp_path / "text.txt")})
+    with pytest.raises(WorkdirError, match="the data has changed since"):
+        train(other, workdir)
+
+
+def test_the_same_data_elsewhere_is_the_same_data(folder, finished, tmp_path, capsys):
+    shutil.copy(folder / "text.txt", tmp_path / "moved.txt")
+    workdir = tmp_path / "run"
+    shutil.copytree(finished, workdir)
+    train(text_recipe(folder, data={"path": str(tmp_path / "moved.txt")}), workdir)
+    said = capsys.readouterr().out
+    assert "changed since the last call: data.path" in said
+    assert "this run is finished" in said
+
+
+def test_a_workdir_in_use_is_refused(folder, finished):
+    with loop.WorkdirLock(finished), pytest.raises(WorkdirInUseError):
+        train(text_recipe(folder), finished)
+
+
+def test_what_was_trained_is_loaded(folder, finished):
+    best = load_run(finished)
+    state, _ = final_state(text_recipe(folder), finished)
+    newest = load_run(finished, "newest")
+    assert newest.step == 12
+    chex.assert_trees_all_equal(newest.params, state.ema)
+    assert best.step in (6, 12)
+    assert load_run(finished, 12).step == 12
+    assert best.recipe.model.vocab_size == best.tokenizer.vocab_size
+    logits = best.model.apply({"params": best.params}, jax.numpy.asarray([best.tokenizer.encode("line")]))
+    assert logits.shape == (1, 4, best.tokenizer.vocab_size)
+    with pytest.raises(FileNotFoundError, match="is not the workdir of a run"):
+        load_run(folder / "nowhere")
+
+
+def test_without_a_best_one_the_newest_is_loaded_with_a_warning(folder, tmp_path, monkeypatch):
+    trouble = Trouble(monkeypatch)
+    trouble.plan("batch", 3, lambda: send(signal.SIGTERM))
+    train(text_recipe(folder), tmp_path / "run")
+    with pytest.warns(UserWarning, match="Taking the newest valid checkpoint"):
+        assert load_run(tmp_path / "run").step == 3
