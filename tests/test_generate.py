@@ -151,6 +151,10 @@ def test_a_row_draws_by_its_own_seed_and_position():
     assert run(PROMPTS, seed=[12, 5, 9])[1] == together[1]
     assert run(PROMPTS, seed=[12, 5, 9])[0] != together[0]
 
+    level = {**params, "output": {"kernel": jnp.zeros_like(params["output"]["kernel"])}}
+    for row in generate(model, level, PROMPTS, max_new_tokens=NEW, seed=seeds):
+        assert len(set(row)) > NEW / 2, "all tokens are equally likely: each position must have a draw of its own"
+
 
 def test_a_row_ends_at_end_of_sequence_and_the_others_go_on():
     model, params = causal(PLAIN)
