@@ -114,9 +114,10 @@ def test_held_out_pairs_from_files_of_their_own(tmp_path):
     config = ParallelText(
         source_path=write(tmp_path / "a.en", "one\ntwo\n"),
         target_path=write(tmp_path / "a.es", "uno\ndos\n"),
-        validation_source_path=write(tmp_path / "b.en", "three\n"),
-        validation_target_path=write(tmp_path / "b.es", "tres\n"),
+        validation_source_path=write(tmp_path / "b.en", "three\nfour\n"),
+        validation_target_path=write(tmp_path / "b.es", "tres\n\n"),
     )
     dataset = data.prepare(config)
     assert [(e.source, e.target) for e in dataset.examples("validation")] == [("three", "tres")]
     assert len(dataset.examples("train")) == 2
+    assert "1 left out" in dataset.describe()
