@@ -72,8 +72,9 @@ class Journal:
         values = jax.device_get(metrics)
         if self._recipe.training.nan_policy == "stop":
             check_finite(step, values, self._paths)
-        ledger, weight = self._ledger, float(values["weight"])
+        ledger, weight = self._ledger, 0.0
         if values["finite"]:
+            weight = float(values["weight"])
             ledger.loss_sum += float(values["loss_sum"])
             ledger.weight += weight
             ledger.grad_norm += float(values["grad_norm"])
