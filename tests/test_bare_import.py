@@ -1,6 +1,7 @@
 """Whoever takes one module from here needs jax, flax, numpy and jaxtyping: nothing of what training needs."""
 
 import os
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -12,6 +13,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 # Run where only the base dependencies can be imported: every public name is there, and attention computes.
 PROGRAM = """
@@ -46,7 +48,7 @@ sys.meta_path[sys.meta_path.index(PathFinder)] = BareFinder
 
 
 def base_dependencies() -> list[str]:
-    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    return PROJECT["dependencies"]
 
 
 def closure(requirements: list[str]) -> set[str]:
@@ -66,7 +68,7 @@ def closure(requirements: list[str]) -> set[str]:
 
 def foreign_modules() -> set[str]:
     """Top-level modules that are installed here and would not be in a bare environment."""
-    allowed = closure(base_dependencies())
+    allowed = closure(base_dependencies()) | {canonicalize_name(PROJECT["name"])}
     return {
         module
         for module, distributions in metadata.packages_distributions().items()
@@ -112,11 +114,16 @@ def test_installed_package_works_in_a_bare_environment(tmp_path):
     python = str(tmp_path / "bare" / "bin" / "python")
     pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "bare")], check=True)
-    subprocess.run([*pip, "-c", str(ROOT / "requirements.txt"), str(ROOT)], check=True)
+    # From a copy: a build leaves files behind.
+    source = tmp_path / "source"
+    shutil.copytree(ROOT / "transformer", source / "transformer")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    subprocess.run([*pip, "-c", str(ROOT / "requirements.txt"), str(source)], check=True)
     # pyproject.toml says what should be there, and only that is.
     code = "from importlib.metadata import distributions; print(*{d.name for d in distributions()})"
     installed = {canonicalize_name(name) for name in run(python, code, tmp_path).stdout.split()}
-    assert installed - {"pip", "setuptools"} == closure(base_dependencies()) | {"transformer-zoo"}
+    assert installed - {"pip", "setuptools"} == closure(base_dependencies()) | {canonicalize_name(PROJECT["name"])}
     done = run(python, PROGRAM, tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "(2, 7, 11) None\n"
