@@ -1,7 +1,9 @@
-"""Tiny Shakespeare by characters: a small decoder (d_model 128, two layers, two heads).
+"""Tiny Shakespeare by characters: a small decoder, d_model 128, two layers, two heads.
 
-python train.py configs/shakespeare.py
+Usage: python train.py configs/shakespeare.py
 
+On 2 CPU cores: about 5 minutes. Expected: eval loss 1.60 on the last 10 % of the file. Without network:
+--data.manual-dir FOLDER, with input.txt in it.
 """
 
 from transformer.config import TransformerConfig

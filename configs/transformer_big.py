@@ -1,9 +1,9 @@
 """The big Transformer of the paper (N = 6, 1024 / 16 / 4096) on sentence pairs of one's own.
 
-    python train.py configs/transformer_big.py --data.source-path train.en --data.target-path train.de
+Usage: python train.py configs/transformer_big.py --data.source-path train.en --data.target-path train.de
 
-As configs/transformer_base.py, with 300,000 steps and dropout 0.3 (the paper's en-de; en-fr: --model.dropout-rate 0.1). For
-accelerators; about 210 M parameters. Expected on WMT14 en-de: the paper has BLEU 28.4 with beam search.
+As configs/transformer_base.py, with 300,000 steps and dropout 0.3 (the paper's for en-de; en-fr had 0.1).
+For accelerators; about 210 M parameters. Expected: the paper has BLEU 28.4 on WMT14 en-de.
 """
 
 from transformer.config import transformer_big
