@@ -4,7 +4,7 @@ Usage: python train.py configs/transformer_base.py --data.source-path train.en -
 
 Two files with a sentence a line, or one file with a tab between source and target (then no --data.target-path). Adam
 with beta2 0.98, the paper's schedule with 4,000 warm-up steps, label smoothing 0.1, dropout 0.1 (arXiv 1706.03762,
-section 5). A batch has 256 pairs; the paper's had about 25,000 tokens a side. Short of memory: --training.accumulation 4.
+section 5). A batch has 256 pairs; the paper's had about 25,000 tokens a side. Little memory: --training.accumulation 4.
 For an accelerator; about 60 M parameters, 100,000 steps. Expected: the paper has BLEU 27.3 on WMT14 en-de.
 """
 
