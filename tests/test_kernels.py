@@ -168,5 +168,7 @@ def test_the_choice_is_by_length_and_demand():
 def test_a_kernel_that_can_not_serve_says_which_can():
     with pytest.raises(ConfigError, match=r"chunked .* can't return attention weights: .* Use reference, or auto"):
         choose("chunked", Request(num_queries=2, num_keys=2, return_weights=True))
-    with pytest.raises(ConfigError, match=r"must be one of auto, reference, chunked, got 'chunk'. Did you mean 'chunked'"):
+    with pytest.raises(
+        ConfigError, match=r"must be one of auto, reference, chunked, got 'chunk'. Did you mean 'chunked'"
+    ):
         choose("chunk", Request(num_queries=2, num_keys=2, return_weights=False))

@@ -45,7 +45,9 @@ def test_norms_are_their_formulas(dtype):
     x = np.asarray(X, np.float64)
     centered = x - x.mean(-1, keepdims=True)
     expected = centered / np.sqrt((centered**2).mean(-1, keepdims=True) + 1e-3) * scale + bias
-    got = LayerNorm(epsilon=1e-3, dtype=dtype).apply({"params": {"scale": jnp.asarray(scale), "bias": jnp.asarray(bias)}}, X)
+    got = LayerNorm(epsilon=1e-3, dtype=dtype).apply(
+        {"params": {"scale": jnp.asarray(scale), "bias": jnp.asarray(bias)}}, X
+    )
     tolerance = 1e-5 if dtype == jnp.float32 else 1e-2
     assert got.dtype == dtype
     np.testing.assert_allclose(np.asarray(got, np.float64), expected, rtol=tolerance, atol=tolerance)

@@ -31,7 +31,9 @@ def test_angles_stay_exact_at_any_length():
     got = np.asarray(angles(jnp.asarray(far, jnp.int32), frequencies), np.float64)
     error = np.abs(np.exp(1j * got) - np.exp(1j * exact)).max(-1)[0]
     assert (error <= np.abs(far[0]) * 7.4e-10 + 5e-7).all()
-    naive = np.abs(np.exp(1j * (far[..., None].astype(np.float32) * frequencies.astype(np.float32))) - np.exp(1j * exact))
+    naive = np.abs(
+        np.exp(1j * (far[..., None].astype(np.float32) * frequencies.astype(np.float32))) - np.exp(1j * exact)
+    )
     assert naive.max() > 10 * error.max()
 
 

@@ -73,6 +73,11 @@ class Learned(NoPosition):
         return self.max_length, self.features
 
     def add(self, x: Hidden, positions: Positions, table: Float[Array, "R W"] | None = None) -> Hidden:
+        if x.shape[1] > self.max_length:
+            raise ValueError(
+                f"{x.shape[1]} positions don't fit a learned table of {self.max_length} (max_length). "
+                f"Shorten the input, or train a model with a larger max_length or another position scheme."
+            )
         return x + jnp.take(table, positions, axis=0, mode="fill").astype(x.dtype)
 
 

@@ -1,0 +1,198 @@
+"""Whole models: calls, caches, positions, padding, packing, and their errors."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from transformer.attention import cache_length
+from transformer.config import ConfigError, TransformerConfig
+from transformer.masks import Mask
+from transformer.models import CausalLM, Classifier, Seq2Seq
+
+CONFIG = TransformerConfig(vocab_size=17, d_model=12, num_layers=2, num_heads=3, num_kv_heads=1, d_ff=7)
+TOKENS = jax.random.randint(jax.random.key(1), (2, 9), 0, 17)
+POSITIONS = {
+    "sinusoidal": {},
+    "learned": {"max_length": 13},
+    "rotary": {"rotary_dim": 2},
+    "alibi": {},
+    "t5": {"relative_buckets": 8, "relative_max_distance": 6},
+    "none": {},
+}
+
+
+def make(model, *inputs, **changes):
+    model = model(CONFIG.replace(**changes))
+    return model, jax.jit(model.init)(jax.random.key(0), *inputs)
+
+
+@functools.partial(jax.jit, static_argnames=("model", "method"))
+def apply(model, params, *inputs, method="__call__", **options):
+    """A compiled call: op by op would spend the time on compiling each."""
+    return model.apply(params, *inputs, method=method, **options)
+
+
+@pytest.mark.parametrize("position", POSITIONS)
+def test_decoding_with_a_cache_equals_the_whole(position):
+    model, params = make(CausalLM, TOKENS, position=position, **POSITIONS[position])
+    whole = apply(model, params, TOKENS)
+    chex.assert_shape(whole, (2, 9, 17))
+    cache, parts = model.init_cache(2, 11), []
+    for start, stop in ((0, 4), (4, 5), (5, 9)):
+        logits, cache = apply(model, params, TOKENS[:, start:stop], cache=cache)
+        parts.append(logits)
+    np.testing.assert_allclose(jnp.concatenate(parts, 1), whole, rtol=1e-4, atol=1e-5)
+    np.testing.assert_array_equal(cache_length(cache), [9, 9])
+
+
+@pytest.mark.parametrize("position", POSITIONS)
+def test_packed_rows_give_what_each_gives_alone(position):
+    model, params = make(CausalLM, TOKENS, position=position, **POSITIONS[position])
+    first, second = TOKENS[:1, :4], TOKENS[1:, :5]
+    packed = jnp.concatenate([first, second], 1)
+    segments = jnp.array([[1] * 4 + [2] * 5])
+    positions = jnp.array([[0, 1, 2, 3, 0, 1, 2, 3, 4]])
+    got = apply(model, params, packed, positions, Mask.segments(segments))
+    np.testing.assert_allclose(got[:, :4], apply(model, params, first), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(got[:, 4:], apply(model, params, second), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("position", ["rotary", "alibi", "t5"])
+def test_relative_schemes_see_distances_alone(position):
+    model, params = make(CausalLM, TOKENS, position=position, **POSITIONS[position])
+    steps = jnp.arange(9)[None]
+    shifted = apply(model, params, TOKENS, jnp.broadcast_to(steps + 1000, (2, 9)))
+    np.testing.assert_allclose(shifted, apply(model, params, TOKENS), rtol=1e-3, atol=1e-4)
+    stretched = apply(model, params, TOKENS, jnp.broadcast_to(3 * steps, (2, 9)))
+    assert np.abs(stretched - shifted).max() > 1e-3
+
+
+@pytest.mark.parametrize("position", ["alibi", "t5"])
+def test_given_positions_reach_a_cached_bias(position):
+    """Positions with gaps: the cache must remember where its keys stood."""
+    model, params = make(CausalLM, TOKENS, position=position, **POSITIONS[position])
+    positions = jnp.broadcast_to(jnp.array([0, 2, 3, 7, 8, 9, 20, 21, 30]), (2, 9))
+    whole = apply(model, params, TOKENS, positions)
+    _, cache = apply(model, params, TOKENS[:, :6], positions[:, :6], cache=model.init_cache(2, 9))
+    rest, _ = apply(model, params, TOKENS[:, 6:], positions[:, 6:], cache=cache)
+    np.testing.assert_allclose(rest, whole[:, 6:], rtol=1e-4, atol=1e-5)
+
+
+def test_hidden_and_head_are_the_two_halves():
+    for changes in ({}, {"tie_embeddings": False, "logit_softcap": 2.0}):
+        model, params = make(CausalLM, TOKENS, **changes)
+        hidden = apply(model, params, TOKENS, method="hidden")
+        logits = apply(model, params, hidden, method="head")
+        chex.assert_shape(hidden, (2, 9, 12))
+        np.testing.assert_array_equal(logits, apply(model, params, TOKENS))
+    assert np.abs(logits).max() < 2.0
+
+
+def test_parameter_paths_are_pinned():
+    _, params = make(Seq2Seq, TOKENS, TOKENS, num_kv_heads=None, source_vocab_size=19, tie_embeddings=False)
+    paths = {"/".join(key.key for key in path) for path, _ in jax.tree_util.tree_leaves_with_path(params["params"])}
+    attention = [f"{name}/{leaf}" for name in ("query", "key", "value", "out") for leaf in ("kernel", "bias")]
+    norm, feed_forward = ["scale", "bias"], [f"{name}/{leaf}" for name in ("up", "down") for leaf in ("kernel", "bias")]
+
+    def layer(cross):
+        kinds = ["self_attention"] + ["cross_attention"] * cross
+        norms = ["attention_norm"] + ["cross_attention_norm"] * cross + ["feed_forward_norm"]
+        leaves = [f"{kind}/{leaf}" for kind in kinds for leaf in attention]
+        leaves += [f"{name}/{leaf}" for name in norms for leaf in norm]
+        return leaves + [f"feed_forward/{leaf}" for leaf in feed_forward]
+
+    expected = {"embedding/embedding", "source_embedding/embedding", "output/kernel"}
+    expected |= {f"encoder/layers/slot_0/{leaf}" for leaf in layer(False)}
+    expected |= {f"decoder/layers/slot_0/{leaf}" for leaf in layer(True)}
+    expected |= {f"{stack}/final_norm/{leaf}" for stack in ("encoder", "decoder") for leaf in norm}
+    assert paths == expected
+
+
+def test_seq2seq_reads_the_source_and_not_its_padding():
+    model, params = make(Seq2Seq, TOKENS, TOKENS[:, :5])
+    target = TOKENS[:, :5]
+    mask = Mask.lengths(jnp.array([9, 6]))
+    logits = apply(model, params, TOKENS, target, source_mask=mask)
+    junk = apply(model, params, TOKENS.at[1, 6:].set(3), target, source_mask=mask)
+    short = apply(model, params, TOKENS[:, :6], target, source_mask=Mask.lengths(jnp.array([6, 6])))
+    np.testing.assert_array_equal(logits, junk)
+    np.testing.assert_allclose(logits[1], short[1], rtol=1e-4, atol=1e-5)
+    assert np.abs(logits[0] - short[0]).max() > 1e-3
+
+
+def test_seq2seq_decodes_from_its_cache():
+    model, params = make(Seq2Seq, TOKENS, TOKENS, norm_position="post", num_encoder_layers=1)
+    mask = Mask.lengths(jnp.array([9, 6]))
+    whole = apply(model, params, TOKENS, TOKENS, source_mask=mask)
+    first, cache = apply(model, params, TOKENS, TOKENS[:, :4], source_mask=mask, cache=model.init_cache(2, 9))
+    rest, _ = apply(model, params, None, TOKENS[:, 4:], source_mask=mask, cache=cache)
+    np.testing.assert_allclose(jnp.concatenate([first, rest], 1), whole, rtol=1e-4, atol=1e-5)
+
+
+def test_one_table_serves_source_target_and_logits_unless_told_otherwise():
+    _, params = make(Seq2Seq, TOKENS, TOKENS)
+    tables = [leaf.shape for leaf in jax.tree.leaves(params) if 17 in leaf.shape]
+    assert tables == [(17, 12)]
+
+
+@pytest.mark.parametrize("pooling", ["mean", "first", "last"])
+def test_a_classifier_does_not_see_padding(pooling):
+    model, params = make(Classifier, TOKENS, num_classes=3, pooling=pooling)
+    padded = jnp.concatenate([TOKENS, jnp.zeros((2, 4), TOKENS.dtype)], 1)
+    got = apply(model, params, padded, mask=Mask.lengths(jnp.array([9, 9])))
+    expected = apply(model, params, TOKENS)
+    chex.assert_shape(expected, (2, 3))
+    np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
+    hidden = apply(model, params, TOKENS, method="hidden")
+    pooled = {"mean": hidden.mean(1), "first": hidden[:, 0], "last": hidden[:, -1]}[pooling]
+    np.testing.assert_allclose(apply(model, params, pooled, method="head"), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_embeddings_are_scaled_by_the_root_of_the_width():
+    """A vector added by positions weighs sqrt(12) less when embeddings are scaled: compare through the pure parts."""
+    model, params = make(CausalLM, TOKENS, position="none")
+    plain = CausalLM(model.config.replace(scale_embeddings=False))
+    scaled = jax.tree.map(lambda leaf: leaf, params)
+    scaled["params"]["embedding"] = {"embedding": params["params"]["embedding"]["embedding"] * np.sqrt(12)}
+    np.testing.assert_allclose(
+        apply(model, params, TOKENS, method="hidden"),
+        apply(plain, scaled, TOKENS, method="hidden"),
+        rtol=1e-4,
+        atol=1e-5,
+    )
+
+
+def test_computing_in_bfloat16_keeps_float32_parameters_and_logits():
+    model, params = make(CausalLM, TOKENS, dtype="bfloat16")
+    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype("float32")}
+    logits, hidden = apply(model, params, TOKENS), apply(model, params, TOKENS, method="hidden")
+    assert (logits.dtype, hidden.dtype) == (jnp.float32, jnp.bfloat16)
+    assert model.init_cache(1, 2)["layers"]["slot_0"].self_attention.key.dtype == jnp.bfloat16
+    exact = apply(CausalLM(CONFIG), params, TOKENS)
+    assert 0 < np.abs(logits - exact).max() < 0.1
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda m, p: m.apply(p, TOKENS.at[0, 0].set(17)), r"token ids must be from 0 to 16 .* got 17"),
+        (lambda m, p: m.apply(p, TOKENS.at[0, 0].set(-1)), r"token ids must be from 0 to 16 .* got -1"),
+        (lambda m, p: CausalLM(m.config.replace(vocab_size=None)).init(jax.random.key(0), TOKENS), "vocab_size is not"),
+        (lambda m, p: Classifier(m.config).init(jax.random.key(0), TOKENS), "num_classes is not set"),
+    ],
+)
+def test_what_can_not_be_says_so(call, message):
+    model, params = make(CausalLM, TOKENS)
+    with pytest.raises((ValueError, ConfigError), match=message):
+        call(model, params)
+
+
+def test_a_learned_table_refuses_what_is_longer():
+    model, params = make(CausalLM, TOKENS, position="learned", max_length=9)
+    longer = jnp.zeros((1, 10), jnp.int32)
+    with pytest.raises(ValueError, match=r"10 positions don't fit a learned table of 9 .* max_length"):
+        model.apply(params, longer)

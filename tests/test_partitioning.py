@@ -1,0 +1,39 @@
+"""Logical names: the identity without a mesh, a placement with one."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType, PartitionSpec
+
+from transformer.partitioning import constrain, ways
+
+
+def mesh(**sizes):
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+
+
+def test_without_a_mesh_nothing_happens():
+    x = jnp.ones((4, 2))
+    assert constrain(x, "batch", "embed") is x
+    assert ways("length") == 1
+
+
+def test_with_a_mesh_axes_go_where_the_table_says():
+    x = jnp.ones((4, 6, 8, 3))
+    with jax.set_mesh(mesh(data=2, context=2, tensor=2)):
+        placed = jax.jit(lambda x: constrain(x, "batch", "length", "heads", None))(x)
+        assert placed.sharding.spec == PartitionSpec("data", "context", "tensor")
+        assert ways("length") == 2
+        # three heads do not divide over two: that axis stays whole
+        odd = jax.jit(lambda x: constrain(x, "batch", None, None, "heads"))(x)
+        assert "tensor" not in jax.tree.leaves(tuple(odd.sharding.spec))
+    with jax.set_mesh(mesh(data=2, fsdp=2, other=2)):
+        placed = jax.jit(lambda x: constrain(x, "batch", "length", "heads", None))(x)
+        assert placed.sharding.spec[0] == ("data", "fsdp")
+
+
+def test_names_are_checked():
+    with pytest.raises(ValueError, match=r"unknown logical axis 'bach': use one of batch"):
+        constrain(jnp.ones(2), "bach")
+    with pytest.raises(ValueError, match=r"one name an axis: got 1 names for an array of shape \(2, 3\)"):
+        constrain(jnp.ones((2, 3)), "batch")

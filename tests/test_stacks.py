@@ -1,0 +1,159 @@
+"""Blocks and stacks: equations, the pattern of layers, scan and remat that change nothing."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from transformer.blocks import LayerCache, LayerInputs, PostNormBlock, PreNormBlock
+from transformer.config import Execution, LayerKind, TransformerConfig
+from transformer.masks import Mask
+from transformer.stacks import Decoder, Encoder
+
+CONFIG = TransformerConfig(d_model=12, num_layers=2, num_heads=3, d_ff=7)
+X = jax.random.normal(jax.random.key(0), (2, 5, 12))
+
+
+@pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
+def test_blocks_are_their_equations(norm):
+    config = CONFIG.replace(norm=norm)
+    inputs = LayerInputs(mask=Mask.causal())
+
+    def equation(block_class, params, x):
+        class Written(block_class):
+            @nn.compact
+            def __call__(self, x):
+                if block_class is PreNormBlock:
+                    x = x + self.self_attention(self.norm("attention_norm")(x), inputs, None)[0]
+                    return x + self.feed_forward(self.norm("feed_forward_norm")(x))
+                x = self.norm("attention_norm")(x + self.self_attention(x, inputs, None)[0])
+                return self.norm("feed_forward_norm")(x + self.feed_forward(x))
+
+        return Written(config).apply(params, x)
+
+    outs = []
+    for block_class in (PreNormBlock, PostNormBlock):
+        block = block_class(config)
+        params = jax.jit(block.init)(jax.random.key(1), X, inputs)
+        params = jax.tree.map(lambda leaf: leaf + 0.05, params)
+        out, cache, aux = block.apply(params, X, inputs)
+        assert (cache, aux) == (None, {})
+        np.testing.assert_allclose(out, equation(block_class, params, X), rtol=1e-5, atol=1e-6)
+        outs.append(out)
+    assert np.abs(outs[0] - outs[1]).max() > 0.1
+
+
+def test_dropout_is_where_the_paper_puts_it():
+    """On each sublayer's output before it is added, and on embeddings plus positions: at a rate of almost one, a
+    pre-norm stack passes almost nothing on.
+    """
+    config = CONFIG.replace(dropout_rate=0.999999)
+    stack = Encoder(config)
+    params = jax.jit(stack.init)(jax.random.key(0), X)
+    block = PreNormBlock(config)
+    inputs = LayerInputs(deterministic=False)
+    block_params = jax.jit(block.init)(jax.random.key(0), X, LayerInputs())
+    out, _, _ = block.apply(block_params, X, inputs, rngs={"dropout": jax.random.key(1)})
+    np.testing.assert_array_equal(out, X)
+    out, _, _ = stack.apply(params, X, deterministic=False, rngs={"dropout": jax.random.key(1)})
+    np.testing.assert_array_equal(out, jnp.zeros_like(X))
+
+
+PATTERN = TransformerConfig(
+    d_model=12,
+    num_layers=6,
+    num_heads=3,
+    d_ff=7,
+    position="rotary",
+    dropout_rate=0.2,
+    prefix=(LayerKind(),),
+    period=(LayerKind(window=2), LayerKind(rotary_base=99.0)),
+    suffix=(LayerKind(window=3),),
+)
+
+
+def test_parameter_paths_are_the_layout():
+    params = jax.jit(Decoder(PATTERN).init)(jax.random.key(0), X)["params"]
+    assert sorted(params) == ["final_norm", "layers", "prefix_0", "suffix_0"]
+    assert sorted(params["layers"]) == ["slot_0", "slot_1"]
+    assert params["layers"]["slot_1"]["self_attention"]["query"]["kernel"].shape == (2, 12, 3, 4)
+    assert params["prefix_0"]["self_attention"]["query"]["kernel"].shape == (12, 3, 4)
+    learned = PATTERN.replace(position="learned", max_length=9, norm_position="post")
+    params = jax.jit(Decoder(learned).init)(jax.random.key(0), X)["params"]
+    assert params["position_table"].shape == (9, 12)
+    assert "final_norm" not in params
+
+
+def test_repeated_layers_start_unlike_each_other():
+    kernel = jax.jit(Decoder(PATTERN).init)(jax.random.key(0), X)["params"]["layers"]["slot_0"]["feed_forward"]["up"][
+        "kernel"
+    ]
+    assert np.abs(kernel[0] - kernel[1]).max() > 0.1
+
+
+def test_scan_unroll_and_remat_change_nothing():
+    params = jax.jit(Decoder(PATTERN).init)(jax.random.key(0), X)
+
+    def run(execution):
+        def loss(params):
+            out, _, _ = Decoder(PATTERN, execution=execution).apply(
+                params, X, deterministic=False, rngs={"dropout": jax.random.key(1)}
+            )
+            return (out * jnp.arange(12.0)[None, None]).sum()
+
+        return jax.jit(jax.value_and_grad(loss))(params)
+
+    expected = run(Execution())
+    for execution in (
+        Execution(scan=False),
+        Execution(remat="full"),
+        Execution(remat="dots", scan=False),
+        Execution(remat="names"),
+    ):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), run(execution), expected)
+
+
+def test_remat_policies_keep_what_they_say():
+    """Matrix products in the backward pass: recomputed all, those of the batch's attention alone, or fewer."""
+
+    def count(remat):
+        stack = Encoder(CONFIG, execution=Execution(remat=remat, scan=False))
+        params = jax.jit(stack.init)(jax.random.key(0), X)
+        text = str(jax.make_jaxpr(jax.grad(lambda p: stack.apply(p, X)[0].sum()))(params))
+        return text.count("dot_general")
+
+    none, full, dots, names = map(count, ("none", "full", "dots", "names"))
+    assert none < dots < full
+    assert none < names < full
+
+
+def test_a_window_limits_its_own_layers():
+    """One layer with window 2: an output sees itself and the one before, through two such layers two before."""
+    config = CONFIG.replace(period=(LayerKind(window=2),), num_layers=2)
+    decoder = Decoder(config)
+    params = jax.jit(decoder.init)(jax.random.key(0), X)
+    jacobian = jax.jit(jax.jacobian(lambda x: decoder.apply(params, x)[0][0]))(X)[:, :, 0]
+    distance = np.arange(5)[:, None] - np.arange(5)[None, :]
+    np.testing.assert_array_equal(np.abs(jacobian).max((1, 3)) > 0, (distance >= 0) & (distance <= 2))
+
+
+def test_an_encoder_sees_both_ways_and_a_decoder_back():
+    for stack, seen in ((Encoder(CONFIG), np.ones((5, 5), bool)), (Decoder(CONFIG), np.tri(5, dtype=bool))):
+        params = jax.jit(stack.init)(jax.random.key(0), X)
+        jacobian = jax.jit(jax.jacobian(lambda x, s=stack, p=params: s.apply(p, x)[0][0]))(X)[:, :, 0]
+        np.testing.assert_array_equal(np.abs(jacobian).max((1, 3)) > 0, seen)
+
+
+def test_caches_of_layers_may_be_told_apart():
+    decoder = Decoder(PATTERN, cross=True)
+    cache = decoder.init_cache(2, 9)
+    assert sorted(cache) == ["layers", "prefix_0", "suffix_0"]
+    assert isinstance(cache["prefix_0"], LayerCache)
+    assert cache["layers"]["slot_0"].self_attention.key.shape == (2, 2, 9, 3, 4)
+    assert cache["prefix_0"].cross_attention.key is None
+
+
+def test_cross_attention_without_a_context_says_so():
+    with pytest.raises(ValueError, match="nothing to attend to: give a context"):
+        Decoder(CONFIG, cross=True).init(jax.random.key(0), X)
