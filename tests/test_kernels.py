@@ -158,8 +158,8 @@ def test_the_choice_is_by_length_and_demand():
     def request(queries, keys, weights=False):
         return Request(num_queries=queries, num_keys=keys, return_weights=weights)
 
-    assert choose("auto", request(256, 256)) == "reference"
-    assert choose("auto", request(4096, 4096)) == "chunked"
+    assert choose("auto", request(128, 128)) == "reference"
+    assert choose("auto", request(256, 256)) == "chunked"
     assert choose("auto", request(1, 1_000_000)) == "reference"
     assert choose("auto", request(4096, 4096, weights=True)) == "reference"
     assert choose("chunked", request(2, 2)) == "chunked"

@@ -51,7 +51,7 @@ __all__ = [
 def __getattr__(name: str):
     """`load` reads what a training run left and needs the extras of `train`: imported when asked for."""
     if name == "load":
-        from transformer.training.restore import load
+        from transformer.training.runs import load
 
         return load
     raise AttributeError(f"module 'transformer' has no attribute {name!r}")

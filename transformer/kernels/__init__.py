@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import jax
+
 from transformer.config import ConfigError, nearest
 from transformer.kernels.chunked import chunked_attention
 from transformer.kernels.contract import BiasFunction, Kernel, Request
@@ -18,8 +20,9 @@ KERNELS: dict[str, Kernel] = {
 }
 """kernels by name"""
 
-WHOLE_SCORES = 512 * 512
-"""auto: up to so many scores a head, holding all of them is cheaper than looping over blocks"""
+WHOLE_SCORES = {"cpu": 224 * 224, "gpu": 1024 * 1024, "tpu": 1024 * 1024}
+"""auto: up to so many scores a head, holding all of them is faster than looping over blocks (docs/benchmarks.md: measured
+on CPU; elsewhere a guess on the side of few, large operations)"""
 
 
 def choose(implementation: str, request: Request) -> str:
@@ -29,7 +32,8 @@ def choose(implementation: str, request: Request) -> str:
         ConfigError: an unknown name, or a kernel that can't do what is asked; the message names those that can.
     """
     if implementation == "auto":
-        small = request.num_queries * request.num_keys <= WHOLE_SCORES or request.num_queries == 1
+        scores = request.num_queries * request.num_keys
+        small = scores <= WHOLE_SCORES.get(jax.default_backend(), 0) or request.num_queries == 1
         return "reference" if small or request.return_weights else "chunked"
     if implementation not in KERNELS:
         names = ["auto", *KERNELS]
