@@ -264,7 +264,7 @@ def test_overrides_have_types():
         ("--model.num-heads 4", r"model: d_model \(6\) must be a multiple of num_heads \(4\)"),
         ("--training.steps 0", "^training.steps must be a whole number of at least 1, got 0"),
         ("--training.accumulation 3", "^data.batch_size .* must be a multiple of training.accumulation"),
-        ("what", "what"),
+        ("what", "this is one word too many: what"),
     ],
 )
 def test_a_wrong_override_is_one_line_that_helps(arguments, message, capsys):
@@ -371,6 +371,24 @@ def test_mistakes_exit_2_with_one_line():
     assert debug.returncode == 2
     assert "Traceback" in debug.stderr
     assert debug.stderr.splitlines()[-1].startswith("error: model: d_model (7) must be")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "a recipe comes first, got nothing. Try: python train.py configs/number_words.py"),
+        (["--model.d-model", "7"], "a recipe comes first, got --model.d-model"),
+        (["number_words", "--workdir"], "--workdir: expected one argument. --workdir takes a directory"),
+        (["number_words", "--workdir", "/proc/nowhere"], "/proc/nowhere"),
+        (["text_file", "--fast"], "your-text.txt"),
+    ],
+)
+def test_what_is_missing_is_said_in_one_line(arguments, words):
+    done = run_train(*arguments)
+    assert done.returncode == 2, done.stderr
+    assert words in done.stderr
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
 
 
 def test_list_names_every_recipe():

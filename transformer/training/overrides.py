@@ -136,7 +136,7 @@ def _one_line(text: str) -> str:
         parts = parts[1:]
     elif parts:
         parts[0] = parts[0].removeprefix(lines[0]).strip()
-    joined = parts[0] if parts else text
+    joined = (parts[0] if parts else text).replace("Unrecognized options:", "this is one word too many:")
     place = re.match(r"Error parsing ([\w.-]+): ", joined)
     if place:
         joined = joined[place.end() :]
