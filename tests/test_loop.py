@@ -76,7 +76,7 @@ def test_the_last_screen_says_everything(translated):
         assert f"  {source}\n    -> {output}" in screen
     assert translated.exact_match[""].total == translated.exact_match["2"].total == 5
     assert "exact match on unseen examples: 0 of 5 (0.0 %)" in screen
-    assert "group 2: 0 of 5" in screen
+    assert "digits 2: 0 of 5" in screen
     assert translated.basics.total == 28  # 0 to 20, and 30 to 90 in tens
     assert f"eval loss: {translated.eval_loss:.4f}, best {translated.best_loss:.4f} at step 3" in screen
     assert f"loss curve: {workdir / 'loss.png'}   checkpoints: {workdir / 'checkpoints'}" in screen

@@ -90,6 +90,8 @@ class PairConfig:
     """What every kind of paired text has: a source to be read and a target to be written."""
 
     task: ClassVar[str] = "seq2seq"
+    group_name: ClassVar[str] = "group"
+    """what the groups are in which exact matches are counted"""
 
     max_source_length: int | None = None
     """longest source in tokens; longer pairs are left out and counted (None: the longest in the data)"""
@@ -111,6 +113,7 @@ class NumberWords(PairConfig):
     """Whole numbers below 10^max_digits, written out in two languages: small, exact, hard to learn by heart."""
 
     kind: ClassVar[str] = "number_words"
+    group_name: ClassVar[str] = "digits"
 
     source_language: Language = "en"
     """language to read"""

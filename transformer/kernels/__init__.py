@@ -21,8 +21,8 @@ KERNELS: dict[str, Kernel] = {
 """kernels by name"""
 
 WHOLE_SCORES = {"cpu": 224 * 224, "gpu": 1024 * 1024, "tpu": 1024 * 1024}
-"""auto: up to so many scores a head, holding all of them is faster than looping over blocks (docs/benchmarks.md: measured
-on CPU; elsewhere a guess on the side of few, large operations)"""
+"""auto: up to so many scores a head, holding all of them is faster than looping over blocks (docs/benchmarks.md:
+measured on CPU; elsewhere a guess on the side of few, large operations)"""
 
 
 def choose(implementation: str, request: Request) -> str:

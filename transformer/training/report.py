@@ -84,6 +84,7 @@ def report(
     return dataclasses.replace(
         summary,
         exact_match=scores(done),
+        group_name=recipe.data.group_name,
         basics=None if basics is None else scores(basics)[""],
         translations=tuple((item.example.source, item.example.target, item.output) for item in shown),
         prompt=middle,

@@ -72,7 +72,7 @@ def load_run(workdir: str | os.PathLike, step: Literal["best", "newest"] | int =
 
 
 def load(workdir: str | os.PathLike, step: Literal["best", "newest"] | int = "best") -> tuple[nn.Module, Any]:
-    """Model and parameters of a run, as `model.apply({"params": params}, ...)` takes them; raises as `load_run` does."""
+    """Model and parameters of a run, as `model.apply({"params": params}, ...)` takes them. Raises as `load_run`."""
     run = load_run(workdir, step)
     return run.model, run.params
 

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import shlex
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,8 @@ class Summary:
     """step of the model that wrote what follows: the best one that is kept, which is also what is used by default"""
     exact_match: dict[str, Score] = dataclasses.field(default_factory=dict)
     """by group of unseen examples; "" is all"""
+    group_name: str = "group"
+    """what these groups are"""
     basics: Score | None = None
     """of the split of basics, where the data has one"""
     translations: tuple[tuple[str, str, str], ...] = ()
@@ -98,7 +101,7 @@ def render(summary: Summary) -> str:
     if summary.exact_match:
         groups = dict(summary.exact_match)
         lines.append(f"exact match on unseen examples: {groups.pop('')}")
-        lines += [f"  group {group}: {score}" for group, score in groups.items()]
+        lines += [f"  {summary.group_name} {group}: {score}" for group, score in groups.items()]
     if summary.basics is not None:
         lines.append(f"exact match on the basics: {summary.basics}")
     if summary.eval_loss is not None:
@@ -109,8 +112,17 @@ def render(summary: Summary) -> str:
     lines.append(f"speed: {summary.tokens_per_s:,.0f} target tokens/s while training")
     lines.append(f"loss curve: {workdir / 'loss.png'}   checkpoints: {workdir / 'checkpoints'}")
     lines.append("try it:")
-    lines.append(f"  python -m transformer generate {shlex.quote(str(workdir))} --prompt {shlex.quote(summary.prompt)}")
+    lines.append(
+        f"  {python()} -m transformer generate {shlex.quote(str(workdir))} --prompt {shlex.quote(summary.prompt)}"
+    )
     return "\n".join(lines)
+
+
+def python() -> str:
+    """How this Python is called from here: by its path when its environment is not the active one."""
+    path = os.path.relpath(sys.executable)
+    inside = not path.startswith(os.pardir) and sys.prefix != os.environ.get("VIRTUAL_ENV")
+    return shlex.quote(path) if inside else "python"
 
 
 def render_stopped(summary: Summary) -> str:
