@@ -21,7 +21,7 @@ from transformer.training.metrics import read_metrics
 from transformer.training.report import append_samples, cut_samples
 from transformer.training.runs import load_run
 from transformer.training.step import NonFiniteError
-from transformer.training.summary import Score, Summary, read_summary, render, save_summary
+from transformer.training.summary import Score, Summary, python, read_summary, render, save_summary
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -80,7 +80,7 @@ def test_the_last_screen_says_everything(translated):
     assert translated.basics.total == 28  # 0 to 20, and 30 to 90 in tens
     assert f"eval loss: {translated.eval_loss:.4f}, best {translated.best_loss:.4f} at step 3" in screen
     assert f"loss curve: {workdir / 'loss.png'}   checkpoints: {workdir / 'checkpoints'}" in screen
-    assert screen.splitlines()[-1] == f"  python -m transformer generate {workdir} --prompt {translated.prompt}"
+    assert screen.splitlines()[-1] == f"  {python()} -m transformer generate {workdir} --prompt {translated.prompt}"
     assert len(screen.splitlines()) < 50
 
 

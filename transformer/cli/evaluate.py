@@ -69,4 +69,4 @@ def main(arguments: Sequence[str]) -> None:
     print(f"{command.workdir}, step {run.step}, split {split}: {int(result.targets):,} targets")
     print(f"loss: {result.loss:.4f} nats, perplexity {perplexity:.4g}, accuracy {100 * result.accuracy:.2f} %")
     for group, score in matches.items():
-        print(f"  group {group}: {score}" if group else f"exact match: {score}")
+        print(f"  {run.recipe.data.group_name} {group}: {score}" if group else f"exact match: {score}")
