@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import tempfile
+import time
 from pathlib import Path
 
 import chex
@@ -20,6 +21,7 @@ from transformer.training.loop import train
 from transformer.training.metrics import read_metrics
 from transformer.training.recipe import with_vocabulary
 from transformer.training.runs import WorkdirError, load_run
+from transformer.training.signals import StopSignal
 from transformer.training.state import abstract_state
 
 
@@ -52,7 +54,7 @@ def final_state(recipe, workdir, step=12):
         shutil.copytree(workdir / "checkpoints" / str(step), Path(alone) / "checkpoints" / str(step))
         with Checkpointer(alone) as checkpoints:
             restored = checkpoints.restore_newest(abstract_state(with_vocabulary(recipe, vocabulary(workdir))))
-            return jax.device_get(restored.state), restored.data
+            return jax.device_get(restored.state), restored.data, restored.metric
 
 
 def vocabulary(workdir):
@@ -67,8 +69,8 @@ def lines(workdir):
     ]
 
 
-def send(number):
-    os.kill(os.getpid(), number)
+def timeless(ledger):
+    return {name: value for name, value in ledger.items() if name not in ("seconds", "train_seconds", "tokens")}
 
 
 class Trouble:
@@ -76,10 +78,21 @@ class Trouble:
 
     def __init__(self, monkeypatch):
         self.at = {}
+        monkeypatch.setattr(loop, "StopSignal", self._remembered)
         self.count = {"batch": 0, "evaluation": 0, "save": 0}
         self._wrap(monkeypatch, loop, "check_batch", "batch")
         self._wrap(monkeypatch, loop, "evaluate_loss", "evaluation")
         self._wrap(monkeypatch, Checkpointer, "save", "save")
+
+    def send(self, number):
+        """A signal, and the moment until it was noticed (a thread listens)."""
+        os.kill(os.getpid(), number)
+        while not self.stop.requested:
+            time.sleep(0.001)
+
+    def _remembered(self):
+        self.stop = StopSignal()
+        return self.stop
 
     def plan(self, kind, number, action):
         self.count = dict.fromkeys(self.count, 0)
@@ -105,22 +118,25 @@ def test_stopped_anywhere_equals_never_stopped_bit_for_bit(folder, finished, mon
     recipe, workdir = text_recipe(folder), folder / "stopped"
     trouble = Trouble(monkeypatch)
 
-    trouble.plan("save", 1, lambda: send(signal.SIGTERM))  # while step 4 is saved
+    trouble.plan("save", 1, lambda: trouble.send(signal.SIGTERM))  # while step 4 is saved
     summary = train(recipe, workdir, command="the command")
     assert (summary.step, summary.exit_code) == (4, 143)
     said = capsys.readouterr().out
     assert "stopped at step 4 of 12, everything is saved" in said
     assert said.rstrip().endswith("the command")
 
-    trouble.plan("evaluation", 1, lambda: send(signal.SIGINT))  # at step 6: it is made up for
+    trouble.plan("evaluation", 1, lambda: trouble.send(signal.SIGINT))  # at step 6: it is made up for
     summary = train(recipe, workdir)
     assert (summary.step, summary.exit_code) == (6, 130)
     assert "going on from step 4" in capsys.readouterr().out
     assert not any("eval/loss" in line for line in lines(workdir))
 
-    trouble.plan("batch", 1, lambda: send(signal.SIGTERM))  # step 7, in the middle of a line of metrics
+    trouble.plan("batch", 1, lambda: trouble.send(signal.SIGTERM))  # step 7, in the middle of a line of metrics
     assert train(recipe, workdir).step == 7
-    assert [line["step"] for line in lines(workdir) if "eval/loss" in line] == [6]
+    (evaluation,) = (line for line in lines(workdir) if "eval/loss" in line)
+    assert evaluation["step"] == 6
+    _, data, metric = final_state(recipe, workdir, step=6)
+    assert metric == data["ledger"]["eval_loss"] == evaluation["eval/loss"]
 
     trouble.plan("batch", 5, crash)  # after steps 8 to 11: back to 8
     with pytest.raises(MemoryError):
@@ -130,9 +146,13 @@ def test_stopped_anywhere_equals_never_stopped_bit_for_bit(folder, finished, mon
     assert summary.finished
     assert "going on from step 8" in capsys.readouterr().out
 
-    (state, data), (expected, expected_data) = final_state(recipe, workdir), final_state(recipe, finished)
+    (state, data, metric), (expected, expected_data, expected_metric) = (
+        final_state(recipe, place) for place in (workdir, finished)
+    )
     chex.assert_trees_all_equal(state, expected)
     assert data["batches"] == expected_data["batches"]
+    assert timeless(data["ledger"]) == timeless(expected_data["ledger"])
+    assert metric == expected_metric
     assert lines(workdir) == lines(finished)
     assert (workdir / "samples.txt").read_text() == (finished / "samples.txt").read_text()
 
@@ -154,8 +174,8 @@ def test_a_saved_state_is_that_of_its_step(folder, finished):
     """The buffers of a state that is being saved are given to the next step: the copy must be made before."""
     recipe = text_recipe(folder)
     train(change(recipe, training={"steps": 8}), folder / "short")
-    expected, _ = final_state(recipe, folder / "short", step=8)
-    state, _ = final_state(recipe, finished, step=8)
+    expected, *_ = final_state(recipe, folder / "short", step=8)
+    state, *_ = final_state(recipe, finished, step=8)
     chex.assert_trees_all_equal(state, expected)
 
 
@@ -229,7 +249,7 @@ def test_a_workdir_in_use_is_refused(folder, finished):
 
 def test_what_was_trained_is_loaded(folder, finished):
     best = load_run(finished)
-    state, _ = final_state(text_recipe(folder), finished)
+    state, *_ = final_state(text_recipe(folder), finished)
     newest = load_run(finished, "newest")
     assert newest.step == 12
     chex.assert_trees_all_equal(newest.params, state.ema)
@@ -244,7 +264,7 @@ def test_what_was_trained_is_loaded(folder, finished):
 
 def test_without_a_best_one_the_newest_is_loaded_with_a_warning(folder, tmp_path, monkeypatch):
     trouble = Trouble(monkeypatch)
-    trouble.plan("batch", 3, lambda: send(signal.SIGTERM))
+    trouble.plan("batch", 3, lambda: trouble.send(signal.SIGTERM))
     train(text_recipe(folder), tmp_path / "run")
     with pytest.warns(UserWarning, match="Taking the newest valid checkpoint"):
         assert load_run(tmp_path / "run").step == 3

@@ -114,6 +114,7 @@ def train(recipe: Recipe, workdir: str | os.PathLike, *, command: str = "") -> S
             if to_evaluate and not stop_now:
                 evaluate()
                 stop_now = stopping()
+                to_save = to_save or checkpoints.newest_step == step  # gone on with: its checkpoint lacks the loss
             if step and (to_save or stop_now):
                 save()
                 stop_now = stopping()
