@@ -42,13 +42,14 @@ def parse(command: type[Command], verb: str, arguments: Sequence[str]) -> Comman
 
 
 def _message(box: str) -> str:
-    """The first paragraph inside one of tyro's boxes, on one line."""
-    lines = [line.strip("│ ").rstrip() for line in box.splitlines()[1:]]
-    paragraph = []
-    for line in lines:
-        if not line.strip("─╰╯ "):
+    """The first paragraph inside one of tyro's boxes, on one line. Its frame is blank where UTF-8 can't be printed."""
+    paragraph: list[str] = []
+    for line in box.splitlines()[1:]:
+        line = line.strip("│╰╯ ")
+        if line.strip("─-"):
+            paragraph.append(line)
+        elif paragraph:
             break
-        paragraph.append(line)
     text = " ".join(paragraph)
     text = re.sub(r"^Missing from [^:]*: (\S+) (.*?)( \(required\))?$", r"\1 is missing: \2", text)
     text = re.sub(r"no type matching (\S+) could be instantiated from \['(.*)'\]", r"expected \1, got '\2'", text)
