@@ -58,10 +58,12 @@ def main(arguments: list[str]) -> int:
 
     from transformer.cli.devices import accelerator_present, unused_warning
     from transformer.training.loop import train
+    from transformer.training.summary import python
 
     if warning := unused_warning(accelerator_present(), jax.default_backend()):
         print(f"warning: {warning}", file=sys.stderr)
-    return train(recipe, workdir, command=shlex.join(["python", os.path.relpath(__file__), *again])).exit_code
+    command = f"{python()} {shlex.join([os.path.relpath(__file__), *again])}"
+    return train(recipe, workdir, command=command).exit_code
 
 
 def list_recipes() -> int:
