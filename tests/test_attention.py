@@ -244,6 +244,13 @@ def test_a_cache_filled_in_parts_equals_the_whole(position):
     np.testing.assert_array_equal(cache_length(cache), [T, T])
 
 
+def test_empty_slots_are_not_attended_even_without_causality():
+    attention = MultiHeadAttention(num_heads=N, head_dim=H)
+    params = jax.jit(attention.init)(jax.random.key(0), X)
+    got, _ = attention.apply(params, X, cache=KVCache.create(B, 12, N, H, H, jnp.float32))
+    np.testing.assert_allclose(got, attention.apply(params, X)[0], rtol=1e-5, atol=1e-6)
+
+
 def test_rows_of_a_cache_go_on_from_their_own_length():
     """Row 0 had 2 real tokens of 4: the padding behind them is overwritten and never seen."""
     attention = MultiHeadAttention(num_heads=N, head_dim=H, position=Rotary())
@@ -264,7 +271,8 @@ def test_a_cache_too_short_is_an_error_or_drops_never_overwrites():
     with pytest.raises(ValueError, match="4 tokens don't fit a cache of 3 slots: make a longer one"):
         cache.append(*ones)
     two = [a[:, :2] for a in ones]
-    full = cache.append(*two).append(*[a * 7 for a in two])
+    steps = jnp.array([7.0, 8.0])[None, :, None, None]
+    full = cache.append(*two).append(two[0] * steps, two[1] * steps, two[2])
     np.testing.assert_array_equal(full.key[0, :, 0, 0], [1, 1, 7])
 
 

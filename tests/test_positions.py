@@ -101,8 +101,9 @@ def test_yarn_scaling_ramps_by_turns_and_raises_the_magnitude():
     np.testing.assert_allclose(ratio[turns < 0.8], 1 / 16)
     assert (np.diff(ratio) <= 0).all()
     assert scheme.magnitude == pytest.approx(0.1 * math.log(16) + 1)
-    unit = scheme.rotate(HEADS, positions(0, 0, 0, 0, 0))
-    np.testing.assert_allclose(unit, HEADS * scheme.magnitude, rtol=1e-6)
+    turned = scheme.rotate(HEADS, positions(0, 3, 50, 700, 9000))
+    norms = jnp.linalg.norm(HEADS, axis=-1)
+    np.testing.assert_allclose(jnp.linalg.norm(turned, axis=-1), norms * scheme.magnitude, rtol=1e-5)
 
 
 def test_alibi_slopes_are_the_authors():
