@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from transformer.attention import ContextCache, cache_length, set_cache_length
-from transformer.axes import Array, Float, Int, Leaf, Positions, PRNGKey, Tokens
+from transformer.axes import Array, Float, Int, Leaf, PRNGKey, Tokens
 from transformer.generate.layers import separate, separated
 from transformer.generate.sampling import Choice, choose
 from transformer.masks import Mask
@@ -27,20 +27,13 @@ class Rows:
     lengths: Leaf
     """(B,)"""
 
-    @property
-    def positions(self) -> Positions:
-        """(B, T): 0, 1, 2, ... up to the row's last token. The padding repeats that one's, so that no learned table
-        is ever read behind its end (that gives NaN, and a hidden NaN value still spoils a sum: 0 x NaN).
-        """
-        return jnp.minimum(jnp.arange(self.tokens.shape[1])[None, :], self.lengths[:, None] - 1)
-
 
 def prefill(
     model: CausalLM | Seq2Seq, params: Any, prompts: Rows, source: Rows | None, cache_slots: int
 ) -> tuple[Float[Array, "B V"], Any]:
     """Reads whole prompts (and sources) in one call: the logits after each row's last token, and the filled cache."""
     cache = model.init_cache(prompts.tokens.shape[0], cache_slots)
-    hidden, cache = _hidden(model, params, source, prompts.tokens, prompts.positions, cache, source)
+    hidden, cache = _hidden(model, params, source, prompts.tokens, cache, source)
     last = jnp.take_along_axis(hidden, prompts.lengths[:, None, None] - 1, axis=1)
     return _logits(model, params, last), set_cache_length(cache, prompts.lengths)
 
@@ -51,21 +44,18 @@ def decode_step(
     """One more token a row: the logits after it, and the cache that holds it. Of the source, only its lengths are
     read: its keys and values are in the cache.
     """
-    positions = cache_length(cache)[:, None]
-    hidden, grown = _hidden(model, params, None, tokens[:, None], positions, cache, source)
+    hidden, grown = _hidden(model, params, None, tokens[:, None], cache, source)
     return _logits(model, params, hidden), _with_context(grown, cache)
 
 
-def _hidden(model, params, read, tokens: Tokens, positions: Positions, cache, source):
+def _hidden(model, params, read, tokens: Tokens, cache, source):
     variables = {"params": params}
     if isinstance(model, CausalLM):
-        return model.apply(variables, tokens, positions=positions, cache=cache, method=CausalLM.hidden)
+        return model.apply(variables, tokens, cache=cache, method=CausalLM.hidden)
     return model.apply(
         variables,
         None if read is None else read.tokens,
         tokens,
-        source_positions=None if read is None else read.positions,
-        positions=positions,
         source_mask=Mask.lengths(source.lengths),
         cache=cache,
         method=Seq2Seq.hidden,

@@ -73,15 +73,15 @@ def generate(
         raise ValueError(f"there must be as many prompts as sources, got {len(prompt_rows)} and {len(source_rows)}.")
     check_lengths(model.config, prompt_rows, source_rows, limit)
 
-    longest = max(len(row) for row in prompt_rows)
     # Almost every target begins with one token: no 15 more beside it.
-    prompt_slots = 1 if longest == 1 and source_rows is not None else bucket(longest)
+    single = source_rows is not None and all(len(row) == 1 for row in prompt_rows)
+    prompt_slots = 1 if single else _slots(model, prompt_rows)
     new_slots = bucket(limit)
     written = decode(
         model,
         params,
         pad(prompt_rows, prompt_slots),
-        None if source_rows is None else pad(source_rows, bucket(max(len(row) for row in source_rows))),
+        None if source_rows is None else pad(source_rows, _slots(model, source_rows)),
         _row_keys(*row_seeds(seed, len(prompt_rows))),
         Choice.of(sampling, vocab_size),
         np.int32(-1 if eos_id is None else eos_id),
@@ -92,6 +92,12 @@ def generate(
     written = jax.device_get(written)
     _check_finite(written, prompt_rows, params, model.config.dtype)
     return [row[:count].tolist() for row, count in zip(written.tokens, written.counts, strict=True)]
+
+
+def _slots(model: Any, rows: Sequence[np.ndarray]) -> int:
+    """How long the padded rows are: no longer than a learned position table, which all of them fit."""
+    slots = bucket(max(len(row) for row in rows))
+    return slots if model.config.max_length is None else min(slots, model.config.max_length)
 
 
 def _sources(model: Any, sources: Sequence[Ids] | None, vocab_size: int) -> list[np.ndarray] | None:
