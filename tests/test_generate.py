@@ -101,8 +101,7 @@ def test_greedy_is_the_likeliest_by_an_uncached_pass(name):
     model, params = causal(name)
     new = generate(model, params, PROMPTS, max_new_tokens=NEW, sampling=GREEDY)
     whole = pad([np.array(prompt + row) for prompt, row in zip(PROMPTS, new, strict=True)], 17)
-    positions = jnp.asarray(whole.positions)  # of the padding too, in the table
-    assert_greedy(jax.jit(model.apply)({"params": params}, whole.tokens, positions), PROMPTS, new)
+    assert_greedy(jax.jit(model.apply)({"params": params}, whole.tokens), PROMPTS, new)
 
 
 def test_translation_is_the_likeliest_by_an_uncached_pass():
@@ -115,7 +114,6 @@ def test_translation_is_the_likeliest_by_an_uncached_pass():
         {"params": params},
         source.tokens,
         whole.tokens,
-        source_positions=source.positions,
         source_mask=Mask.lengths(jnp.asarray(source.lengths)),
     )
     assert_greedy(full, targets, new)
@@ -244,8 +242,10 @@ def test_products_of_a_step(scan):
     """Cross-attention's keys and values are computed with the first call; a step has no product with the source but
     scores and weighted values.
     """
-    model, params = translator()
-    model = model.clone(execution=Execution(scan=scan))
+    config = TRANSLATION.replace(position="sinusoidal", max_length=None)
+    model = Seq2Seq(config, Execution(scan=scan))
+    ids = jnp.zeros((1, 2), jnp.int32)
+    params = jax.eval_shape(model.init, jax.random.key(0), ids, ids)["params"]
     batch, source_length = 3, 29
     rows = pad([np.ones(source_length, int)] * batch, source_length)
     program = functools.partial(decode, model, cache_slots=17, new_slots=16)
