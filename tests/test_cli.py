@@ -1,7 +1,6 @@
 """The command line: what verbs print, what they return, and one line for every mistake."""
 
 import contextlib
-import errno
 import io
 import json
 import math
@@ -15,11 +14,9 @@ from pathlib import Path
 import pytest
 
 from transformer.__main__ import VERBS, main
-from transformer.cli.errors import run_command
-from transformer.config import ConfigError, Execution, TransformerConfig
+from transformer.config import Execution, TransformerConfig
 from transformer.data.configs import NumberWords, TextFile
 from transformer.training import EvaluationConfig, LoggingConfig, OptimizerConfig, Recipe, TrainingConfig
-from transformer.training.lock import WorkdirInUseError
 from transformer.training.loop import train
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -101,88 +98,6 @@ def pipe(monkeypatch, content, *, terminal=False):
     stdin = io.TextIOWrapper(io.BytesIO(content))
     stdin.isatty = lambda: terminal
     monkeypatch.setattr(sys, "stdin", stdin)
-
-
-class TestRunCommand:
-    """Exit codes and the line on stderr, whatever a command raises."""
-
-    def raising(self, error, capsys, debug=False):
-        def command():
-            raise error
-
-        code = run_command(command, debug)
-        out, err = capsys.readouterr()
-        assert out == ""
-        return code, err
-
-    @pytest.mark.parametrize(
-        ("error", "code", "line"),
-        [
-            (ConfigError("d_model is odd. Make it even."), 2, "error: d_model is odd. Make it even."),
-            (ValueError("two\n  lines\x1b[31m"), 2, "error: two lines\\x1b[31m"),
-            (FileNotFoundError("no x. Make one."), 2, "error: no x. Make one."),
-            (FileNotFoundError(errno.ENOENT, "Gone", "a/b"), 2, "error: a/b: Gone. Check the name."),
-            (NotADirectoryError(errno.ENOTDIR, "No directory", "a"), 2, "error: a: No directory. Name a directory."),
-            (WorkdirInUseError("runs/x is in use."), 1, "error: runs/x is in use."),
-            (
-                PermissionError(errno.EACCES, "Permission denied", "a"),
-                1,
-                "error: a: Permission denied. Change its permissions, or name another place.",
-            ),
-            (
-                OSError(errno.ENOSPC, "No space left on device", "a"),
-                1,
-                "error: a: No space left on device. Free some space, or name another place.",
-            ),
-            (
-                ModuleNotFoundError("No module named 'tyro'", name="tyro.conf"),
-                1,
-                "error: the package tyro is not installed. Install what this needs: pip install "
-                "'transformer-zoo[train]'",
-            ),
-            (
-                RuntimeError("RESOURCE_EXHAUSTED: 9 GiB\nmore"),
-                1,
-                "error: out of memory (RESOURCE_EXHAUSTED: 9 GiB). Use a smaller batch or model, or fewer prompts at "
-                "once.",
-            ),
-            (RuntimeError("backend is away\nstack"), 1, "error: backend is away"),
-            (IndexError("x\ny"), 1, "error: IndexError: x (a fault of this program: --debug shows where)"),
-            (
-                NotImplementedError("z"),
-                1,
-                "error: NotImplementedError: z (a fault of this program: --debug shows where)",
-            ),
-            (KeyboardInterrupt(), 130, "interrupted"),
-        ],
-    )
-    def test_an_error_is_one_line(self, error, code, line, capsys):
-        assert self.raising(error, capsys) == (code, line + "\n")
-
-    def test_debug_shows_the_traceback_before_the_line(self, capsys):
-        code, err = self.raising(ValueError("bad"), capsys, debug=True)
-        assert code == 2
-        assert err.startswith("Traceback (most recent call last):")
-        assert err.endswith("\nerror: bad\n")
-
-    @pytest.mark.parametrize(("returned", "code"), [(None, 0), (0, 0), (143, 143)])
-    def test_what_a_command_returns_is_the_exit_code(self, returned, code, capsys):
-        assert run_command(lambda: returned, False) == code
-        assert capsys.readouterr() == ("", "")
-
-    def test_a_warning_is_one_line(self, capsys):
-        before = warnings.showwarning
-        with warnings.catch_warnings():
-            warnings.simplefilter("always")
-            shown = warnings.showwarning
-            assert run_command(lambda: warnings.warn("step 3 is\nbroken", stacklevel=1), False) == 0
-            assert warnings.showwarning is shown
-        assert capsys.readouterr().err == "warning: step 3 is broken\n"
-        assert warnings.showwarning is before
-
-    def test_help_goes_through(self):
-        with pytest.raises(SystemExit):
-            run_command(lambda: sys.exit(0), False)
 
 
 class TestVerbs:
