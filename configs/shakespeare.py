@@ -2,11 +2,11 @@
 
 Usage: python train.py configs/shakespeare.py
 
-On 2 CPU cores: about 5 minutes. Expected: eval loss 1.60 on the last 10 % of the file. Without network:
+On 2 CPU cores: about 4 minutes. Expected: eval loss 1.66 on the last 10 % of the file. Without network:
 --data.manual-dir FOLDER, with input.txt in it.
 """
 
-from transformer.config import TransformerConfig
+from transformer.config import Execution, TransformerConfig
 from transformer.data import TinyShakespeare
 from transformer.training import EvaluationConfig, OptimizerConfig, Recipe, TrainingConfig
 
@@ -14,10 +14,9 @@ from transformer.training import EvaluationConfig, OptimizerConfig, Recipe, Trai
 def get_config() -> Recipe:
     return Recipe(
         name="shakespeare",
-        model=TransformerConfig(
-            d_model=128, num_layers=2, num_heads=2, activation="gelu_tanh", position="rotary", dropout_rate=0.1
-        ),
-        data=TinyShakespeare(sequence_length=128, batch_size=32, eval_batch_size=64),
+        model=TransformerConfig(d_model=128, num_layers=2, num_heads=2, activation="gelu_tanh", position="rotary"),
+        data=TinyShakespeare(sequence_length=128, batch_size=16, eval_batch_size=64),
+        execution=Execution(scan=False),
         optimizer=OptimizerConfig(learning_rate=2e-3, warmup_steps=100),
         training=TrainingConfig(steps=2000),
         evaluation=EvaluationConfig(every=500),
