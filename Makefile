@@ -89,7 +89,7 @@ train: setup
 	@$(IN_VENV) train.py $(RECIPE) $(if $(WORKDIR),--workdir '$(WORKDIR)') $(ARGS)
 
 test: lint
-	@$(IN_VENV) -m pytest $(ARGS)
+	@$(IN_VENV) -m pytest -n auto --maxprocesses 4 $(ARGS)
 
 lint: setup
 	@$(IN_VENV) -m ruff check .
