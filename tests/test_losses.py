@@ -37,8 +37,11 @@ def test_gradient_is_softmax_minus_target():
 
 
 def test_is_float32_and_finite_for_bfloat16_and_huge_logits():
-    total, weight = cross_entropy(jnp.asarray(LOGITS, jnp.bfloat16), TARGETS, WEIGHTS)
+    half = jnp.asarray(LOGITS, jnp.bfloat16)
+    total, weight = cross_entropy(half, TARGETS, WEIGHTS)
     chex.assert_type([total, weight], jnp.float32)
+    expected = -(np.eye(7)[TARGETS] * log_probabilities(half)).sum(-1)
+    np.testing.assert_allclose(total, (expected * WEIGHTS).sum(), rtol=1e-6)
     huge, _ = cross_entropy(jnp.asarray(LOGITS) * 1e30, TARGETS, WEIGHTS)
     assert np.isfinite(huge)
 
