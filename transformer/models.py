@@ -41,8 +41,9 @@ class _Model(nn.Module):
         x = table(tokens)
         return x * jnp.asarray(math.sqrt(self.config.d_model), x.dtype) if self.config.scale_embeddings else x
 
-    def _logits(self, x: Hidden) -> Logits:
-        logits = self.embedding.attend(x) if self.config.tie_embeddings else self.output(x)
+    def head(self, hidden: Hidden) -> Logits:
+        """Hidden states (B, T, D) -> logits (B, T, V), float32."""
+        logits = self.embedding.attend(hidden) if self.config.tie_embeddings else self.output(hidden)
         logits = logits.astype(jnp.float32)
         cap = self.config.logit_softcap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
@@ -90,7 +91,7 @@ class CausalLM(_Model):
             ValueError: ids outside the vocabulary (only where values are known: not inside jit, which gives NaN).
         """
         x, cache, _ = self._run(tokens, positions, mask, cache, deterministic)
-        return self._logits(x) if cache is None else (self._logits(x), cache)
+        return self.head(x) if cache is None else (self.head(x), cache)
 
     def hidden(
         self,
@@ -103,10 +104,6 @@ class CausalLM(_Model):
         """As a call, up to the hidden states (B, T, D) that `head` takes."""
         x, cache, _ = self._run(tokens, positions, mask, cache, deterministic)
         return x if cache is None else (x, cache)
-
-    def head(self, hidden: Hidden) -> Logits:
-        """Hidden states (B, T, D) -> logits (B, T, V), float32."""
-        return self._logits(hidden)
 
     def _run(self, tokens, positions, mask, cache, deterministic):
         x = self._embed(self.embedding, tokens)
@@ -153,7 +150,7 @@ class Seq2Seq(_Model):
             mask: of the target, beyond causality.
         """
         x, cache, _ = self._run(source, target, source_positions, positions, source_mask, mask, cache, deterministic)
-        return self._logits(x) if cache is None else (self._logits(x), cache)
+        return self.head(x) if cache is None else (self.head(x), cache)
 
     def hidden(
         self,
@@ -169,10 +166,6 @@ class Seq2Seq(_Model):
         """As a call, up to the decoder's hidden states (B, T, D) that `head` takes."""
         x, cache, _ = self._run(source, target, source_positions, positions, source_mask, mask, cache, deterministic)
         return x if cache is None else (x, cache)
-
-    def head(self, hidden: Hidden) -> Logits:
-        """Hidden states (B, T, D) -> logits (B, T, V), float32."""
-        return self._logits(hidden)
 
     def encode(
         self,
