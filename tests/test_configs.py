@@ -30,7 +30,7 @@ def test_a_recipe_says_what_it_is_and_keeps_its_word(file):
     assert recipe.name == file.stem
     assert f"Usage: python train.py configs/{file.name}" in about
     assert "Expected: " in about
-    assert "On 2 CPU cores: about" in about or "accelerator" in about
+    assert "On 2 CPU cores: about" in " ".join(about.split()) or "accelerator" in about
     assert from_json(to_json(recipe)) == recipe
     assert ast.get_docstring(ast.parse(file.read_text())).splitlines()[0].endswith(".")
     state = abstract_state(with_vocabulary(recipe, 100))  # the whole model and optimizer, as shapes
