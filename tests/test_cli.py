@@ -275,6 +275,7 @@ class TestGenerate:
             done = subprocess.run(
                 [sys.executable, "-m", "transformer", "generate", text, "--prompt", "soft", "--max-new-tokens", "2"],
                 cwd=ROOT,
+                env={name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"},
                 stdout=nobody,
                 stderr=subprocess.PIPE,
                 text=True,
