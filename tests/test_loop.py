@@ -257,7 +257,7 @@ class Process:
 
 def test_signals_in_compilation_step_and_evaluation_save_and_say_how_to_go_on(tmp_path):
     (tmp_path / "mine.py").write_text(RECIPE.format(tests=str(ROOT / "tests"), folder=str(tmp_path)))
-    workdir, command = tmp_path / "run", f"python train.py {tmp_path}/mine.py --workdir {tmp_path}/run"
+    workdir, command = tmp_path / "run", f"{python()} train.py {tmp_path}/mine.py --workdir {tmp_path}/run"
 
     run = Process(command, tmp_path)
     run.signal_at("compiling the training step", signal.SIGTERM)
