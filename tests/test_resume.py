@@ -129,22 +129,30 @@ def test_stopped_anywhere_equals_never_stopped_bit_for_bit(folder, finished, mon
     summary = train(recipe, workdir)
     assert (summary.step, summary.exit_code) == (6, 130)
     assert "going on from step 4" in capsys.readouterr().out
-    assert not any("eval/loss" in line for line in lines(workdir))
+    assert [line["step"] for line in lines(workdir) if "eval/loss" in line] == [3]
 
     trouble.plan("batch", 1, lambda: trouble.send(signal.SIGTERM))  # step 7, in the middle of a line of metrics
     assert train(recipe, workdir).step == 7
-    (evaluation,) = (line for line in lines(workdir) if "eval/loss" in line)
+    evaluation = [line for line in lines(workdir) if "eval/loss" in line][-1]
     assert evaluation["step"] == 6
     _, data, metric = final_state(recipe, workdir, step=6)
     assert metric == data["ledger"]["eval_loss"] == evaluation["eval/loss"]
 
-    trouble.plan("batch", 5, crash)  # after steps 8 to 11: back to 8
+    trouble.plan("batch", 5, crash)  # after steps 8 to 11, with texts of step 9: back to 8
     with pytest.raises(MemoryError):
         train(recipe, workdir)
     assert lines(workdir)[-1]["step"] == 10
+    trouble.plan("save", 2, lambda: trouble.send(signal.SIGTERM))  # the last one: only the report is missing
+    summary = train(recipe, workdir)
+    said = capsys.readouterr().out
+    assert "going on from step 8" in said
+    assert (summary.step, summary.exit_code) == (12, 143)
+    assert "training is finished and saved; the report was cut short. To see it:" in said
+
     summary = train(recipe, workdir)
     assert summary.finished
-    assert "going on from step 8" in capsys.readouterr().out
+    assert summary.exit_code == 0
+    assert "a text of its own:" in capsys.readouterr().out
 
     (state, data, metric), (expected, expected_data, expected_metric) = (
         final_state(recipe, place) for place in (workdir, finished)
@@ -252,7 +260,7 @@ def test_what_was_trained_is_loaded(folder, finished):
     newest = load_run(finished, "newest")
     assert newest.step == 12
     chex.assert_trees_all_equal(newest.params, state.ema)
-    assert best.step in (6, 12)
+    assert best.step in (3, 6, 9, 12)
     assert load_run(finished, 12).step == 12
     assert best.recipe.model.vocab_size == best.tokenizer.vocab_size
     logits = best.model.apply({"params": best.params}, jax.numpy.asarray([best.tokenizer.encode("line")]))

@@ -102,7 +102,7 @@ def text_recipe(folder, **groups):
         execution=Execution(scan=False),
         optimizer=OptimizerConfig(warmup_steps=3, learning_rate=1e-2, decay_steps=12),
         training=TrainingConfig(steps=12, ema_decay=0.9),
-        evaluation=EvaluationConfig(every=6, batches=3, samples=1, sample_tokens=5),
+        evaluation=EvaluationConfig(every=3, batches=3, samples=1, sample_tokens=5),
         checkpoint=CheckpointConfig(every=4, keep_last=2),
         logging=LoggingConfig(every=5, tensorboard=False, progress="lines"),
     )
