@@ -65,6 +65,8 @@ def randomize(torch, module, seed=0):
 def compare(torch, module, run_theirs, rules, model, run_ours, *inputs, gradients_of=0, **options):
     """Both sides' outputs, and the gradients of a random sum of them by all weights and the first
     `gradients_of` inputs. `run_ours(apply, *inputs)`.
+
+    Measured, both are within a fifth of their bounds. That of gradients is twice as wide: there are two passes.
     """
     arrays = [jnp.asarray(x) for x in inputs]
     shapes = jax.eval_shape(lambda: run_ours(lambda *a, **k: model.init(jax.random.key(0), *a, **k), *arrays))["params"]

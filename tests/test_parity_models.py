@@ -154,6 +154,7 @@ def test_t5_is_transformers(torch, transformers):
         feed_forward_proj="gated-gelu",
         layer_norm_epsilon=EPSILON,
         dropout_rate=0.0,
+        initializer_factor=0.3,  # unscaled scores of larger weights make a hard maximum, which magnifies rounding
         tie_word_embeddings=False,  # here: tied, but not scaled
         attn_implementation="eager",
     )
