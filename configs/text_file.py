@@ -2,8 +2,8 @@
 
 Usage: python train.py configs/text_file.py --data.path my-text.txt --workdir runs/my-text
 
-The last tenth of the file is held out. On 2 CPU cores: about 5 minutes. Expected: depends on the text
-(configs/shakespeare.py has figures for one). Other languages and scripts: --data.tokenizer.kind byte or bpe.
+The last tenth of the file is held out. On 2 CPU cores: about 4 minutes. Expected: depends on the text; Tiny
+Shakespeare, 1.1 MB, reached 1.62 nats a character. Other languages and scripts: --data.tokenizer.kind byte or bpe.
 """
 
 from transformer.config import Execution, TransformerConfig
