@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from training_recipes import change, text_recipe
 
+import transformer
 from transformer.config import Execution, TransformerConfig
 from transformer.data.configs import NumberWords
 from transformer.training import EvaluationConfig, LoggingConfig, OptimizerConfig, Recipe, TrainingConfig, loop
@@ -94,6 +95,9 @@ def test_translations_of_the_summary_are_those_of_the_loaded_model(translated):
     from transformer.training.evaluation import translate
 
     run = load_run(translated.workdir)
+    model, params = transformer.load(translated.workdir)
+    assert model == run.model
+    jax.tree.map(np.testing.assert_array_equal, params, run.params)
     sources = [source for source, _, _ in translated.translations]
     again = translate(run.model, run.params, run.tokenizer, sources, max_new_tokens=4)
     assert again == [output for _, _, output in translated.translations]
