@@ -105,7 +105,9 @@ def test_every_field_of_rotary_scaling_is_read(scaling, field, value):
     assert program(CausalLM, base) != program(CausalLM, changed)
 
 
-@pytest.mark.parametrize(("field", "value"), [("window", 2), ("rotary_base", 9.0), ("rotary_scaling", YARN)])
+@pytest.mark.parametrize(
+    ("field", "value"), [("window", 2), ("rotary_base", 9.0), ("rotary_scaling", YARN), ("self_attention", False)]
+)
 def test_every_field_of_a_layer_kind_is_read(field, value):
     base = TINY.replace(**ROTARY)
     assert program(CausalLM, base) != program(CausalLM, base.replace(period=(LayerKind(**{field: value}),)))
@@ -164,6 +166,7 @@ def test_an_impossible_model_says_what_to_change(changes, message):
         (lambda: RotaryScaling(kind="llama3", factor=2.0, low_frequency_factor=4.0), r"must be above low_freq"),
         (lambda: RotaryScaling(kind="yarn", factor=2.0, beta_slow=40.0), r"beta_fast \(32.0\) must be above"),
         (lambda: LayerKind(window=0), r"window must be a whole number of at least 1, got 0"),
+        (lambda: LayerKind(window=3, self_attention=False), r"window says how .* Leave window out, or let"),
         (lambda: Execution(remat="dot"), r"Did you mean 'dots'\?"),
     ],
 )

@@ -37,6 +37,10 @@ BASE = TransformerConfig(
 )
 CONFIGS = {
     "none, window": BASE.replace(period=(LayerKind(window=3), LayerKind())),
+    "t5, one layer without attention": BASE.replace(
+        position="t5", period=(LayerKind(self_attention=False), LayerKind())
+    ),
+    "no residual": BASE.replace(position="rotary", norm_position="pre_without_residual"),
     "sinusoidal, post": BASE.replace(position="sinusoidal", norm_position="post"),
     "learned, full table": BASE.replace(position="learned", max_length=len(PROMPTS[2]) + NEW),
     "rotary, window, prefix": BASE.replace(position="rotary", num_layers=3, prefix=(LayerKind(window=5),)),

@@ -6,10 +6,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from transformer.blocks import LayerCache, LayerInputs, PostNormBlock, PreNormBlock
+from transformer.attention import cache_length
+from transformer.blocks import BLOCKS, LayerCache, LayerInputs, PostNormBlock, PreNormBlock
 from transformer.config import Execution, LayerKind, TransformerConfig
 from transformer.masks import Mask
 from transformer.stacks import Decoder, Encoder
+from transformer.training.state import parameter_paths
 
 CONFIG = TransformerConfig(d_model=12, num_layers=2, num_heads=3, d_ff=7)
 X = jax.random.normal(jax.random.key(0), (2, 5, 12))
@@ -143,6 +145,37 @@ def test_an_encoder_sees_both_ways_and_a_decoder_back():
         params = jax.jit(stack.init)(jax.random.key(0), X)
         jacobian = jax.jit(jax.jacobian(lambda x, s=stack, p=params: s.apply(p, x)[0][0]))(X)[:, :, 0]
         np.testing.assert_array_equal(np.abs(jacobian).max((1, 3)) > 0, seen)
+
+
+@pytest.mark.parametrize("norm_position", ["pre", "post", "pre_without_residual"])
+def test_without_self_attention_a_position_sees_itself_alone(norm_position):
+    config = CONFIG.replace(period=(LayerKind(self_attention=False),), norm_position=norm_position)
+    decoder = Decoder(config)
+    params = jax.jit(decoder.init)(jax.random.key(0), X)
+    assert not [path for path in parameter_paths(params) if "attention" in path]
+    jacobian = jax.jit(jax.jacobian(lambda x: decoder.apply(params, x)[0][0]))(X)[:, :, 0]
+    np.testing.assert_array_equal(np.abs(jacobian).max((1, 3)) > 0, np.eye(5, dtype=bool))
+
+
+def test_without_residual_a_sublayer_replaces_x():
+    """With the last projection at zero, x + f(norm(x)) is x, and f(norm(x)) is zero."""
+    for norm_position, left in (("pre", X), ("pre_without_residual", jnp.zeros_like(X))):
+        block = BLOCKS[norm_position](CONFIG)
+        params = jax.tree_util.tree_map_with_path(
+            lambda path, leaf: leaf * 0 if "down" in jax.tree_util.keystr(path) or "out" in str(path) else leaf,
+            jax.jit(block.init)(jax.random.key(0), X, LayerInputs()),
+        )
+        np.testing.assert_array_equal(block.apply(params, X, LayerInputs())[0], left)
+
+
+def test_a_layer_without_self_attention_counts_in_its_cache():
+    config = PATTERN.replace(prefix=(LayerKind(self_attention=False),))
+    cache = Decoder(config).init_cache(2, 9)
+    assert cache["prefix_0"].self_attention.key.shape == (2, 9, 0, 0)
+    decoder = Decoder(config)
+    params = jax.jit(decoder.init)(jax.random.key(0), X)
+    _, cache, _ = decoder.apply(params, X, cache=decoder.init_cache(X.shape[0], 9))
+    assert cache_length(cache).tolist() == [X.shape[1]] * X.shape[0]
 
 
 def test_caches_of_layers_may_be_told_apart():

@@ -52,9 +52,9 @@ class LayerCache:
     """a `ContextCache`, in a decoder with cross-attention"""
 
     @staticmethod
-    def create(config: TransformerConfig, batch: int, length: int, *, cross: bool) -> LayerCache:
-        """An empty cache of `length` tokens for each of `batch` rows."""
-        sizes = config.kv_heads, config.size_of_head, config.size_of_value
+    def create(config: TransformerConfig, kind: LayerKind, batch: int, length: int, *, cross: bool) -> LayerCache:
+        """An empty cache of `length` tokens for each of `batch` rows. Without self-attention it only counts them."""
+        sizes = (config.kv_heads, config.size_of_head, config.size_of_value) if kind.self_attention else (0, 0, 0)
         return LayerCache(
             self_attention=KVCache.create(batch, length, *sizes, jnp.dtype(config.dtype)),
             cross_attention=ContextCache() if cross else None,
@@ -184,10 +184,17 @@ class Block(nn.Module):
         )
 
     def _finish(
-        self, x: Hidden, self_cache: KVCache | None, cross_cache: ContextCache | None
+        self, x: Hidden, cache: LayerCache | None, self_cache: KVCache | None, cross_cache: ContextCache | None
     ) -> tuple[Hidden, LayerCache | None, Aux]:
-        cache = None if self_cache is None else LayerCache(self_cache, cross_cache)
+        if cache is not None:
+            cache = LayerCache(_count(x, cache.self_attention) if self_cache is None else self_cache, cross_cache)
         return constrain(x, "batch", "length", "embed"), cache, {}
+
+
+def _count(x: Hidden, cache: KVCache) -> KVCache:
+    """The cache of a layer without self-attention, T tokens later: it has no keys, but knows how many went by."""
+    nothing = jnp.zeros((*x.shape[:2], 0, 0), x.dtype)
+    return cache.append(nothing, nothing, jnp.zeros(x.shape[:2], jnp.int32))
 
 
 class PreNormBlock(Block):
@@ -200,15 +207,16 @@ class PreNormBlock(Block):
         self, x: Hidden, inputs: LayerInputs, cache: LayerCache | None = None
     ) -> tuple[Hidden, LayerCache | None, Any]:
         """x (B, T, D) -> x, the layer's cache, aux."""
-        cross_cache = None
-        y, self_cache = self.self_attention(self.norm("attention_norm")(x), inputs, cache)
-        x = x + self.dropout(y, inputs)
+        self_cache = cross_cache = None
+        if self.kind.self_attention:
+            y, self_cache = self.self_attention(self.norm("attention_norm")(x), inputs, cache)
+            x = x + self.dropout(y, inputs)
         if self.cross:
             y, cross_cache = self.cross_attention(self.norm("cross_attention_norm")(x), inputs, cache)
             x = x + self.dropout(y, inputs)
         y = self.feed_forward(self.norm("feed_forward_norm")(x))
         x = x + self.dropout(y, inputs)
-        return self._finish(x, self_cache, cross_cache)
+        return self._finish(x, cache, self_cache, cross_cache)
 
 
 class PostNormBlock(Block):
@@ -219,16 +227,43 @@ class PostNormBlock(Block):
         self, x: Hidden, inputs: LayerInputs, cache: LayerCache | None = None
     ) -> tuple[Hidden, LayerCache | None, Any]:
         """x (B, T, D) -> x, the layer's cache, aux."""
-        cross_cache = None
-        y, self_cache = self.self_attention(x, inputs, cache)
-        x = self.norm("attention_norm")(x + self.dropout(y, inputs))
+        self_cache = cross_cache = None
+        if self.kind.self_attention:
+            y, self_cache = self.self_attention(x, inputs, cache)
+            x = self.norm("attention_norm")(x + self.dropout(y, inputs))
         if self.cross:
             y, cross_cache = self.cross_attention(x, inputs, cache)
             x = self.norm("cross_attention_norm")(x + self.dropout(y, inputs))
         y = self.feed_forward(x)
         x = self.norm("feed_forward_norm")(x + self.dropout(y, inputs))
-        return self._finish(x, self_cache, cross_cache)
+        return self._finish(x, cache, self_cache, cross_cache)
 
 
-BLOCKS: dict[str, type[Block]] = {"pre": PreNormBlock, "post": PostNormBlock}
+class PreNormWithoutResidualBlock(Block):
+    """f(norm(x)) for each sublayer f: pre-norm with its `x +` taken away, to see what that is for (He et al. 2015,
+    arXiv 1512.03385; Dong et al. 2021, arXiv 2103.03404: attention alone then loses rank with depth).
+    """
+
+    @nn.compact
+    def __call__(
+        self, x: Hidden, inputs: LayerInputs, cache: LayerCache | None = None
+    ) -> tuple[Hidden, LayerCache | None, Any]:
+        """x (B, T, D) -> x, the layer's cache, aux."""
+        self_cache = cross_cache = None
+        if self.kind.self_attention:
+            y, self_cache = self.self_attention(self.norm("attention_norm")(x), inputs, cache)
+            x = self.dropout(y, inputs)
+        if self.cross:
+            y, cross_cache = self.cross_attention(self.norm("cross_attention_norm")(x), inputs, cache)
+            x = self.dropout(y, inputs)
+        y = self.feed_forward(self.norm("feed_forward_norm")(x))
+        x = self.dropout(y, inputs)
+        return self._finish(x, cache, self_cache, cross_cache)
+
+
+BLOCKS: dict[str, type[Block]] = {
+    "pre": PreNormBlock,
+    "post": PostNormBlock,
+    "pre_without_residual": PreNormWithoutResidualBlock,
+}
 """blocks by norm_position"""

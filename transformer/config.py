@@ -10,7 +10,7 @@ from typing import Literal
 
 Activation = Literal["relu", "gelu_tanh", "gelu_erf", "silu"]
 Norm = Literal["layer_norm", "rms_norm"]
-NormPosition = Literal["pre", "post"]
+NormPosition = Literal["pre", "post", "pre_without_residual"]
 Position = Literal["sinusoidal", "learned", "rotary", "alibi", "t5", "none"]
 Pooling = Literal["mean", "first", "last"]
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -106,6 +106,8 @@ class RotaryScaling:
 class LayerKind:
     """What differs between the layers of one stack. Everything else is the config's."""
 
+    self_attention: bool = True
+    """false: no self-attention, so that no position sees another (an ablation: what is left without it)"""
     window: int | None = None
     """attend only keys closer than this many positions; None: all"""
     rotary_base: float | None = None
@@ -116,6 +118,12 @@ class LayerKind:
     def __post_init__(self):
         _check_whole(self, "window")
         _check_positive(self, "rotary_base")
+        unread = [name for name in ("window", "rotary_base", "rotary_scaling") if getattr(self, name) is not None]
+        if unread and not self.self_attention:
+            raise ConfigError(
+                f"{unread[0]} says how a layer attends, but self_attention is False. Leave {unread[0]} out, or let "
+                f"the layer attend."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +167,7 @@ class TransformerConfig:
     norm_epsilon: float = 1e-6
     """added to the variance before the square root"""
     norm_position: NormPosition = "pre"
-    """pre: x + f(norm(x)); post: norm(x + f(x)), the paper's"""
+    """pre: x + f(norm(x)); post: norm(x + f(x)), the paper's; pre_without_residual: f(norm(x)), an ablation"""
     position: Position = "sinusoidal"
     """position scheme"""
     max_length: int | None = None

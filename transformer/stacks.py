@@ -139,7 +139,7 @@ class Stack(nn.Module):
             auxes.append(jax.tree.map(lambda a: a.sum(0), aux))
         for i, kind in enumerate(config.suffix):
             x = run_one(f"suffix_{i}", kind, x)
-        if config.norm_position == "pre":
+        if config.norm_position != "post":
             x = make_norm(config, "final_norm")(x)
         return x, None if cache is None else caches, _sum(auxes)
 
@@ -151,13 +151,17 @@ class Stack(nn.Module):
     def init_cache(self, batch: int, length: int) -> dict[str, Any]:
         """An empty cache of `length` tokens for each of `batch` rows; needs no parameters."""
         config = self.config
-        one = LayerCache.create(config, batch, length, cross=self.cross)
-        cache: dict[str, Any] = {f"prefix_{i}": one for i in range(len(config.prefix))}
+
+        def named(name: str, kinds: tuple[LayerKind, ...]) -> dict[str, Any]:
+            caches = (LayerCache.create(config, kind, batch, length, cross=self.cross) for kind in kinds)
+            return {f"{name}_{i}": one for i, one in enumerate(caches)}
+
+        cache = named("prefix", config.prefix) | named("suffix", config.suffix)
         repeats = _repeats(config, self._layers)
         if repeats:
-            many = jax.tree.map(lambda a: jnp.broadcast_to(a, (repeats, *a.shape)), one)
-            cache["layers"] = {f"slot_{k}": many for k in range(len(config.period))}
-        return cache | {f"suffix_{i}": one for i in range(len(config.suffix))}
+            period = named("slot", config.period)
+            cache["layers"] = jax.tree.map(lambda a: jnp.broadcast_to(a, (repeats, *a.shape)), period)
+        return cache
 
 
 def _repeats(config: TransformerConfig, num_layers: int) -> int:
