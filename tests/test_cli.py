@@ -1,6 +1,7 @@
 """The command line: what verbs print, what they return, and one line for every mistake."""
 
 import contextlib
+import dataclasses
 import io
 import json
 import math
@@ -14,10 +15,11 @@ from pathlib import Path
 import pytest
 
 from transformer.__main__ import VERBS, main
-from transformer.config import Execution, TransformerConfig
+from transformer.config import Execution, LayerKind, TransformerConfig
 from transformer.data.configs import NumberWords, TextFile
 from transformer.training import EvaluationConfig, LoggingConfig, OptimizerConfig, Recipe, TrainingConfig
 from transformer.training.loop import train
+from transformer.training.recipe import load_recipe
 
 ROOT = Path(__file__).resolve().parents[1]
 LINE = "ROMEO: But soft, what light for $5 through yonder window breaks?\n"
@@ -345,6 +347,30 @@ class TestInspect:
         assert [Path(path).name for path in found["paths"]] == ["decoder_self_layer1.png"]
         assert found["target"] is None
         assert "--target is for an encoder-decoder" in fails("inspect", text, "--prompt", "what", "--target", "x")
+
+    def test_sizes(self, run, pairs, tmp_path):
+        words = ("inspect", pairs, "--prompt", "one", "--target", "uno", "--sizes", "--output", tmp_path)
+        code, out, err = run(*words)
+        assert (code, err) == (0, "")
+        assert "source, 1 tokens: one\ntarget, 2 tokens: <bos> uno\n" in out
+        assert "  cross_attention:\n" in out
+        assert out.endswith("decoder_cross_layer1.png\n")
+        found = json.loads(run(*words, "--json")[1])["sizes"]
+        assert [size["shape"] for size in found if size["axes"] == "B N T S"][-1] == [1, 2, 2, 1]
+
+    def test_a_model_without_attention(self, run, fails, text, tmp_path):
+        """There is nothing to draw, but there are sizes."""
+        recipe = load_recipe(text)
+        model = recipe.model.replace(period=(LayerKind(self_attention=False),), vocab_size=None)
+        with contextlib.redirect_stdout(io.StringIO()):
+            train(dataclasses.replace(recipe, model=model, training=TrainingConfig(steps=2)), tmp_path / "blind")
+        message = fails("inspect", tmp_path / "blind", "--prompt", "what")
+        assert "no layer of the model" in message
+        assert "--sizes shows what it computes" in message
+        code, out, _ = run("inspect", tmp_path / "blind", "--prompt", "what", "--sizes")
+        assert code == 0
+        assert "x W_1" in out
+        assert "query" not in out
 
     def test_wrong_texts(self, fails, pairs, text):
         assert "the prompt is empty" in fails("inspect", pairs, "--prompt", " ")

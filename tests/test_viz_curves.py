@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from transformer.viz import curves, loss_curve
+from transformer.viz import compare_losses, curves, loss_curve
 
 
 def write(path, records):
@@ -66,3 +66,25 @@ def test_the_running_mean_reaches_both_ends_and_keeps_a_line_straight():
     np.testing.assert_allclose(smooth[2:9], values[2:9] - 0.5)
     np.testing.assert_allclose(curves._smooth(np.full(7, 3.0), 5), 3.0)
     assert (smooth[0], smooth[-1]) == (0.5, 9.0)
+
+
+def test_runs_are_compared_in_colors_of_their_own_with_bounds(tmp_path):
+    runs = {f"run {i}": [[step, 3 + i + 5 / step] for step in range(1, 40)] for i in range(2)}
+    compare_losses(runs, tmp_path / "new" / "a.png", title="Two")
+    assert drawn(tmp_path / "new" / "a.png", curves._COLORS[0]) > 300
+    assert drawn(tmp_path / "new" / "a.png", curves._COLORS[1]) > 300
+    assert drawn(tmp_path / "new" / "a.png", curves._COLORS[2]) == 0
+    compare_losses(runs, tmp_path / "b.png", bounds={"least": 2.5}, title="Two")
+    assert drawn(tmp_path / "b.png", curves._INK) > drawn(tmp_path / "new" / "a.png", curves._INK) + 500
+
+
+def test_the_first_steps_do_not_hide_the_differences():
+    runs = {"a": [[step, 2 + 90 / step**2] for step in range(1, 101)], "b": [[step, 2.1] for step in range(1, 101)]}
+    low, high = curves._limits(runs, {"bound": 1.9})
+    assert low < 1.9 < 2.1 < high < 3
+
+
+@pytest.mark.parametrize(("runs", "message"), [({}, "no runs to draw"), ({"x": []}, "'x' has no losses")])
+def test_nothing_to_compare_is_an_error(tmp_path, runs, message):
+    with pytest.raises(ValueError, match=message):
+        compare_losses(runs, tmp_path / "x.png")

@@ -24,54 +24,75 @@ class Inspect(WorkdirCommand):
     """text that the model reads"""
     target: str | None = None
     """encoder-decoder: text on the decoder's side; None: what the model writes itself"""
+    sizes: bool = False
+    """also print the size of everything between the tokens and the logits"""
     output: Path | None = None
     """directory for the pictures; None: WORKDIR/attention"""
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Prints the paths of the pictures."""
+    """Prints the paths of the pictures, after the sizes where they are wanted."""
     command = parse(Inspect, "inspect", arguments)
-    from transformer.cli import texts
-    from transformer.generate import Sampling
+    import jax.numpy as jnp
+
+    from transformer.studies.sizes import sizes, sizes_table
     from transformer.viz.attention_maps import attention_maps, save_attention_maps
 
     run = command.load()
-    tokenizer = run.tokenizer
-    (prompt,) = texts.read_prompts([command.prompt], "causal_lm")  # of stdin, all is one text
-    ids = texts.encode_prompt(run, prompt)
-    if run.recipe.task == "seq2seq":
-        target = command.target
-        if target is None:
-            greedy = Sampling(temperature=0.0)
-            target = texts.translate(run, [prompt], max_new_tokens=128, sampling=greedy, seed=0)[0].output
-        read = [tokenizer.bos_id, *texts.encode(run, target, "target")]
-        sown, labels = _watch(run, ids, read), {"source": tokenizer.tokens(ids), "target": tokenizer.tokens(read)}
-    elif command.target is not None:
-        raise ConfigError("--target is for an encoder-decoder; a causal model reads one text: put it into --prompt.")
-    else:
-        target = None
-        sown, labels = _watch(run, ids), {"target": tokenizer.tokens(ids)}
+    # A kernel chosen for the training may be unable to give its weights.
+    model = run.model.clone(execution=dataclasses.replace(run.model.execution, attention="auto"))
+    prompt, target, rows = _read(command, run)
+    tokens = {name: jnp.asarray([ids], jnp.int32) for name, ids in rows.items()}
+    labels = {name: run.tokenizer.tokens(ids) for name, ids in rows.items()}
+    sown = _watch(model, run.params, *tokens.values())
+    if not sown and not command.sizes:
+        raise ConfigError(
+            f"no layer of the model in {command.workdir} attends to anything: there is nothing to draw. "
+            f"--sizes shows what it computes instead."
+        )
     directory = command.workdir / "attention" if command.output is None else command.output
-    paths = save_attention_maps(attention_maps(sown, run.recipe.model), directory, **labels)
+    paths = save_attention_maps(attention_maps(sown, run.recipe.model), directory, **labels) if sown else []
+    found = sizes(model, *tokens.values()) if command.sizes else []
     if command.json:
-        command.print_json(run, prompt=prompt, target=target, paths=[str(path) for path in paths])
+        values = {"sizes": [dataclasses.asdict(size) for size in found]} if command.sizes else {}
+        command.print_json(run, prompt=prompt, target=target, paths=[str(path) for path in paths], **values)
         return
     if target is not None:
         print(f"{prompt} -> {target}")
+    if command.sizes:
+        for name, words in labels.items():
+            print(f"{name}, {len(words)} tokens: {' '.join(words)}")
+        print(f"\n{sizes_table(found)}\n")
     for path in paths:
         print(path)
 
 
-def _watch(run: Run, *rows: list[int]) -> Any:
-    """What attention sows when the model reads these rows, one example without padding."""
-    import jax
-    import jax.numpy as jnp
+def _read(command: Inspect, run: Run) -> tuple[str, str | None, dict[str, list[int]]]:
+    """The prompt, the text on the decoder's side, and the ids of each side of the model."""
+    from transformer.cli import texts
+    from transformer.generate import Sampling
 
-    # A kernel chosen for the training may be unable to give its weights.
-    model = run.model.clone(execution=dataclasses.replace(run.model.execution, attention="auto"))
+    (prompt,) = texts.read_prompts([command.prompt], "causal_lm")  # of stdin, all is one text
+    ids = texts.encode_prompt(run, prompt)
+    target = command.target
+    if run.recipe.task != "seq2seq":
+        if target is not None:
+            raise ConfigError(
+                "--target is for an encoder-decoder; a causal model reads one text: put it into --prompt."
+            )
+        return prompt, None, {"target": ids}
+    if target is None:
+        greedy = Sampling(temperature=0.0)
+        target = texts.translate(run, [prompt], max_new_tokens=128, sampling=greedy, seed=0)[0].output
+    return prompt, target, {"source": ids, "target": [run.tokenizer.bos_id, *texts.encode(run, target, "target")]}
+
+
+def _watch(model: Any, params: Any, *tokens: Any) -> Any:
+    """What attention sows when the model reads these tokens (1, T) each; nothing when no layer attends."""
+    import jax
 
     @jax.jit
     def watch(params, *tokens):
-        return model.apply({"params": params}, *tokens, mutable=["intermediates"])[1]["intermediates"]
+        return model.apply({"params": params}, *tokens, mutable=["intermediates"])[1].get("intermediates", {})
 
-    return jax.device_get(watch(run.params, *(jnp.asarray([row], jnp.int32) for row in rows)))
+    return jax.device_get(watch(params, *tokens))

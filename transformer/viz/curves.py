@@ -1,12 +1,15 @@
-"""The loss over the steps."""
+"""The loss over the steps, of one run or of several."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
@@ -14,6 +17,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from transformer.viz.records import read_metrics
 
 _TRAIN, _EVAL, _INK = "#3b6fb6", "#d1495b", "#333333"
+_COLORS = (_TRAIN, _EVAL, "#e0a030", "#4c9f70", "#8e6bb0", "#7f7f7f", "#5bb5c9", "#a0522d")
 
 
 def loss_curve(metrics_path: str | os.PathLike, png_path: str | os.PathLike, title: str = "Loss") -> None:
@@ -26,7 +30,7 @@ def loss_curve(metrics_path: str | os.PathLike, png_path: str | os.PathLike, tit
     if not len(train[0]) and not len(evaluation[0]):
         raise ValueError(f"{metrics_path} holds no finite train/loss or eval/loss. Train for at least one logged step.")
     figure = Figure(figsize=(8, 4.8), dpi=150, layout="constrained")  # no pyplot: no state that others share
-    axes = figure.add_subplot()
+    axes = _axes(figure, title)
     steps, losses = train
     if len(steps):
         window = len(steps) // 40
@@ -44,17 +48,67 @@ def loss_curve(metrics_path: str | os.PathLike, png_path: str | os.PathLike, tit
         lowest = int(np.argmin(losses))
         label = f"evaluation, lowest {losses[lowest]:.3f} at step {steps[lowest]:,}"
         axes.plot(steps, losses, color=_EVAL, linewidth=1.8, marker="o", markersize=4, label=label)
+    axes.set_ylim(bottom=max(0.0, axes.get_ylim()[0]))
+    axes.legend(frameon=False)
+    _write(figure, png_path)
+
+
+def compare_losses(
+    runs: Mapping[str, Sequence[Sequence[float | int]]],
+    png_path: str | os.PathLike,
+    *,
+    bounds: Mapping[str, float] | None = None,
+    title: str = "Loss",
+) -> None:
+    """Draws the losses of several runs, {name: [[step, nats per token], ...]}, and horizontal `bounds` into a PNG.
+
+    Raises ValueError when there is no run, or one without points.
+    """
+    for name, points in runs.items():
+        if not len(points):
+            raise ValueError(f"the run {name!r} has no losses to draw: expected pairs (step, loss).")
+    if not runs:
+        raise ValueError("there are no runs to draw: expected at least one.")
+    figure = Figure(figsize=(8, 4.8), dpi=150, layout="constrained")
+    axes = _axes(figure, title)
+    for (name, points), color in zip(runs.items(), itertools.cycle(_COLORS), strict=False):
+        steps, losses = np.asarray(points, np.float64).T
+        axes.plot(steps, losses, color=color, linewidth=1.8, label=f"{name}: {losses[-1]:.3f}")
+    right = max(points[-1][0] for points in runs.values())
+    for name, value in (bounds or {}).items():
+        axes.axhline(value, color=_INK, linewidth=1.0, linestyle=(0, (5, 3)))
+        axes.annotate(
+            f"{name}: {value:.3f}", (right, value), (0, 3), textcoords="offset points", ha="right", color=_INK
+        )
+    axes.set_ylim(*_limits(runs, bounds or {}))
+    axes.legend(frameon=False, title="last value", title_fontsize=9)
+    _write(figure, png_path)
+
+
+def _limits(runs: Mapping[str, Sequence[Sequence[float | int]]], bounds: Mapping[str, float]) -> tuple[float, float]:
+    """From a little below the lowest number to a little above what the slowest run had after a tenth of its points:
+    the first steps, all alike, would hide the differences.
+    """
+    low = min([*bounds.values(), *(loss for points in runs.values() for _, loss in points)])
+    high = max([*bounds.values(), *(points[min(len(points) // 10, len(points) - 1)][1] for points in runs.values())])
+    return low - 0.08 * (high - low), high + 0.05 * (high - low)
+
+
+def _axes(figure: Figure, title: str) -> Axes:
+    axes = figure.add_subplot()
     axes.set_title(title, loc="left", color=_INK, fontsize=13)
     axes.set_xlabel("step", color=_INK)
     axes.set_ylabel("loss (nats per token)", color=_INK)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda step, _: f"{step:,.0f}"))
-    axes.set_ylim(bottom=max(0.0, axes.get_ylim()[0]))
     axes.grid(color="#dddddd", linewidth=0.6)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(colors=_INK)
-    axes.legend(frameon=False)
+    return axes
+
+
+def _write(figure: Figure, png_path: str | os.PathLike) -> None:
     Path(png_path).parent.mkdir(parents=True, exist_ok=True)
     FigureCanvasAgg(figure).print_png(os.fspath(png_path))
 

@@ -1,0 +1,166 @@
+"""Tiny Shakespeare with one part of the transformer taken away at a time; writes docs/without-attention.md anew.
+
+Usage: python -m benchmarks.ablations [--manual-dir FOLDER] [--only NAME ...] [--render]
+
+Trains each variant of configs/shakespeare.py in runs/ablations/NAME (a finished run is not trained again, a stopped one
+goes on), then writes docs/ablations.json, the pictures in docs/images/ and the tables between the markers of the page.
+--only trains some of them, --render none: it makes pictures and tables of what docs/ablations.json holds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from benchmarks.ablations_page import write_page
+from transformer.config import LayerKind
+from transformer.data import Dataset, prepare
+from transformer.training import Recipe
+from transformer.training.loop import train
+from transformer.training.overrides import find_recipe, load_recipe_file
+from transformer.viz.records import read_metrics
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "docs" / "ablations.json"
+BLIND = (LayerKind(self_attention=False),)
+PATIENCE = 1000
+"""steps of the deep models, which are compared with each other only"""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One run: what it is called in a table, the table, and how its recipe differs from configs/shakespeare.py."""
+
+    label: str
+    table: str
+    changes: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+
+    def recipe(self, base: Recipe, name: str) -> Recipe:
+        """The base recipe with the changes, {group: {field: value}}."""
+        groups = {group: dataclasses.replace(getattr(base, group), **fields) for group, fields in self.changes.items()}
+        return dataclasses.replace(base, name=name, **groups)
+
+
+def _model(**changes: Any) -> dict[str, dict[str, Any]]:
+    return {"model": changes}
+
+
+def _deep(norm_position: str, warmup_steps: int) -> dict[str, dict[str, Any]]:
+    return {
+        "model": {"num_layers": 6, "norm_position": norm_position},
+        "optimizer": {"warmup_steps": warmup_steps},
+        "training": {"steps": PATIENCE},
+    }
+
+
+VARIANTS = {
+    "attention": Variant("with attention", "main"),
+    "no_attention": Variant("without attention", "main", _model(period=BLIND)),
+    "no_attention_1_layer": Variant("1 layer", "blind", _model(period=BLIND, num_layers=1)),
+    "no_attention_6_layers": Variant("6 layers", "blind", _model(period=BLIND, num_layers=6)),
+    "no_attention_narrow": Variant("d_model 32", "blind", _model(period=BLIND, d_model=32)),
+    "no_attention_wide": Variant("d_model 256", "blind", _model(period=BLIND, d_model=256)),
+    "no_attention_sinusoidal": Variant(
+        "sinusoidal positions added", "blind", _model(period=BLIND, position="sinusoidal")
+    ),
+    "one_head": Variant("one head of 128 instead of two of 64", "parts", _model(num_heads=1)),
+    "eight_heads": Variant("eight heads of 16", "parts", _model(num_heads=8)),
+    "no_position": Variant("no positions", "parts", _model(position="none")),
+    "no_scale": Variant("scores without 1/sqrt(d_k)", "parts", _model(attention_scale=1.0)),
+    "no_residual": Variant("no residual connections", "parts", _model(norm_position="pre_without_residual")),
+    "pre_norm": Variant("pre-norm, warm-up of 100 steps", "norm", _deep("pre", 100)),
+    "pre_norm_cold": Variant("pre-norm, no warm-up", "norm", _deep("pre", 0)),
+    "post_norm": Variant("post-norm, warm-up of 100 steps", "norm", _deep("post", 100)),
+    "post_norm_cold": Variant("post-norm, no warm-up", "norm", _deep("post", 0)),
+}
+
+
+def bigram_bounds(dataset: Dataset) -> dict[str, float]:
+    """What a model that sees one token can reach on the held-out text, in nats a token.
+
+    `entropy`: H(next | current) of the held-out text itself, the least that any function of the current token alone can
+    have there, even one fitted to that text. `learnt`: the loss there of the pair frequencies of the training text.
+    `unigram`: the entropy of single tokens, for who sees nothing.
+    """
+    held_out = pair_counts(dataset.eval_batches(), dataset.tokenizer.vocab_size)
+    train = pair_counts(dataset.eval_batches("train"), dataset.tokenizer.vocab_size)
+    return {
+        "entropy": conditional_loss(held_out, held_out),
+        "learnt": conditional_loss(held_out, train + 0.1),  # pairs never seen in training are possible
+        "unigram": conditional_loss(held_out.sum(0, keepdims=True), held_out.sum(0, keepdims=True)),
+    }
+
+
+def pair_counts(batches: Iterable[dict[str, np.ndarray]], vocab_size: int) -> np.ndarray:
+    """How often each token (row) is followed by each (column), over what the batches ask to predict."""
+    counts = np.zeros((vocab_size, vocab_size))
+    for batch in batches:
+        np.add.at(counts, (batch["tokens"], batch["targets"]), batch["weights"])
+    return counts
+
+
+def conditional_loss(seen: np.ndarray, model: np.ndarray) -> float:
+    """Mean of -ln q(next | current) over the pairs counted in `seen`, q being the row frequencies of `model`."""
+    frequencies = model / np.maximum(model.sum(1, keepdims=True), 1e-300)
+    present = seen > 0
+    return float(-(seen[present] * np.log(frequencies[present])).sum() / seen.sum())
+
+
+def outcome(workdir: Path, run: Callable[[], Any]) -> dict[str, Any]:
+    """What is kept of a run: sizes, curves, and a text of its own."""
+    summary = run()
+    records = read_metrics(workdir / "metrics.jsonl")
+
+    def curve(name: str, every: int = 1) -> list[list[float]]:
+        points = [(record["step"], round(record[name], 4)) for record in records if record.get(name) is not None]
+        return [list(point) for point in points[every - 1 :: every]]
+
+    return {
+        "parameters": summary.parameters,
+        "steps": summary.step,
+        "eval_loss": round(summary.eval_loss, 4),
+        "seconds": round(summary.seconds),
+        "train": curve("train/loss", every=2),
+        "eval": curve("eval/loss"),
+        "prompt": summary.prompt,
+        "text": summary.text,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--manual-dir", help="a folder that holds input.txt, for a machine without network")
+    parser.add_argument("--only", nargs="+", choices=list(VARIANTS), metavar="NAME", help=", ".join(VARIANTS))
+    parser.add_argument("--render", action="store_true", help="train nothing: pictures and tables of the results kept")
+    options = parser.parse_args()
+    results = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {"runs": {}}
+    if not options.render:
+        base, _ = load_recipe_file(find_recipe("shakespeare", ROOT))
+        base = dataclasses.replace(
+            base,
+            data=dataclasses.replace(base.data, manual_dir=options.manual_dir),
+            evaluation=dataclasses.replace(base.evaluation, every=100, samples=0, sample_tokens=400),
+        )
+        results["bounds"] = {name: round(value, 4) for name, value in bigram_bounds(prepare(base.data)).items()}
+        results["made"] = f"{date.today().isoformat()}, {jax.devices()[0].device_kind}, jax {jax.__version__}"
+        for name in options.only or VARIANTS:
+            recipe, workdir = VARIANTS[name].recipe(base, name), ROOT / "runs" / "ablations" / name
+            results["runs"][name] = outcome(workdir, lambda r=recipe, w=workdir: train(r, w))
+            RESULTS.write_text(json.dumps(results) + "\n", encoding="utf-8")
+    if missing := VARIANTS.keys() - results["runs"].keys():
+        print(f"the page is written when all runs are there; not yet: {', '.join(sorted(missing))}")
+    else:
+        write_page(results, {name: (variant.table, variant.label) for name, variant in VARIANTS.items()}, ROOT / "docs")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""Pictures and tables of docs/without-attention.md, from the results that benchmarks.ablations keeps."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from transformer.viz.curves import compare_losses
+
+Results = Mapping[str, Any]
+PAGE = "without-attention.md"
+BOUNDS = {
+    "learnt": "pair frequencies of the training text",
+    "entropy": "bigram entropy of the held-out text: nobody who sees one character gets below",
+}
+
+
+def write_page(results: Results, labels: Mapping[str, tuple[str, str]], docs: Path) -> None:
+    """Draws the pictures into `docs`/images and puts the tables between the markers of the page.
+
+    `labels` gives (table, label) of each run by name.
+    """
+    runs, bounds = results["runs"], {BOUNDS[name]: results["bounds"][name] for name in BOUNDS}
+    for picture, title, tables, shown in (
+        ("without_attention", "Tiny Shakespeare, held-out loss", ("main",), bounds),
+        ("ablations", "One part taken away, held-out loss", ("main", "parts"), bounds),
+        ("norm_and_warmup", "Six layers, 1,000 steps, held-out loss", ("norm",), {}),
+    ):
+        curves = {label: runs[name]["eval"] for name, (table, label) in labels.items() if table in tables}
+        if picture == "ablations":
+            del curves[labels["no_attention"][1]]
+        compare_losses(curves, docs / "images" / f"{picture}.png", bounds=shown, title=title)
+    page = docs / PAGE
+    page.write_text(filled(page.read_text(encoding="utf-8"), results, labels), encoding="utf-8")
+
+
+def filled(text: str, results: Results, labels: Mapping[str, tuple[str, str]]) -> str:
+    """The page with what stands between `<!-- made: NAME -->` and `<!-- end -->` made anew. KeyError: unknown NAME."""
+    made = {table: _table(results, labels, table) for table in ("main", "blind", "parts", "norm")}
+    made |= {"bounds": _bounds(results), "samples": _samples(results, labels), "when": _when(results)}
+
+    def replace(match: re.Match) -> str:
+        return f"<!-- made: {match[1]} -->\n{made[match[1]]}\n<!-- end -->"
+
+    return re.sub(r"<!-- made: (\w+) -->\n.*?<!-- end -->", replace, text, flags=re.DOTALL)
+
+
+def _table(results: Results, labels: Mapping[str, tuple[str, str]], table: str) -> str:
+    entropy = results["bounds"]["entropy"]
+    lines = [
+        "| run | what | parameters | steps | held-out loss | above the bigram entropy |",
+        "| --- | --- | ---: | ---: | ---: | ---: |",
+    ]
+    for name, (of, label) in labels.items():
+        if of == table:
+            run = results["runs"][name]
+            size, loss = f"{run['parameters']:,} | {run['steps']:,}", run["eval_loss"]
+            lines.append(f"| `{name}` | {label} | {size} | {loss:.3f} | {loss - entropy:+.3f} |")
+    return "\n".join(lines)
+
+
+def _bounds(results: Results) -> str:
+    bounds = results["bounds"]
+    rows = {
+        "nothing: entropy of single characters": bounds["unigram"],
+        "the current character, with the pair frequencies of the training text": bounds["learnt"],
+        "the current character, with those of the held-out text itself: its bigram entropy": bounds["entropy"],
+    }
+    lines = ["| what one knows | nats a character |", "| --- | ---: |"]
+    return "\n".join([*lines, *(f"| {what} | {value:.3f} |" for what, value in rows.items())])
+
+
+def _samples(results: Results, labels: Mapping[str, tuple[str, str]]) -> str:
+    parts = []
+    for name in ("attention", "no_attention"):
+        parts.append(f"{labels[name][1].capitalize()}:\n\n```text\n{results['runs'][name]['text'].rstrip()}\n```")
+    return "\n\n".join(parts)
+
+
+def _when(results: Results) -> str:
+    minutes = sum(run["seconds"] for run in results["runs"].values()) / 60
+    return f"Made {results['made']}; {len(results['runs'])} runs, {minutes:.0f} minutes of training in all."
