@@ -32,7 +32,7 @@ from transformer.viz.records import read_metrics
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "ablations.json"
 BLIND = (LayerKind(self_attention=False),)
-PATIENCE = 1000
+PATIENCE = 500
 """steps of the deep models, which are compared with each other only"""
 
 
@@ -118,19 +118,16 @@ def conditional_loss(seen: np.ndarray, model: np.ndarray) -> float:
 def outcome(workdir: Path, run: Callable[[], Any]) -> dict[str, Any]:
     """What is kept of a run: sizes, curves, and a text of its own."""
     summary = run()
+    if summary.stop_code is not None:
+        raise SystemExit(summary.exit_code)  # a signal stopped this run: the next call goes on with it
     records = read_metrics(workdir / "metrics.jsonl")
-
-    def curve(name: str, every: int = 1) -> list[list[float]]:
-        points = [(record["step"], round(record[name], 4)) for record in records if record.get(name) is not None]
-        return [list(point) for point in points[every - 1 :: every]]
 
     return {
         "parameters": summary.parameters,
         "steps": summary.step,
         "eval_loss": round(summary.eval_loss, 4),
         "seconds": round(summary.seconds),
-        "train": curve("train/loss", every=2),
-        "eval": curve("eval/loss"),
+        "eval": [[record["step"], round(record["eval/loss"], 4)] for record in records if "eval/loss" in record],
         "prompt": summary.prompt,
         "text": summary.text,
     }

@@ -26,7 +26,7 @@ def write_page(results: Results, labels: Mapping[str, tuple[str, str]], docs: Pa
     for picture, title, tables, shown in (
         ("without_attention", "Tiny Shakespeare, held-out loss", ("main",), bounds),
         ("ablations", "One part taken away, held-out loss", ("main", "parts"), bounds),
-        ("norm_and_warmup", "Six layers, 1,000 steps, held-out loss", ("norm",), {}),
+        ("norm_and_warmup", "Six layers, 500 steps, held-out loss", ("norm",), {}),
     ):
         curves = {label: runs[name]["eval"] for name, (table, label) in labels.items() if table in tables}
         if picture == "ablations":

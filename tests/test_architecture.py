@@ -30,6 +30,7 @@ LAYERS = {
     "data": 7,
     "viz": 7,
     "training": 8,
+    "studies": 8,
     "cli": 10,
     "__main__": 11,
 }

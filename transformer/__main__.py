@@ -24,7 +24,7 @@ def _evaluate(arguments: Sequence[str]) -> int | None:
 
 
 def _inspect(arguments: Sequence[str]) -> int | None:
-    from transformer.cli.inspect_attention import main
+    from transformer.cli.inspect_studies import main
 
     return main(arguments)
 
@@ -37,7 +37,7 @@ def _devices(arguments: Sequence[str]) -> int | None:
 
 @dataclass(frozen=True)
 class Verb:
-    """One command."""
+    """One command: `run` takes the words after the verb and returns the exit code (None: 0); `help` says what for."""
 
     run: Callable[[Sequence[str]], int | None]
     help: str
@@ -46,9 +46,10 @@ class Verb:
 VERBS = {
     "generate": Verb(_generate, "translate or continue a text with a trained model"),
     "evaluate": Verb(_evaluate, "loss, perplexity and exact matches of a trained model on held-out data"),
-    "inspect": Verb(_inspect, "attention maps of every layer and head for a text, as PNG"),
+    "inspect": Verb(_inspect, "attention maps of a model, as PNG; what a formula does: --scale, --positions, --memory"),
     "devices": Verb(_devices, "accelerators of this machine, and what JAX computes on"),
 }
+"""verbs by name, in the order of usage"""
 
 
 def usage() -> str:

@@ -169,7 +169,11 @@ class KVCache:
         )
 
     def append(self, key: Key, value: Value, positions: Positions) -> KVCache:
-        """The cache with T more keys and values a row. What would go past the last slot is dropped."""
+        """The cache with T more keys and values a row. What would go past the last slot is dropped.
+
+        Raises:
+            ValueError: T is more than all slots.
+        """
         if key.shape[1] > self.key.shape[1]:
             raise ValueError(
                 f"{key.shape[1]} tokens don't fit a cache of {self.key.shape[1]} slots: "
@@ -207,7 +211,7 @@ def cache_length(cache: Any) -> Lengths:
 
 
 def set_cache_length(cache: Any, lengths: Lengths) -> Any:
-    """The same (nested) cache holding the first `lengths[b]` tokens of row b: after a padded prompt, or to go back."""
+    """The same cache, a tree, holding the first `lengths[b]` tokens of row b: after a padded prompt, or to go back."""
 
     def with_length(node):
         if not _is_kv_cache(node):
@@ -222,7 +226,9 @@ class MultiHeadAttention(nn.Module):
     context.
 
     Each projection makes all heads in one matrix product: parameters `query` (D, N, H), `key` (Dc, K, H), `value`
-    (Dc, K, Hv) and `out` (N, Hv, out_features), each a `kernel` and, with `use_bias`, a `bias`.
+    (Dc, K, Hv) and `out` (N, Hv, out_features), each a `kernel` and, with `use_bias`, a `bias`; drawn by `kernel_init`
+    and for `out` by `output_init` (None: Glorot uniform). `num_heads` is N; `scale`, `softcap`, `dropout_rate` and
+    `implementation` are those of `dot_product_attention`; `norm_epsilon` belongs to `qk_norm`.
     """
 
     num_heads: int
@@ -257,7 +263,7 @@ class MultiHeadAttention(nn.Module):
         x: Hidden,
         context: Context | None = None,
         *,
-        mask: Mask | None = None,
+        mask: Mask | Array | None = None,
         positions: Positions | None = None,
         position_table: Float[Array, "R W"] | None = None,
         cache: KVCache | ContextCache | None = None,
@@ -277,6 +283,7 @@ class MultiHeadAttention(nn.Module):
         Raises:
             ValueError: sizes that don't fit.
         """
+        self._check(x, context)
         if self.head_dim is None and x.shape[-1] % self.num_heads:
             raise ValueError(
                 f"the width of x ({x.shape[-1]}) must be a multiple of num_heads ({self.num_heads}) when head_dim "
@@ -285,8 +292,7 @@ class MultiHeadAttention(nn.Module):
         head_dim = x.shape[-1] // self.num_heads if self.head_dim is None else self.head_dim
         value_dim = head_dim if self.value_dim is None else self.value_dim
         kv_heads = self.num_heads if self.num_kv_heads is None else self.num_kv_heads
-        mask = Mask() if mask is None else mask
-        bias = None
+        mask, bias = Mask.of(mask), None
 
         query = constrain(self._project("query", x, (self.num_heads, head_dim)), "batch", "length", "heads", "head_dim")
         if self.qk_norm:
@@ -344,6 +350,24 @@ class MultiHeadAttention(nn.Module):
         features = x.shape[-1] if self.out_features is None else self.out_features
         return self._project("out", out, (features,), contract=2), cache
 
+    def _check(self, x: Array, context: Array | None) -> None:
+        for name, array in {"x": x, "context": context}.items():
+            if array is not None and array.ndim != 3:
+                raise ValueError(
+                    f"{name} must be (batch, length, width), got shape {array.shape}. "
+                    f"A single sequence is {name}[None]."
+                )
+        if not isinstance(self.position, NoPosition):
+            raise ValueError(
+                f"position must be a scheme such as Rotary() or ALiBi(num_heads=8), got {self.position!r}."
+            )
+        if self.position.adds:
+            scheme = type(self.position).__name__
+            raise ValueError(
+                f"{scheme} is added to embeddings, and attention turns queries and keys or biases scores: it would do "
+                f"nothing here. Add it to x before ({scheme}.add), or take Rotary, ALiBi or T5Bias."
+            )
+
     def _project(self, name: str, x: Array, features: tuple[int, ...], contract: int = 1) -> Array:
         init = self.output_init if name == "out" else self.kernel_init
         init = init or glorot_uniform(contract)
@@ -353,4 +377,9 @@ class MultiHeadAttention(nn.Module):
         probe = jax.eval_shape(lambda: self.position.bias(positions[:, :1], key_positions[:, :1], table))
         if probe is None:
             return None
+        if probe.shape[1] not in (1, self.num_heads):
+            raise ValueError(
+                f"{type(self.position).__name__} biases {probe.shape[1]} heads, but there are {self.num_heads}. "
+                f"Give it num_heads={self.num_heads}."
+            )
         return lambda queries, keys: self.position.bias(positions[:, queries], key_positions[:, keys], table)

@@ -32,7 +32,7 @@ class LayerInputs:
     positions: Leaf | None = None
     """(B, T); None: 0, 1, 2, ... after what the cache holds"""
     position_table: Leaf | None = None
-    """the position scheme's learnt table, if it biases scores by one"""
+    """(R, W), the position scheme's learnt table, if it biases scores by one"""
     context: Leaf | None = None
     """(B, S, Dc) for cross-attention; None: what its cache holds"""
     context_mask: Leaf = Mask()
@@ -116,14 +116,18 @@ class Block(nn.Module):
     execution: Execution = Execution()
 
     def norm(self, name: str) -> nn.Module:
+        """A normalization layer (B, T, D) -> (B, T, D) of this name."""
         return make_norm(self.config, name)
 
     def dropout(self, x: Hidden, inputs: LayerInputs) -> Hidden:
+        """x (B, T, D) with some numbers set to zero and the rest scaled up, unless deterministic."""
         return nn.Dropout(self.config.dropout_rate)(x, deterministic=inputs.deterministic)
 
     def self_attention(self, x: Hidden, inputs: LayerInputs, cache: LayerCache | None) -> tuple[Hidden, KVCache | None]:
+        """x (B, T, D) attends to itself and to what the cache holds; returns (B, T, D) and the cache."""
         window = Mask() if self.kind.window is None else Mask.window(self.kind.window)
         scheme = position_scheme(self.config, self.kind, causal=self.causal)
+        scheme = NoPosition() if scheme.adds else scheme  # the stack has added it to the embeddings
         return self._attention("self_attention", scheme)(
             x,
             mask=inputs.mask & window,
@@ -136,6 +140,11 @@ class Block(nn.Module):
     def cross_attention(
         self, x: Hidden, inputs: LayerInputs, cache: LayerCache | None
     ) -> tuple[Hidden, ContextCache | None]:
+        """x (B, T, D) attends to the context (B, S, Dc) or what the cache kept of it; returns (B, T, D) and the cache.
+
+        Raises:
+            ValueError: neither a context nor a cache.
+        """
         if inputs.context is None and cache is None:
             raise ValueError("cross-attention has nothing to attend to: give a context, or a cache filled with one.")
         return self._attention("cross_attention", NoPosition())(
@@ -147,6 +156,7 @@ class Block(nn.Module):
         )
 
     def feed_forward(self, x: Hidden) -> Hidden:
+        """(B, T, D) -> (B, T, D), each position for itself."""
         config = self.config
         return FeedForward(
             width=config.feed_forward_width,

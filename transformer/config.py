@@ -71,6 +71,9 @@ class RotaryScaling:
     `linear` divides every frequency by `factor` (Chen et al. 2023, arXiv 2306.15595). `llama3` divides only the low
     ones, with a smooth passage between two wavelengths (Llama 3.1, arXiv 2407.21783). `yarn` does so by the number of
     turns within the original length and sharpens the attention (Peng et al. 2023, arXiv 2309.00071).
+
+    Raises:
+        ConfigError: a factor below 1, or bounds in the wrong order.
     """
 
     kind: Literal["linear", "llama3", "yarn"]
@@ -104,7 +107,11 @@ class RotaryScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerKind:
-    """What differs between the layers of one stack. Everything else is the config's."""
+    """What differs between the layers of one stack. Everything else is the config's.
+
+    Raises:
+        ConfigError: a number out of range, or a field about attention in a layer without any.
+    """
 
     self_attention: bool = True
     """false: no self-attention, so that no position sees another (an ablation: what is left without it)"""
@@ -310,7 +317,7 @@ class TransformerConfig:
         return self.num_layers if self.num_decoder_layers is None else self.num_decoder_layers
 
     def replace(self, **changes: object) -> TransformerConfig:
-        """A copy with some fields changed, validated again; an unknown field is an error that names the right one."""
+        """A copy with some fields changed, validated again; for an unknown one a ConfigError names the right one."""
         names = [field.name for field in dataclasses.fields(self)]
         for name in changes:
             if name not in names:

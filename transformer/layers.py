@@ -15,6 +15,7 @@ from transformer.axes import Array, DType, Float, Hidden, Logits, Tokens
 from transformer.partitioning import constrain, ways
 
 Initializer = Callable[..., jax.Array]
+"""(key, shape, dtype) -> the first values of a parameter"""
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "relu": jax.nn.relu,
@@ -28,7 +29,7 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 def linear(
     x: Float[Array, "..."], kernel: Float[Array, "..."], bias: Float[Array, "..."] | None = None, *, contract: int = 1
 ) -> Float[Array, "..."]:
-    """x (..., *in) @ kernel (*in, *out) + bias (*out), as one matrix product; `contract` counts the axes of *in*.
+    """x (..., *in) @ kernel (*in, *out) + bias (*out) -> (..., *out), as one matrix product; *in* has `contract` axes.
 
     On CPU the leading axes are flattened to one: the weight gradient then contracts one axis instead of two, which
     XLA's CPU products need to run at full speed. Not when the length is split over devices, where that would gather it.
@@ -42,8 +43,8 @@ def linear(
 
 
 class Linear(nn.Module):
-    """A linear map from the last `contract` axes to `features`; parameters `kernel` (*in, *features) and `bias`
-    (*features).
+    """A linear map from the last `contract` axes to `features`; parameters `kernel` (*in, *features) and, with
+    `use_bias`, `bias` (*features). `kernel_init` None: Glorot uniform.
     """
 
     features: tuple[int, ...]
@@ -55,6 +56,7 @@ class Linear(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
+        """(..., *in) -> (..., *features)."""
         shape = (*x.shape[x.ndim - self.contract :], *self.features)
         init = self.kernel_init or glorot_uniform(self.contract)
         kernel = self.param("kernel", init, shape, self.param_dtype)
@@ -84,6 +86,7 @@ class LayerNorm(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
+        """(..., D) -> (..., D), in `dtype`."""
         scale = self.param("scale", nn.initializers.ones, x.shape[-1:], self.param_dtype)
         bias = self.param("bias", nn.initializers.zeros, x.shape[-1:], self.param_dtype)
         x = x.astype(jnp.float32)
@@ -101,6 +104,7 @@ class RMSNorm(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
+        """(..., D) -> (..., D), in `dtype`."""
         scale = self.param("scale", nn.initializers.ones, x.shape[-1:], self.param_dtype)
         x = x.astype(jnp.float32)
         y = x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + self.epsilon)
@@ -117,7 +121,9 @@ NORMS: dict[str, type[nn.Module]] = {"layer_norm": LayerNorm, "rms_norm": RMSNor
 
 class FeedForward(nn.Module):
     """max(0, x W_1 + b_1) W_2 + b_2 (Vaswani et al. 2017, section 3.3), with any activation; gated: act(x W_g) * (x
-    W_1) before W_2 (Shazeer 2020, arXiv 2002.05202). Parameters `up`, `down` and, if gated, `gate`.
+    W_1) before W_2 (Shazeer 2020, arXiv 2002.05202). Parameters `up` (D, F), `down` (F, D) and, if gated, `gate`
+    (D, F); F is `width`. With `use_bias`, each has one. `kernel_init`, and for `down` `output_init`: None is Glorot
+    uniform.
     """
 
     width: int
@@ -131,6 +137,8 @@ class FeedForward(nn.Module):
 
     @nn.compact
     def __call__(self, x: Hidden) -> Hidden:
+        """(B, T, D) -> (B, T, D)."""
+
         def project(name, features, init):
             return Linear((features,), 1, self.use_bias, init, self.dtype, self.param_dtype, name=name)
 
@@ -146,7 +154,9 @@ class FeedForward(nn.Module):
 
 
 class Embedding(nn.Module):
-    """A table (V, D): looks tokens up, and turns vectors back into logits over the same rows."""
+    """A table (V, D), `vocab_size` x `features`: looks tokens up, and turns vectors back into logits over the same rows
+    (Press & Wolf 2017, arXiv 1608.05859). `embedding_init` None: normal with standard deviation 1 / sqrt(D).
+    """
 
     vocab_size: int
     features: int

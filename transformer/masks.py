@@ -50,7 +50,11 @@ class Mask:
 
     @staticmethod
     def window(size: int) -> Mask:
-        """A query attends keys closer than `size`: with `causal()` the last `size` ones, itself included."""
+        """A query attends keys closer than `size`: with `causal()` the last `size` ones, itself included.
+
+        Raises:
+            ValueError: a size below 1.
+        """
         if size < 1:
             raise ValueError(f"a window must hold at least 1 position, got {size}.")
         return Mask(window_size=size)
@@ -68,8 +72,10 @@ class Mask:
 
     @staticmethod
     def array(allowed: Array) -> Mask:
-        """Any boolean array that broadcasts to (B, N, T, S), its last two axes whole: the way to a mask of any
-        shape.
+        """Any boolean array that broadcasts to (B, N, T, S), its last two axes whole: the way to a mask of any form.
+
+        Raises:
+            ValueError: not boolean, or of fewer than two axes.
         """
         allowed = jnp.asarray(allowed)
         if allowed.dtype != jnp.bool_ or allowed.ndim < 2:
@@ -165,6 +171,13 @@ class Mask:
                     f"the mask's {name} has shape {array.shape}, but attention of {batch} rows, {num_heads} heads, "
                     f"{num_queries} queries and {num_keys} keys takes {shapes[-1]}."
                 )
+
+    @staticmethod
+    def of(mask: Mask | Array | None) -> Mask:
+        """`mask` itself; of a boolean array that broadcasts to (B, N, T, S) what `Mask.array` makes of it, ValueError
+        included; None hides nothing.
+        """
+        return Mask() if mask is None else mask if isinstance(mask, Mask) else Mask.array(mask)
 
     def _offset_rows(self) -> Int[Array, " b"]:
         return jnp.zeros((1,), jnp.int32) if self.offset is None else jnp.atleast_1d(self.offset)

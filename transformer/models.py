@@ -51,6 +51,11 @@ class _Model(nn.Module):
 
 def _check_tokens(tokens: Tokens, vocab_size: int) -> None:
     """Compiled code can't raise (an id outside gives NaN there); called directly, say what is wrong."""
+    if getattr(tokens, "ndim", None) != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
+        got = f"{tokens.dtype} of shape {tokens.shape}" if hasattr(tokens, "dtype") else type(tokens).__name__
+        raise ValueError(
+            f"tokens must be an array of integers, (batch, length), got {got}. A single row is jnp.asarray([ids])."
+        )
     if isinstance(tokens, jax.core.Tracer) or not tokens.size:
         return
     ids = np.asarray(tokens)
@@ -101,7 +106,7 @@ class CausalLM(_Model):
         cache: Any = None,
         deterministic: bool = True,
     ) -> Hidden | tuple[Hidden, Any]:
-        """As a call, up to the hidden states (B, T, D) that `head` takes."""
+        """As a call, up to the hidden states (B, T, D) that `head` takes; a pair with the cache when one is given."""
         x, cache, _ = self._run(tokens, positions, mask, cache, deterministic)
         return x if cache is None else (x, cache)
 
@@ -163,7 +168,7 @@ class Seq2Seq(_Model):
         cache: Any = None,
         deterministic: bool = True,
     ) -> Hidden | tuple[Hidden, Any]:
-        """As a call, up to the decoder's hidden states (B, T, D) that `head` takes."""
+        """As a call, up to the hidden states (B, T, D) for `head`; a pair with the cache when one is given."""
         x, cache, _ = self._run(source, target, source_positions, positions, source_mask, mask, cache, deterministic)
         return x if cache is None else (x, cache)
 
@@ -198,7 +203,11 @@ class Seq2Seq(_Model):
 
 
 class Classifier(_Model):
-    """An encoder whose output, pooled to one vector, is classified (Devlin et al. 2018, section 3)."""
+    """An encoder whose output, pooled to one vector, is classified (Devlin et al. 2018, section 3).
+
+    Raises:
+        ConfigError: the config has no num_classes.
+    """
 
     def setup(self):
         if self.config.num_classes is None:

@@ -41,7 +41,7 @@ def ways(name: str) -> int:
 
 
 def constrain(x: jax.Array, *names: str | None) -> jax.Array:
-    """Places `x` by the logical name of each of its axes (None: anywhere). An axis that doesn't divide stays whole.
+    """Places `x`, of any shape, by the logical name of each axis (None: anywhere). What doesn't divide stays whole.
 
     Raises:
         ValueError: an unknown name, or not one name an axis.

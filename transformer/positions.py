@@ -28,6 +28,11 @@ class NoPosition:
         """Shape of the learnt table, or None."""
         return None
 
+    @property
+    def adds(self) -> bool:
+        """Whether the scheme works by `add`, on embeddings, and does nothing inside attention."""
+        return type(self).add is not NoPosition.add
+
     def add(self, x: Hidden, positions: Positions, table: Float[Array, "R W"] | None = None) -> Hidden:
         """Embeddings (B, T, D) plus what the scheme adds at `positions` (B, T)."""
         return x
@@ -61,8 +66,8 @@ class Sinusoidal(NoPosition):
 
 @dataclass(frozen=True, kw_only=True)
 class Learned(NoPosition):
-    """One learnt row a position, added (Gehring et al. 2017; Devlin et al. 2018). A position past the table gives
-    NaN.
+    """One learnt row a position, added (Gehring et al. 2017; Devlin et al. 2018): a table `max_length` x `features`. An
+    input longer than it is a ValueError; a single position past it gives NaN.
     """
 
     max_length: int
@@ -85,6 +90,7 @@ class Learned(NoPosition):
 class Rotary(NoPosition):
     """Turns pairs (i, i + size/2) of the first `size` dimensions of each head by position x frequency, so that scores
     depend on distance only (Su et al. 2021, arXiv 2104.09864; the pairing of GPT-NeoX and Llama). `size` None: all.
+    Wavelengths run from 2 pi to 2 pi `base` positions. ValueError: a size that is odd, or larger than the head.
     """
 
     base: float = 10_000.0
@@ -92,7 +98,7 @@ class Rotary(NoPosition):
     scaling: RotaryScaling | None = None
 
     def frequencies(self, size: int) -> np.ndarray:
-        """Radians a position for each of the size / 2 pairs, float64, scaling included."""
+        """Radians a position for each of the F = size / 2 pairs, (F,), float64, scaling included."""
         plain = self.base ** (-np.arange(0, size, 2) / size)
         scaling = self.scaling
         if scaling is None:
@@ -121,6 +127,11 @@ class Rotary(NoPosition):
 
     def rotate(self, heads: Float[Array, "B T N H"], positions: Positions) -> Float[Array, "B T N H"]:
         size = heads.shape[-1] if self.size is None else self.size
+        if size % 2 or size > heads.shape[-1]:
+            raise ValueError(
+                f"Rotary turns pairs of dimensions: {size} of a head of {heads.shape[-1]} can't be turned. Give it an "
+                f"even size of at most the head size, or change that."
+            )
         angle = angles(positions, self.frequencies(size))[:, :, None, :]
         cos, sin = jnp.cos(angle) * self.magnitude, jnp.sin(angle) * self.magnitude
         first, second = jnp.split(heads[..., :size].astype(jnp.float32), 2, axis=-1)
@@ -130,7 +141,9 @@ class Rotary(NoPosition):
 
 @dataclass(frozen=True, kw_only=True)
 class ALiBi(NoPosition):
-    """-slope |distance| added to the scores, slopes 2^(-8/N), 2^(-16/N), ... (Press et al. 2021, arXiv 2108.12409)."""
+    """-slope |distance| added to the scores, slopes 2^(-8/N), 2^(-16/N), ... with N = `num_heads` (Press et al. 2021,
+    arXiv 2108.12409).
+    """
 
     num_heads: int
 
@@ -156,7 +169,9 @@ class ALiBi(NoPosition):
 @dataclass(frozen=True, kw_only=True)
 class T5Bias(NoPosition):
     """A learnt bias for each head and bucket of distances, added to the scores (Raffel et al. 2019, arXiv 1910.10683,
-    section 2.1): single distances up to half the buckets (of a side), then logarithmic ones up to `max_distance`.
+    section 2.1): single distances up to half the buckets (of a side), then logarithmic ones up to `max_distance`. The
+    table is `buckets` x `num_heads`, and ValueError says when it is missing; `bidirectional`: keys after the query have
+    half of the buckets.
     """
 
     num_heads: int
@@ -169,8 +184,8 @@ class T5Bias(NoPosition):
         return self.buckets, self.num_heads
 
     def bucket(self, distance: Int[Array, "..."]) -> Int[Array, "..."]:
-        """Bucket of key position - query position. Bidirectional: keys after the query have the upper half to
-        themselves; else they all fall into bucket 0.
+        """Bucket of key position - query position, of any shape. Bidirectional: keys after the query have the upper
+        half to themselves; else they all fall into bucket 0.
         """
         side = self.buckets
         start = jnp.zeros_like(distance)
@@ -191,12 +206,16 @@ class T5Bias(NoPosition):
     def bias(
         self, queries: Int[Array, "B t"], keys: Int[Array, "B s"], table: Float[Array, "R W"] | None = None
     ) -> Float[Array, "B N t s"] | None:
+        if table is None:
+            raise ValueError(
+                f"T5Bias needs its learnt table: pass position_table=, of shape {self.table_shape}. (A stack owns one.)"
+            )
         buckets = self.bucket(keys[:, None, :] - queries[:, :, None])
         return jnp.take(table, buckets, axis=0).astype(jnp.float32).transpose(0, 3, 1, 2)
 
 
 def angles(positions: Int[Array, "B T"], frequencies: np.ndarray) -> Float[Array, "B T F"]:
-    """The product positions x frequencies (radians a position, float64) modulo 2 pi, in [-pi, pi), float32.
+    """positions (B, T) x frequencies (F,), radians a position, float64 -> (B, T, F) modulo 2 pi, in [-pi, pi), float32.
 
     A float32 product loses 6e-3 rad at position 100,000. Here a turn is 2^32 units and whole turns drop out in wrapping
     integer arithmetic, which leaves an error below |position| x 7.4e-10 rad + 4e-7.

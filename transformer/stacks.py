@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from transformer.attention import cache_length
-from transformer.axes import Context, Hidden, Positions
+from transformer.axes import Array, Context, Hidden, Positions
 from transformer.blocks import BLOCKS, Aux, LayerCache, LayerInputs, make_norm, position_scheme
 from transformer.config import Execution, LayerKind, TransformerConfig
 from transformer.masks import Mask
@@ -64,7 +64,8 @@ class Stack(nn.Module):
     """Layers over embeddings (B, T, D): positions are added and dropped out, layers run, pre-norm ends with a norm.
 
     Parameters: `prefix_i/`, `layers/slot_k/` (leading axis: repeats), `suffix_i/`, `final_norm/` for pre-norm and
-    `position_table` where the position scheme learns one. `execution.scan` changes none of them.
+    `position_table` where the position scheme learns one. `execution.scan` changes none of them. `causal` and `cross`
+    are those of `Block`.
     """
 
     config: TransformerConfig
@@ -81,8 +82,8 @@ class Stack(nn.Module):
         context: Context | None = None,
         *,
         positions: Positions | None = None,
-        mask: Mask | None = None,
-        context_mask: Mask | None = None,
+        mask: Mask | Array | None = None,
+        context_mask: Mask | Array | None = None,
         cache: Any = None,
         deterministic: bool = True,
     ) -> tuple[Hidden, Any, Aux]:
@@ -93,8 +94,16 @@ class Stack(nn.Module):
             positions: (B, T); None: 0, 1, 2, ... after what the cache holds.
             mask: of self-attention; context_mask: of cross-attention.
             cache: of `init_cache`, or as returned; None: no memory.
+
+        Raises:
+            ValueError: embeddings of another rank or width.
         """
         config = self.config
+        if x.ndim != 3 or x.shape[-1] != config.d_model:
+            raise ValueError(
+                f"embeddings must be (batch, length, d_model {config.d_model}), got shape {x.shape}. Project them to "
+                f"d_model, or change it; a single sequence is x[None]."
+            )
         if positions is None:
             start = 0 if cache is None else cache_length(cache)[:, None]
             positions = jnp.broadcast_to(start + jnp.arange(x.shape[1])[None, :], x.shape[:2])
@@ -106,13 +115,13 @@ class Stack(nn.Module):
         x = scheme.add(x, positions, table).astype(config.dtype)
         x = nn.Dropout(config.dropout_rate)(constrain(x, "batch", "length", "embed"), deterministic=deterministic)
 
-        mask = Mask() if mask is None else mask
+        mask = Mask.of(mask)
         inputs = LayerInputs(
             mask=Mask.causal() & mask if self.causal else mask,
             positions=positions,
             position_table=table,
             context=context,
-            context_mask=Mask() if context_mask is None else context_mask,
+            context_mask=Mask.of(context_mask),
             deterministic=deterministic,
         )
         caches, auxes = {}, []

@@ -15,6 +15,7 @@ from pathlib import Path
 # The chips known to JAX's own detection (jax/_src/hardware_utils.py). Google's network card has the same vendor.
 GOOGLE_PCI_VENDOR = "0x1ae0"
 TPU_PCI_DEVICES = {"0x0027", "0x0056", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076"}
+"""PCI device ids of TPUs"""
 # What Cloud TPU virtual machines, Colab and Kubernetes set where there is a TPU.
 TPU_VARIABLES = ("TPU_ACCELERATOR_TYPE", "TPU_NAME", "TPU_WORKER_ID", "COLAB_TPU_ADDR", "COLAB_TPU_1VM")
 

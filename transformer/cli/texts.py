@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Written:
-    """What a model made of a prompt."""
+    """What a model made of a prompt: `output` is the text it wrote."""
 
     prompt: str
     output: str

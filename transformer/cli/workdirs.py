@@ -30,7 +30,7 @@ class WorkdirCommand:
     """show the traceback of an error"""
 
     def load(self) -> Run:
-        """The run in the workdir. FileNotFoundError and ValueError as `load_run`."""
+        """The run in the workdir. FileNotFoundError and ValueError as `load_run`; ConfigError: it writes no text."""
         if not self.workdir.is_dir():
             raise FileNotFoundError(
                 f"there is no directory {self.workdir}. Give the workdir of a training run, such as runs/number_words."

@@ -21,11 +21,16 @@ TINY_SHAKESPEARE_FILE = tfds.download.checksums.UrlInfo(
     checksum="86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
     filename="input.txt",
 )
+"""what the download must be: size in bytes and SHA-256"""
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class NumberWordsConfig(tfds.core.BuilderConfig):
-    """One pair of languages and its sizes; the name carries all of them, so that no two share prepared data."""
+    """One pair of languages and its sizes; the name carries all of them, so that no two share prepared data.
+
+    `source_language`, `target_language`, `max_digits`, `train_examples`, `validation_examples` and `test_examples` are
+    those of `transformer.data.configs.NumberWords`.
+    """
 
     source_language: str
     target_language: str
@@ -41,7 +46,9 @@ class NumberWordsConfig(tfds.core.BuilderConfig):
 
 
 class NumberWordsBuilder(tfds.core.GeneratorBasedBuilder):
-    """Numbers and their words in two languages: splits train, validation, test and basics (0-20 and d x 10^k)."""
+    """Numbers and their words in two languages: splits train, validation, test and basics (0-20 and d x 10^k), drawn as
+    `builder_config` says.
+    """
 
     name = "number_words"
     VERSION = tfds.core.Version("1.0.0")

@@ -47,7 +47,11 @@ def _check_path(config: object, *fields: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerConfig:
-    """How text becomes token ids. Source and target of a pair share one vocabulary."""
+    """How text becomes token ids. Source and target of a pair share one vocabulary.
+
+    Raises:
+        ConfigError: an unknown kind, or a vocab_size that it has no use for or that is too small.
+    """
 
     kind: TokenizerKind = "char"
     """char: every character of the data. byte: UTF-8. word: what blanks separate. bpe: learned parts, over bytes"""
@@ -110,7 +114,11 @@ class PairConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class NumberWords(PairConfig):
-    """Whole numbers below 10^max_digits, written out in two languages: small, exact, hard to learn by heart."""
+    """Whole numbers below 10^max_digits, written out in two languages: small, exact, hard to learn by heart.
+
+    Raises:
+        ConfigError: one language twice, a number out of range, or a word tokenizer where a number is one word.
+    """
 
     kind: ClassVar[str] = "number_words"
     group_name: ClassVar[str] = "digits"
@@ -202,7 +210,11 @@ class JsonLines(LocalText):
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelText(PairConfig):
-    """Sentence pairs of one's own: two files with the same number of lines, or one file with a tab in each line."""
+    """Sentence pairs of one's own: two files with the same number of lines, or one file with a tab in each line.
+
+    Raises:
+        ConfigError: an empty path, a share out of range, or validation files in another form than the training files.
+    """
 
     kind: ClassVar[str] = "parallel_text"
 
@@ -233,6 +245,7 @@ class ParallelText(PairConfig):
 
 
 DataConfig = NumberWords | TinyShakespeare | TextFile | JsonLines | ParallelText
+"""What a recipe's `data` may be."""
 
 DATA: dict[str, type] = {
     config.kind: config for config in (NumberWords, TinyShakespeare, TextFile, JsonLines, ParallelText)

@@ -20,11 +20,14 @@ if TYPE_CHECKING:
     import grain
 
 Batch = dict[str, np.ndarray]
+"""arrays by name: tokens, targets and weights (B, T); of pairs also source (B, S) and source_lengths (B,)"""
 
 
 @dataclass(frozen=True)
 class Example:
-    """One pair as text, with the group its score is reported under (for number words: its number of digits)."""
+    """One pair as text, `source` and `target`, with the group that its score is reported under (for number words: its
+    number of digits).
+    """
 
     source: str
     target: str
@@ -32,7 +35,9 @@ class Example:
 
 
 class Dataset(ABC):
-    """What `prepare` gives: batches to train and evaluate on, the tokenizer, and a fingerprint of all of it."""
+    """What `prepare` gives: batches to train and evaluate on, the tokenizer, and a fingerprint of all of it. `task` is
+    what it asks of a model: "causal_lm" or "seq2seq".
+    """
 
     task: str
     config: TextConfig | PairConfig
@@ -109,7 +114,11 @@ class Dataset(ABC):
 
 
 class TextDataset(Dataset):
-    """Running text: training windows start anywhere; evaluation takes each token of the held-out text once."""
+    """Running text: training windows start anywhere; evaluation takes each token of the held-out text once.
+
+    Raises:
+        ValueError: a training text shorter than a window, or a held-out one of less than 2 tokens.
+    """
 
     task = "causal_lm"
 
@@ -176,7 +185,11 @@ class TextDataset(Dataset):
 
 
 class PairDataset(Dataset):
-    """Pairs of source and target, padded on the right to one shape for all batches."""
+    """Pairs of source and target, padded on the right to one shape for all batches.
+
+    Raises:
+        ValueError: no pair of a split fits the lengths.
+    """
 
     task = "seq2seq"
 

@@ -43,7 +43,11 @@ def read_lines(path: str) -> list[str]:
 
 
 def read_json_lines(path: str, field: str) -> list[str]:
-    """The documents of a JSON-lines file; empty lines and empty documents are skipped."""
+    """The documents of a JSON-lines file; empty lines and empty documents are skipped.
+
+    FileNotFoundError and ValueError as `read_text`; ValueError also names a line that is no JSON object with text in
+    `field`.
+    """
     documents = []
     for number, line in enumerate(read_lines(path), 1):
         if not line:
@@ -74,6 +78,7 @@ def read_pairs(source_path: str, target_path: str | None) -> tuple[list[tuple[st
     """Sentence pairs and how many lines were skipped because a side was empty.
 
     From two files of as many lines, or, without `target_path`, from one with source, tab, target in each line.
+    FileNotFoundError and ValueError as `read_text`, ValueError also for lines that make no pairs.
     """
     if target_path is None:
         rows = [line.split("\t") for line in _tab_lines(source_path)]

@@ -25,11 +25,12 @@ from transformer.data.configs import (
 from transformer.data.dataset import Example
 
 NORMALIZATION_OF = {"en": "english_number_words", "pt": "portuguese_number_words"}
+"""normalization of number words by their language; of all others: number_words"""
 
 
 @dataclass(frozen=True)
 class Documents:
-    """Running text by split. With `separate`, an end token follows each document."""
+    """Running text: documents by split, `splits`. With `separate`, an end token follows each document."""
 
     splits: dict[str, list[str]]
     separate: bool = False
@@ -37,7 +38,7 @@ class Documents:
 
 @dataclass(frozen=True)
 class Pairs:
-    """Pairs by split, the normalization of their sources, and how many lines were skipped as half empty."""
+    """Pairs by split, `splits`, the normalization of their sources, and how many lines were skipped as half empty."""
 
     splits: dict[str, list[Example]]
     normalization: str = "none"

@@ -15,18 +15,25 @@ from transformer.data.configs import TokenizerConfig
 from transformer.data.normalization import NORMALIZERS
 
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")
+"""names by id"""
 TOKENIZER_FILE = "tokenizer.json"
 FORMAT = 1
+"""version of that file"""
 DEFAULT_BPE_SIZE = 8192
+"""ids of a bpe vocabulary whose config names no size"""
 
 _VISIBLE = str.maketrans({" ": "␣", "\n": "\\n", "\t": "\\t", "\r": "\\r"})
 
 
 class Tokenizer(ABC):
-    """One vocabulary: ids of special tokens first (padding 0, begin 1, end 2, unknown 3 where there is one), then text.
+    """One vocabulary: ids of special tokens first (`pad_id` 0, `bos_id` 1, `eos_id` 2, and `unk_id` 3 where there is an
+    unknown), then text.
 
     Special tokens have ids but no spelling: `encode("<eos>")` gives the ids of these five characters, never the end
     token, so that no text of a user can end a sequence.
+
+    Raises:
+        ValueError: an unknown normalization.
     """
 
     kind: ClassVar[str]
@@ -113,7 +120,11 @@ class Tokenizer(ABC):
 
 
 class CharTokenizer(Tokenizer):
-    """Every character its own token; a character not in the vocabulary is an error."""
+    """Every character its own token; a character not in the vocabulary is an error.
+
+    Raises:
+        ValueError: a vocabulary that is empty, or holds something twice or other than single characters.
+    """
 
     kind = "char"
 
@@ -125,7 +136,7 @@ class CharTokenizer(Tokenizer):
         self._ids = {entry: len(self.special_tokens) + i for i, entry in enumerate(vocabulary)}
 
     def encode(self, text: str) -> list[int]:
-        """One id per character."""
+        """One id per character; ValueError names those that the vocabulary lacks."""
         try:
             return [self._ids[character] for character in text]
         except KeyError:
@@ -141,7 +152,11 @@ class CharTokenizer(Tokenizer):
 
 
 class WordTokenizer(Tokenizer):
-    """Whatever blanks separate is a token. Without `unknown`, a word outside the vocabulary is an error."""
+    """Whatever blanks separate is a token. Without `unknown`, a word outside the vocabulary is an error.
+
+    Raises:
+        ValueError: a vocabulary that is empty, or holds something twice or words with blanks.
+    """
 
     kind = "word"
 
@@ -154,7 +169,7 @@ class WordTokenizer(Tokenizer):
         self._ids = {entry: len(self.special_tokens) + i for i, entry in enumerate(vocabulary)}
 
     def encode(self, text: str) -> list[int]:
-        """One id per word."""
+        """One id per word; ValueError names those that the vocabulary lacks, unless there is an unknown token."""
         words = text.split()
         if self.unk_id is not None:
             return [self._ids.get(word, self.unk_id) for word in words]
@@ -304,6 +319,7 @@ def _byte_level(vocabulary: list[str] | None = None, merges: list[tuple[str, str
 TOKENIZERS: dict[str, type[Tokenizer]] = {
     kind.kind: kind for kind in (CharTokenizer, ByteTokenizer, WordTokenizer, BPETokenizer)
 }
+"""tokenizers by kind"""
 
 
 def build_tokenizer(

@@ -31,7 +31,7 @@ class Rows:
 def prefill(
     model: CausalLM | Seq2Seq, params: Any, prompts: Rows, source: Rows | None, cache_slots: int
 ) -> tuple[Float[Array, "B V"], Any]:
-    """Reads whole prompts (and sources) in one call: the logits after each row's last token, and the filled cache."""
+    """Reads whole prompts (and sources) at once: logits (B, V) after the last token of each, and the filled cache."""
     cache = model.init_cache(prompts.tokens.shape[0], cache_slots)
     hidden, cache = _hidden(model, params, source, prompts.tokens, cache, source)
     last = jnp.take_along_axis(hidden, prompts.lengths[:, None, None] - 1, axis=1)
@@ -41,8 +41,8 @@ def prefill(
 def decode_step(
     model: CausalLM | Seq2Seq, params: Any, tokens: Int[Array, " B"], cache: Any, source: Rows | None
 ) -> tuple[Float[Array, "B V"], Any]:
-    """One more token a row: the logits after it, and the cache that holds it. Of the source, only its lengths are
-    read: its keys and values are in the cache.
+    """One more token a row, (B,): the logits after it, (B, V), and the cache that holds it. Of the source, only its
+    lengths are read: its keys and values are in the cache.
     """
     hidden, grown = _hidden(model, params, None, tokens[:, None], cache, source)
     return _logits(model, params, hidden), _with_context(grown, cache)

@@ -90,7 +90,8 @@ class Choice:
 
 
 def sample(logits: Float[Array, "B V"], key: PRNGKey, sampling: Sampling = PLAIN) -> Int[Array, " B"]:
-    """Chooses one token a row from logits (B, V), in float32; row b draws from `fold_in(key, b)`.
+    """Chooses one token a row, (B,), from logits (B, V), in float32; row b draws from `fold_in(key, b)`: the
+    highest sum of logit and Gumbel noise (Maddison et al. 2014, arXiv 1411.0030).
 
     Logits of -inf are never chosen. A row that can't be chosen from (NaN or +inf among its logits, or all of them -inf)
     gives -1, which is no token: argmax would give a plausible one. Greedy uses no randomness.

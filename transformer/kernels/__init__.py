@@ -32,6 +32,8 @@ def choose(implementation: str, request: Request) -> str:
         ConfigError: an unknown name, or a kernel that can't do what is asked; the message names those that can.
     """
     if implementation == "auto":
+        if not isinstance(request.num_queries, int) or not isinstance(request.num_keys, int):
+            return "reference"  # a length left open (jax.export) can't be cut into blocks
         scores = request.num_queries * request.num_keys
         small = scores <= WHOLE_SCORES.get(jax.default_backend(), 0) or request.num_queries == 1
         return "reference" if small or request.return_weights else "chunked"

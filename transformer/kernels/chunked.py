@@ -38,7 +38,8 @@ def chunked_attention(
     dropout_key: PRNGKey | None,
     block: int = BLOCK,
 ) -> tuple[Attended, None]:
-    """Attention over blocks of `block` queries by `block` keys; the contract is that of `dot_product_attention`.
+    """Attention over blocks of `block` queries by `block` keys (Dao et al. 2022, arXiv 2205.14135, section 3); the
+    contract is that of `dot_product_attention`, the result (B, T, N, Hv).
 
     Dropout draws another pattern than the reference from the same key: one key a block.
     """

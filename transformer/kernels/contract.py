@@ -14,7 +14,7 @@ BiasFunction: TypeAlias = Callable[[jax.Array, jax.Array], jax.Array]
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """The facts of one call that decide which kernels can serve it."""
+    """The facts of one call that decide which kernels can serve it: `num_queries` T, `num_keys` S, `return_weights`."""
 
     num_queries: int
     num_keys: int
@@ -34,6 +34,6 @@ class Kernel:
 
 
 def bias_block(bias: BiasFunction, queries: jax.Array, keys: jax.Array) -> jax.Array:
-    """A block of the bias with all four axes, (B or 1, N or 1, t or 1, s or 1)."""
+    """The bias between queries (t,) and keys (s,) with all four axes, (B or 1, N or 1, t or 1, s or 1)."""
     block = bias(queries, keys)
     return block.reshape((1,) * (4 - block.ndim) + block.shape)

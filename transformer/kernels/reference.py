@@ -23,7 +23,9 @@ def reference_attention(
     dropout_rate: float,
     dropout_key: PRNGKey | None,
 ) -> tuple[Attended, Weights]:
-    """softmax(scale Q K^T + bias + mask) V and the weights; the contract is that of `dot_product_attention`."""
+    """softmax(scale Q K^T + bias + mask) V (B, T, N, Hv) and the weights (B, N, T, S) (Vaswani et al. 2017, section
+    3.2.1); the contract is that of `dot_product_attention`.
+    """
     batch, num_queries, num_heads, head_dim = query.shape
     num_keys, kv_heads = key.shape[1], key.shape[2]
     grouped = query.reshape(batch, num_queries, kv_heads, num_heads // kv_heads, head_dim)
@@ -49,8 +51,8 @@ def masked_softmax(
     allowed_BNTS: Array | None,
     sinks: Float[Array, " N"] | None = None,
 ) -> Weights:
-    """Softmax over the allowed keys (True), float32. A row with none is all zeros; a sink is one more, valueless
-    key.
+    """Softmax over the allowed keys (True; broadcasts to (B, N, T, S)), float32. A row with none is all zeros; a sink
+    is one more, valueless key (Xiao et al. 2023, arXiv 2309.17453).
     """
     if allowed_BNTS is not None:
         scores_BNTS = jnp.where(allowed_BNTS, scores_BNTS, -jnp.inf)

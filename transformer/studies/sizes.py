@@ -36,6 +36,7 @@ class Size:
     axes: str
     """letters of `transformer.axes`, "B T D" """
     shape: tuple[int, ...]
+    """how long each of these axes is"""
     repeats: int = 1
     """how often it is done, one after the other: layers of the same kind"""
 

@@ -48,7 +48,7 @@ class CheckpointSaveError(OSError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Restored:
-    """What a checkpoint held."""
+    """What a checkpoint held: its `step`, `state`, `data`, `recipe`, the `metric` it was saved with, and its `path`."""
 
     step: int
     state: Any  # in the structure of the abstract state
@@ -61,7 +61,8 @@ class Restored:
 class Checkpointer:
     """Writes `workdir/checkpoints/<step>/` in the background, keeps the last and the best, reads the newest valid one.
 
-    Use it as a context manager, or call `close`. One process writes: RuntimeError when JAX runs in several.
+    Use it as a context manager, or call `close`. One process writes: RuntimeError when JAX runs in several. ValueError
+    for a `best` that is neither "min" nor "max", or a `keep_last` below 1.
     """
 
     def __init__(self, workdir: str | os.PathLike, *, keep_last: int = 2, keep_best: int = 1, best: str = "min"):

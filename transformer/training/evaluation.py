@@ -47,7 +47,7 @@ def evaluate_loss(
 
 @dataclass(frozen=True)
 class Translation:
-    """One example and what the model made of its source."""
+    """One example and the `output` that the model made of its source."""
 
     example: Example
     output: str
@@ -95,13 +95,14 @@ def translate(
 
 @dataclass(frozen=True)
 class Score:
-    """How many of a group of examples were right."""
+    """How many of a group of examples were right, of how many in `total`."""
 
     right: int
     total: int
 
     @property
     def rate(self) -> float:
+        """Share that was right, 0 to 1."""
         return self.right / max(self.total, 1)
 
     def __str__(self):

@@ -15,7 +15,12 @@ from transformer.training.step import check_finite
 
 @dataclass
 class Ledger:
-    """Numbers that go into every checkpoint, so that a run gone on with writes the same lines as one never stopped."""
+    """Numbers that go into every checkpoint, so that a run gone on with writes the same lines as one never stopped.
+
+    Since the last line: `loss_sum` and its `weight` (nats, targets), `grad_norm` (a sum), `batches`. In all: `skipped`
+    batches, target `tokens`, `train_seconds` and all `seconds`. `eval_loss` of the last evaluation, `best_loss` (nats a
+    target) and `best_step` of the best.
+    """
 
     loss_sum: float = 0.0
     """since the last line; so the next three"""
@@ -34,7 +39,7 @@ class Ledger:
     best_step: int | None = None
 
     def record_evaluation(self, step: int, loss: float) -> None:
-        """Notes a loss, and whether it is the best so far (of equal ones the newer, as checkpoints are ranked)."""
+        """Notes a loss (nats a target), and whether it is the best (of equal ones the newer, as checkpoints are)."""
         self.evaluated, self.eval_loss = step, loss
         if math.isfinite(loss) and (self.best_loss is None or loss <= self.best_loss):
             self.best_loss, self.best_step = loss, step

@@ -14,7 +14,9 @@ from transformer.masks import Mask
 
 Scalar: TypeAlias = Float[Array, ""]
 Batch: TypeAlias = Mapping[str, Any]
+"""arrays by name: tokens (B, T), targets and weights (B, T) or (B,), and what the task's model reads besides"""
 Forward: TypeAlias = Callable[..., jax.Array]
+"""(model, variables, batch, **arguments) -> logits"""
 
 
 def cross_entropy(

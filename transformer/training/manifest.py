@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 FORMAT = 1
+"""version of a manifest"""
 NAME = "manifest.json"
 
 
@@ -68,7 +69,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
 
 
 def check_sizes(directory: Path, manifest: Mapping[str, Any]) -> None:
-    """Every file of the manifest is there and has its size; nothing is read. An error names the first bad one."""
+    """Every file of the manifest is there and has its size; nothing is read. CheckpointError names the first bad."""
     for name, expected in manifest["files"].items():
         path = directory / name
         try:
@@ -80,7 +81,7 @@ def check_sizes(directory: Path, manifest: Mapping[str, Any]) -> None:
 
 
 def verify(directory: Path, manifest: Mapping[str, Any]) -> None:
-    """Every file of the manifest has its size and its SHA-256. An error names the first bad one."""
+    """Every file of the manifest has its size and its SHA-256. CheckpointError names the first bad one."""
     check_sizes(directory, manifest)
     for name, expected in manifest["files"].items():
         path = directory / name
@@ -133,7 +134,11 @@ def verified(directory: Path) -> dict[str, Any]:
 
 
 def newest_valid(root: Path, damaged: set[int]) -> tuple[Path, dict[str, Any]] | None:
-    """The newest valid one (None: there is none at all), a warning for each newer one; adds those to `damaged`."""
+    """The newest valid one (None: there is none at all), a warning for each newer one; adds those to `damaged`.
+
+    Raises:
+        CheckpointError: there are checkpoints, and none is valid.
+    """
     reasons = []
     for step in reversed(find_steps(root)):
         directory = root / str(step)

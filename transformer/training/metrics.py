@@ -99,7 +99,8 @@ class MetricsWriter:
 class Progress:
     """A bar with step, loss, tokens/s and time left on a terminal; one plain line per `update` into anything else.
 
-    mode "auto" asks the stream (stdout if not given), "bar" and "lines" insist, "none" shows nothing but `print`.
+    mode "auto" asks the stream (stdout if not given), "bar" and "lines" insist, "none" shows nothing but `print`; any
+    other is a ValueError.
     """
 
     def __init__(
@@ -127,7 +128,7 @@ class Progress:
             self._bar.start()
 
     def update(self, step: int, *, loss: float | None = None, tokens_per_s: float | None = None) -> None:
-        """To be called when metrics are logged (not every step): moves the bar, or writes a line."""
+        """To be called when metrics are logged (not every step): moves the bar, or writes a line; the loss in nats."""
         self._step = step
         figures = [] if loss is None else [f"loss {float(loss):.4f}"]
         figures += [] if tokens_per_s is None else [f"{float(tokens_per_s):,.0f} tokens/s"]

@@ -14,6 +14,7 @@ import optax.contrib
 from transformer.training.recipe import OptimizerConfig, Recipe
 
 Schedule = Callable[[Any], jax.Array]
+"""number of updates before this one -> its learning rate"""
 
 
 def make_schedule(recipe: Recipe) -> Schedule:
@@ -56,7 +57,11 @@ def _rsqrt(config: OptimizerConfig, steps: int, number: jax.Array) -> jax.Array:
 
 
 def make_optimizer(recipe: Recipe) -> optax.GradientTransformation:
-    """Clipping by global norm, the optimizer's direction, decoupled weight decay by path, the schedule."""
+    """Clipping by global norm, the optimizer's direction, decoupled weight decay by path, the schedule.
+
+    Sources: clipping Pascanu et al. 2013, arXiv 1211.5063; Adam Kingma & Ba 2015, arXiv 1412.6980; Muon Jordan et al.
+    2024; decoupled decay Loshchilov & Hutter 2019, arXiv 1711.05101.
+    """
     config = recipe.optimizer
     if config.name == "muon":
         # optax's muon ends in its own learning rate: -1 gives the bare direction, so that decay and schedule are ours.

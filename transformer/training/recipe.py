@@ -18,6 +18,7 @@ from transformer.training.serial import decode, encode, flatten
 
 FORMAT = "transformer recipe"
 VERSION = 1
+"""of recipe.json; another one is not read"""
 FILE = "recipe.json"
 
 MODELS: dict[str, type[nn.Module]] = {"seq2seq": Seq2Seq, "causal_lm": CausalLM, "classifier": Classifier}
@@ -64,7 +65,11 @@ def _check_number(group: str, config: object, low: float, high: float, *fields: 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """How parameters follow their gradients."""
+    """How parameters follow their gradients.
+
+    Raises:
+        ConfigError: an unknown name, a number out of range, or a schedule that needs a warm-up without one.
+    """
 
     name: OptimizerName = "adamw"
     """adamw, or muon (orthogonalized momentum) for the matrices of the layers and adamw for the rest"""
@@ -319,7 +324,7 @@ def load_recipe(workdir: str | os.PathLike) -> Recipe:
 
 @dataclass(frozen=True)
 class Change:
-    """One field that differs between two recipes."""
+    """One field that differs between two recipes, its dotted name with the `old` and the `new` value."""
 
     field: str
     old: Any

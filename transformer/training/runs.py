@@ -40,7 +40,7 @@ class WorkdirError(ConfigError):
 
 @dataclass(frozen=True)
 class Run:
-    """A trained model, ready to use."""
+    """A trained model, ready to use: `params` without the outer "params", `step` of the checkpoint they are from."""
 
     recipe: Recipe
     model: nn.Module

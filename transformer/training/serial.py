@@ -25,7 +25,7 @@ def tag_of(cls: type) -> str:
 
 
 def encode(value: Any) -> Any:
-    """A JSON value for a tree of dataclasses, tuples, lists and plain values."""
+    """A JSON value for a tree of dataclasses, tuples, lists and plain values; TypeError for anything else."""
     if dataclasses.is_dataclass(value):
         fields = {field.name: encode(getattr(value, field.name)) for field in dataclasses.fields(value)}
         return {TAG: tag_of(type(value))} | fields

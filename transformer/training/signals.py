@@ -9,6 +9,7 @@ from types import FrameType
 from typing import Any
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+"""those that ask a run to stop"""
 
 
 class StopSignal:

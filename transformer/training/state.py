@@ -16,17 +16,18 @@ from transformer.training.recipe import Recipe, build_model
 class TrainState:
     """A pytree: all that the compiled step reads and writes. (Leaves may be arrays, shapes or, under pmap, stacks.)
 
-    The key of a step's randomness is `fold_in(key(seed), step)`, so no key is carried.
+    The key of a step's randomness is `fold_in(key(seed), step)`, so no key is carried. `params` and `opt_state` are
+    trees: the model's parameters and what optax keeps of them.
     """
 
     step: Any
-    """batches seen, int32"""
+    """(), batches seen, int32"""
     params: Any
     opt_state: Any
     ema: Any
     """exponential average of params, or None"""
     skipped: Any
-    """batches that changed nothing, because loss or gradient was not finite, int32"""
+    """(), batches that changed nothing, because loss or gradient was not finite, int32"""
 
     @property
     def averaged(self) -> Any:

@@ -16,8 +16,11 @@ from transformer.training.recipe import Recipe, build_model
 from transformer.training.state import TrainState
 
 Metrics = dict[str, jax.Array]
+"""scalars by name"""
 TrainStep = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
+"""what `make_train_step` makes"""
 EvalStep = Callable[[Any, Batch], Metrics]
+"""what `make_eval_step` makes; the first argument is the parameters"""
 
 
 class NonFiniteError(ArithmeticError):
@@ -121,7 +124,7 @@ def make_eval_step(recipe: Recipe) -> EvalStep:
 
 
 def check_finite(step: int, metrics: Mapping[str, np.ndarray], paths: Sequence[str]) -> None:
-    """Looks at the metrics of a step, read from the device; `paths` are the `parameter_paths`.
+    """Looks at the metrics (scalars) of a step, read from the device; `paths` are the `parameter_paths`.
 
     Raises:
         NonFiniteError: they were not finite; names the step and the first parameter whose gradient was not.

@@ -18,7 +18,7 @@ FILE = "summary.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """The outcome of a call of `train`."""
+    """The outcome of a call of `train`: the run's `name` and `workdir`, its number of `parameters`, measures, texts."""
 
     name: str
     workdir: str
@@ -38,8 +38,9 @@ class Summary:
     skipped: int = 0
     """batches passed over because they were not finite"""
     eval_loss: float | None = None
-    """at the last evaluation"""
+    """nats a target, at the last evaluation"""
     best_loss: float | None = None
+    """nats a target, lowest of all evaluations"""
     best_step: int | None = None
     """step of the lowest eval loss"""
     shown_step: int | None = None

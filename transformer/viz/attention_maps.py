@@ -34,7 +34,7 @@ _SIGNS = {" ": "␣", "\n": "⏎", "\\n": "⏎", "\t": "⇥", "\\t": "⇥", "\r"
 
 @dataclass(frozen=True)
 class AttentionMap:
-    """The weights of one attention layer for one example."""
+    """The weights of one attention layer for one example: of which `stack`, and of which `kind`."""
 
     stack: Literal["encoder", "decoder"]
     layer: int

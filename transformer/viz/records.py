@@ -20,7 +20,7 @@ def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
 
 
 def metrics_lines(path: str | os.PathLike) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Like `read_metrics`, with the text of each line (without its end) beside what it says."""
+    """Like `read_metrics`, ValueError included, with the text of each line (without its end) beside what it says."""
     lines = Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
     for number, line in enumerate(lines, start=1):
         try:

@@ -1,0 +1,55 @@
+"""A decoder block under an nn.scan of one's own: the parameters stacked as one likes, the same as a loop over them.
+
+Usage: python -m examples.scanned_block
+"""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from transformer import LayerInputs, Mask, PreNormBlock, TransformerConfig
+
+
+class Layer(nn.Module):
+    """One step of the scan: a carry in, (carry, output) out. A block gives (x, cache, aux); here x is all we need."""
+
+    config: TransformerConfig
+
+    @nn.compact
+    def __call__(self, x, _):
+        x, _, _ = PreNormBlock(self.config, causal=True, name="block")(x, LayerInputs(mask=Mask.causal()))
+        return x, jnp.sqrt(jnp.square(x).mean())  # collected over the layers: how large x has become
+
+
+class Tower(nn.Module):
+    """x (B, T, D) -> x and its size after each of `depth` layers, which are compiled once."""
+
+    config: TransformerConfig
+    depth: int
+
+    @nn.compact
+    def __call__(self, x):
+        layers = nn.scan(Layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=self.depth)
+        return layers(self.config, name="layers")(x, None)
+
+
+def main():
+    config = TransformerConfig(d_model=24, num_heads=4, num_kv_heads=2, norm="rms_norm", position="rotary")
+    tower = Tower(config, depth=5)
+    x = jax.random.normal(jax.random.key(0), (2, 7, 24))
+    params = jax.jit(tower.init)(jax.random.key(1), x)["params"]
+    scanned, sizes = jax.jit(tower.apply)({"params": params}, x)
+    print(f"query kernels, stacked: {params['layers']['block']['self_attention']['query']['kernel'].shape}")
+    print(f"size of x after each layer: {sizes}")
+
+    looped = x
+    for i in range(tower.depth):
+        slice_i = jax.tree.map(lambda p, i=i: p[i], params["layers"])
+        looped, _ = Layer(config).apply({"params": slice_i}, looped, None)
+    difference = jnp.abs(scanned - looped).max()
+    print(f"scan and loop over the slices differ by {difference:.1e}")
+    return {"difference": difference, "params": params, "sizes": sizes}
+
+
+if __name__ == "__main__":
+    main()

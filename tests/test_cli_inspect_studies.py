@@ -1,0 +1,176 @@
+"""`inspect --scale`, `--positions` and `--memory`: tables, JSON, pictures, and one line for every mistake."""
+
+import functools
+import json
+import re
+
+import pytest
+from matplotlib.image import imread
+
+import transformer.studies as studies
+from transformer.__main__ import main
+from transformer.cli.inspect_studies import STUDIES
+
+
+@pytest.fixture
+def run(capsys):
+    """Runs `inspect` with these words; returns its exit code, stdout and stderr."""
+
+    def call(*words):
+        code = main(["inspect", *(str(word) for word in words)])
+        return code, *capsys.readouterr()
+
+    return call
+
+
+@pytest.fixture
+def fails(run):
+    """Runs `inspect` with words that must fail with one line on stderr; returns that line."""
+
+    def call(*words):
+        code, out, err = run(*words)
+        assert (code, out, err.count("\n")) == (2, "", 1), err
+        assert err.startswith("error: ")
+        return err.removeprefix("error: ").rstrip("\n")
+
+    return call
+
+
+@pytest.fixture
+def small(monkeypatch, tmp_path):
+    """Studies of a few small sizes, in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    sizes = {
+        "scale_study": functools.partial(studies.scale_study, (4, 1_024), 2),
+        "position_study": functools.partial(studies.position_study, 1_200),
+        "memory_study": functools.partial(studies.memory_study, (128, 256)),
+        "number_word_lengths": functools.partial(studies.number_word_lengths, 300),
+    }
+    for name, study in sizes.items():
+        monkeypatch.setattr(studies, name, study)
+    return tmp_path
+
+
+def tables(out):
+    """The aligned tables of a text: lists of rows of cells."""
+    blocks = [block.splitlines() for block in out.split("\n\n") if re.search(r"\S {2,}\S", block)]
+    assert all(len(set(map(len, lines))) == 1 for lines in blocks), "columns are aligned"
+    return [[re.split(r" {2,}", line.strip()) for line in lines] for lines in blocks]
+
+
+class TestStudies:
+    def test_scale(self, run, small):
+        code, out, err = run("--scale")
+        assert (code, err) == (0, "")
+        (table,) = tables(out)
+        assert table[0] == ["d_k", "scale", "mean", "variance", "largest weight", "gradient"]
+        assert [row[:2] for row in table[1:]] == [["4", "1"], ["4", "1/2"], ["1,024", "1"], ["1,024", "1/32"]]
+        assert out.splitlines()[-1] == "inspect-scale.png"
+        assert imread(small / "inspect-scale.png").std() > 0.05
+
+    def test_scale_as_json(self, run, small):
+        code, out, err = run("--scale", "--json", "--output", "here/scale.png")
+        found = json.loads(out)
+        assert (code, err, found["study"], found["picture"]) == (0, "", "scale", "here/scale.png")
+        assert [(row["d_k"], row["scaled"]) for row in found["rows"]] == [
+            (4, False),
+            (4, True),
+            (1_024, False),
+            (1_024, True),
+        ]
+        assert (small / "here" / "scale.png").is_file()
+        assert not (small / "inspect-scale.png").exists()
+
+    def test_positions(self, run, small):
+        code, out, err = run("--positions")
+        assert (code, err) == (0, "")
+        similarities, codes, repeats = tables(out)
+        assert similarities[0] == ["similarity at distance", "1", "10", "100", "1,000"]
+        assert {row[0] for row in similarities} >= {"sinusoidal, d_model 512", "rotary, base 500,000", "none"}
+        assert ["T5, decoder", "32", "16", "113"] in codes
+        assert repeats[1][:4] == ["4", "6.28", "628", "6"]
+        assert imread(small / "inspect-positions.png").std() > 0.05
+        assert out.isascii()
+
+    def test_memory(self, run, small):
+        code, out, err = run("--memory", "--json")
+        found = json.loads(out)
+        assert (code, err) == (0, "")
+        assert {(row["kernel"], row["length"]) for row in found["memory"]} == {
+            (kernel, length) for kernel in ("reference", "chunked") for length in (128, 256)
+        }
+        assert found["lengths"]["count"] == 300
+        assert [row["strategy"] for row in found["padding"]][::3] == ["longest of all", "packing"]
+        assert imread(small / "inspect-memory.png").std() > 0.05
+
+    def test_padding_of_a_text_of_ones_own(self, run, small):
+        (small / "text.txt").write_text("a b c d\n\na b\n" * 4)
+        code, out, err = run("--memory", "--lengths-of", "text.txt")
+        assert (code, err) == (0, "")
+        memory, padding = tables(out)
+        assert memory[0] == ["length", "reference MiB", "growth", "chunked MiB", "growth", "reference / chunked"]
+        assert "8 sequences: lines of text.txt, counted in words" in out
+        assert padding[1] == ["longest of all", "1", "8", "32", "8", "25.0%", "1"]
+        assert padding[-1] == ["packing", "1", "6", "24", "0", "0.0%", "1"]
+
+
+class TestMistakes:
+    @pytest.mark.parametrize(
+        ("words", "message"),
+        [
+            (("--scale", "--memory"), "--scale and --memory are studies of their own: ask for one at a time."),
+            (("--scale", "runs/x"), "--scale reads no model: leave runs/x out, or leave --scale out to draw"),
+            (("runs/x", "--memory"), "--memory reads no model: leave runs/x out"),
+            (("--scale", "--prompt", "one"), "--scale reads no model: leave --prompt out"),
+            (("--scale", "--step=3"), "--scale reads no model: leave --step out"),
+            (("--scale", "--output=a.png", "b"), "--scale reads no model: leave b out"),
+            (("--scale", "--lengths-of", "x"), "--lengths-of belongs to --memory: leave it out, or ask for --memory"),
+            (("--scale", "--outptu", "x"), "inspect --scale has no option --outptu. Did you mean '--output'?"),
+            (("--scale", "--zzzz"), "inspect --scale has no option --zzzz. --help shows them all."),
+            (("--scale", "--positions=1"), "--positions takes no value: give it alone."),
+            (("--scale=1",), "--scale takes no value: give it alone."),
+            (("--scal",), "inspect has no option --scal. Did you mean '--scale'?"),
+            (("--posiitons", "--json"), "inspect has no option --posiitons. Did you mean '--positions'?"),
+            (("x", "--promt", "y"), "inspect has no option --promt. Did you mean '--prompt'?"),
+            (("x", "--prompt", "--qqq"), "given as --prompt='--qqq'"),
+            (("x", "--prompt=--scale"), "there is no directory x."),
+            (("--scale", "--output"), "--output"),
+            ((), "WORKDIR is missing"),
+        ],
+    )
+    def test_wrong_words(self, words, message, fails):
+        assert message in fails(*words)
+
+    def test_a_text_that_cannot_be_read(self, fails, small):
+        assert "no file none.txt" in fails("--memory", "--lengths-of", "none.txt")
+        (small / "empty.txt").write_text(" \n\n")
+        assert "empty.txt is empty" in fails("--memory", "--lengths-of", "empty.txt")
+        (small / "latin.txt").write_bytes(b"caf\xe9")
+        assert "latin.txt is no UTF-8 text: byte 3" in fails("--memory", "--lengths-of", "latin.txt")
+        assert f"{small} is not a file" in fails("--memory", "--lengths-of", small)
+
+    def test_a_folder_as_picture(self, fails, small):
+        assert "Name a file" in fails("--scale", "--output", small)
+
+
+class TestHelp:
+    def test_both_uses(self, capsys):
+        with pytest.raises(SystemExit) as stop:
+            main(["inspect", "--help"])
+        out, err = capsys.readouterr()
+        assert (stop.value.code or 0, err) == (0, "")
+        assert "WORKDIR" in out
+        assert "--prompt" in out
+        for flag, study in STUDIES.items():
+            assert any(line.split(maxsplit=1) == [flag, study.help] for line in out.splitlines())
+        assert "\x1b" not in out
+
+    @pytest.mark.parametrize(("flag", "own"), [("--scale", ""), ("--positions", ""), ("--memory", "--lengths-of")])
+    def test_of_a_study(self, flag, own, capsys):
+        with pytest.raises(SystemExit) as stop:
+            main(["inspect", flag, "--help"])
+        out, err = capsys.readouterr()
+        assert (stop.value.code or 0, err) == (0, "")
+        assert f"inspect-{flag[2:]}.png" in out
+        assert ("--lengths-of" in out) == bool(own)
+        assert "WORKDIR" not in out

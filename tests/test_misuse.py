@@ -1,0 +1,103 @@
+"""What somebody who takes single pieces gets wrong at first, and the words that put it right: no silent nothing."""
+
+import jax
+import jax.numpy as jnp
+import jaxtyping
+import numpy as np
+import pytest
+
+from transformer import (
+    ALiBi,
+    CausalLM,
+    Decoder,
+    Encoder,
+    Execution,
+    LayerKind,
+    Learned,
+    Mask,
+    MultiHeadAttention,
+    Rotary,
+    Sinusoidal,
+    T5Bias,
+    TransformerConfig,
+)
+from transformer.kernels import Request, choose
+
+X = jnp.ones((2, 5, 12))
+KEY = jax.random.key(0)
+CONFIG = TransformerConfig(vocab_size=7, d_model=12, num_layers=1, num_heads=3, d_ff=5)
+
+
+@pytest.fixture(autouse=True)
+def _as_a_user_has_it(monkeypatch):
+    """Without the type checker of these tests, which would speak first."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.mark.parametrize(
+    ("position", "message"),
+    [
+        (Sinusoidal(), r"Sinusoidal is added to embeddings.*Add it to x before \(Sinusoidal.add\), or take Rotary"),
+        (Learned(max_length=9, features=12), r"Learned is added to embeddings"),
+        (T5Bias(num_heads=3), r"T5Bias needs its learnt table: pass position_table=, of shape \(32, 3\)"),
+        (ALiBi(num_heads=8), r"ALiBi biases 8 heads, but there are 3\. Give it num_heads=3"),
+        (Rotary(size=8), r"8 of a head of 4 can't be turned"),
+        (Rotary(size=3), r"3 of a head of 4 can't be turned"),
+        ("rotary", r"position must be a scheme such as Rotary\(\).*got 'rotary'"),
+        (Rotary, r"position must be a scheme such as Rotary\(\)"),
+    ],
+)
+def test_a_position_scheme_that_attention_cannot_use(position, message):
+    with pytest.raises(ValueError, match=message):
+        MultiHeadAttention(num_heads=3, position=position).init(KEY, X)
+
+
+def test_an_axis_that_is_missing():
+    with pytest.raises(ValueError, match=r"x must be \(batch, length, width\), got shape \(5, 12\).*x\[None\]"):
+        MultiHeadAttention(num_heads=3).init(KEY, X[0])
+    with pytest.raises(ValueError, match=r"context must be \(batch, length, width\), got shape \(5, 12\)"):
+        MultiHeadAttention(num_heads=3).init(KEY, X, X[0])
+    with pytest.raises(ValueError, match=r"embeddings must be \(batch, length, d_model 12\), got shape \(5, 12\)"):
+        Encoder(CONFIG).init(KEY, X[0])
+    with pytest.raises(ValueError, match=r"d_model 12\), got shape \(2, 5, 8\)\. Project them"):
+        Encoder(CONFIG).init(KEY, X[..., :8])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "got"),
+    [
+        ([[1, 2]], "got list"),
+        (np.ones((2, 3)), r"got float64 of shape \(2, 3\)"),
+        (jnp.ones(3, jnp.int32), r"got int32 of shape \(3,\)\. A single row is"),
+    ],
+)
+def test_tokens_of_another_kind(tokens, got):
+    with pytest.raises(ValueError, match=rf"array of integers, \(batch, length\), {got}"):
+        CausalLM(CONFIG).init(KEY, tokens)
+
+
+def test_a_boolean_array_is_a_mask_everywhere():
+    allowed = jnp.tri(5, dtype=bool)
+    pairs = [
+        (MultiHeadAttention(num_heads=3), {}),
+        (Encoder(CONFIG.replace(period=(LayerKind(window=3),))), {}),
+        (Decoder(CONFIG, cross=True), {"context": X, "context_mask": jnp.ones((5, 5), bool)}),
+    ]
+    for module, more in pairs:
+        params = jax.jit(module.init)(KEY, X, **more)
+        run = jax.jit(lambda mask, m=module, p=params, more=more: m.apply(p, X, mask=mask, **more)[0])
+        np.testing.assert_allclose(run(allowed), run(Mask.array(allowed)))
+    with pytest.raises(ValueError, match="An additive mask is a bias"):
+        Encoder(CONFIG).init(KEY, X, mask=jnp.zeros((5, 5)))
+
+
+def test_a_length_left_open_is_computed_whole():
+    """jax.export with a symbolic length: only the reference kernel has no blocks to count."""
+    (length,) = jax.export.symbolic_shape("length")
+    assert choose("auto", Request(num_queries=length, num_keys=length, return_weights=False)) == "reference"
+    tokens = jax.ShapeDtypeStruct((1, length), jnp.int32)
+    params = jax.jit(CausalLM(CONFIG).init)(KEY, jnp.zeros((1, 2), jnp.int32))
+    program = jax.jit(lambda tokens: CausalLM(CONFIG, Execution(scan=False)).apply(params, tokens))
+    assert jax.export.export(program)(tokens).out_avals[0].shape == (1, length, 7)

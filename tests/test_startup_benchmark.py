@@ -1,0 +1,62 @@
+"""The arithmetic of benchmarks/startup.py; what it measures is not tested."""
+
+import sys
+
+import pytest
+
+from benchmarks.startup import OURS, PEER, beyond_peer, contributors, medians, run_python, table
+
+LOG = """import time: self [us] | cumulative | imported package
+import time:       700 |        700 |     numpy.core
+import time:      1100 |       1800 |   jax._src
+import time:       300 |       2100 | jax
+a warning in between
+import time:       170 |        170 |     flax.core
+import time:       130 |        130 |       jax.experimental
+import time:       230 |        530 |   flax.linen
+import time:        50 |        580 | transformer.masks
+import time:        20 |        600 | transformer
+"""
+
+
+def test_contributors_are_packages_after_jax():
+    """jax itself is the peer's time; only what comes later counts, each module for its own package."""
+    expected = {"flax": 400e-6, "jax": 130e-6, "transformer": 70e-6}
+    found = contributors(LOG)
+    assert list(found) == [(name, pytest.approx(seconds)) for name, seconds in expected.items()]
+    assert sum(seconds for _, seconds in found) == pytest.approx(600e-6)
+
+
+def test_a_log_without_jax_is_refused():
+    with pytest.raises(ValueError, match="expected a line about the import of jax, got 0 lines"):
+        contributors("nothing was imported")
+
+
+def test_pythons_own_log_is_understood():
+    log = run_python("-X", "importtime", "-c", "import json; import wave")
+    found = contributors(log, after="json")
+    assert {"wave"} <= {name for name, _ in found} <= sys.stdlib_module_names
+    assert all(seconds >= 0 for _, seconds in found)
+
+
+def test_medians_are_of_each_way_and_each_clock():
+    walls, cpus = [7.0, 2.0, 3.0], [1.0, 5.0, 4.0]
+    rounds = [{"a": (wall, cpu), "b": (2 * wall, 0.0)} for wall, cpu in zip(walls, cpus, strict=True)]
+    assert medians(rounds) == {"a": (3.0, 4.0), "b": (6.0, 0.0)}
+
+
+def test_differences_are_within_a_round():
+    """A round that the machine was busy in counts with its own peer."""
+    rounds = [
+        {PEER: (1.0, 0.5), OURS: (1.5, 0.75)},
+        {PEER: (8.0, 0.5), OURS: (8.5, 1.0)},
+        {PEER: (2, 1), OURS: (3, 1.5)},
+    ]
+    assert medians(map(beyond_peer, rounds)) == {PEER: (0.0, 0.0), OURS: (0.5, 0.5)}
+
+
+def test_the_table_tells_what_comes_on_top():
+    head, peer, ours = table({PEER: (0.7, 0.5), OURS: (1.1, 0.8)}, {PEER: (0.0, 0.0), OURS: (0.4, 0.31)}).splitlines()
+    assert head.split() == ["wall", "s", "CPU", "s", "beyond", "jax:", "wall", "s", "CPU", "s"]
+    assert peer.split()[2:] == ["0.700", "0.500", "0.000", "0.000"]
+    assert ours.split()[2:] == ["1.100", "0.800", "0.400", "0.310"]
