@@ -17,6 +17,7 @@ import pytest
 from transformer.__main__ import VERBS, main
 from transformer.config import Execution, LayerKind, TransformerConfig
 from transformer.data.configs import NumberWords, TextFile
+from transformer.sharding import ParallelConfig
 from transformer.training import EvaluationConfig, LoggingConfig, OptimizerConfig, Recipe, TrainingConfig
 from transformer.training.loop import train
 from transformer.training.recipe import load_recipe
@@ -46,16 +47,16 @@ def workdirs(tmp_path_factory):
         eval_batch_size=10,
         data_dir=str(root / "prepared"),
     )
-    execution = Execution(scan=False)  # quick to compile at one layer
+    common["execution"], common["parallel"] = Execution(scan=False), ParallelConfig(devices=1)  # quick to compile
     text = TextFile(path=str(root / "text.txt"), sequence_length=24, batch_size=8, eval_batch_size=4)
     sizes = {"d_model": 8, "num_heads": 2, "num_layers": 1, "d_ff": 8}
     learned = TransformerConfig(position="learned", max_length=24, **sizes)
     with contextlib.redirect_stdout(io.StringIO()):
         train(
-            Recipe(name="pairs", model=TransformerConfig(**sizes), data=pairs, execution=execution, **common),
+            Recipe(name="pairs", model=TransformerConfig(**sizes), data=pairs, **common),
             root / "pairs",
         )
-        train(Recipe(name="text", model=learned, data=text, execution=execution, **common), root / "text")
+        train(Recipe(name="text", model=learned, data=text, **common), root / "text")
     return root
 
 

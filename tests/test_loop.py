@@ -15,6 +15,7 @@ from training_recipes import change, text_recipe
 import transformer
 from transformer.config import Execution, TransformerConfig
 from transformer.data.configs import NumberWords
+from transformer.sharding import ParallelConfig
 from transformer.training import EvaluationConfig, LoggingConfig, OptimizerConfig, Recipe, TrainingConfig, loop
 from transformer.training.evaluation import evaluate_loss
 from transformer.training.loop import train
@@ -49,6 +50,7 @@ def translated(tmp_path_factory):
         model=TransformerConfig(d_model=6, num_heads=3, num_layers=1, d_ff=5),
         data=NumberWords(max_digits=2, train_examples=200, batch_size=8, data_dir=str(folder / "tfds")),
         execution=Execution(scan=False),
+        parallel=ParallelConfig(devices=1),
         optimizer=OptimizerConfig(warmup_steps=2),
         training=TrainingConfig(steps=3),
         evaluation=EvaluationConfig(samples=2, exact_match_examples=5, translations=3),

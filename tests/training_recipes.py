@@ -9,6 +9,7 @@ import numpy as np
 
 from transformer.config import Execution, TransformerConfig
 from transformer.data.configs import NumberWords, TextFile
+from transformer.sharding import ParallelConfig
 from transformer.training import (
     CheckpointConfig,
     EvaluationConfig,
@@ -36,6 +37,7 @@ def tiny_recipe(task="causal_lm", *, model=None, optimizer=None, **training):
         model=TransformerConfig(**(sizes | (model or {}))),
         data=data,
         execution=Execution(scan=False),
+        parallel=ParallelConfig(devices=1),
         optimizer=OptimizerConfig(**({"warmup_steps": 0, "schedule": "constant"} | (optimizer or {}))),
         training=TrainingConfig(**({"steps": 20} | training)),
     )
@@ -100,6 +102,7 @@ def text_recipe(folder, **groups):
         model=TransformerConfig(d_model=6, num_heads=3, num_layers=1, d_ff=5, dropout_rate=0.2),
         data=TextFile(path=str(path), sequence_length=8, batch_size=4, eval_batch_size=16),
         execution=Execution(scan=False),
+        parallel=ParallelConfig(devices=1),
         optimizer=OptimizerConfig(warmup_steps=3, learning_rate=1e-2, decay_steps=12),
         training=TrainingConfig(steps=12, ema_decay=0.9),
         evaluation=EvaluationConfig(every=3, batches=3, samples=1, sample_tokens=5),

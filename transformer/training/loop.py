@@ -16,12 +16,12 @@ from transformer.training.evaluation import evaluate_loss
 from transformer.training.journal import Journal
 from transformer.training.lock import WorkdirLock
 from transformer.training.metrics import MetricsWriter, Progress
+from transformer.training.parallel import place
 from transformer.training.recipe import Recipe, build_model, to_json
 from transformer.training.report import append_samples, cut_samples, device_line, report, samples
 from transformer.training.runs import begin, checkpoint_data, load_run, open_run, record_run
 from transformer.training.signals import StopSignal
 from transformer.training.state import count_parameters, parameter_paths
-from transformer.training.step import make_eval_step, make_train_step
 from transformer.training.summary import (
     Summary,
     read_summary,
@@ -51,13 +51,16 @@ def train(recipe: Recipe, workdir: str | os.PathLike, *, command: str = "") -> S
         print(device_line(), flush=True)
         recipe, dataset = open_run(recipe, workdir, say=print)
         model, steps = build_model(recipe), recipe.training.steps
+        placement = place(recipe)
         print(f"data: {dataset.describe()}")
+        if spread := placement.describe():
+            print(spread)
 
         # Where to begin: the newest checkpoint, or a new state
         keep = {"keep_last": recipe.checkpoint.keep_last, "keep_best": recipe.checkpoint.keep_best}
         checkpoints = resources.enter_context(Checkpointer(workdir, **keep))
         batches = dataset.train_batches(recipe.training.seed, jax.process_index(), jax.process_count())
-        state, ledger = begin(recipe, dataset, workdir, checkpoints, batches)
+        state, ledger = begin(recipe, dataset, workdir, checkpoints, batches, placement)
         step, seconds_before = int(state.step), ledger.seconds
         record_run(recipe, dataset, workdir)
         cut_samples(workdir, step)
@@ -72,21 +75,21 @@ def train(recipe: Recipe, workdir: str | os.PathLike, *, command: str = "") -> S
         print(f"workdir: {workdir}, {where}, to step {steps}", flush=True)
 
         # What the loop is made of
-        train_step = jax.jit(make_train_step(recipe), donate_argnums=0)
-        eval_step = jax.jit(make_eval_step(recipe))
         writer = MetricsWriter(workdir, restored_step=step or None, tensorboard=recipe.logging.tensorboard)
         resources.callback(writer.close)
         progress = Progress(steps, start_step=step, mode=recipe.logging.progress)
         resources.callback(progress.close)
         journal = Journal(recipe, ledger, writer, progress, parameter_paths(state.params))
+        state = placement.spread(state)
 
         def stopping() -> bool:
             return stop.requested
 
         def evaluate() -> None:
             held_out = dataset.eval_batches()[: recipe.evaluation.batches]
-            result = evaluate_loss(eval_step, state.averaged, held_out, stopping)
-            text = "" if stopping() else samples(recipe, model, state.averaged, dataset, step)
+            params = placement.whole(state).averaged
+            result = evaluate_loss(placement.eval_step, params, held_out, stopping)
+            text = "" if stopping() else samples(recipe, model, params, dataset, step)
             if result is None or stopping():
                 return  # it is done again when the run goes on
             ledger.record_evaluation(step, result.loss)
@@ -101,7 +104,7 @@ def train(recipe: Recipe, workdir: str | os.PathLike, *, command: str = "") -> S
             ledger.seconds = seconds_before + time.perf_counter() - started
             data = checkpoint_data(dataset, batches, ledger)
             metric = ledger.eval_loss if ledger.evaluated == step else None
-            checkpoints.save(step, state, data=data, recipe=to_json(recipe), metric=metric)
+            checkpoints.save(step, placement.whole(state), data=data, recipe=to_json(recipe), metric=metric)
 
         # Training
         compiled = False
@@ -125,7 +128,7 @@ def train(recipe: Recipe, workdir: str | os.PathLike, *, command: str = "") -> S
             if not compiled:
                 progress.print("compiling the training step ...")
             before = time.perf_counter()
-            state, metrics = train_step(state, batch)
+            state, metrics = placement.train_step(state, batch)
             if not compiled:
                 progress.print(f"compiled in {time.perf_counter() - before:.1f} s")
                 compiled = True
@@ -144,7 +147,7 @@ def train(recipe: Recipe, workdir: str | os.PathLike, *, command: str = "") -> S
             best_step=ledger.best_step,
         )
         if not stopping():
-            params, shown = state.averaged, step
+            params, shown = placement.whole(state).averaged, step
             if recipe.checkpoint.keep_best and ledger.best_step not in (None, step):
                 best = load_run(workdir)
                 params, shown = best.params, best.step

@@ -14,6 +14,7 @@ import flax.linen as nn
 from transformer.config import ConfigError, Execution, TransformerConfig, check_choice
 from transformer.data.configs import PLACES, DataConfig
 from transformer.models import CausalLM, Classifier, Seq2Seq
+from transformer.sharding import ParallelConfig
 from transformer.training.serial import decode, encode, flatten
 
 FORMAT = "transformer recipe"
@@ -32,6 +33,7 @@ ProgressMode = Literal["auto", "bar", "lines", "none"]
 MAY_CHANGE = (
     "name",
     "execution",
+    "parallel",
     "evaluation",
     "checkpoint",
     "logging",
@@ -211,6 +213,8 @@ class Recipe:
     """what it learns from"""
     execution: Execution = Execution()
     """how it is computed"""
+    parallel: ParallelConfig = ParallelConfig()
+    """over which devices"""
     optimizer: OptimizerConfig = OptimizerConfig()
     """how parameters follow their gradients"""
     training: TrainingConfig = TrainingConfig()

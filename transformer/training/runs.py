@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import flax.linen as nn
-import jax
 
 from transformer.config import ConfigError
 from transformer.data import Dataset, Tokenizer, load_tokenizer
 from transformer.data import prepare as prepare_data
 from transformer.training.checkpoint import Checkpointer, CheckpointError, load_params
 from transformer.training.journal import Ledger
+from transformer.training.parallel import Placement
 from transformer.training.recipe import (
     FILE,
     Change,
@@ -29,7 +29,7 @@ from transformer.training.recipe import (
     save_recipe,
     with_vocabulary,
 )
-from transformer.training.state import TrainState, abstract_state, make_state
+from transformer.training.state import TrainState
 
 TOKENIZER = "tokenizer"
 
@@ -107,7 +107,12 @@ def record_run(recipe: Recipe, dataset: Dataset, workdir: str | os.PathLike) -> 
 
 
 def begin(
-    recipe: Recipe, dataset: Dataset, workdir: str | os.PathLike, checkpoints: Checkpointer, batches: Any
+    recipe: Recipe,
+    dataset: Dataset,
+    workdir: str | os.PathLike,
+    checkpoints: Checkpointer,
+    batches: Any,
+    placement: Placement,
 ) -> tuple[TrainState, Ledger]:
     """The newest valid checkpoint, with `batches` set to where it was; a new state when there is no checkpoint.
 
@@ -116,8 +121,8 @@ def begin(
         WorkdirError: one of another recipe, or of other data.
     """
     if not has_checkpoints(workdir):
-        return jax.jit(lambda: make_state(recipe))(), Ledger()
-    restored = checkpoints.restore_newest(abstract_state(recipe))
+        return placement.new_state(), Ledger()
+    restored = checkpoints.restore_newest(placement.abstract_state())
     _refuse_other_run(from_json(restored.recipe, f"the recipe in {restored.path}"), recipe, workdir)
     if restored.data["fingerprint"] != dataset.fingerprint:
         raise WorkdirError(

@@ -16,6 +16,9 @@ from transformer.config import ConfigError, nearest
 
 TAG = "class"
 
+LATER = {"LayerKind": ("self_attention", "moe"), "Recipe": ("parallel",)}
+"""fields that a class got after files of it were written; a file without one means its default"""
+
 
 def tag_of(cls: type) -> str:
     """The name a dataclass goes by in JSON."""
@@ -80,11 +83,12 @@ def _decode_dataclass(cls: type, value: dict, where: str) -> Any:
     for name in value:
         if name not in names and name != TAG:
             raise ConfigError(f"{where} has an unknown field {name!r}.{nearest(name, names)}")
-    missing = [name for name in names if name not in value]
+    later = [name for name in LATER.get(tag_of(cls), ()) if name not in value]
+    missing = [name for name in names if name not in value and name not in later]
     if missing:
         raise ConfigError(f"{where} lacks {', '.join(missing)}: it was written by another version, or cut short.")
     hints = typing.get_type_hints(cls)
-    return cls(**{name: decode(hints[name], value[name], f"{where}.{name}") for name in names})
+    return cls(**{name: decode(hints[name], value[name], f"{where}.{name}") for name in names if name in value})
 
 
 def _decode_union(arguments: tuple, value: Any, where: str) -> Any:

@@ -1,0 +1,52 @@
+"""A run goes on over other devices than it began on: the checkpoint knows nothing of them."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from training_recipes import change, text_recipe
+
+from transformer.sharding import ParallelConfig
+from transformer.training.loop import train
+from transformer.training.metrics import read_metrics
+
+LAYOUTS = {
+    "fsdp": ParallelConfig(fsdp=2, data=2, devices=4),
+    "pmap": ParallelConfig(kind="pmap", devices=4),
+    "context": ParallelConfig(context=2, data=2, devices=4),
+    "one": ParallelConfig(devices=1),
+}
+
+
+def recipe_of(folder, layout, steps):
+    recipe = text_recipe(folder, model={"dropout_rate": 0.0}, training={"steps": steps}, logging={"every": 1})
+    return change(dataclasses.replace(recipe, parallel=LAYOUTS[layout]), evaluation={"samples": 0})
+
+
+def losses(workdir):
+    return [
+        (line["step"], line["train/loss"]) for line in read_metrics(workdir / "metrics.jsonl") if "train/loss" in line
+    ]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("elastic")
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(folder):
+    train(recipe_of(folder, "one", 12), folder / "whole")
+    return losses(folder / "whole")
+
+
+@pytest.mark.parametrize("order", [("one", "fsdp", "pmap"), ("pmap", "context", "one")])
+def test_each_third_of_a_run_over_other_devices(order, folder, uninterrupted, capsys):
+    workdir = folder / "-".join(order)
+    for steps, layout in zip((4, 8, 12), order, strict=True):
+        summary = train(recipe_of(folder, layout, steps), workdir)
+        assert summary.step == steps
+    assert "going on from step 8, to step 12" in capsys.readouterr().out
+    found = losses(workdir)
+    assert [step for step, _ in found] == [step for step, _ in uninterrupted]
+    np.testing.assert_allclose([loss for _, loss in found], [loss for _, loss in uninterrupted], rtol=1e-5)

@@ -1,0 +1,203 @@
+"""One recipe over one device and over eight, by mesh and by pmap: the same losses, parts where they should lie."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from training_recipes import tiny_batch, tiny_recipe
+
+from transformer.config import ConfigError
+from transformer.data.configs import TextFile
+from transformer.sharding import ParallelConfig, mesh_sizes, parameter_spec
+from transformer.training.parallel import MeshPlacement, PmapPlacement, place
+from transformer.training.state import parameter_paths
+
+MODEL = {"d_model": 16, "num_heads": 4, "num_layers": 2, "d_ff": 24, "position": "rotary"}
+LAYOUTS = {
+    "data x8": {},
+    "fsdp x8": {"fsdp": 8},
+    "tensor x4, data x2": {"tensor": 4},
+    "context x4, data x2": {"context": 4},
+    "fsdp x2, tensor x2, data x2": {"fsdp": 2, "tensor": 2},
+}
+
+
+def recipe_for(task, parallel, dropout=0.0, **training):
+    recipe = tiny_recipe(task, model=MODEL | {"dropout_rate": dropout}, optimizer={"learning_rate": 1e-2}, **training)
+    if task == "causal_lm":
+        recipe = dataclasses.replace(recipe, data=TextFile(path="text.txt", sequence_length=8, batch_size=8))
+    return dataclasses.replace(recipe, parallel=parallel)
+
+
+def batches(task, count):
+    """Rows of unequal length, eight targets each."""
+    for seed in range(count):
+        batch = {name: np.asarray(array) for name, array in tiny_batch(task, seed=seed).items()}
+        for name in ("tokens", "targets", "weights"):
+            batch[name] = np.pad(batch[name], ((0, 0), (0, 1)))
+        if "source" in batch:
+            batch["source"] = np.pad(batch["source"], ((0, 0), (0, 3)))
+        yield batch
+
+
+def losses(recipe, steps=6):
+    placement = place(recipe)
+    state, found = placement.spread(placement.new_state()), []
+    for batch in batches(recipe.task, steps):
+        state, metrics = placement.train_step(state, batch)
+        found.append(float(metrics["loss_sum"]) / float(metrics["weight"]))
+    return found, placement.whole(state)
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """Losses and parameters on one device, computed once."""
+    found = {}
+
+    def get(task, dropout):
+        if (task, dropout) not in found:
+            found[task, dropout] = losses(recipe_for(task, ParallelConfig(devices=1), dropout))
+        return found[task, dropout]
+
+    return get
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("task", ["causal_lm", "seq2seq"])
+def test_any_mesh_gives_the_same_losses(task, layout, alone):
+    """With dropout: keys are partitionable, so the same numbers are drawn wherever they are drawn."""
+    expected, state = alone(task, 0.2)
+    found, other = losses(recipe_for(task, ParallelConfig(**LAYOUTS[layout]), 0.2))
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    ours, theirs = (
+        dict(zip(parameter_paths(s.params), jax.tree.leaves(s.params), strict=True)) for s in (state, other)
+    )
+    for path in ours:
+        # A bias on keys adds the same to all scores of a query: no gradient, and Adam divides rounding by rounding.
+        if not path.endswith("key/bias"):
+            np.testing.assert_allclose(ours[path], theirs[path], atol=2e-4, err_msg=path)
+
+
+@pytest.mark.parametrize("task", ["causal_lm", "seq2seq"])
+def test_pmap_gives_the_same_losses(task, alone):
+    expected, _ = alone(task, 0.0)
+    found, state = losses(recipe_for(task, ParallelConfig(kind="pmap")))
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    assert state.step.shape == ()
+
+
+def test_accumulation_within_a_mesh(alone):
+    expected, _ = alone("causal_lm", 0.0)
+    recipe = recipe_for("causal_lm", ParallelConfig(data=4, devices=4), accumulation=2)
+    np.testing.assert_allclose(losses(recipe)[0], expected, rtol=1e-5)
+
+
+def test_fsdp_holds_an_eighth():
+    """Parameters and optimizer state: all but what is too small to be split."""
+    recipe = tiny_recipe(model=MODEL | {"d_model": 64, "d_ff": 96})
+    placement = place(dataclasses.replace(recipe, parallel=ParallelConfig(fsdp=8)))
+    state = placement.new_state()
+    whole = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    part = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state))
+    assert part < whole / 8 * 1.1
+    kernel = state.params["decoder"]["layers"]["slot_0"]["feed_forward"]["up"]["kernel"]
+    assert kernel.addressable_shards[0].data.shape == (2, 8, 96)
+
+
+def test_a_step_leaves_the_state_where_it_was():
+    placement = place(recipe_for("causal_lm", ParallelConfig(fsdp=4, tensor=2)))
+    state = placement.new_state()
+    before = jax.tree.map(lambda leaf: leaf.sharding, state)
+    after, _ = placement.train_step(state, next(batches("causal_lm", 1)))
+    assert jax.tree.map(lambda leaf: leaf.sharding, after) == before
+
+
+@pytest.mark.parametrize("parallel", [ParallelConfig(), ParallelConfig(kind="pmap"), ParallelConfig(devices=1)])
+def test_evaluation_takes_any_number_of_rows(parallel):
+    placement = place(recipe_for("causal_lm", parallel))
+    params = placement.new_state().params
+    batch = {name: array[:3] for name, array in next(batches("causal_lm", 1)).items()}
+    sums = placement.eval_step(params, batch)
+    assert float(sums["weight"]) == batch["weights"].sum()
+    again = place(recipe_for("causal_lm", ParallelConfig(devices=1))).eval_step(jax.device_get(params), batch)
+    np.testing.assert_allclose(float(sums["loss_sum"]), float(again["loss_sum"]), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("path", "shape", "spec"),
+    [
+        ("decoder/layers/slot_0/self_attention/query/kernel", (2, 16, 4, 4), (None, "fsdp", "tensor", None)),
+        ("decoder/prefix_0/self_attention/query/kernel", (16, 4, 4), ("fsdp", "tensor", None)),
+        ("0/mu/decoder/layers/slot_0/self_attention/out/kernel", (2, 4, 4, 16), (None, "tensor", None, "fsdp")),
+        ("decoder/layers/slot_0/self_attention/key/kernel", (2, 16, 3, 4), (None, "fsdp", None, None)),
+        ("embedding/embedding", (7, 16), (None, "fsdp")),
+        ("embedding/embedding", (8, 16), ("tensor", "fsdp")),
+        ("decoder/layers/slot_0/feed_forward/down/kernel", (2, 24, 16), (None, "tensor", "fsdp")),
+        ("decoder/layers/slot_0/feed_forward/experts/up/kernel", (2, 4, 16, 24), (None, "expert", "fsdp", "tensor")),
+        ("decoder/final_norm/scale", (16,), ("fsdp",)),
+        ("0/count", (), ()),
+        ("something/else", (16, 16), ()),
+    ],
+)
+def test_where_a_parameter_lies(path, shape, spec):
+    sizes = {"data": 1, "fsdp": 2, "expert": 2, "context": 1, "tensor": 2}
+    assert tuple(parameter_spec(path, shape, sizes)) == spec
+
+
+def test_every_parameter_of_the_models_has_a_rule():
+    """FSDP over two devices splits each of them: one that no rule knows would lie whole everywhere."""
+    for task in ("causal_lm", "seq2seq"):
+        recipe = tiny_recipe(task, model=MODEL | {"position": "t5", "tie_embeddings": False, "gated": True})
+        state = MeshPlacement(dataclasses.replace(recipe, parallel=ParallelConfig(fsdp=8))).abstract_state()
+        whole = [
+            jax.tree_util.keystr(path, simple=True, separator="/")
+            for path, leaf in jax.tree_util.tree_leaves_with_path(state.params)
+            if leaf.sharding.is_fully_replicated
+        ]
+        assert {path.rsplit("/", 2)[-1] for path in whole} <= {"position_table", "bias"}, whole
+        assert not [path for path in whole if "down" in path or "norm" in path], whole
+
+
+def test_what_is_left_fills_the_mesh():
+    assert mesh_sizes({"data": -1, "tensor": 2}, 8) == {"data": 4, "fsdp": 1, "expert": 1, "context": 1, "tensor": 2}
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: mesh_sizes({"data": 3}, 8), r"the mesh data 3 needs 3 devices, but there are 8\. Sizes must multiply"),
+        (lambda: mesh_sizes({"data": -1, "tensor": 3}, 8), r"needs a multiple of 3 devices, .* one of 1, 2, 4, 8"),
+        (lambda: mesh_sizes({"data": -1, "fsdp": -1}, 8), r"only one mesh axis can be -1 .* got data and fsdp"),
+        (lambda: mesh_sizes({"dat": 2}, 8), r"there is no mesh axis 'dat': use data, fsdp"),
+        (lambda: ParallelConfig(tensor=0), r"parallel.tensor must be at least 1, or -1 for what is left, got 0"),
+        (lambda: ParallelConfig(kind="pmp"), r"Did you mean 'pmap'\?"),
+        (lambda: ParallelConfig(kind="pmap", tensor=2), r"pmap splits the rows .* parallel.tensor is 2"),
+        (lambda: ParallelConfig(devices=0), r"parallel.devices must be a whole number"),
+        (lambda: place(recipe_for("causal_lm", ParallelConfig(devices=9))), r"devices is 9, but there are 8 devices"),
+        (lambda: place(recipe_for("causal_lm", ParallelConfig(tensor=8))), r"num_heads \(4\) .* may be 1, 2, 4;"),
+        (lambda: PmapPlacement(recipe_for("causal_lm", ParallelConfig(kind="pmap", data=2))), r"pmap runs on all 8"),
+    ],
+)
+def test_a_layout_that_cannot_be_says_what_would_work(make, message):
+    with pytest.raises(ConfigError, match=message):
+        make()
+
+
+@pytest.mark.parametrize("parallel", [ParallelConfig(), ParallelConfig(kind="pmap")])
+def test_rows_that_cannot_be_dealt_out(parallel):
+    recipe = recipe_for("causal_lm", parallel)
+    recipe = dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, batch_size=12))
+    with pytest.raises(ConfigError, match=r"batch_size \(12\) must be a multiple of the 8 parts .* are 8 and 16"):
+        place(recipe)
+    odd = recipe_for("causal_lm", ParallelConfig(context=4))
+    with pytest.raises(ConfigError, match=r"sequences of 7 tokens must be a multiple of parallel.context \(4\)"):
+        place(dataclasses.replace(odd, data=dataclasses.replace(odd.data, sequence_length=7)))
+
+
+def test_the_step_can_be_looked_at():
+    placement = place(recipe_for("causal_lm", ParallelConfig(fsdp=8)))
+    text = placement.lower(next(batches("causal_lm", 1))).compile().as_text()
+    assert "all-gather" in text
+    assert jnp.float32 == placement.abstract_state().params["embedding"]["embedding"].dtype

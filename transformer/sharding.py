@@ -1,0 +1,227 @@
+"""Where parameters and batches lie: meshes, and a table from parameter paths to mesh axes.
+
+A mesh is a grid of devices with named axes (GSPMD, Xu et al. 2021, arXiv 2105.04663):
+
+- `data` splits the rows of a batch;
+- `fsdp` splits them too, and every parameter, gradient and optimizer state with them (Rajbhandari et al. 2020, arXiv
+  1910.02054, stage 3);
+- `tensor` splits heads, feed-forward widths and vocabulary (Shoeybi et al. 2019, arXiv 1909.08053, section 3);
+- `context` splits the length of sequences;
+- `expert` splits the experts of a routed feed-forward, and rows of the batch elsewhere.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from transformer.config import ConfigError, TransformerConfig, check_choice
+
+AXES = ("data", "fsdp", "expert", "context", "tensor")
+"""mesh axes, those that talk most last: neighbors in the list of devices are the best connected"""
+
+PARAMETER_RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
+    (r"embedding/embedding$", ("vocab", "embed")),
+    (r"position_table$", (None, None)),
+    (r"(query|key|value)/kernel$", ("embed", "heads", None)),
+    (r"(query|key|value)/bias$", ("heads", None)),
+    (r"attention/out/kernel$", ("heads", None, "embed")),
+    (r"sinks$", ("heads",)),
+    (r"experts/(up|gate)/kernel$", ("expert", "embed", "feed_forward")),
+    (r"experts/down/kernel$", ("expert", "feed_forward", "embed")),
+    (r"experts/(up|gate)/bias$", ("expert", "feed_forward")),
+    (r"experts/down/bias$", ("expert", "embed")),
+    (r"router/kernel$", ("embed", None)),
+    (r"(up|gate)/kernel$", ("embed", "feed_forward")),
+    (r"(up|gate)/bias$", ("feed_forward",)),
+    (r"down/kernel$", ("feed_forward", "embed")),
+    (r"output/kernel$", ("embed", "vocab")),
+    (r"output/bias$", ("vocab",)),
+    (r"(scale|bias)$", ("embed",)),
+)
+"""path of a parameter (its end; the first match counts) -> what its axes are, a leading axis of layers apart"""
+
+PARAMETER_AXES: dict[str, str] = {
+    "embed": "fsdp",
+    "heads": "tensor",
+    "feed_forward": "tensor",
+    "vocab": "tensor",
+    "expert": "expert",
+}
+"""what an axis of a parameter is -> the mesh axis that splits it, where it divides"""
+
+BATCH_AXES = ("data", "fsdp", "expert")
+
+
+ParallelKind = Literal["mesh", "pmap"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """Over which devices a run is spread, and how. It changes speed and memory, never the result beyond rounding.
+
+    Raises:
+        ConfigError: sizes that can't be, or a pmap that is asked for more than rows.
+    """
+
+    kind: ParallelKind = "mesh"
+    """mesh: one program over a grid of devices, jit; pmap: a copy of the model on every local device, rows split"""
+    data: int = -1
+    """devices that split the rows of a batch; -1: what the other axes leave"""
+    fsdp: int = 1
+    """devices that split rows, and with them parameters, gradients and optimizer state"""
+    tensor: int = 1
+    """devices that split heads, feed-forward width and vocabulary"""
+    context: int = 1
+    """devices that split the length of sequences"""
+    expert: int = 1
+    """devices that split the experts of a routed feed-forward, and rows elsewhere"""
+    devices: int | None = None
+    """use the first so many devices; None: all there are"""
+
+    def __post_init__(self):
+        check_choice("parallel.kind", self.kind, ParallelKind.__args__)
+        for axis, size in self.sizes.items():
+            if not isinstance(size, int) or isinstance(size, bool) or (size < 1 and size != -1):
+                raise ConfigError(f"parallel.{axis} must be at least 1, or -1 for what is left, got {size!r}.")
+        if self.devices is not None and (not isinstance(self.devices, int) or self.devices < 1):
+            raise ConfigError(f"parallel.devices must be a whole number of at least 1, or None, got {self.devices!r}.")
+        split = [axis for axis, size in self.sizes.items() if axis != "data" and size != 1]
+        if self.kind == "pmap" and split:
+            raise ConfigError(
+                f"parallel.kind pmap splits the rows of a batch and nothing else, but parallel.{split[0]} is "
+                f"{self.sizes[split[0]]}. Leave it out, or take parallel.kind mesh."
+            )
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Wanted size of each axis of the mesh."""
+        return {axis: getattr(self, axis) for axis in AXES}
+
+    def choose(self, devices: Sequence[jax.Device]) -> list[jax.Device]:
+        """The devices to use of those there are. ConfigError when there are fewer than `devices`."""
+        if self.devices is not None and self.devices > len(devices):
+            raise ConfigError(
+                f"parallel.devices is {self.devices}, but there are {len(devices)} devices. Give at most so many. "
+                f"(Simulated ones on a CPU: XLA_FLAGS=--xla_force_host_platform_device_count={self.devices})"
+            )
+        return list(devices)[: self.devices]
+
+
+def mesh_sizes(wanted: Mapping[str, int], num_devices: int) -> dict[str, int]:
+    """Sizes of all axes for so many devices; at most one -1 in `wanted` takes what the others leave.
+
+    Raises:
+        ConfigError: an unknown axis, more than one -1, or a product that is not the number of devices.
+    """
+    unknown = [name for name in wanted if name not in AXES]
+    if unknown:
+        raise ConfigError(f"there is no mesh axis {unknown[0]!r}: use {', '.join(AXES)}.")
+    sizes = {axis: wanted.get(axis, 1) for axis in AXES}
+    free = [axis for axis, size in sizes.items() if size == -1]
+    if len(free) > 1:
+        raise ConfigError(f"only one mesh axis can be -1 (what is left), got {' and '.join(free)}. Give a size to one.")
+    fixed = math.prod(size for size in sizes.values() if size != -1)
+    told = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "all axes 1"
+    if free and num_devices % fixed == 0:
+        return sizes | {free[0]: num_devices // fixed}
+    if free or fixed != num_devices:
+        divisors = [n for n in range(1, num_devices + 1) if num_devices % n == 0]
+        raise ConfigError(
+            f"the mesh {told} needs {'a multiple of ' if free else ''}{fixed} devices, but there are {num_devices}. "
+            f"Sizes must multiply to {num_devices}: each is one of {', '.join(map(str, divisors))}."
+        )
+    return sizes
+
+
+def make_mesh(wanted: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """A mesh of these devices (None: all) with every axis of `AXES`. ConfigError as `mesh_sizes`."""
+    devices = jax.devices() if devices is None else list(devices)
+    sizes = mesh_sizes(wanted, len(devices))
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
+
+
+def check_model(config: TransformerConfig, sizes: Mapping[str, int]) -> None:
+    """Raises ConfigError when a part of the model that the mesh would split does not divide."""
+    needs = (
+        ("num_heads", config.num_heads, "tensor"),
+        ("d_ff", config.feed_forward_width, "tensor"),
+        ("d_model", config.d_model, "fsdp"),
+    )
+    for field, size, axis in needs:
+        if size % sizes[axis]:
+            fit = [n for n in range(1, size + 1) if size % n == 0 and n <= 2 * sizes[axis]]
+            raise ConfigError(
+                f"model.{field} ({size}) must be a multiple of parallel.{axis} ({sizes[axis]}), which splits it. "
+                f"parallel.{axis} may be {', '.join(map(str, fit))}; or change model.{field}."
+            )
+
+
+def check_batch_sizes(batch_size: int, accumulation: int, sizes: Mapping[str, int], length: int | None) -> None:
+    """Raises ConfigError when rows, or the length of sequences, can't be dealt out evenly."""
+    ways = math.prod(sizes[axis] for axis in BATCH_AXES)
+    if batch_size % (ways * accumulation):
+        micro = f" x training.accumulation ({accumulation})" if accumulation > 1 else ""
+        raise ConfigError(
+            f"data.batch_size ({batch_size}) must be a multiple of the {ways} parts that the mesh splits rows into "
+            f"(data x fsdp x expert){micro}. The nearest are {_nearest_multiples(batch_size, ways * accumulation)}."
+        )
+    if length is not None and length % sizes["context"]:
+        raise ConfigError(
+            f"sequences of {length} tokens must be a multiple of parallel.context ({sizes['context']}), which splits "
+            f"them. The nearest lengths are {_nearest_multiples(length, sizes['context'])}."
+        )
+
+
+def _nearest_multiples(size: int, factor: int) -> str:
+    below = size // factor * factor
+    return " and ".join(str(n) for n in (below, below + factor) if n)
+
+
+def parameter_spec(path: str, shape: Sequence[int], sizes: Mapping[str, int]) -> PartitionSpec:
+    """How the parameter at `path` is split; an axis that its mesh axis does not divide stays whole.
+
+    State of an optimizer has the path of its parameter behind its own (`0/mu/decoder/...`), and lies where that does.
+    Numbers and whatever no rule knows lie whole on every device.
+    """
+    names = next((names for pattern, names in PARAMETER_RULES if re.search(pattern, path)), ())
+    if not shape or not names or len(shape) - len(names) not in (0, 1):
+        return PartitionSpec()
+    axes = [PARAMETER_AXES.get(name) if name else None for name in (*[None] * (len(shape) - len(names)), *names)]
+    split = [
+        axis if axis and sizes[axis] > 1 and size % sizes[axis] == 0 else None
+        for axis, size in zip(axes, shape, strict=True)
+    ]
+    return PartitionSpec(*split)
+
+
+def state_shardings(state: Any, mesh: Mesh) -> Any:
+    """A `NamedSharding` for each leaf of a tree of parameters, or of anything with their paths in it."""
+
+    def sharding(path, leaf):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        return NamedSharding(mesh, parameter_spec(name, leaf.shape, mesh.shape))
+
+    return jax.tree_util.tree_map_with_path(sharding, state)
+
+
+def batch_sharding(mesh: Mesh, ndim: int) -> NamedSharding:
+    """Of an array of a batch: rows over data, fsdp and expert; the second axis, if there is one, over context."""
+    rows = tuple(axis for axis in BATCH_AXES if mesh.shape[axis] > 1)
+    length = ("context",) if ndim > 1 and mesh.shape["context"] > 1 else ()
+    return NamedSharding(mesh, PartitionSpec(rows or None, *([length[0]] if length else [])))
+
+
+def place_batch(batch: Mapping[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
+    """The arrays of a global batch, each device holding its part; every process gives the whole batch."""
+    return {
+        name: jax.make_array_from_callback(array.shape, batch_sharding(mesh, array.ndim), lambda i, a=array: a[i])
+        for name, array in batch.items()
+    }

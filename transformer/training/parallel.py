@@ -1,0 +1,177 @@
+"""A training step spread over devices: one program over a mesh, or a copy of the model on each of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from transformer.config import ConfigError
+from transformer.sharding import (
+    BATCH_AXES,
+    check_batch_sizes,
+    check_model,
+    make_mesh,
+    mesh_sizes,
+    place_batch,
+    state_shardings,
+)
+from transformer.training.recipe import Recipe
+from transformer.training.state import TrainState, abstract_state, make_state
+from transformer.training.step import Metrics, make_eval_step, make_train_step
+
+HostBatch = Mapping[str, np.ndarray]
+
+
+class MeshPlacement:
+    """One program, `jax.jit`, over a mesh; XLA puts in the communication (GSPMD, arXiv 2105.04663).
+
+    Raises:
+        ConfigError: a mesh that does not fit the devices, the model or the batch.
+    """
+
+    def __init__(self, recipe: Recipe):
+        devices = recipe.parallel.choose(jax.devices())
+        sizes = mesh_sizes(recipe.parallel.sizes, len(devices))
+        check_model(recipe.model, sizes)
+        length = getattr(recipe.data, "sequence_length", None)
+        check_batch_sizes(recipe.data.batch_size, recipe.training.accumulation, sizes, length)
+        self.mesh: Mesh = make_mesh(sizes, devices)
+        shapes = abstract_state(recipe)
+        self._shardings = state_shardings(shapes, self.mesh)
+        self._shapes = jax.tree.map(_with_sharding, shapes, self._shardings)
+        self._make = jax.jit(lambda: make_state(recipe), out_shardings=self._shardings)
+        self._train = jax.jit(make_train_step(recipe), donate_argnums=0, out_shardings=(self._shardings, None))
+        self._eval = jax.jit(make_eval_step(recipe))
+
+    def describe(self) -> str:
+        """The axes that split something, "mesh: data 4 x tensor 2"; "" on one device."""
+        return _told("mesh", {axis: size for axis, size in self.mesh.shape.items() if size > 1})
+
+    def abstract_state(self) -> TrainState:
+        """Shapes, dtypes and places of the state, for restoring a checkpoint into."""
+        return self._shapes
+
+    def new_state(self) -> TrainState:
+        """The state before the first step, each device making its part."""
+        with jax.set_mesh(self.mesh):
+            return self._make()
+
+    def spread(self, state: TrainState) -> TrainState:
+        """The state as `train_step` takes it, of one that was made or restored."""
+        return state
+
+    def whole(self, state: TrainState) -> TrainState:
+        """The state as a checkpoint, an evaluation or a user takes it."""
+        return state
+
+    def train_step(self, state: TrainState, batch: HostBatch) -> tuple[TrainState, Metrics]:
+        """One update; the state that goes in is used up."""
+        with jax.set_mesh(self.mesh):
+            return self._train(state, place_batch(batch, self.mesh))
+
+    def eval_step(self, params: Any, batch: HostBatch) -> Metrics:
+        """Sums over a batch of any number of rows: it is filled up with rows of weight 0."""
+        ways = math.prod(self.mesh.shape[axis] for axis in BATCH_AXES)
+        with jax.set_mesh(self.mesh):
+            return self._eval(params, place_batch(_filled_up(batch, ways), self.mesh))
+
+    def lower(self, batch: HostBatch) -> jax.stages.Lowered:
+        """The training step on shapes alone, for a look at its compiled form."""
+        with jax.set_mesh(self.mesh):
+            return self._train.lower(self._shapes, place_batch(batch, self.mesh))
+
+
+class PmapPlacement:
+    """A copy of the model on each local device, `jax.pmap`: rows are split, gradients and sums added (psum).
+
+    Raises:
+        ConfigError: a batch whose rows the devices can't share evenly.
+    """
+
+    def __init__(self, recipe: Recipe):
+        self._devices = recipe.parallel.choose(jax.local_devices())
+        count = len(self._devices)
+        if recipe.parallel.data not in (-1, count):
+            raise ConfigError(
+                f"parallel.data is {recipe.parallel.data}, but pmap runs on all {count} devices. Leave it out, or give "
+                f"parallel.devices {recipe.parallel.data}."
+            )
+        check_batch_sizes(
+            recipe.data.batch_size, recipe.training.accumulation, mesh_sizes({"data": count}, count), None
+        )
+        self._shapes = abstract_state(recipe)
+        self._make = jax.jit(lambda: make_state(recipe))
+        step = make_train_step(recipe, axis_name="data")
+        self._train = jax.pmap(step, axis_name="data", devices=self._devices, donate_argnums=0)
+        self._eval = jax.jit(make_eval_step(recipe))
+
+    def describe(self) -> str:
+        """How many copies."""
+        return _told("pmap", {"data": len(self._devices)})
+
+    def abstract_state(self) -> TrainState:
+        """Shapes and dtypes of one copy of the state."""
+        return self._shapes
+
+    def new_state(self) -> TrainState:
+        """The state before the first step, one copy."""
+        return self._make()
+
+    def spread(self, state: TrainState) -> TrainState:
+        """A copy for each device, stacked on a leading axis."""
+        count = len(self._devices)
+        sharding = NamedSharding(jax.make_mesh((count,), ("data",), devices=self._devices), PartitionSpec("data"))
+        # One copy after the other: the first device need not hold them all.
+        return jax.tree.map(
+            lambda leaf: jax.make_array_from_callback((count, *leaf.shape), sharding, lambda _, a=leaf: a[None]), state
+        )
+
+    def whole(self, state: TrainState) -> TrainState:
+        """The copy of the first device: all are alike."""
+        return jax.tree.map(lambda copies: copies.addressable_data(0)[0], state)
+
+    def train_step(self, state: TrainState, batch: HostBatch) -> tuple[TrainState, Metrics]:
+        """One update; the state that goes in is used up."""
+        count = len(self._devices)
+        parts = {name: array.reshape(count, -1, *array.shape[1:]) for name, array in batch.items()}
+        state, metrics = self._train(state, parts)
+        return state, jax.tree.map(lambda copies: copies[0], metrics)
+
+    def eval_step(self, params: Any, batch: HostBatch) -> Metrics:
+        """Sums over a batch, on the first device."""
+        return self._eval(params, {name: jnp.asarray(array) for name, array in batch.items()})
+
+
+Placement = MeshPlacement | PmapPlacement
+
+PLACEMENTS: dict[str, type[MeshPlacement] | type[PmapPlacement]] = {"mesh": MeshPlacement, "pmap": PmapPlacement}
+"""placements by parallel.kind"""
+
+
+def place(recipe: Recipe) -> Placement:
+    """The recipe's step, spread as its `parallel` says. ConfigError where that can't be."""
+    return PLACEMENTS[recipe.parallel.kind](recipe)
+
+
+def _with_sharding(leaf: jax.ShapeDtypeStruct, sharding: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def _filled_up(batch: HostBatch, ways: int) -> HostBatch:
+    rows = len(batch["weights"])
+    missing = -rows % ways
+    if not missing:
+        return batch
+    filled = {name: np.concatenate([array, np.repeat(array[-1:], missing, 0)]) for name, array in batch.items()}
+    filled["weights"][rows:] = 0
+    return filled
+
+
+def _told(kind: str, sizes: Mapping[str, int]) -> str:
+    return f"{kind}: {' x '.join(f'{axis} {size}' for axis, size in sizes.items())}" if sizes else ""
