@@ -81,6 +81,9 @@ VARIANTS = {
     "pre_norm_cold": Variant("pre-norm, no warm-up", "norm", _deep("pre", 0)),
     "post_norm": Variant("post-norm, warm-up of 100 steps", "norm", _deep("post", 100)),
     "post_norm_cold": Variant("post-norm, no warm-up", "norm", _deep("post", 0)),
+    "no_residual_deep": Variant(
+        "pre-norm without residual connections, warm-up of 100 steps", "norm", _deep("pre_without_residual", 100)
+    ),
 }
 
 

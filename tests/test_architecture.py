@@ -23,6 +23,7 @@ LAYERS = {
     "positions": 2,
     "kernels": 2,
     "attention": 3,
+    "moe": 3,
     "blocks": 4,
     "stacks": 5,
     "models": 6,
@@ -32,11 +33,12 @@ LAYERS = {
     "viz": 7,
     "training": 8,
     "studies": 8,
+    "plan": 9,
     "cli": 10,
     "__main__": 11,
 }
 # Levels kept for what is to come. Whoever writes one moves its line up, here and in docs/architecture.md.
-PLANNED = {"mla": 3, "moe": 3, "weights": 7, "lora": 7, "zoo": 8, "plan": 9}
+PLANNED = {"mla": 3, "weights": 7, "lora": 7, "zoo": 8}
 
 # What everything up to `generate` may need: taking one module into another project must not bring a training stack.
 CORE = {"jax", "flax", "numpy", "jaxtyping"}

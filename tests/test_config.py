@@ -10,6 +10,7 @@ from transformer.config import (
     ConfigError,
     Execution,
     LayerKind,
+    MoE,
     RotaryScaling,
     TransformerConfig,
     transformer_base,
@@ -21,6 +22,7 @@ TINY = TransformerConfig(vocab_size=11, d_model=12, num_layers=2, num_heads=2, d
 ROTARY = {"position": "rotary"}
 YARN = RotaryScaling(kind="yarn", factor=4.0, original_length=64)
 LLAMA3 = RotaryScaling(kind="llama3", factor=4.0, original_length=64)
+ROUTED = MoE(num_experts=3, capacity_factor=1.0)
 
 # field -> (model, changes common to both sides, the change)
 CHANGES = {
@@ -106,11 +108,36 @@ def test_every_field_of_rotary_scaling_is_read(scaling, field, value):
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("window", 2), ("rotary_base", 9.0), ("rotary_scaling", YARN), ("self_attention", False)]
+    ("field", "value"),
+    [("window", 2), ("rotary_base", 9.0), ("rotary_scaling", YARN), ("self_attention", False), ("moe", ROUTED)],
 )
 def test_every_field_of_a_layer_kind_is_read(field, value):
     base = TINY.replace(**ROTARY)
     assert program(CausalLM, base) != program(CausalLM, base.replace(period=(LayerKind(**{field: value}),)))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("num_experts", 5),
+        ("top_k", 3),
+        ("d_ff", 5),
+        ("shared_experts", 1),
+        ("normalize_weights", False),
+        ("capacity_factor", 0.5),
+        ("load_balance_weight", 0.5),
+        ("router_z_weight", 0.5),
+    ],
+)
+def test_every_field_of_a_routed_feed_forward_is_read(field, value):
+    def program(moe):
+        def run(key, tokens):
+            model = CausalLM(TINY.replace(period=(LayerKind(moe=moe),)))
+            return model.apply(model.init(key, tokens), tokens, method=CausalLM.with_aux)
+
+        return jax.jit(run).lower(jax.random.key(0), jnp.zeros((2, 5), jnp.int32)).as_text()
+
+    assert program(ROUTED) != program(dataclasses.replace(ROUTED, **{field: value}))
 
 
 @pytest.mark.parametrize(("field", "value"), [("scan", False), ("remat", "full"), ("attention", "chunked")])
@@ -167,6 +194,12 @@ def test_an_impossible_model_says_what_to_change(changes, message):
         (lambda: RotaryScaling(kind="yarn", factor=2.0, beta_slow=40.0), r"beta_fast \(32.0\) must be above"),
         (lambda: LayerKind(window=0), r"window must be a whole number of at least 1, got 0"),
         (lambda: LayerKind(window=3, self_attention=False), r"window says how .* Leave window out, or let"),
+        (lambda: MoE(num_experts=0), r"num_experts must be a whole number of at least 1, got 0"),
+        (lambda: MoE(num_experts=2, top_k=3), r"top_k \(3\) must be at most num_experts \(2\). Change one"),
+        (lambda: MoE(num_experts=2, top_k=1), r"the weight is always 1, and no router learns. Drop one"),
+        (lambda: MoE(num_experts=2, capacity_factor=0.0), r"capacity_factor must be a number .* got 0.0"),
+        (lambda: MoE(num_experts=2, shared_experts=-1), r"shared_experts must be a whole number of at least 0"),
+        (lambda: MoE(num_experts=2, router_z_weight=-0.1), r"router_z_weight must be a number of at least 0.0, got"),
         (lambda: Execution(remat="dot"), r"Did you mean 'dots'\?"),
     ],
 )

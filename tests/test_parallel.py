@@ -196,6 +196,15 @@ def test_rows_that_cannot_be_dealt_out(parallel):
         place(dataclasses.replace(odd, data=dataclasses.replace(odd.data, sequence_length=7)))
 
 
+def test_pairs_whose_length_the_mesh_cannot_split():
+    placement = place(recipe_for("seq2seq", ParallelConfig(context=4)))
+    batch = next(batches("seq2seq", 1)) | {"source": np.ones((8, 6), np.int32)}
+    with pytest.raises(
+        ConfigError, match=r"source is 6 tokens long, which parallel.context \(4\) .* are 4 and 8: give"
+    ):
+        placement.train_step(placement.abstract_state(), batch)
+
+
 def test_the_step_can_be_looked_at():
     placement = place(recipe_for("causal_lm", ParallelConfig(fsdp=8)))
     text = placement.lower(next(batches("causal_lm", 1))).compile().as_text()

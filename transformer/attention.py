@@ -29,10 +29,10 @@ from transformer.axes import (
     Value,
     Weights,
 )
-from transformer.kernels import KERNELS, BiasFunction, Request, choose
+from transformer.kernels import KERNELS, SPLIT_KERNELS, BiasFunction, Request, choose
 from transformer.layers import Initializer, Linear, RMSNorm, glorot_uniform
 from transformer.masks import Mask
-from transformer.partitioning import constrain
+from transformer.partitioning import constrain, ways
 from transformer.positions import NoPosition
 
 
@@ -91,11 +91,21 @@ def dot_product_attention(
     mask = Mask() if mask is None else mask
     mask.check(batch, num_heads, num_queries, num_keys)
 
-    request = Request(num_queries=num_queries, num_keys=num_keys, return_weights=return_weights)
-    out, weights = KERNELS[choose(implementation, request)].run(
+    request = Request(
+        num_queries=num_queries,
+        num_keys=num_keys,
+        return_weights=return_weights,
+        has_bias=bias is not None,
+        has_dropout=dropout_rate > 0.0,
+        has_dense_mask=mask.dense_part is not None,
+        length_ways=ways("length"),
+    )
+    kernel = (KERNELS | SPLIT_KERNELS)[choose(implementation, request)]
+    length = "length" if kernel.split_keys else None
+    out, weights = kernel.run(
         query,
-        key,
-        value,
+        constrain(key, "batch", length, "kv_heads", "head_dim"),
+        constrain(value, "batch", length, "kv_heads", "head_dim"),
         mask=mask,
         bias=_bias_function(bias, (batch, num_heads, num_queries, num_keys)),
         scale=1.0 / math.sqrt(head_dim) if scale is None else scale,
@@ -328,8 +338,8 @@ class MultiHeadAttention(nn.Module):
         dropout_rate = 0.0 if deterministic else self.dropout_rate
         out = dot_product_attention(
             query,
-            constrain(key, "batch", None, "kv_heads", "head_dim"),
-            constrain(value, "batch", None, "kv_heads", "head_dim"),
+            key,
+            value,
             mask=mask,
             bias=bias,
             scale=self.scale,

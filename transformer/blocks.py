@@ -15,11 +15,12 @@ from transformer.axes import Hidden, Leaf
 from transformer.config import Execution, LayerKind, TransformerConfig
 from transformer.layers import NORMS, FeedForward, Initializer
 from transformer.masks import Mask
+from transformer.moe import RoutedFeedForward
 from transformer.partitioning import constrain
 from transformer.positions import ALiBi, Learned, NoPosition, Rotary, Sinusoidal, T5Bias
 
 Aux: TypeAlias = dict[str, jax.Array]
-"""sums that a layer reports beside its output (none for dense layers)"""
+"""what a layer reports beside its output: losses of a router, one sum for each row, (B,); none for dense layers"""
 
 
 @jax.tree_util.register_dataclass
@@ -156,7 +157,7 @@ class Block(nn.Module):
         )
 
     def feed_forward(self, x: Hidden) -> Hidden:
-        """(B, T, D) -> (B, T, D), each position for itself."""
+        """(B, T, D) -> (B, T, D), each position for itself; `routed_feed_forward` where `kind.moe` is set."""
         config = self.config
         return FeedForward(
             width=config.feed_forward_width,
@@ -169,6 +170,22 @@ class Block(nn.Module):
             param_dtype=config.param_dtype,
             name="feed_forward",
         )(x)
+
+    def routed_feed_forward(self, x: Hidden, inputs: LayerInputs) -> tuple[Hidden, Aux]:
+        """(B, T, D) -> (B, T, D), each position through the experts chosen for it; aux: the losses of the router."""
+        config, moe = self.config, self.kind.moe
+        return RoutedFeedForward(
+            moe,
+            width=config.feed_forward_width if moe.d_ff is None else moe.d_ff,
+            activation=config.activation,
+            gated=config.gated,
+            use_bias=config.use_bias,
+            kernel_init=kernel_init(config),
+            output_init=output_init(config),
+            dtype=config.dtype,
+            param_dtype=config.param_dtype,
+            name="feed_forward",
+        )(x, inputs.mask)
 
     def _attention(self, name: str, scheme: NoPosition) -> MultiHeadAttention:
         config = self.config
@@ -194,11 +211,16 @@ class Block(nn.Module):
         )
 
     def _finish(
-        self, x: Hidden, cache: LayerCache | None, self_cache: KVCache | None, cross_cache: ContextCache | None
+        self,
+        x: Hidden,
+        cache: LayerCache | None,
+        self_cache: KVCache | None,
+        cross_cache: ContextCache | None,
+        aux: Aux,
     ) -> tuple[Hidden, LayerCache | None, Aux]:
         if cache is not None:
             cache = LayerCache(_count(x, cache.self_attention) if self_cache is None else self_cache, cross_cache)
-        return constrain(x, "batch", "length", "embed"), cache, {}
+        return constrain(x, "batch", "length", "embed"), cache, aux
 
 
 def _count(x: Hidden, cache: KVCache) -> KVCache:
@@ -217,16 +239,20 @@ class PreNormBlock(Block):
         self, x: Hidden, inputs: LayerInputs, cache: LayerCache | None = None
     ) -> tuple[Hidden, LayerCache | None, Any]:
         """x (B, T, D) -> x, the layer's cache, aux."""
-        self_cache = cross_cache = None
+        self_cache, cross_cache, aux = None, None, {}
         if self.kind.self_attention:
             y, self_cache = self.self_attention(self.norm("attention_norm")(x), inputs, cache)
             x = x + self.dropout(y, inputs)
         if self.cross:
             y, cross_cache = self.cross_attention(self.norm("cross_attention_norm")(x), inputs, cache)
             x = x + self.dropout(y, inputs)
-        y = self.feed_forward(self.norm("feed_forward_norm")(x))
-        x = x + self.dropout(y, inputs)
-        return self._finish(x, cache, self_cache, cross_cache)
+        if self.kind.moe is None:
+            y = self.feed_forward(self.norm("feed_forward_norm")(x))
+            x = x + self.dropout(y, inputs)
+        else:
+            y, aux = self.routed_feed_forward(self.norm("feed_forward_norm")(x), inputs)
+            x = x + self.dropout(y, inputs)
+        return self._finish(x, cache, self_cache, cross_cache, aux)
 
 
 class PostNormBlock(Block):
@@ -237,16 +263,19 @@ class PostNormBlock(Block):
         self, x: Hidden, inputs: LayerInputs, cache: LayerCache | None = None
     ) -> tuple[Hidden, LayerCache | None, Any]:
         """x (B, T, D) -> x, the layer's cache, aux."""
-        self_cache = cross_cache = None
+        self_cache, cross_cache, aux = None, None, {}
         if self.kind.self_attention:
             y, self_cache = self.self_attention(x, inputs, cache)
             x = self.norm("attention_norm")(x + self.dropout(y, inputs))
         if self.cross:
             y, cross_cache = self.cross_attention(x, inputs, cache)
             x = self.norm("cross_attention_norm")(x + self.dropout(y, inputs))
-        y = self.feed_forward(x)
+        if self.kind.moe is None:
+            y = self.feed_forward(x)
+        else:
+            y, aux = self.routed_feed_forward(x, inputs)
         x = self.norm("feed_forward_norm")(x + self.dropout(y, inputs))
-        return self._finish(x, cache, self_cache, cross_cache)
+        return self._finish(x, cache, self_cache, cross_cache, aux)
 
 
 class PreNormWithoutResidualBlock(Block):
@@ -259,16 +288,20 @@ class PreNormWithoutResidualBlock(Block):
         self, x: Hidden, inputs: LayerInputs, cache: LayerCache | None = None
     ) -> tuple[Hidden, LayerCache | None, Any]:
         """x (B, T, D) -> x, the layer's cache, aux."""
-        self_cache = cross_cache = None
+        self_cache, cross_cache, aux = None, None, {}
         if self.kind.self_attention:
             y, self_cache = self.self_attention(self.norm("attention_norm")(x), inputs, cache)
             x = self.dropout(y, inputs)
         if self.cross:
             y, cross_cache = self.cross_attention(self.norm("cross_attention_norm")(x), inputs, cache)
             x = self.dropout(y, inputs)
-        y = self.feed_forward(self.norm("feed_forward_norm")(x))
-        x = self.dropout(y, inputs)
-        return self._finish(x, cache, self_cache, cross_cache)
+        if self.kind.moe is None:
+            y = self.feed_forward(self.norm("feed_forward_norm")(x))
+            x = self.dropout(y, inputs)
+        else:
+            y, aux = self.routed_feed_forward(self.norm("feed_forward_norm")(x), inputs)
+            x = self.dropout(y, inputs)
+        return self._finish(x, cache, self_cache, cross_cache, aux)
 
 
 BLOCKS: dict[str, type[Block]] = {

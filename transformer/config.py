@@ -106,6 +106,37 @@ class RotaryScaling:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MoE:
+    """A routed feed-forward in place of the dense one: `num_experts` of width `d_ff` (None: the config's), `top_k` of
+    them for each token, and `shared_experts` that every token passes through (Shazeer et al. 2017, arXiv 1701.06538).
+
+    `normalize_weights` makes the weights of the chosen sum to 1. `capacity_factor` c: an expert takes at most c times
+    its even share of each row, first come first served; None: all. Two terms are added to the training loss, times
+    `load_balance_weight` (Fedus et al. 2021, arXiv 2101.03961) and `router_z_weight` (Zoph et al. 2022, arXiv
+    2202.08906). Raises ConfigError: a number out of range, more chosen than there are, or weights that are always 1.
+    """
+
+    num_experts: int
+    top_k: int = 2
+    d_ff: int | None = None
+    shared_experts: int = 0
+    normalize_weights: bool = True
+    capacity_factor: float | None = None
+    load_balance_weight: float = 0.01
+    router_z_weight: float = 0.001
+
+    def __post_init__(self):
+        _check_whole(self, "num_experts", "top_k", "d_ff")
+        _check_whole(self, "shared_experts", least=0)
+        _check_positive(self, "capacity_factor")
+        _check_range(self, 0.0, float("inf"), "load_balance_weight", "router_z_weight")
+        if self.top_k > self.num_experts:
+            raise ConfigError(f"top_k ({self.top_k}) must be at most num_experts ({self.num_experts}). Change one.")
+        if self.top_k == 1 and self.normalize_weights:
+            raise ConfigError("top_k=1 with normalize_weights: the weight is always 1, and no router learns. Drop one.")
+
+
+@dataclass(frozen=True, kw_only=True)
 class LayerKind:
     """What differs between the layers of one stack. Everything else is the config's.
 
@@ -121,6 +152,8 @@ class LayerKind:
     """rotary base of these layers; None: the config's"""
     rotary_scaling: RotaryScaling | None = None
     """rotary scaling of these layers; None: the config's"""
+    moe: MoE | None = None
+    """a routed feed-forward; None: the dense one"""
 
     def __post_init__(self):
         _check_whole(self, "window")

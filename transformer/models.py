@@ -11,10 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from transformer.axes import Array, Context, Float, Hidden, Int, Logits, Positions, Tokens
+from transformer.blocks import Aux
 from transformer.config import ConfigError, Execution, TransformerConfig
 from transformer.layers import Embedding, Linear
 from transformer.masks import Mask
-from transformer.stacks import Decoder, Encoder
+from transformer.stacks import Decoder, Encoder, sum_aux
 
 
 class _Model(nn.Module):
@@ -110,6 +111,17 @@ class CausalLM(_Model):
         x, cache, _ = self._run(tokens, positions, mask, cache, deterministic)
         return x if cache is None else (x, cache)
 
+    def with_aux(
+        self,
+        tokens: Tokens,
+        positions: Positions | None = None,
+        mask: Mask | None = None,
+        deterministic: bool = True,
+    ) -> tuple[Logits, Aux]:
+        """As a call without a cache: logits (B, T, V), and aux, what the layers report to the training loss."""
+        x, _, aux = self._run(tokens, positions, mask, None, deterministic)
+        return self.head(x), aux
+
     def _run(self, tokens, positions, mask, cache, deterministic):
         x = self._embed(self.embedding, tokens)
         return self.decoder(x, positions=positions, mask=mask, cache=cache, deterministic=deterministic)
@@ -180,13 +192,35 @@ class Seq2Seq(_Model):
         deterministic: bool = True,
     ) -> Context:
         """Source (B, S) -> what the decoder attends to, (B, S, D)."""
+        return self._encode(source, source_positions, source_mask, deterministic)[0]
+
+    def with_aux(
+        self,
+        source: Int[Array, "B S"],
+        target: Tokens,
+        source_positions: Int[Array, "B S"] | None = None,
+        positions: Positions | None = None,
+        source_mask: Mask | None = None,
+        mask: Mask | None = None,
+        deterministic: bool = True,
+    ) -> tuple[Logits, Aux]:
+        """As a call without a cache: logits (B, T, V), and aux, what the layers of both stacks report to the training
+        loss.
+        """
+        x, _, aux = self._run(source, target, source_positions, positions, source_mask, mask, None, deterministic)
+        return self.head(x), aux
+
+    def _encode(self, source, source_positions, source_mask, deterministic):
         table = self.embedding if self.config.source_vocab_size is None else self.source_embedding
         x = self._embed(table, source)
-        return self.encoder(x, positions=source_positions, mask=source_mask, deterministic=deterministic)[0]
+        x, _, aux = self.encoder(x, positions=source_positions, mask=source_mask, deterministic=deterministic)
+        return x, aux
 
     def _run(self, source, target, source_positions, positions, source_mask, mask, cache, deterministic):
-        context = None if source is None else self.encode(source, source_positions, source_mask, deterministic)
-        return self.decoder(
+        context, encoder_aux = None, {}
+        if source is not None:
+            context, encoder_aux = self._encode(source, source_positions, source_mask, deterministic)
+        x, cache, aux = self.decoder(
             self._embed(self.embedding, target),
             context,
             positions=positions,
@@ -195,6 +229,7 @@ class Seq2Seq(_Model):
             cache=cache,
             deterministic=deterministic,
         )
+        return x, cache, sum_aux([encoder_aux, aux])
 
     @nn.nowrap
     def init_cache(self, batch: int, length: int) -> Any:
@@ -235,8 +270,23 @@ class Classifier(_Model):
         deterministic: bool = True,
     ) -> Hidden:
         """Tokens (B, T) -> the encoder's output (B, T, D)."""
+        return self._run(tokens, positions, mask, deterministic)[0]
+
+    def with_aux(
+        self,
+        tokens: Tokens,
+        positions: Positions | None = None,
+        mask: Mask | None = None,
+        deterministic: bool = True,
+    ) -> tuple[Float[Array, "B C"], Aux]:
+        """As a call: logits of the classes (B, C), and aux, what the layers report to the training loss."""
+        x, aux = self._run(tokens, positions, mask, deterministic)
+        return self.head(self.pool(x, mask)), aux
+
+    def _run(self, tokens, positions, mask, deterministic):
         x = self._embed(self.embedding, tokens)
-        return self.encoder(x, positions=positions, mask=mask, deterministic=deterministic)[0]
+        x, _, aux = self.encoder(x, positions=positions, mask=mask, deterministic=deterministic)
+        return x, aux
 
     def pool(self, hidden: Hidden, mask: Mask | None = None) -> Float[Array, "B D"]:
         """(B, T, D) -> (B, D): mean, first or last of the real tokens."""

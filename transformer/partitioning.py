@@ -7,6 +7,7 @@ it is split. The mesh is JAX's own ambient one (`jax.set_mesh`), so nothing is s
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 
 import jax
 from jax.sharding import AxisType, PartitionSpec
@@ -24,7 +25,12 @@ ACTIVATION_RULES: dict[str, tuple[str, ...]] = {
 """logical axis -> mesh axes it is split over, where the mesh has them"""
 
 
-def _mesh_axes(name: str | None) -> tuple[str, ...]:
+def mesh_axes(name: str | None) -> tuple[str, ...]:
+    """The axes of the mesh in force that a logical axis is split over; none without a mesh, or for None.
+
+    Raises:
+        ValueError: an unknown name.
+    """
     if name is None:
         return ()
     if name not in ACTIVATION_RULES:
@@ -37,7 +43,7 @@ def _mesh_axes(name: str | None) -> tuple[str, ...]:
 def ways(name: str) -> int:
     """Into how many parts the mesh in force splits a logical axis; 1 without a mesh."""
     mesh = jax.sharding.get_abstract_mesh()
-    return math.prod(mesh.shape[axis] for axis in _mesh_axes(name))
+    return math.prod(mesh.shape[axis] for axis in mesh_axes(name))
 
 
 def constrain(x: jax.Array, *names: str | None) -> jax.Array:
@@ -48,7 +54,7 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
     """
     if len(names) != x.ndim:
         raise ValueError(f"constrain takes one name an axis: got {len(names)} names for an array of shape {x.shape}.")
-    wanted = [_mesh_axes(name) for name in names]
+    wanted = [mesh_axes(name) for name in names]
     placed = [axes if size % math.prod(_sizes(axes)) == 0 else () for size, axes in zip(x.shape, wanted, strict=True)]
     if not any(placed):
         return x
@@ -58,3 +64,48 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
 def _sizes(axes: tuple[str, ...]) -> list[int]:
     mesh = jax.sharding.get_abstract_mesh()
     return [mesh.shape[axis] for axis in axes]
+
+
+def mapped(
+    function: Callable[..., jax.Array], in_names: Sequence[tuple[str | None, ...]], out_names: tuple[str | None, ...]
+) -> Callable[..., jax.Array]:
+    """`function` of arrays, run by each device on its own part of them (`jax.shard_map`): for kernels that the compiler
+    can't split, and for collectives. Without a mesh the function itself, on whole arrays.
+
+    Args:
+        function: arrays -> one array, of any shape. It sees parts, and the mesh axes by name.
+        in_names: for each argument, the logical name of each axis (None: every device gets it whole).
+        out_names: the same for the result. What is not split by a name must be equal on all devices.
+
+    A name splits where every axis it names divides; else it splits none of them.
+
+    Raises:
+        ValueError: an unknown name, or not one name an axis.
+    """
+
+    def run(*arrays: jax.Array) -> jax.Array:
+        axis_sizes = []
+        for names, x in zip(in_names, arrays, strict=True):
+            if len(names) != x.ndim:
+                raise ValueError(f"mapped takes one name an axis: got {names} for an array of shape {x.shape}.")
+            axis_sizes += zip(names, x.shape, strict=True)
+        mesh = jax.sharding.get_abstract_mesh()
+        axes = {axis for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Auto}
+        if not axes:
+            return function(*arrays)
+        whole = {name for name, size in axis_sizes if name is None or size % ways(name)}
+
+        def spec(names):
+            return PartitionSpec(*(None if name in whole else mesh_axes(name) or None for name in names))
+
+        # Kernels with a derivative of their own say nothing of which results are alike: out_names says it.
+        split = jax.shard_map(
+            function,
+            in_specs=tuple(spec(names) for names in in_names),
+            out_specs=spec(out_names),
+            axis_names=axes,
+            check_vma=False,
+        )
+        return split(*arrays)
+
+    return run

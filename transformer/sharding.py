@@ -58,6 +58,7 @@ PARAMETER_AXES: dict[str, str] = {
 """what an axis of a parameter is -> the mesh axis that splits it, where it divides"""
 
 BATCH_AXES = ("data", "fsdp", "expert")
+"""mesh axes that split the rows of a batch"""
 
 
 ParallelKind = Literal["mesh", "pmap"]
@@ -171,7 +172,8 @@ def check_batch_sizes(batch_size: int, accumulation: int, sizes: Mapping[str, in
         micro = f" x training.accumulation ({accumulation})" if accumulation > 1 else ""
         raise ConfigError(
             f"data.batch_size ({batch_size}) must be a multiple of the {ways} parts that the mesh splits rows into "
-            f"(data x fsdp x expert){micro}. The nearest are {_nearest_multiples(batch_size, ways * accumulation)}."
+            f"(data x fsdp x expert){micro}. The nearest are {_nearest_multiples(batch_size, ways * accumulation)}; or "
+            f"let fewer devices share it: --parallel.devices."
         )
     if length is not None and length % sizes["context"]:
         raise ConfigError(
@@ -220,7 +222,18 @@ def batch_sharding(mesh: Mesh, ndim: int) -> NamedSharding:
 
 
 def place_batch(batch: Mapping[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
-    """The arrays of a global batch, each device holding its part; every process gives the whole batch."""
+    """The arrays of a global batch, each device holding its part; every process gives the whole batch.
+
+    Raises:
+        ConfigError: sequences whose length the mesh can't split evenly.
+    """
+    for name, array in batch.items():
+        if array.ndim > 1 and array.shape[1] % mesh.shape["context"]:
+            raise ConfigError(
+                f"{name} is {array.shape[1]} tokens long, which parallel.context ({mesh.shape['context']}) can't split "
+                f"evenly. The nearest lengths are {_nearest_multiples(array.shape[1], mesh.shape['context'])}: give "
+                f"them as data.sequence_length, or data.max_source_length and data.max_target_length."
+            )
     return {
         name: jax.make_array_from_callback(array.shape, batch_sharding(mesh, array.ndim), lambda i, a=array: a[i])
         for name, array in batch.items()

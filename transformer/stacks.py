@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import flax.linen as nn
@@ -41,7 +42,7 @@ class _Period(nn.Module):
             name = f"slot_{slot}"
             block = _block(self, kind, name)
             x, caches[name], auxes[name] = block(x, inputs, None if cache is None else cache[name])
-        return x, (None if cache is None else caches, _sum(auxes.values()))
+        return x, (None if cache is None else caches, sum_aux(auxes.values()))
 
 
 def _block(parent: Any, kind: LayerKind, name: str) -> nn.Module:
@@ -53,10 +54,11 @@ def _block(parent: Any, kind: LayerKind, name: str) -> nn.Module:
     return block(parent.config, kind, parent.causal, parent.cross, parent.execution, name=name)
 
 
-def _sum(auxes: Any) -> Aux:
+def sum_aux(auxes: Iterable[Aux]) -> Aux:
+    """What several layers or stacks report, added name by name: (B,) each. Dense ones among them add nothing."""
     total: Aux = {}
     for aux in auxes:
-        total = {name: total.get(name, 0.0) + aux[name] for name in aux}
+        total = total | {name: total[name] + aux[name] if name in total else aux[name] for name in aux}
     return total
 
 
@@ -150,7 +152,7 @@ class Stack(nn.Module):
             x = run_one(f"suffix_{i}", kind, x)
         if config.norm_position != "post":
             x = make_norm(config, "final_norm")(x)
-        return x, None if cache is None else caches, _sum(auxes)
+        return x, None if cache is None else caches, sum_aux(auxes)
 
     @property
     def _layers(self) -> int:

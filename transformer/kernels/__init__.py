@@ -8,21 +8,41 @@ from transformer.config import ConfigError, nearest
 from transformer.kernels.chunked import chunked_attention
 from transformer.kernels.contract import BiasFunction, Kernel, Request
 from transformer.kernels.reference import reference_attention
+from transformer.kernels.ring import gathered_attention, gathered_refusal, ring_attention, ring_refusal
 
-__all__ = ["KERNELS", "BiasFunction", "Kernel", "Request", "choose", "chunked_attention", "reference_attention"]
+__all__ = [
+    "KERNELS",
+    "SPLIT_KERNELS",
+    "BiasFunction",
+    "Kernel",
+    "Request",
+    "choose",
+    "chunked_attention",
+    "gathered_attention",
+    "reference_attention",
+    "ring_attention",
+]
 
 KERNELS: dict[str, Kernel] = {
     "reference": Kernel(run=reference_attention, refusal=lambda request: None),
     "chunked": Kernel(
         run=chunked_attention,
-        refusal=lambda request: "it never holds all weights at once" if request.return_weights else None,
+        refusal=lambda request: (
+            "return attention weights: it never holds all weights at once" if request.return_weights else None
+        ),
     ),
 }
-"""kernels by name"""
+"""kernels by name, for keys and values that are whole along their length"""
+
+SPLIT_KERNELS: dict[str, Kernel] = {
+    "ring": Kernel(run=ring_attention, refusal=ring_refusal, split_keys=True),
+    "gathered": Kernel(run=gathered_attention, refusal=gathered_refusal),
+}
+"""kernels by name, for queries whose length a mesh splits, and nowhere else"""
 
 WHOLE_SCORES = {"cpu": 224 * 224, "gpu": 1024 * 1024, "tpu": 1024 * 1024}
 """auto: up to so many scores a head, holding all of them is faster than looping over blocks (docs/benchmarks.md:
-measured on CPU; elsewhere a guess on the side of few, large operations)"""
+measured on CPU; elsewhere a guess on the side of few, large operations). Counted is what one device holds."""
 
 
 def choose(implementation: str, request: Request) -> str:
@@ -34,20 +54,22 @@ def choose(implementation: str, request: Request) -> str:
     if implementation == "auto":
         if not isinstance(request.num_queries, int) or not isinstance(request.num_keys, int):
             return "reference"  # a length left open (jax.export) can't be cut into blocks
-        scores = request.num_queries * request.num_keys
+        if SPLIT_KERNELS["ring"].refusal(request) is None:
+            return "ring"
+        scores = request.num_queries * request.num_keys // request.length_ways
         small = scores <= WHOLE_SCORES.get(jax.default_backend(), 0) or request.num_queries == 1
-        return "reference" if small or request.return_weights else "chunked"
-    if implementation not in KERNELS:
-        names = ["auto", *KERNELS]
+        if small or request.return_weights:
+            return "reference"
+        return "gathered" if SPLIT_KERNELS["gathered"].refusal(request) is None else "chunked"
+    kernels = KERNELS | SPLIT_KERNELS
+    if implementation not in kernels:
+        names = ["auto", *(kernels if request.length_ways > 1 else KERNELS)]
         raise ConfigError(
             f"attention kernel must be one of {', '.join(names)}, got {implementation!r}."
             f"{nearest(implementation, names)}"
         )
-    reason = KERNELS[implementation].refusal(request)
-    if reason is not None:
-        able = [name for name, kernel in KERNELS.items() if kernel.refusal(request) is None]
-        raise ConfigError(
-            f"the {implementation} attention kernel can't return attention weights: {reason}. "
-            f"Use {' or '.join(able)}, or auto."
-        )
+    refused = kernels[implementation].refusal(request)
+    if refused is not None:
+        able = [name for name, kernel in kernels.items() if kernel.refusal(request) is None]
+        raise ConfigError(f"the {implementation} attention kernel can't {refused}. Use {' or '.join(able)}, or auto.")
     return implementation

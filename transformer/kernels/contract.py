@@ -19,11 +19,19 @@ class Request:
     num_queries: int
     num_keys: int
     return_weights: bool
+    has_bias: bool = False
+    """whether a bias is added to the scores"""
+    has_dropout: bool = False
+    """whether weights are dropped"""
+    has_dense_mask: bool = False
+    """whether the mask is, or holds, a boolean array of size T x S"""
+    length_ways: int = 1
+    """into how many parts the mesh in force splits the length"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kernel:
-    """One way to compute attention. `refusal` gives the reason why it can't serve a request, or None.
+    """One way to compute attention. `refusal` says what of a request it can't do and why ("add a bias: ..."), or None.
 
     `run(query, key, value, *, mask, bias, scale, softcap, sinks, dropout_rate, dropout_key)` returns (attended,
     weights), weights None unless it can give them.
@@ -31,6 +39,8 @@ class Kernel:
 
     run: Callable[..., tuple[jax.Array, Any]]
     refusal: Callable[[Request], str | None]
+    split_keys: bool = False
+    """whether keys and values may stay split along their length; else each device gets the whole length"""
 
 
 def bias_block(bias: BiasFunction, queries: jax.Array, keys: jax.Array) -> jax.Array:

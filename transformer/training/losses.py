@@ -15,8 +15,8 @@ from transformer.masks import Mask
 Scalar: TypeAlias = Float[Array, ""]
 Batch: TypeAlias = Mapping[str, Any]
 """arrays by name: tokens (B, T), targets and weights (B, T) or (B,), and what the task's model reads besides"""
-Forward: TypeAlias = Callable[..., jax.Array]
-"""(model, variables, batch, **arguments) -> logits"""
+Forward: TypeAlias = Callable[..., Any]
+"""(model, variables, batch, **arguments) -> logits, or (logits, aux) with method=with_aux"""
 
 
 def cross_entropy(
@@ -48,17 +48,17 @@ def correct(logits: Float[Array, "*batch V"], targets: Int[Array, "*batch"], wei
     return ((logits.argmax(-1) == targets) * weights).astype(jnp.float32).sum()
 
 
-def _causal_lm(model: nn.Module, variables: Any, batch: Batch, **kwargs) -> jax.Array:
+def _causal_lm(model: nn.Module, variables: Any, batch: Batch, **kwargs) -> Any:
     mask = Mask.segments(batch["segment_ids"]) if "segment_ids" in batch else None
     return model.apply(variables, batch["tokens"], positions=batch.get("positions"), mask=mask, **kwargs)
 
 
-def _seq2seq(model: nn.Module, variables: Any, batch: Batch, **kwargs) -> jax.Array:
+def _seq2seq(model: nn.Module, variables: Any, batch: Batch, **kwargs) -> Any:
     source_mask = Mask.lengths(batch["source_lengths"])
     return model.apply(variables, batch["source"], batch["tokens"], source_mask=source_mask, **kwargs)
 
 
-def _classifier(model: nn.Module, variables: Any, batch: Batch, **kwargs) -> jax.Array:
+def _classifier(model: nn.Module, variables: Any, batch: Batch, **kwargs) -> Any:
     return model.apply(variables, batch["tokens"], mask=Mask.lengths(batch["lengths"]), **kwargs)
 
 
@@ -72,3 +72,21 @@ def batch_logits(
     """Logits of a batch, (B, T, V) or (B, C); with dropout when a key is given."""
     rngs = None if dropout_key is None else {"dropout": dropout_key}
     return FORWARD[task](model, {"params": params}, batch, deterministic=dropout_key is None, rngs=rngs)
+
+
+def logits_and_router_loss(
+    task: str, model: nn.Module, params: Any, batch: Batch, dropout_key: PRNGKey | None = None
+) -> tuple[Float[Array, "*batch V"], Scalar | None]:
+    """`batch_logits` (with a tree of parameters), and what routed layers add to the training loss: a sum over tokens,
+    as `cross_entropy`'s, in nats (Fedus et al. 2021, arXiv 2101.03961, section 2.2); None without such layers. Rows of
+    weight 0 add nothing.
+    """
+    rngs = None if dropout_key is None else {"dropout": dropout_key}
+    logits, aux = FORWARD[task](
+        model, {"params": params}, batch, deterministic=dropout_key is None, rngs=rngs, method=type(model).with_aux
+    )
+    if not aux:
+        return logits, None
+    weights = batch["weights"]
+    counts = (weights > 0).any(tuple(range(1, weights.ndim)))
+    return logits, jnp.where(counts, sum(aux.values()), 0.0).sum()

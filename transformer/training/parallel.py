@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from transformer.config import ConfigError
 from transformer.sharding import (
     BATCH_AXES,
+    batch_sharding,
     check_batch_sizes,
     check_model,
     make_mesh,
@@ -26,6 +27,7 @@ from transformer.training.state import TrainState, abstract_state, make_state
 from transformer.training.step import Metrics, make_eval_step, make_train_step
 
 HostBatch = Mapping[str, np.ndarray]
+"""arrays by name, as the data gives them: the whole batch"""
 
 
 class MeshPlacement:
@@ -35,8 +37,9 @@ class MeshPlacement:
         ConfigError: a mesh that does not fit the devices, the model or the batch.
     """
 
-    def __init__(self, recipe: Recipe):
-        devices = recipe.parallel.choose(jax.devices())
+    def __init__(self, recipe: Recipe, devices: Sequence[Any] | None = None):
+        """`devices` None: those of this machine; others may be of a topology, to compile for what is not there."""
+        devices = recipe.parallel.choose(jax.devices() if devices is None else devices)
         sizes = mesh_sizes(recipe.parallel.sizes, len(devices))
         check_model(recipe.model, sizes)
         length = getattr(recipe.data, "sequence_length", None)
@@ -81,10 +84,10 @@ class MeshPlacement:
         with jax.set_mesh(self.mesh):
             return self._eval(params, place_batch(_filled_up(batch, ways), self.mesh))
 
-    def lower(self, batch: HostBatch) -> jax.stages.Lowered:
-        """The training step on shapes alone, for a look at its compiled form."""
+    def lower(self, batch: Mapping[str, Any]) -> jax.stages.Lowered:
+        """The training step on shapes alone, for a look at its compiled form: of arrays, or of what has their shape."""
         with jax.set_mesh(self.mesh):
-            return self._train.lower(self._shapes, place_batch(batch, self.mesh))
+            return self._train.lower(self._shapes, placed_shapes(batch, self.mesh))
 
 
 class PmapPlacement:
@@ -148,7 +151,18 @@ class PmapPlacement:
         return self._eval(params, {name: jnp.asarray(array) for name, array in batch.items()})
 
 
+def placed_shapes(batch: Mapping[str, Any], mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes, dtypes and places of a batch of arrays, or of what has their shape."""
+
+    def shape(array):
+        dtype = jax.dtypes.canonicalize_dtype(array.dtype)
+        return jax.ShapeDtypeStruct(array.shape, dtype, sharding=batch_sharding(mesh, array.ndim))
+
+    return {name: shape(array) for name, array in batch.items()}
+
+
 Placement = MeshPlacement | PmapPlacement
+"""what `place` gives"""
 
 PLACEMENTS: dict[str, type[MeshPlacement] | type[PmapPlacement]] = {"mesh": MeshPlacement, "pmap": PmapPlacement}
 """placements by parallel.kind"""

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from transformer.training.losses import Batch, batch_logits, correct, cross_entropy
+from transformer.training.losses import Batch, batch_logits, correct, cross_entropy, logits_and_router_loss
 from transformer.training.optimizers import make_optimizer, make_schedule
 from transformer.training.recipe import Recipe, build_model
 from transformer.training.state import TrainState
@@ -34,19 +34,23 @@ def make_train_step(recipe: Recipe, axis_name: str | None = None) -> TrainStep:
     that any split gives the same number to rounding. Rows of weight 0 count nothing.
 
     Metrics (scalars): `loss_sum`, `weight`, `grad_norm` (before clipping), `learning_rate`, `skipped` (so far), and
-    `finite`, `first_bad` for `check_finite`. A step whose loss or gradient is not finite leaves parameters, optimizer
-    and average as they were; with nan_policy "stop" so does every step after it.
+    `finite`, `first_bad` for `check_finite`; with routed layers `router_loss`, a sum (nats) that is minimized beside
+    `loss_sum`. A step whose loss or gradient is not finite leaves parameters, optimizer and average as they were; with
+    nan_policy "stop" so does every step after it.
     """
     model, optimizer, schedule = build_model(recipe), make_optimizer(recipe), make_schedule(recipe)
     training, task = recipe.training, recipe.task
     dropout = recipe.model.dropout_rate > 0 or recipe.model.attention_dropout_rate > 0
 
     def loss(params, batch, key):
-        logits = batch_logits(task, model, params, batch, key if dropout else None)
-        return cross_entropy(logits, batch["targets"], batch["weights"], training.label_smoothing)
+        logits, router_loss = logits_and_router_loss(task, model, params, batch, key if dropout else None)
+        loss_sum, weight = cross_entropy(logits, batch["targets"], batch["weights"], training.label_smoothing)
+        if router_loss is None:
+            return loss_sum, {"weight": weight}
+        return loss_sum + router_loss, {"weight": weight, "router_loss": router_loss}
 
     def summed_gradients(params, batch, key):
-        """(loss sum, weight), gradient of the sum."""
+        """(loss sum, other sums), gradient of the loss sum."""
         gradients = jax.value_and_grad(loss, has_aux=True)
         if training.accumulation == 1:
             return gradients(params, batch, key)
@@ -55,8 +59,9 @@ def make_train_step(recipe: Recipe, axis_name: str | None = None) -> TrainStep:
             index, rows = item
             return jax.tree.map(jnp.add, total, gradients(params, rows, jax.random.fold_in(key, index))), None
 
-        zero = (jnp.zeros(()), jnp.zeros(())), jax.tree.map(jnp.zeros_like, params)
         parts = jnp.arange(training.accumulation), jax.tree.map(split_rows, dict(batch))
+        sums = jax.eval_shape(loss, params, jax.tree.map(lambda array: array[0], parts[1]), key)
+        zero = jax.tree.map(jnp.zeros_like, (sums, params))
         return jax.lax.scan(micro_batch, zero, parts)[0]
 
     def split_rows(array):
@@ -67,9 +72,12 @@ def make_train_step(recipe: Recipe, axis_name: str | None = None) -> TrainStep:
         key = jax.random.fold_in(jax.random.key(training.seed), state.step)
         if axis_name is not None:
             key = jax.random.fold_in(key, jax.lax.axis_index(axis_name))
-        (loss_sum, weight), gradients = summed_gradients(state.params, batch, key)
+        (loss_sum, sums), gradients = summed_gradients(state.params, batch, key)
         if axis_name is not None:
-            loss_sum, weight, gradients = jax.lax.psum((loss_sum, weight, gradients), axis_name)
+            loss_sum, sums, gradients = jax.lax.psum((loss_sum, sums, gradients), axis_name)
+        weight = sums["weight"]
+        if "router_loss" in sums:
+            loss_sum = loss_sum - sums["router_loss"]  # what evaluation measures, too
         gradients = jax.tree.map(lambda g: g / jnp.maximum(weight, 1e-9).astype(g.dtype), gradients)
 
         squares = jnp.stack([jnp.square(leaf.astype(jnp.float32)).sum() for leaf in jax.tree.leaves(gradients)])
@@ -91,7 +99,7 @@ def make_train_step(recipe: Recipe, axis_name: str | None = None) -> TrainStep:
         )
         metrics = {
             "loss_sum": loss_sum,
-            "weight": weight,
+            **sums,
             "grad_norm": grad_norm,
             "learning_rate": schedule(state.step - state.skipped),
             "skipped": new_state.skipped,

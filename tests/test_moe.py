@@ -1,0 +1,399 @@
+"""The routed feed-forward: a plain loop over tokens, work that grows with top_k alone, rows that are on their own."""
+
+import functools
+import json
+import math
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend.core import jaxprs_in_params
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from training_recipes import VOCABULARY, change, compiled_step, start, tiny_batch, tiny_recipe
+
+from transformer.config import Execution, LayerKind, MoE, TransformerConfig
+from transformer.layers import ACTIVATIONS
+from transformer.masks import Mask
+from transformer.models import CausalLM, Classifier, Seq2Seq
+from transformer.moe import RoutedFeedForward, grouped_linear, router_losses, within_capacity
+from transformer.stacks import Decoder
+from transformer.training import recipe as recipes
+from transformer.training.losses import batch_logits, cross_entropy, logits_and_router_loss
+from transformer.training.step import make_eval_step
+
+FIVE = MoE(num_experts=5, top_k=2, load_balance_weight=1.0, router_z_weight=1.0)
+X = jax.random.normal(jax.random.key(0), (3, 11, 6))
+LONG = jax.random.normal(jax.random.key(0), (1, 83, 6))  # blocks of several rows
+
+
+def layer(moe=FIVE, **changes):
+    return RoutedFeedForward(moe, **({"width": 7, "activation": "silu"} | changes))
+
+
+def parameters(module, x=X, seed=1):
+    """Biases too are unlike each other, and the experts are chosen unequally often."""
+
+    def make(key):
+        leaves, tree = jax.tree.flatten(module.init(key, x))
+        keys = jax.random.split(jax.random.fold_in(key, 1), len(leaves))
+        noise = [0.3 * jax.random.normal(key, leaf.shape) for key, leaf in zip(keys, leaves, strict=True)]
+        return tree.unflatten(map(jnp.add, leaves, noise))
+
+    return jax.jit(make)(jax.random.key(seed))
+
+
+def by_token(module, params, x, kept=None):
+    """What the docstring says, for one token after the other; `kept` (B, T, k) is false where an expert is full."""
+    moe, params = module.moe, params["params"]
+
+    def feed_forward(p, x):
+        def project(name, x):
+            return x @ p[name]["kernel"] + p[name].get("bias", 0.0)
+
+        activate = ACTIVATIONS[module.activation]
+        hidden = project("up", x)
+        return project("down", activate(project("gate", x)) * hidden if module.gated else activate(hidden))
+
+    def one(token, kept):
+        probabilities = jax.nn.softmax(token @ params["router"]["kernel"])
+        chosen = jnp.argsort(-probabilities)[: moe.top_k]
+        total = probabilities[chosen].sum() if moe.normalize_weights else 1.0
+        y = feed_forward(params["shared"], token) if moe.shared_experts else 0.0
+        for e, there in zip(chosen, kept, strict=True):
+            expert = jax.tree.map(lambda leaf, e=e: leaf[e], params["experts"])
+            y = y + there * probabilities[e] / total * feed_forward(expert, token)
+        return y
+
+    kept = jnp.ones((*x.shape[:2], moe.top_k)) if kept is None else kept
+    return jax.jit(jax.vmap(jax.vmap(one)))(x, kept)
+
+
+CASES = [
+    (FIVE, {}),
+    (FIVE, {"gated": True, "use_bias": False}),
+    (MoE(num_experts=5, top_k=1, normalize_weights=False, shared_experts=2), {"gated": True}),
+    (MoE(num_experts=3, top_k=3), {"activation": "gelu_erf"}),
+]
+
+
+@pytest.mark.parametrize(("moe", "changes"), CASES)
+def test_it_is_the_loop_over_tokens(moe, changes):
+    """Values, and gradients by parameters and tokens: nothing is dropped, whatever the experts' shares are."""
+    module, x = layer(moe, **changes), LONG
+    params = parameters(module, x)
+    slope = jnp.cos(jnp.arange(x.size, dtype=jnp.float32)).reshape(x.shape)
+
+    def run(forward):
+        return jax.value_and_grad(lambda params, x: ((y := forward(params, x)) * slope).sum() + (y**2).sum(), (0, 1))
+
+    expected = jax.jit(run(functools.partial(by_token, module)))(params, x)
+    found = jax.jit(run(lambda params, x: module.apply(params, x)[0]))(params, x)
+    chex.assert_trees_all_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_all_tokens_may_choose_one_expert():
+    """The most uneven load: every block belongs to one expert, and nothing is dropped."""
+    module = layer(MoE(num_experts=5, top_k=1, normalize_weights=False))
+    x = jnp.abs(LONG) + 0.1
+    params = parameters(module)
+    params["params"]["router"]["kernel"] = jnp.zeros((6, 5)).at[:, 3].set(9.0)
+    expected = by_token(module, params, x)
+    np.testing.assert_allclose(jax.jit(module.apply)(params, x)[0], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_parameters_and_their_first_values():
+    """Each expert is initialized as a dense layer of its own would be."""
+    module = layer(MoE(num_experts=5, shared_experts=2), width=400, gated=True)
+    params = jax.jit(module.init)(jax.random.key(0), X)["params"]
+    shapes = {jax.tree_util.keystr(path, simple=True, separator="/"): leaf.shape for path, leaf in _leaves(params)}
+    assert shapes == {
+        "experts/down/bias": (5, 6),
+        "experts/down/kernel": (5, 400, 6),
+        "experts/gate/bias": (5, 400),
+        "experts/gate/kernel": (5, 6, 400),
+        "experts/up/bias": (5, 400),
+        "experts/up/kernel": (5, 6, 400),
+        "router/kernel": (6, 5),
+        "shared/down/bias": (6,),
+        "shared/down/kernel": (800, 6),
+        "shared/gate/bias": (800,),
+        "shared/gate/kernel": (6, 800),
+        "shared/up/bias": (800,),
+        "shared/up/kernel": (6, 800),
+    }
+    kernel = params["experts"]["up"]["kernel"]
+    np.testing.assert_allclose(kernel.std((1, 2)), np.full(5, math.sqrt(6 / 406 / 3)), rtol=0.1)
+    assert np.abs(kernel[0] - kernel[1]).max() > 0.1
+
+
+def _leaves(tree):
+    return jax.tree_util.tree_flatten_with_path(tree)[0]
+
+
+def dot_flops(jaxpr, used):
+    """Of all matrix products, those in a loop over blocks as often as blocks are `used`."""
+    total = 0
+    for equation in jaxpr.eqns:
+        times = used if equation.primitive.name == "while" else equation.params.get("length", 1)
+        if equation.primitive.name == "dot_general":
+            (contracted, _), _ = equation.params["dimension_numbers"]
+            inner = math.prod(equation.invars[0].aval.shape[axis] for axis in contracted)
+            total += 2 * inner * equation.outvars[0].aval.size
+        for inner in jaxprs_in_params(equation.params):
+            total += times * dot_flops(inner, used)
+    return total
+
+
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_work_grows_with_top_k_and_not_with_the_number_of_experts(top_k):
+    """Forward and backward, as compiled: blocks that are used at most, times the products of one block. Beside it, what
+    a dense layer of the same width needs for as many tokens.
+    """
+    x = jax.ShapeDtypeStruct((4, 64, 16), jnp.float32)
+    copies, width, ideal = 4 * 64 * top_k, 128, 3 * 2 * 2 * 4 * 64 * top_k * 16 * 128
+    found = {}
+    for experts in (4, 16):
+        module = layer(MoE(num_experts=experts, top_k=top_k, normalize_weights=False), width=width)
+        params = jax.eval_shape(module.init, jax.random.key(0), x)
+        gradient = jax.grad(lambda p, x, module=module: module.apply(p, x)[0].sum(), (0, 1))
+        rows = copies // (8 * experts)
+        blocks = (copies + experts * (rows - 1)) // rows
+        found[experts] = dot_flops(jax.make_jaxpr(gradient)(params, x).jaxpr, blocks)
+        assert ideal < found[experts] < 1.3 * ideal
+        # The compiler counts the body of a loop once: it must not have made more of it.
+        compiled = jax.jit(gradient).lower(params, x).compile().cost_analysis()["flops"]
+        assert compiled < 0.5 * ideal
+    assert 0.8 < found[16] / found[4] < 1.2
+
+
+def test_blocks_beyond_those_used_are_zeros_and_no_gradient():
+    x, kernel = jnp.ones((4, 2, 3)), jnp.ones((2, 3, 5))
+    y, pull = jax.vjp(lambda x, k: grouped_linear(x, k, jnp.array([0, 1, 1, 1]), jnp.array(2)), x, kernel)
+    np.testing.assert_array_equal(y[:, 0, 0], [3, 3, 0, 0])
+    dx, dkernel = pull(jnp.ones_like(y))
+    np.testing.assert_array_equal(dx[:, 0, 0], [5, 5, 0, 0])
+    np.testing.assert_array_equal(dkernel[:, 0, 0], [2, 2])
+
+
+@pytest.mark.parametrize("capacity_factor", [None, 0.7])
+def test_a_row_alone_is_the_row_in_a_batch(capacity_factor):
+    module = layer(MoE(num_experts=5, capacity_factor=capacity_factor))
+    params = parameters(module)
+    apply = jax.jit(module.apply)
+    together, aux = apply(params, X)
+    for row in range(3):
+        alone, alone_aux = apply(params, X[row : row + 1])
+        np.testing.assert_allclose(alone[0], together[row], rtol=1e-5, atol=1e-6)
+        for name in aux:
+            np.testing.assert_allclose(alone_aux[name][0], aux[name][row], rtol=1e-5)
+
+
+def test_capacity_serves_tokens_in_their_order():
+    chosen = jnp.array([[[0, 1], [0, 2], [1, 0], [0, 1]], [[2, 0], [2, 1], [2, 0], [0, 2]]])
+    expected = [[[0, 1], [0, 2], [1, 3], [3, 3]], [[2, 0], [2, 1], [3, 0], [3, 3]]]
+    np.testing.assert_array_equal(within_capacity(chosen, 3, 2), expected)
+
+
+@pytest.mark.parametrize("shared_experts", [0, 1])
+def test_a_dropped_token_has_its_other_experts_and_the_shared_ones(shared_experts):
+    moe = MoE(num_experts=5, top_k=2, capacity_factor=0.4, shared_experts=shared_experts)
+    module = layer(moe)
+    params = parameters(module)
+    _, chosen = jax.lax.top_k(X @ params["params"]["router"]["kernel"], 2)
+    kept = within_capacity(chosen, 5, math.ceil(0.4 * 11 * 2 / 5)) < 5
+    assert (~kept).sum() > 5
+    expected = by_token(module, params, X, kept)
+    np.testing.assert_allclose(jax.jit(module.apply)(params, X)[0], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_losses_of_the_router_are_their_formulas():
+    """Of each row's real tokens: n E sum f p, and the sum of logsumexp^2; where all experts are alike, n E / E = n."""
+    logits = jax.random.normal(jax.random.key(0), (2, 7, 5))
+    chosen = jax.lax.top_k(logits, 2)[1]
+    lengths = [4, 7]
+    balance, z = router_losses(logits, chosen, Mask.lengths(jnp.array(lengths)))
+    for row, n in enumerate(lengths):
+        share = np.bincount(np.asarray(chosen[row, :n]).ravel(), minlength=5) / (2 * n)
+        probability = np.asarray(jax.nn.softmax(logits[row, :n])).mean(0)
+        np.testing.assert_allclose(balance[row], n * 5 * (share * probability).sum(), rtol=1e-5)
+        np.testing.assert_allclose(z[row], (np.log(np.exp(logits[row, :n]).sum(-1)) ** 2).sum(), rtol=1e-5)
+    even = router_losses(jnp.zeros((1, 5, 5)), jnp.arange(5)[None, :, None])
+    np.testing.assert_allclose((even[0][0], even[1][0]), (5.0, 5 * math.log(5) ** 2), rtol=1e-5)
+    np.testing.assert_array_equal(router_losses(logits, chosen, Mask.lengths(jnp.array([0, 0])))[0], [0, 0])
+
+
+def test_packing_changes_no_loss_of_the_router():
+    logits = jax.random.normal(jax.random.key(0), (1, 9, 5))
+    chosen = jax.lax.top_k(logits, 2)[1]
+    packed = router_losses(logits, chosen, Mask.segments(jnp.array([[7, 7, 7, 7, 2, 2, 2, 2, 2]])))
+    parts = [router_losses(logits[:, part], chosen[:, part]) for part in (slice(0, 4), slice(4, 9))]
+    for index in (0, 1):
+        np.testing.assert_allclose(packed[index], parts[0][index] + parts[1][index], rtol=1e-5)
+
+
+def test_the_balance_loss_balances():
+    """Its gradient alone takes a router that sends all to one expert to one that uses all."""
+    logits = jnp.zeros((1, 40, 5)).at[:, :, 0].set(2.0) + jax.random.normal(jax.random.key(0), (1, 40, 5))
+    loss = jax.jit(jax.value_and_grad(lambda x: router_losses(x, jax.lax.top_k(x, 1)[1])[0].sum() / 40))
+    first = loss(logits)[0]
+    for _ in range(100):
+        logits = logits - 20.0 * loss(logits)[1]
+    assert first > 2.0
+    assert loss(logits)[0] < 1.2
+
+
+ROUTED, OTHER = LayerKind(moe=FIVE), LayerKind(moe=MoE(num_experts=3, d_ff=4, shared_experts=1))
+MIXED = TransformerConfig(
+    vocab_size=VOCABULARY,
+    d_model=6,
+    num_layers=5,
+    num_heads=3,
+    d_ff=7,
+    period=(ROUTED, LayerKind()),
+    suffix=(OTHER,),
+)
+KEY = jax.random.key(1)
+TOKENS = jax.random.randint(jax.random.key(3), (3, 11), 0, VOCABULARY)
+
+
+@pytest.mark.parametrize(
+    ("norm_position", "execution"),
+    [
+        ("pre", Execution(scan=False)),
+        ("post", Execution(remat="names")),
+        ("pre_without_residual", Execution(remat="full")),
+    ],
+)
+def test_scan_unroll_and_remat_change_nothing(norm_position, execution):
+    """Dense and routed layers mixed in a pattern; the aux of all of them is added up, once."""
+    config = MIXED.replace(norm_position=norm_position, dropout_rate=0.2)
+    params = parameters(Decoder(config))
+
+    def run(execution):
+        def loss(params):
+            x, _, aux = Decoder(config, execution=execution).apply(
+                params, X, mask=Mask.lengths(jnp.array([11, 7, 2])), deterministic=False, rngs={"dropout": KEY}
+            )
+            return (x * jnp.arange(6.0)[None, None]).sum() + sum(aux.values()).sum(), aux
+
+        return jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
+
+    expected = run(Execution())
+    assert expected[0][1]["router_z"].shape == (3,)
+    chex.assert_trees_all_close(run(execution), expected, rtol=1e-3, atol=1e-3)
+
+
+def test_layers_add_up():
+    """Three routed layers with the same parameters and input, as no sublayer changes x, report three times as much."""
+    config = MIXED.replace(period=(ROUTED,), suffix=(), num_layers=3)
+    model = CausalLM(config)
+    params = parameters(model, TOKENS)
+    layers = params["params"]["decoder"]["layers"]["slot_0"]
+    for name in ("self_attention", "feed_forward"):
+        layers[name] = jax.tree.map(jnp.zeros_like, layers[name])
+    logits, aux = jax.jit(functools.partial(model.apply, method=CausalLM.with_aux))(params, TOKENS)
+    np.testing.assert_array_equal(logits, jax.jit(model.apply)(params, TOKENS))
+    np.testing.assert_allclose(aux["load_balance"], np.full(3, 3 * 11.0), rtol=1e-5)
+    np.testing.assert_allclose(aux["router_z"], np.full(3, 3 * 11 * math.log(5) ** 2), rtol=1e-5)
+
+
+def test_every_model_has_its_aux():
+    """Those of both stacks; without a routed layer there is none."""
+    even = LayerKind(moe=MoE(num_experts=5, top_k=5, load_balance_weight=1.0))  # then the loss is 1 a token
+    config = MIXED.replace(num_classes=4, suffix=(), period=(even,), num_layers=2, num_decoder_layers=3)
+    lengths = jnp.array([11, 7, 2])
+    model = Classifier(config)
+    variables = jax.jit(model.init)(KEY, TOKENS)
+    call = jax.jit(functools.partial(model.apply, mask=Mask.lengths(lengths), method=Classifier.with_aux))
+    logits, aux = call(variables, TOKENS)
+    assert logits.shape == (3, 4)
+    np.testing.assert_allclose(aux["load_balance"], 2 * lengths, rtol=1e-5)
+    model = Seq2Seq(config)
+    variables = jax.jit(model.init)(KEY, TOKENS, TOKENS[:, :5])
+    call = jax.jit(functools.partial(model.apply, source_mask=Mask.lengths(lengths), method=Seq2Seq.with_aux))
+    logits, aux = call(variables, TOKENS, TOKENS[:, :5])
+    np.testing.assert_allclose(aux["load_balance"], 2 * lengths + 3 * 5, rtol=1e-5)
+    dense = CausalLM(config.replace(period=(LayerKind(),)))
+    logits, aux = dense.apply(jax.jit(dense.init)(KEY, TOKENS), TOKENS, method=CausalLM.with_aux)
+    assert aux == {}
+
+
+def test_with_a_cache_logits_are_those_without():
+    model = CausalLM(MIXED)
+    params = parameters(model, TOKENS)
+    expected = jax.jit(model.apply)(params, TOKENS)
+    call = jax.jit(lambda params, tokens, cache: model.apply(params, tokens, cache=cache))
+    cache, found = model.init_cache(3, 11), []
+    for part in [TOKENS[:, :4], *jnp.split(TOKENS[:, 4:], 7, axis=1)]:
+        logits, cache = call(params, part, cache)
+        found.append(logits)
+    np.testing.assert_allclose(jnp.concatenate(found, axis=1), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("task", ["causal_lm", "seq2seq"])
+def test_the_step_minimizes_both_losses_and_any_split_gives_the_same(task):
+    batch = tiny_batch(task)
+    batch["weights"] = batch["weights"].at[6:].set(0.0)
+    whole = tiny_recipe(task, model={"period": (ROUTED,)}, optimizer={"epsilon": 1e-3})
+    state, step = start(whole)
+    expected, metrics = step(state, batch)
+    parts = compiled_step(change(whole, training={"accumulation": 4}))(state, batch)
+    unread = step(state, batch | {"tokens": batch["tokens"].at[6:].set(5)})
+    for other, other_metrics in (parts, unread):
+        chex.assert_trees_all_close(other.params, expected.params, atol=2e-5)
+        for name in ("loss_sum", "router_loss", "weight", "grad_norm"):
+            np.testing.assert_allclose(other_metrics[name], metrics[name], rtol=1e-4)
+    model = recipes.build_model(whole)
+    read = jax.jit(functools.partial(logits_and_router_loss, task, model))
+    logits, router_loss = read(state.params, batch)
+    plain = jax.jit(functools.partial(batch_logits, task, model))(state.params, batch)
+    np.testing.assert_allclose(logits, plain, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(metrics["router_loss"], router_loss, rtol=1e-5)
+    sums = jax.jit(make_eval_step(whole))(state.params, batch)
+    np.testing.assert_allclose(sums["loss_sum"], metrics["loss_sum"], rtol=1e-5)
+    assert router_loss > 6 * 7
+
+    def mean_loss(params):
+        logits, router_loss = logits_and_router_loss(task, model, params, batch)
+        loss_sum, weight = cross_entropy(logits, batch["targets"], batch["weights"])
+        return (loss_sum + router_loss) / weight
+
+    gradient = jax.jit(jax.grad(mean_loss))(state.params)
+    norm = np.sqrt(sum(np.square(leaf).sum() for leaf in jax.tree.leaves(gradient)))
+    np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-5)
+
+
+def test_the_recipe_is_read_back():
+    recipe = tiny_recipe(model={"prefix": (OTHER,), "period": (ROUTED,), "num_layers": 2})
+    assert recipes.from_json(json.loads(json.dumps(recipes.to_json(recipe)))) == recipe
+
+
+@pytest.mark.parametrize(("experts", "ambient"), [(4, True), (4, False), (5, True)])
+def test_spread_over_devices_the_numbers_are_the_same(experts, ambient):
+    """Experts over the mesh axis "expert" and rows over both: with the mesh in force each device computes with its own
+    experts; 5 don't divide by 4, and stay whole; without, the compiler places all.
+    """
+    module = layer(MoE(num_experts=experts, top_k=1, normalize_weights=False, shared_experts=1), gated=True)
+    x = jax.random.normal(jax.random.key(0), (8, 5, 6))
+    params = parameters(module, x)
+    run = jax.value_and_grad(lambda p, x: ((y := module.apply(p, x))[0] ** 2).sum() + y[1]["router_z"].sum(), (0, 1))
+    expected = jax.jit(run)(params, x)
+    mesh = jax.make_mesh((2, 4), ("data", "expert"), axis_types=(AxisType.Auto,) * 2)
+
+    def place(path, leaf):
+        split = "experts" in jax.tree_util.keystr(path) and experts % 4 == 0
+        return jax.device_put(leaf, NamedSharding(mesh, PartitionSpec("expert" if split else None)))
+
+    params = jax.tree_util.tree_map_with_path(place, params)
+    x = jax.device_put(x, NamedSharding(mesh, PartitionSpec(("data", "expert"))))
+    if not ambient:
+        chex.assert_trees_all_close(jax.jit(run)(params, x), expected, rtol=1e-4, atol=1e-5)
+        return
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(run).lower(params, x).compile()
+        chex.assert_trees_all_close(compiled(params, x), expected, rtol=1e-4, atol=1e-5)
+        kernel = (experts // 4 if experts % 4 == 0 else experts, 6, 7)
+        assert f"f32[{','.join(map(str, kernel))}]" in compiled.as_text()
+        assert experts % 4 or f"f32[{experts},6,7]" not in compiled.as_text()

@@ -1,0 +1,356 @@
+"""Planning: topologies, operations counted from the model, collectives read from a program, and what the verb says."""
+
+import dataclasses
+import importlib.util
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from transformer.__main__ import main
+from transformer.config import ConfigError, Execution, LayerKind, MoE, TransformerConfig
+from transformer.data.configs import NumberWords, ParallelText, TextFile, TinyShakespeare, TokenizerConfig
+from transformer.plan import (
+    CHIPS,
+    Chip,
+    CompilerError,
+    Topology,
+    batch_shapes,
+    chips,
+    collectives,
+    estimate,
+    parse_topology,
+    step_flops,
+    topology_devices,
+    without_data,
+)
+from transformer.plan.planning import compiled_for, memory_in_error, remedies, times_smaller
+from transformer.sharding import ParallelConfig
+from transformer.training import Recipe, TrainingConfig
+from transformer.training.parallel import MeshPlacement, placed_shapes
+from transformer.training.state import abstract_state
+from transformer.training.step import make_train_step
+
+TEXT = Recipe(
+    name="text",
+    model=TransformerConfig(vocab_size=97, d_model=48, num_heads=3, num_layers=2, d_ff=176, position="rotary"),
+    data=TextFile(path="nowhere.txt", sequence_length=40, batch_size=24),
+    execution=Execution(scan=False),
+)
+PAIRS = dataclasses.replace(
+    TEXT, data=ParallelText(source_path="nowhere.tsv", max_source_length=44, max_target_length=29, batch_size=24)
+)
+
+
+def with_model(recipe, **changes):
+    return dataclasses.replace(recipe, model=recipe.model.replace(**changes))
+
+
+class TestTopology:
+    @pytest.mark.parametrize("name", CHIPS)
+    def test_the_example_of_each_chip_is_one(self, name):
+        topology = parse_topology(f"{name}:{CHIPS[name].example}")
+        assert str(topology) == f"{name}:{CHIPS[name].example}"
+        assert topology.chip is CHIPS[name]
+
+    def test_sizes(self):
+        topology = parse_topology("v5p:2x3x5")
+        assert (topology.shape, topology.num_chips, topology.unit, topology.hbm) == ((2, 3, 5), 30, "chip", 95)
+
+    def test_memory_is_that_of_a_core_where_a_core_is_a_device(self):
+        topology = parse_topology("v2:2x2")
+        assert (topology.num_chips, topology.unit, topology.hbm) == (4, "core", 8)
+
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            ("v5ee:4x4", "there is no TPU 'v5ee'.*Did you mean 'v5e:4x4'.*v5p:2x2x2"),
+            ("abacus", "there is no TPU 'abacus' in --topology 'abacus'. Known"),
+            ("v5e", "v5e:AxB, chips along each of 2 axes, got 'v5e'. Did you mean 'v5e:4x4'"),
+            ("v5e:4", "got 'v5e:4'"),
+            ("v5e:2x2x2", "each of 2 axes"),
+            ("v5e:4x0", "got 'v5e:4x0'"),
+            ("v5p:4x4", "v5p:AxBxC"),
+            ("v5e:16x17", "v5e:16x17 is 272 chips, but a pod of v5e has 256"),
+        ],
+    )
+    def test_what_is_none_is_an_error_that_names_one(self, text, message):
+        with pytest.raises(ConfigError, match=message):
+            parse_topology(text)
+
+
+def test_a_topology_that_the_compiler_does_not_give(monkeypatch):
+    def refuse(**options):
+        raise jax.errors.JaxRuntimeError("INVALID_ARGUMENT: no such layout\nand more")
+
+    monkeypatch.setattr(chips.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(chips.topologies, "get_topology_desc", refuse)
+    with pytest.raises(CompilerError, match=r"no topology v5e:3x5\. A usual one is v5e:4x4\. .*: no such layout$"):
+        topology_devices(parse_topology("v5e:3x5"))
+
+
+class TestWithoutData:
+    def test_what_the_data_would_decide_is_told(self):
+        data = ParallelText(source_path="nowhere.tsv", max_target_length=29)
+        recipe, told = without_data(dataclasses.replace(with_model(TEXT, vocab_size=None), data=data))
+        assert recipe.model.vocab_size == 8192
+        assert (recipe.data.max_source_length, recipe.data.max_target_length) == (64, 29)
+        assert told == ["a vocabulary of 8,192 (--model.vocab-size)", "sources of 64 tokens (--data.max-source-length)"]
+
+    @pytest.mark.parametrize(
+        ("data", "size"),
+        [
+            (TinyShakespeare(), 128),
+            (TinyShakespeare(tokenizer=TokenizerConfig(kind="byte")), 259),
+            (TinyShakespeare(tokenizer=TokenizerConfig(kind="word", vocab_size=701)), 701),
+            (NumberWords(), 128),
+        ],
+    )
+    def test_vocabularies(self, data, size):
+        recipe, _ = without_data(dataclasses.replace(with_model(TEXT, vocab_size=None), data=data))
+        assert recipe.model.vocab_size == size
+
+    def test_a_vocabulary_of_words_is_asked_for(self):
+        data = TinyShakespeare(tokenizer=TokenizerConfig(kind="word"))
+        with pytest.raises(ConfigError, match=r"Give --model\.vocab-size"):
+            without_data(dataclasses.replace(with_model(TEXT, vocab_size=None), data=data))
+
+    @pytest.mark.parametrize("recipe", [TEXT, PAIRS])
+    def test_nothing_is_assumed_where_all_is_given(self, recipe):
+        assert without_data(recipe) == (recipe, [])
+
+
+class TestFlops:
+    @pytest.mark.parametrize(
+        ("recipe", "changes"),
+        [
+            (TEXT, {"num_layers": 1}),
+            (TEXT, {"num_layers": 1, "tie_embeddings": False, "gated": True, "num_kv_heads": 1, "value_dim": 24}),
+            (TEXT, {"period": (LayerKind(), LayerKind(self_attention=False))}),
+            (PAIRS, {"num_encoder_layers": 2, "num_decoder_layers": 1}),
+        ],
+        ids=["plain", "unlike", "without_attention", "pairs"],
+    )
+    def test_they_are_those_that_the_program_has(self, recipe, changes):
+        """The rest of the program (norms, softmax, Adam) is a few percent at this size."""
+        recipe = with_model(recipe, **changes)
+        lowered = jax.jit(make_train_step(recipe)).lower(abstract_state(recipe), batch_shapes(recipe))
+        counted = step_flops(recipe).total
+        assert 0.99 * counted < lowered.cost_analysis()["flops"] < 1.09 * counted
+
+    def test_by_hand(self):
+        """Width 2: four maps 2 x 2, two of 2 x 8 and 5 rows of the table for 3 x 4 tokens."""
+        model = TransformerConfig(vocab_size=5, d_model=2, num_heads=1, num_layers=1, use_bias=False)
+        recipe = dataclasses.replace(TEXT, model=model, data=TextFile(path="x", sequence_length=4, batch_size=3))
+        flops = step_flops(recipe)
+        assert flops.matrices == 3 * 2 * 12 * (4 * 4 + 2 * 16 + 5 * 2)
+        assert flops.attention == 3 * 2 * 3 * 4 * 4 * (2 + 2)
+
+    def test_of_experts_those_chosen_count(self):
+        routed = with_model(TEXT, period=(LayerKind(moe=MoE(num_experts=8, top_k=2, d_ff=88)),))
+        tokens, layers = 24 * 40, 2
+        assert step_flops(routed).matrices - step_flops(TEXT).matrices == 6 * tokens * layers * 48 * 8  # the router
+
+    def test_loops_and_recomputation_change_nothing(self):
+        looped = dataclasses.replace(TEXT, execution=Execution(scan=True, remat="full"))
+        assert step_flops(looped) == step_flops(TEXT)
+
+
+HLO = """\
+HloModule jit_step, entry_computation_layout={(f32[16]{0})->f32[16]{0}}
+
+%add (x: f32[], y: f32[]) -> f32[] {
+  ROOT %sum = f32[] add(%x, %y)
+}
+
+%cond (p: (s32[], f32[16])) -> pred[] {
+  ROOT %less = pred[] compare(%i, %n), direction=LT
+}
+
+%fused (p: bf16[4,6]) -> bf16[2,6] {
+  ROOT %rs = bf16[2,6]{1,0:T(8,128)} reduce-scatter(%p), channel_id=3, replica_groups=[2,4]<=[8], to_apply=%add
+}
+
+%body (p: (s32[], f32[16])) -> (s32[], f32[16]) {
+  %ar = f32[16]{0} all-reduce(%x), channel_id=1, replica_groups={{0,1,2,3},{4,5,6,7}}, to_apply=%add
+  %f = bf16[2,6] fusion(%y), kind=kCustom, calls=%fused
+}
+
+ENTRY %main (a: f32[16]) -> f32[16] {
+  %w = (s32[], f32[16]) while(%t), condition=%cond, body=%body, backend_config={"known_trip_count":{"n":"5"}}
+  %ag = (f32[3], f32[24]) all-gather-start(%a), channel_id=4, replica_groups={}, dimensions={0}
+  %agd = f32[24] all-gather-done(%ag)
+  %both = (f32[16]{0}, f32[]) all-reduce(%a, %b), channel_id=5, replica_groups={{0,1,2,3,4,5,6,7}}, to_apply=%add
+  ROOT %cp = (s8[40], s8[40], u32[], u32[]) collective-permute-start(%a), source_target_pairs={{0,1},{1,0}}
+}
+"""
+
+
+class TestCollectives:
+    def test_count_and_bytes_by_kind(self):
+        found, known = collectives(HLO, 8)
+        reduce, gather, scatter, permute = found
+        assert known
+        assert (reduce.kind, reduce.count, reduce.result_bytes) == ("all-reduce", 6, 5 * 64 + 68)
+        assert reduce.wire_bytes == 5 * 64 * 2 * 3 // 4 + 68 * 2 * 7 // 8
+        assert (gather.kind, gather.count, gather.result_bytes, gather.wire_bytes) == ("all-gather", 1, 96, 84)
+        assert (scatter.kind, scatter.count) == ("reduce-scatter", 5)
+        assert (scatter.result_bytes, scatter.wire_bytes) == (5 * 24, 5 * 24 * 3)
+        assert (permute.kind, permute.count, permute.result_bytes) == ("collective-permute", 1, 40)
+
+    def test_a_loop_of_unknown_turns_is_one_pass_and_told(self):
+        found, known = collectives(HLO.replace("known_trip_count", "other"), 8)
+        assert (found[0].count, known) == (2, False)
+
+    def test_a_silent_loop_of_unknown_turns_is_no_matter(self):
+        silent = HLO.replace(" all-reduce(%x)", " copy(%x)").replace("calls=%fused", "calls=%add")
+        text = silent.replace("known_trip_count", "other")
+        assert collectives(text, 8)[1]
+
+    def test_of_a_real_program(self):
+        """Data parallel over eight devices: each gradient, and so all parameters, go through all-reduces."""
+        recipe = dataclasses.replace(with_model(TEXT, num_layers=1), parallel=ParallelConfig(data=8))
+        placement = MeshPlacement(recipe)
+        found, known = collectives(placement.lower(batch_shapes(recipe)).compile().as_text(), 8)
+        parameters = sum(4 * leaf.size for leaf in jax.tree.leaves(placement.abstract_state().params))
+        assert known
+        assert {one.kind for one in found} == {"all-reduce"}
+        assert parameters <= found[0].result_bytes < 1.5 * parameters
+
+
+class TestRoofline:
+    CHIP = Chip(name="x", axes=2, example="1x1", pod=2, flops=100.0, hbm=1, hbm_bandwidth=10.0, ici_bandwidth=5.0)
+
+    def test_the_larger_of_compute_and_memory_and_collectives_beside(self):
+        topology = Topology(self.CHIP, (2, 1))
+        one = estimate(flops=600, hbm_bytes=20, wire_bytes=5, topology=topology)
+        assert (one.compute_seconds, one.memory_seconds, one.collective_seconds) == (3, 2, 1)
+        assert (one.seconds, one.mfu) == (4, 0.75)
+        assert estimate(flops=200, hbm_bytes=20, wire_bytes=0, topology=topology).seconds == 2
+
+    def test_a_core_has_its_share(self):
+        halves = Topology(dataclasses.replace(self.CHIP, devices=2), (2, 1))
+        one = estimate(flops=600, hbm_bytes=10, wire_bytes=5, topology=halves)
+        assert (one.compute_seconds, one.memory_seconds, one.collective_seconds) == (3, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("message", "sizes"),
+    [
+        ("RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 60.91G of 15.75G hbm.", (60.91, 15.75)),
+        ("total memory required for HLO temporaries (60.91G) exceeds available HBM (15.75G)", (60.91, 15.75)),
+    ],
+)
+def test_what_the_compiler_lacked(message, sizes):
+    assert memory_in_error(message) == tuple(round(size * 2**30) for size in sizes)
+    assert memory_in_error("RESOURCE_EXHAUSTED: something") is None
+
+
+def test_remedies_are_recipes():
+    """Each flag, put on a command line, gives a recipe that the mesh takes."""
+    from transformer.training.overrides import override
+
+    recipe = dataclasses.replace(TEXT, data=dataclasses.replace(TEXT.data, batch_size=32))
+    sizes = MeshPlacement(recipe).mesh.shape
+    flags = [remedy.partition(":")[0].split() for remedy in remedies(recipe, sizes, 4)[:-1]]
+    names = ["--parallel.fsdp", "--execution.remat", "--training.accumulation", "--data.batch-size", "--model.dtype"]
+    assert [flag[0] for flag in flags] == names
+    assert flags[2:4] == [["--training.accumulation", "4"], ["--data.batch-size", "8"]]
+    for flag in flags:
+        MeshPlacement(override(recipe, flag, program="x"))
+
+
+def test_remedies_that_would_fail_are_left_out():
+    recipe = dataclasses.replace(TEXT, training=TrainingConfig(accumulation=3), execution=Execution(remat="full"))
+    flags = [one.partition(" ")[0] for one in remedies(recipe, MeshPlacement(recipe).mesh.shape, 2)]
+    assert flags == ["--parallel.fsdp", "--model.dtype", "more"]
+
+
+def test_what_lowers_activations_helps_no_state_that_is_too_large():
+    flags = [one.partition(" ")[0] for one in remedies(TEXT, MeshPlacement(TEXT).mesh.shape, None)]
+    assert flags == ["--parallel.fsdp", "more"]
+
+
+@pytest.mark.parametrize(
+    ("needed", "available", "state", "times"), [(60, 16, 1, 4), (17, 16, 1, 2), (60, 16, 17, None), (136, 16, 1, 16)]
+)
+def test_how_much_smaller_activations_must_be(needed, available, state, times):
+    assert times_smaller(needed, available, state) == times
+
+
+def test_the_platform_is_another_only_inside():
+    with compiled_for("tpu"):
+        assert jax.default_backend() == "tpu"
+    assert jax.default_backend() == "cpu"
+
+
+def test_shapes_of_a_batch_are_where_its_arrays_would_be():
+    mesh = MeshPlacement(TEXT).mesh
+    (shape,) = placed_shapes({"tokens": jax.ShapeDtypeStruct((24, 40), jnp.int32)}, mesh).values()
+    assert shape.sharding.shard_shape(shape.shape) == (3, 40)
+
+
+class TestVerb:
+    def run(self, capsys, *words):
+        return main(["plan", *words]), *capsys.readouterr()
+
+    @pytest.mark.parametrize(
+        ("words", "message"),
+        [
+            ((), "a recipe comes first, got nothing"),
+            (("number_words",), "--topology is missing"),
+            (("number_word", "--topology", "v5e:1x1"), "Did you mean 'number_words'?"),
+            (("number_words", "--topology"), "--topology takes chips along each axis"),
+            (("number_words", "--topology", "v5e:4"), "Did you mean 'v5e:4x4'?"),
+            (("number_words", "--topology", "v5e:1x1", "--model.num-layer", "3"), "--model.num-layers"),
+        ],
+    )
+    def test_what_is_wrong_is_one_line(self, words, message, capsys):
+        code, out, err = self.run(capsys, *words)
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        assert message in err
+
+    def test_help(self, capsys):
+        code, out, _ = self.run(capsys, "--help")
+        assert code == 0
+        assert "--topology v5e:4x4" in out
+
+    def test_without_the_compiler(self, capsys, monkeypatch):
+        there = importlib.util.find_spec
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "libtpu" else there(name, *a))
+        code, out, err = self.run(capsys, "number_words", "--topology", "v5e:1x1")
+        assert (code, out, err.count("\n")) == (1, "", 1)
+        assert 'pip install "transformer-zoo[plan]"' in err
+
+
+TINY = ("--model.num-layers", "1", "--model.d-model", "128", "--data.batch-size", "8", "--execution.scan", "False")
+
+
+@pytest.mark.slow
+class TestCompiler:
+    @pytest.fixture(autouse=True)
+    def compiler(self):
+        pytest.importorskip("libtpu", reason='no TPU compiler: pip install "transformer-zoo[plan]"')
+
+    def plan(self, capsys, *words):
+        code = main(["plan", "shakespeare_cpu", *TINY, *words, "--json"])
+        out, err = capsys.readouterr()
+        assert err == ""
+        return code, json.loads(out)
+
+    def test_a_step_over_eight_chips(self, capsys):
+        code, plan = self.plan(capsys, "--topology", "v5e:2x4")
+        assert (code, plan["fits"], plan["mesh"]) == (0, True, "mesh: data 8")
+        assert plan["memory"]["parameters"] == 4 * plan["num_parameters"]
+        assert plan["memory"]["optimizer state"] == pytest.approx(8 * plan["num_parameters"], abs=64)
+        (reduce,) = [one for one in plan["collectives"] if one["kind"] == "all-reduce"]
+        assert reduce["result_bytes"] >= 4 * plan["num_parameters"]
+        assert plan["estimate"]["seconds"] > 0
+
+    def test_too_large_is_an_answer(self, capsys):
+        big = ("--model.vocab-size", "4000000", "--model.d-model", "1024")
+        code, plan = self.plan(capsys, "--topology", "v5e:1x1", *big)
+        assert (code, plan["fits"]) == (1, False)
+        assert plan["needed_bytes"] > plan["available_bytes"] > 15 * 2**30
+        assert [remedy.partition(" ")[0] for remedy in plan["remedies"]] == ["more"]

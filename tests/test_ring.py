@@ -1,0 +1,368 @@
+"""Ring attention: equal to one device in values and gradients, balanced, nothing gathered, memory by 1 / devices."""
+
+import collections
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from transformer.attention import MultiHeadAttention, dot_product_attention
+from transformer.config import ConfigError, Execution, TransformerConfig
+from transformer.kernels import Request, choose, chunked, reference_attention, ring_attention
+from transformer.masks import Mask
+from transformer.models import CausalLM
+from transformer.partitioning import mapped
+from transformer.positions import Rotary
+
+B, T, N, K, H, HV = 2, 48, 4, 2, 5, 7
+KEYS = jax.random.split(jax.random.key(0), 8)
+QUERY = jax.random.normal(KEYS[0], (B, T, N, H))
+KEY = jax.random.normal(KEYS[1], (B, T, K, H))
+VALUE = jax.random.normal(KEYS[2], (B, T, K, HV))
+SINKS = jax.random.normal(KEYS[3], (N,))
+OUT_GRAD = jax.random.normal(KEYS[4], (B, T, N, HV))
+PLAIN = {"bias": None, "scale": 0.7, "softcap": None, "sinks": None, "dropout_rate": 0.0, "dropout_key": None}
+
+
+def mesh(**sizes):
+    devices = jax.devices()[: np.prod(list(sizes.values()))]
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes), devices=devices)
+
+
+def value_and_grads(kernel, softcap=None, sinks=SINKS, arrays=(QUERY, KEY, VALUE), **options):
+    """The mask is an argument, so that masks of one structure share a program."""
+
+    def loss(query, key, value, sinks, mask):
+        extras = PLAIN | {"softcap": softcap, "sinks": sinks}
+        out, _ = kernel(query, key, value, mask=mask, **extras, **options)
+        return (out * OUT_GRAD[:, :, : out.shape[2]]).sum(), out
+
+    program = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2, 3), has_aux=True))
+    return lambda mask: program(*arrays, sinks, mask)
+
+
+def assert_close(got, expected, tolerance=2e-5):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance), got, expected)
+
+
+def masks(base, **rows):
+    """The same structure from rows that hide nothing or much: lengths, segments, offset."""
+    plain = {"lengths": [T, T], "segments": [T, 0, 0], "offset": [0, 0]}
+    cases = [plain] + [plain | {name: row} for name, row in rows.items()] + [plain | rows]
+    return [
+        (base & Mask.lengths(jnp.array(case["lengths"])) & segments(case["segments"])).shifted(
+            jnp.array(case["offset"])
+        )
+        for case in cases
+    ]
+
+
+def segments(sizes):
+    return Mask.segments(jnp.repeat(jnp.arange(3), jnp.array(sizes), total_repeat_length=T)[None])
+
+
+EIGHT, FOUR, TWO = {"context": 8}, {"data": 2, "context": 4}, {"data": 2, "context": 2, "tensor": 2}
+CASES = {
+    "causal on 8": (EIGHT, masks(Mask.causal(), lengths=[29, 0], segments=[11, 30, 7], offset=[-3, 4]), {}, {}),
+    "all on 2 x 2 x 2, blocks that do not divide": (
+        TWO,
+        masks(Mask.causal() & Mask.window(19), lengths=[20, 9], segments=[13, 20, 15]),
+        {"softcap": 3.0},
+        {"block": 5},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ring_equals_reference_in_values_and_gradients(case):
+    sizes, masks, options, block = CASES[case]
+    reference, ring = (
+        value_and_grads(reference_attention, **options),
+        value_and_grads(ring_attention, **options, **block),
+    )
+    for mask in masks:
+        expected = reference(mask)
+        with jax.set_mesh(mesh(**sizes)):
+            assert_close(ring(mask), expected)
+
+
+def test_heads_that_do_not_divide_stay_whole():
+    """Three key heads over two devices, one row over two: all devices compute them, and gradients count once.
+
+    Not causal, so that each device works on the chunks that lie on it.
+    """
+    arrays = [jax.random.normal(key, (1, 24, heads, 3)) for key, heads in zip(KEYS[:3], (6, 3, 3), strict=True)]
+
+    def run(kernel):
+        def loss(*arrays):
+            return jnp.square(kernel(*arrays, mask=Mask.window(11), **PLAIN)[0]).sum()
+
+        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))(*arrays)
+
+    expected = run(reference_attention)
+    with jax.set_mesh(mesh(**TWO)):
+        assert_close(run(ring_attention), expected)
+
+
+def test_bfloat16_with_a_row_that_sees_nothing():
+    half = [x.astype(jnp.bfloat16) for x in (QUERY, KEY, VALUE)]
+    mask = Mask.causal() & Mask.lengths(jnp.array([T, 0]))
+    expected = value_and_grads(reference_attention, sinks=None)(mask)
+    with jax.set_mesh(mesh(**FOUR)):
+        got = value_and_grads(ring_attention, sinks=None, arrays=half)(mask)
+    (_, out), grads = got
+    assert {x.dtype for x in (out, *grads[:3])} == {jnp.dtype(jnp.bfloat16)}
+    for x in (out, *grads[:3]):
+        assert (x[1] == 0).all()
+        assert np.isfinite(x.astype(jnp.float32)).all()
+    assert_close([x.astype(jnp.float32) for x in (out, *grads[:2])], [expected[0][1], *expected[1][:2]], 0.06)
+
+
+@pytest.mark.parametrize(("mask", "each"), [(Mask.causal(), 9), (Mask(), 16), (Mask.causal() & Mask.window(2), 4)])
+def test_every_device_computes_as_many_pairs_of_chunks(mask, each, monkeypatch):
+    """Counted while it runs. Contiguous halves of 8 chunks under a causal mask would give 3, 7, 11 and 15."""
+    counts = collections.Counter()
+    forward = chunked._forward
+
+    def counted(*arguments):
+        jax.debug.callback(lambda device: counts.update([int(device)]), jax.lax.axis_index("context"))
+        return forward(*arguments)
+
+    monkeypatch.setattr(chunked, "_forward", counted)
+    with jax.set_mesh(mesh(context=4)):
+        run = jax.jit(lambda *arrays: ring_attention(*arrays, mask=mask, **PLAIN)[0])
+        run(QUERY[:1], KEY[:1], VALUE[:1]).block_until_ready()
+    jax.effects_barrier()
+    assert counts.keys() == {0, 1, 2, 3}
+    assert max(counts.values()) - min(counts.values()) <= 1
+    assert max(counts.values()) == each
+
+
+def compiled_gradient(implementation, length, devices, bias=None):
+    """Gradients of causal attention by all three arguments, split along the length."""
+    ring = mesh(context=devices)
+    split = NamedSharding(ring, PartitionSpec(None, "context"))
+    array = jax.ShapeDtypeStruct((1, length, 2, 8), jnp.float32, sharding=split)
+
+    def loss(query, key, value):
+        out = dot_product_attention(query, key, value, mask=Mask.causal(), bias=bias, implementation=implementation)
+        return out.sum()
+
+    with jax.set_mesh(ring):
+        gradient = jax.jit(jax.grad(loss, argnums=(0, 1, 2)), out_shardings=(split,) * 3)
+        return gradient.lower(array, array, array).compile()
+
+
+def collectives(compiled):
+    return collections.Counter(
+        re.findall(r"\b(all-gather|all-reduce|all-to-all|collective-permute)\(", compiled.as_text())
+    )
+
+
+def test_nothing_is_gathered_and_memory_is_that_of_a_part():
+    two, eight = compiled_gradient("ring", 32_768, 2), compiled_gradient("auto", 32_768, 8)
+    for compiled in (two, eight):
+        assert collectives(compiled).keys() == {"collective-permute"}
+    sizes = [compiled.memory_analysis().temp_size_in_bytes for compiled in (two, eight)]
+    assert sizes[1] < 0.35 * sizes[0]
+
+
+def test_attention_with_rotary_positions_leaves_the_length_split():
+    x = jax.random.normal(KEYS[5], (B, 16, 12))
+    attention = MultiHeadAttention(num_heads=4, num_kv_heads=2, head_dim=6, position=Rotary())
+    params = jax.jit(attention.init)(KEYS[6], x)
+
+    def run(params, x):
+        return attention.apply(params, x, mask=Mask.causal() & Mask.lengths(jnp.array([16, 11])))[0]
+
+    expected = jax.jit(run)(params, x)
+    four = mesh(**FOUR)
+    with jax.set_mesh(four):
+        split = jax.device_put(x, NamedSharding(four, PartitionSpec("data", "context")))
+        compiled = jax.jit(run).lower(params, split).compile()
+        got = compiled(params, split)
+    assert_close(got, expected)
+    assert got.sharding.spec[:2] == ("data", "context")
+    assert collectives(compiled).keys() == {"collective-permute"}
+
+
+def test_a_whole_model_is_the_same_on_a_mesh():
+    config = TransformerConfig(vocab_size=11, d_model=12, num_layers=2, num_heads=2, d_ff=8, position="rotary")
+    tokens = jax.random.randint(KEYS[7], (4, 16), 0, 11)
+    model = CausalLM(config, Execution(scan=True, remat="full"))
+    params = jax.jit(CausalLM(config).init)(KEYS[6], tokens)
+
+    def loss(params, tokens):
+        logits = model.apply(params, tokens)
+        return -jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[..., None], -1).mean()
+
+    expected = jax.jit(jax.value_and_grad(loss))(params, tokens)
+    four = mesh(**FOUR)
+    with jax.set_mesh(four):
+        split = jax.device_put(tokens, NamedSharding(four, PartitionSpec("data", "context")))
+        compiled = jax.jit(jax.value_and_grad(loss)).lower(params, split).compile()
+        got = compiled(params, split)
+    assert_close(got, expected)
+    assert collectives(compiled)["collective-permute"] > 0
+
+
+def request(queries=32, keys=None, weights=False, length_ways=4, **facts):
+    keys = queries if keys is None else keys
+    return Request(num_queries=queries, num_keys=keys, return_weights=weights, length_ways=length_ways, **facts)
+
+
+REFUSED = {
+    "no mesh": (request(length_ways=1), "run here: no mesh is in force"),
+    "weights": (request(weights=True), "return attention weights"),
+    "bias": (request(has_bias=True), "add a bias"),
+    "dropout": (request(has_dropout=True), "drop attention weights"),
+    "array": (request(has_dense_mask=True), "apply a mask array"),
+    "cross": (request(32, 48), "attend from 32 queries to 48 keys"),
+    "length": (request(36), "split 36 positions: on 4 devices it takes a multiple of 8"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_the_ring_can_not_do_says_who_can(case):
+    asked, message = REFUSED[case]
+    able = ["reference"] if asked.return_weights else ["reference", "chunked"]
+    able += ["gathered"] if asked.length_ways > 1 and not asked.return_weights else []
+    with pytest.raises(
+        ConfigError, match=rf"the ring attention kernel can't {message}.*\. Use {' or '.join(able)}, or"
+    ):
+        choose("ring", asked)
+    assert choose("auto", asked) == "reference"
+
+
+GATHERED_REFUSED = {
+    "no mesh": (request(length_ways=1), "run here: no mesh is in force"),
+    "weights": (request(weights=True), "return attention weights"),
+    "length": (request(34), "split 34 queries: on 4 devices it takes a multiple of 4"),
+}
+
+
+@pytest.mark.parametrize("case", GATHERED_REFUSED)
+def test_what_gathered_attention_can_not_do_says_who_can(case):
+    asked, message = GATHERED_REFUSED[case]
+    with pytest.raises(ConfigError, match=rf"the gathered attention kernel can't {message}.*\. Use reference"):
+        choose("gathered", asked)
+
+
+def test_auto_takes_the_ring_where_the_length_is_split():
+    assert choose("auto", request()) == "ring"
+    assert choose("ring", request()) == "ring"
+    assert choose("chunked", request()) == "chunked"
+    assert choose("auto", request(256, has_bias=True)) == "reference"  # 256 x 64 scores a device
+    assert choose("auto", request(512, has_bias=True)) == "gathered"
+    assert choose("auto", request(512, 24_000)) == "gathered"
+    assert choose("auto", request(513)) == "chunked"  # does not divide: the length is whole on each device
+    with pytest.raises(
+        ConfigError, match=r"one of auto, reference, chunked, ring, gathered, got 'rings'. Did you mean 'ring'"
+    ):
+        choose("rings", request())
+
+
+FACTS = {
+    "bias": {"bias": lambda queries, keys: -jnp.abs(queries[:, None] - keys[None, :]) * 0.1},
+    "dropout": {"dropout_rate": 0.5, "dropout_key": KEYS[0]},
+    "array": {"mask": jnp.tri(T, dtype=bool)},
+    "cross": {"key": KEY[:, :24], "value": VALUE[:, :24]},
+    "weights": {"return_weights": True},
+}
+
+
+@pytest.mark.parametrize("fact", FACTS)
+def test_attention_tells_the_choice_what_is_asked(fact):
+    arguments = {"query": QUERY, "key": KEY, "value": VALUE} | FACTS[fact]
+    expected = jax.jit(lambda: dot_product_attention(**arguments))()
+    with jax.set_mesh(mesh(**FOUR)):
+        with pytest.raises(ConfigError, match=REFUSED[fact][1].partition(" from")[0]):
+            dot_product_attention(**arguments, implementation="ring")
+        assert_close(jax.jit(lambda: dot_product_attention(**arguments))(), expected)
+
+
+def biased(table):
+    return lambda queries, keys: table[:, queries[:, None] - keys[None, :] + T - 1][None]
+
+
+ARRAY = Mask.array(jax.random.bernoulli(KEYS[6], 0.4, (B, N, T, T)))
+GATHERED = {
+    "self": (KEY, VALUE, ARRAY & segments([11, 30, 7]) & Mask.causal() & Mask.window(19)),
+    "cross": (KEY[:, :23], VALUE[:, :23], Mask.lengths(jnp.array([9, 0]))),
+}
+
+
+@pytest.mark.parametrize("case", GATHERED)
+def test_gathered_equals_reference_in_values_and_gradients(case):
+    key, value, mask = GATHERED[case]
+
+    def run(implementation):
+        def loss(query, key, value, table, sinks):
+            options = {"mask": mask, "softcap": 3.0, "sinks": sinks, "bias": biased(table)}
+            out = dot_product_attention(query, key, value, **options, implementation=implementation)
+            return (out * OUT_GRAD).sum(), out
+
+        program = jax.jit(jax.value_and_grad(loss, argnums=range(5), has_aux=True))
+        return program(QUERY, key, value, jax.random.normal(KEYS[5], (N, 2 * T)), SINKS)
+
+    expected = run("reference")
+    with jax.set_mesh(mesh(**FOUR)):
+        assert_close(run("gathered"), expected)
+
+
+def test_gathered_attention_gathers_keys_and_values_alone_and_memory_is_linear():
+    def bias(queries, keys):
+        return -0.1 * (queries[:, None] - keys[None, :])
+
+    short, long = (compiled_gradient("auto", length, 8, bias) for length in (8192, 16_384))
+    assert 0 < collectives(short)["all-gather"] <= 4  # keys and values, once forward and once backward
+    sizes = [compiled.memory_analysis().temp_size_in_bytes for compiled in (short, long)]
+    assert sizes[1] < 2.2 * sizes[0]
+
+
+def test_gathered_attention_drops_its_share_elsewhere_on_each_device():
+    ones = jnp.ones((B, T, K, 1))
+    options = {"dropout_rate": 0.25, "dropout_key": KEYS[0], "implementation": "gathered"}
+    with jax.set_mesh(mesh(**FOUR)):
+        out = jax.jit(lambda: dot_product_attention(QUERY * 0, KEY, ones, **options))()
+    assert out.mean() == pytest.approx(1.0, abs=0.02)
+    parts = np.asarray(out).reshape(B, 4, T // 4, N)
+    assert (parts[:, 0] != parts[:, 1]).mean() > 0.5
+
+
+class TestMapped:
+    def test_each_device_sees_its_part(self):
+        x = jnp.arange(24.0).reshape(4, 6)
+
+        def double(x, scale):
+            assert x.shape == (2, 3)
+            assert scale.shape == (3,)
+            return x * scale[None]
+
+        with jax.set_mesh(mesh(data=2, context=2)):
+            run = jax.jit(mapped(double, [("batch", "length"), ("length",)], ("batch", "length")))
+            np.testing.assert_array_equal(run(x, 2.0 + jnp.zeros(6)), 2 * x)
+
+    def test_a_name_that_does_not_divide_everywhere_splits_nowhere(self):
+        def shapes(x, y):
+            assert (x.shape, y.shape) == ((2, 6), (5,))
+            return x
+
+        with jax.set_mesh(mesh(data=2, context=2)):
+            jax.jit(mapped(shapes, [("batch", "length"), ("length",)], ("batch", "length")))(
+                jnp.ones((4, 6)), jnp.ones(5)
+            )
+
+    def test_without_a_mesh_it_is_the_function(self):
+        def whole(x):
+            assert x.shape == (4, 6)
+            return x
+
+        assert mapped(whole, [("batch", "length")], ("batch", "length"))(jnp.ones((4, 6))).shape == (4, 6)
+
+    def test_names_are_counted(self):
+        with pytest.raises(ValueError, match=r"mapped takes one name an axis: got \('batch',\) for .* \(4, 6\)"):
+            mapped(lambda x: x, [("batch",)], ("batch",))(jnp.ones((4, 6)))
