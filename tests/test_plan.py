@@ -9,12 +9,16 @@ import jax.numpy as jnp
 import pytest
 
 from transformer.__main__ import main
+from transformer.cli.plan import lines
 from transformer.config import ConfigError, Execution, LayerKind, MoE, TransformerConfig
 from transformer.data.configs import NumberWords, ParallelText, TextFile, TinyShakespeare, TokenizerConfig
 from transformer.plan import (
     CHIPS,
     Chip,
+    Collective,
     CompilerError,
+    Flops,
+    Plan,
     Topology,
     batch_shapes,
     chips,
@@ -322,6 +326,38 @@ class TestVerb:
         code, out, err = self.run(capsys, "number_words", "--topology", "v5e:1x1")
         assert (code, out, err.count("\n")) == (1, "", 1)
         assert 'pip install "transformer-zoo[plan]"' in err
+
+
+def test_what_is_printed():
+    topology = parse_topology("v2:2x2")
+    plan = Plan(
+        fits=True,
+        mesh="mesh: data 8",
+        num_parameters=1234,
+        memory={"parameters": 3 * 2**20, "averaged parameters": 0, "batch": 700},
+        needed_bytes=3 * 2**20 + 700,
+        available_bytes=8 * 2**30,
+        batch_tokens=100,
+        flops=Flops(matrices=3000, attention=1000),
+        collectives=[Collective("all-reduce", 2, 4096, 7168)],
+        loops_known=False,
+        estimate=estimate(4000, 100, 7168, topology),
+        remedies=[],
+        seconds=1.0,
+    )
+    text = "\n".join(lines("x", topology, ["y"], plan, looped=True))
+    assert "x on v2:2x2: 4 chips, 8 GiB a core; mesh: data 8\nassumed: y\nfits: 3.00 MiB of 8 GiB a core\n" in text
+    assert "40 a token, 1,234 parameters; 25.0 % in scores" in text
+    assert "collectives (per pass of a loop): 2 all-reduce of 4.00 KiB a step" in text
+    assert "averaged" not in text
+    assert "estimate, not a measurement" in text
+    small = dataclasses.replace(plan, fits=False, available_bytes=2**20, estimate=None, remedies=["--a 2: b"])
+    text = "\n".join(lines("x", topology, [], small, looped=False))
+    assert "does not fit: it needs 3.00 MiB of 1.00 MiB a core" in text
+    assert "  try --a 2: b\n" in text
+    assert "collectives" not in text
+    unread = dataclasses.replace(plan, collectives=None)
+    assert "plus collectives (not counted)" in "\n".join(lines("x", topology, [], unread, looped=False))
 
 
 TINY = ("--model.num-layers", "1", "--model.d-model", "128", "--data.batch-size", "8", "--execution.scan", "False")

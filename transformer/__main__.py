@@ -29,6 +29,12 @@ def _inspect(arguments: Sequence[str]) -> int | None:
     return main(arguments)
 
 
+def _plan(arguments: Sequence[str]) -> int | None:
+    from transformer.cli.plan import main
+
+    return main(arguments)
+
+
 def _devices(arguments: Sequence[str]) -> int | None:
     from transformer.cli.devices import main
 
@@ -48,6 +54,7 @@ VERBS = {
     "evaluate": Verb(_evaluate, "loss, perplexity and exact matches of a trained model on held-out data"),
     "inspect": Verb(_inspect, "attention maps of a model, as PNG; what a formula does: --scale, --positions, --memory"),
     "devices": Verb(_devices, "accelerators of this machine, and what JAX computes on"),
+    "plan": Verb(_plan, "whether a recipe fits a TPU that is not there: memory, collectives, an estimate of the time"),
 }
 """verbs by name, in the order of usage"""
 

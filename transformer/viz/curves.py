@@ -78,7 +78,7 @@ def compare_losses(
     for name, value in (bounds or {}).items():
         axes.axhline(value, color=_INK, linewidth=1.0, linestyle=(0, (5, 3)))
         axes.annotate(
-            f"{name}: {value:.3f}", (right, value), (0, 3), textcoords="offset points", ha="right", color=_INK
+            f"{name}: {value:.3f}", (right, value), (0, -4), textcoords="offset points", ha="right", va="top", color=_INK
         )
     axes.set_ylim(*_limits(runs, bounds or {}))
     axes.legend(frameon=False, title="last value", title_fontsize=9)

@@ -1,0 +1,118 @@
+"""Operations of a training step, counted from the model; what the data would decide is assumed aloud."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from transformer.config import ConfigError, LayerKind
+from transformer.data.configs import NumberWords
+from transformer.training.recipe import Recipe
+from transformer.training.state import abstract_state
+
+ASSUMED_LENGTH = 64
+"""tokens of a source or target where the recipe leaves that to the data"""
+ASSUMED_VOCABULARY = {"char": 128, "byte": 259, "bpe": 8192}
+"""tokens of a vocabulary by the kind of tokenizer, where the recipe leaves that to the data"""
+
+
+def without_data(recipe: Recipe) -> tuple[Recipe, list[str]]:
+    """The recipe with what the data would decide filled in, and a sentence for each of these.
+
+    Raises:
+        ConfigError: a vocabulary that nothing but the data can tell.
+    """
+    assumed, data = [], recipe.data
+    if recipe.model.vocab_size is None:
+        kind = data.tokenizer.kind
+        size = (
+            data.tokenizer.vocab_size or ASSUMED_VOCABULARY.get(kind) or (128 if isinstance(data, NumberWords) else 0)
+        )
+        if not size:
+            raise ConfigError(
+                f"the {kind} vocabulary follows from the data, which is not read. Give --model.vocab-size."
+            )
+        recipe = dataclasses.replace(recipe, model=recipe.model.replace(vocab_size=size))
+        assumed.append(f"a vocabulary of {size:,} (--model.vocab-size)")
+    if recipe.task == "seq2seq":
+        free = [field for field in ("max_source_length", "max_target_length") if getattr(data, field) is None]
+        length = min(ASSUMED_LENGTH, recipe.model.max_length or ASSUMED_LENGTH)
+        recipe = dataclasses.replace(recipe, data=dataclasses.replace(data, **dict.fromkeys(free, length)))
+        assumed += [f"{f[4:10]}s of {length} tokens (--data.{f.replace('_', '-')})" for f in free]
+    return recipe, assumed
+
+
+def batch_shapes(recipe: Recipe) -> dict[str, jax.ShapeDtypeStruct]:
+    """A training batch of a recipe whose lengths are known, as shapes."""
+    rows, data = recipe.data.batch_size, recipe.data
+    pairs = recipe.task == "seq2seq"
+    length = data.max_target_length if pairs else data.sequence_length
+    shapes = dict.fromkeys(("tokens", "targets"), ((rows, length), jnp.int32))
+    shapes["weights"] = ((rows, length), jnp.float32)
+    if pairs:
+        shapes |= {"source": ((rows, data.max_source_length), jnp.int32), "source_lengths": ((rows,), jnp.int32)}
+    return {name: jax.ShapeDtypeStruct(*shape) for name, shape in shapes.items()}
+
+
+@dataclass(frozen=True)
+class Flops:
+    """Floating-point operations of a training step over all devices, by what does them."""
+
+    matrices: int
+    """products with parameters"""
+    attention: int
+    """scores and weighted sums"""
+
+    @property
+    def total(self) -> int:
+        """Both."""
+        return self.matrices + self.attention
+
+
+def step_flops(recipe: Recipe) -> Flops:
+    """Operations of a training step, counted from model and shapes (Chowdhery et al. 2022, arXiv 2204.02311, B).
+
+    Forward: 2 x parameters x tokens for each matrix (of routed experts, those chosen), and 2 T S N (H + Hv) a row for
+    each attention, whole: neither causality nor a window is taken off, though a kernel may save by them. Backward is
+    twice that. What remat computes again, norms, softmax and optimizer are not counted.
+    """
+    model, shapes = recipe.model, batch_shapes(recipe)
+    rows, length = shapes["tokens"].shape
+    source = shapes["source"].shape[1] if "source" in shapes else 0
+    matrices = 0
+    for path, leaf in jax.tree_util.tree_flatten_with_path(abstract_state(recipe).params)[0]:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        tied = name == "embedding/embedding" and model.tie_embeddings
+        if not (tied or name.endswith("kernel")):
+            continue
+        reads_source = name.startswith("encoder/") or re.search(r"cross_attention/(key|value)/", name)
+        size = leaf.size
+        if "/experts/" in name:
+            moe = _kind_at(recipe, name).moe
+            size = size * moe.top_k // moe.num_experts
+        matrices += 2 * size * rows * (source if reads_source and source else length)
+
+    def scores(queries, keys):
+        return 2 * rows * queries * keys * model.num_heads * (model.size_of_head + model.size_of_value)
+
+    def self_attentions(layers):
+        kinds = [*model.prefix, *model.suffix]
+        kinds += model.period * ((layers - len(kinds)) // len(model.period))
+        return sum(kind.self_attention for kind in kinds)
+
+    if source:
+        attention = self_attentions(model.encoder_layers) * scores(source, source)
+        attention += self_attentions(model.decoder_layers) * scores(length, length)
+        attention += model.decoder_layers * scores(length, source)
+    else:
+        attention = self_attentions(model.num_layers) * scores(length, length)
+    return Flops(3 * matrices, 3 * attention)
+
+
+def _kind_at(recipe: Recipe, path: str) -> LayerKind:
+    where, index = re.search(r"(prefix|slot|suffix)_(\d+)/", path).groups()
+    return getattr(recipe.model, {"slot": "period"}.get(where, where))[int(index)]
