@@ -23,9 +23,10 @@ def write_page(results: Results, labels: Mapping[str, tuple[str, str]], docs: Pa
     `labels` gives (table, label) of each run by name.
     """
     runs, bounds = results["runs"], {BOUNDS[name]: results["bounds"][name] for name in BOUNDS}
+    entropy = {"bigram entropy": results["bounds"]["entropy"]}
     for picture, title, tables, shown in (
         ("without_attention", "Tiny Shakespeare, held-out loss", ("main",), bounds),
-        ("ablations", "One part taken away, held-out loss", ("main", "parts"), bounds),
+        ("ablations", "One part taken away, held-out loss", ("main", "parts"), entropy),
         ("norm_and_warmup", "Six layers, 500 steps, held-out loss", ("norm",), {}),
     ):
         curves = {label: runs[name]["eval"] for name, (table, label) in labels.items() if table in tables}

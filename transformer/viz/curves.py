@@ -77,9 +77,8 @@ def compare_losses(
     right = max(points[-1][0] for points in runs.values())
     for name, value in (bounds or {}).items():
         axes.axhline(value, color=_INK, linewidth=1.0, linestyle=(0, (5, 3)))
-        axes.annotate(
-            f"{name}: {value:.3f}", (right, value), (0, -4), textcoords="offset points", ha="right", va="top", color=_INK
-        )
+        text = {"textcoords": "offset points", "ha": "right", "va": "top", "color": _INK}
+        axes.annotate(f"{name}: {value:.3f}", (right, value), (0, -4), **text)
     axes.set_ylim(*_limits(runs, bounds or {}))
     axes.legend(frameon=False, title="last value", title_fontsize=9)
     _write(figure, png_path)
