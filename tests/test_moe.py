@@ -262,8 +262,8 @@ TOKENS = jax.random.randint(jax.random.key(3), (3, 11), 0, VOCABULARY)
     ("norm_position", "execution"),
     [
         ("pre", Execution(scan=False)),
-        ("post", Execution(remat="names")),
-        ("pre_without_residual", Execution(remat="full")),
+        pytest.param("post", Execution(remat="names"), marks=pytest.mark.slow),
+        pytest.param("pre_without_residual", Execution(remat="full"), marks=pytest.mark.slow),
     ],
 )
 def test_scan_unroll_and_remat_change_nothing(norm_position, execution):
@@ -332,7 +332,7 @@ def test_with_a_cache_logits_are_those_without():
     np.testing.assert_allclose(jnp.concatenate(found, axis=1), expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("task", ["causal_lm", "seq2seq"])
+@pytest.mark.parametrize("task", ["causal_lm", pytest.param("seq2seq", marks=pytest.mark.slow)])
 def test_the_step_minimizes_both_losses_and_any_split_gives_the_same(task):
     batch = tiny_batch(task)
     batch["weights"] = batch["weights"].at[6:].set(0.0)

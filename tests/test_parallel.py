@@ -64,8 +64,18 @@ def alone():
     return get
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("task", ["causal_lm", "seq2seq"])
+QUICK = {("causal_lm", "fsdp x8"), ("causal_lm", "context x4, data x2")}
+QUICK |= {("seq2seq", "tensor x4, data x2"), ("seq2seq", "fsdp x2, tensor x2, data x2")}
+
+
+@pytest.mark.parametrize(
+    ("task", "layout"),
+    [
+        pytest.param(task, layout, marks=() if (task, layout) in QUICK else pytest.mark.slow)
+        for task in ("causal_lm", "seq2seq")
+        for layout in LAYOUTS
+    ],
+)
 def test_any_mesh_gives_the_same_losses(task, layout, alone):
     """With dropout: keys are partitionable, so the same numbers are drawn wherever they are drawn."""
     expected, state = alone(task, 0.2)
