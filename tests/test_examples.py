@@ -156,6 +156,33 @@ def test_export_is_read_without_the_library(tmp_path):
     np.testing.assert_array_equal(logits.argmax(-1), [[1, 2, 3, 4, 5], [6, 7, 8, 9, 0]])  # it was trained
 
 
+def test_la_pizza_walks_through_the_sizes_of_the_paper():
+    found = load("la_pizza").main()
+    shapes = {size.place.rpartition("/")[2]: size.shape for size in found}
+    assert shapes["query"] == shapes["key"] == shapes["value"] == (1, 6, 8, 64)
+    assert [size.shape for size in found if size.axes == "B N T S"] == [(1, 8, 6, 6)]
+    assert {size.repeats for size in found if "layers" in size.place} == {6}
+
+
+def test_la_sopa_runs_to_its_pictures(tmp_path, capsys):
+    """Two steps teach nothing; the whole way is there."""
+    module = load("la_sopa")
+    text = " ".join(module.sentences())
+    assert "La sopa se cocinó en la olla" not in text
+    assert "La sopa se cocinó en el horno y estaba rica" in text
+    assert "El guiso se cocinó en la olla y estaba rico" in text
+    assert len(module.main(str(tmp_path), steps=2)) == 3
+    assert len(list((tmp_path / "attention").glob("*.png"))) == 2
+    assert "query = x W_Q" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_la_sopa_learns_the_gender_of_the_dish(tmp_path):
+    answers = load("la_sopa").main(str(tmp_path))
+    endings = {prompt.split()[1]: word[-1] for prompt, word in answers.items()}
+    assert endings == {"sopa": "a", "carne": "a", "arroz": "o"}
+
+
 def test_the_documented_command():
     name = "scanned_block"
     done = subprocess.run(
