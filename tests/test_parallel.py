@@ -12,6 +12,7 @@ from transformer.config import ConfigError
 from transformer.data.configs import TextFile
 from transformer.sharding import ParallelConfig, mesh_sizes, parameter_spec
 from transformer.training.parallel import MeshPlacement, PmapPlacement, place
+from transformer.training.recipe import from_json, to_json
 from transformer.training.state import parameter_paths
 
 MODEL = {"d_model": 16, "num_heads": 4, "num_layers": 2, "d_ff": 24, "position": "rotary"}
@@ -220,3 +221,13 @@ def test_the_step_can_be_looked_at():
     text = placement.lower(next(batches("causal_lm", 1))).compile().as_text()
     assert "all-gather" in text
     assert jnp.float32 == placement.abstract_state().params["embedding"]["embedding"].dtype
+
+
+def test_a_recipe_written_before_these_fields_is_read():
+    recipe = recipe_for("causal_lm", ParallelConfig())
+    values = to_json(recipe)
+    del values["recipe"]["parallel"], values["recipe"]["model"]["period"][0]["self_attention"]
+    assert from_json(values) == recipe
+    del values["recipe"]["model"]["period"][0]["window"]
+    with pytest.raises(ConfigError, match=r"model.period\[0\] lacks window"):
+        from_json(values)
