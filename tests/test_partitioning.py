@@ -2,8 +2,9 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from transformer.partitioning import constrain, ways
 
@@ -30,6 +31,14 @@ def test_with_a_mesh_axes_go_where_the_table_says():
     with jax.set_mesh(mesh(data=2, fsdp=2, other=2)):
         placed = jax.jit(lambda x: constrain(x, "batch", "length", "heads", None))(x)
         assert placed.sharding.spec[0] == ("data", "fsdp")
+
+
+def test_what_nothing_splits_is_made_whole():
+    x = jax.device_put(jnp.ones((8, 6)), NamedSharding(mesh(fsdp=4, tensor=2), PartitionSpec("fsdp", "tensor")))
+    with jax.set_mesh(x.sharding.mesh):
+        whole = jax.jit(lambda x: constrain(x, "embed", "embed"))(x)
+    assert whole.sharding.is_fully_replicated
+    np.testing.assert_array_equal(whole, x)
 
 
 def test_names_are_checked():

@@ -170,7 +170,10 @@ class Embedding(nn.Module):
 
     def __call__(self, tokens: Tokens) -> Hidden:
         """(B, T) -> (B, T, D). An id outside the table gives NaN: compiled code can't raise, and must not guess."""
-        return jnp.take(self.embedding, tokens, axis=0, mode="fill").astype(self.dtype)
+        # Rows of the table whole, before they are looked up: split, XLA would look up parts of all rows of the batch.
+        table = constrain(self.embedding, "vocab", "embed")
+        x = jnp.take(table, tokens, axis=0, mode="fill").astype(self.dtype)
+        return constrain(x, "batch", "length", "embed")
 
     def attend(self, x: Hidden) -> Logits:
         """(B, T, D) -> (B, T, V): the product with each row of the table."""

@@ -47,7 +47,8 @@ def ways(name: str) -> int:
 
 
 def constrain(x: jax.Array, *names: str | None) -> jax.Array:
-    """Places `x`, of any shape, by the logical name of each axis (None: anywhere). What doesn't divide stays whole.
+    """Places `x`, of any shape, by the logical name of each axis (None: whole). What doesn't divide is whole, too; an
+    array of which nothing is split is then brought together on every device.
 
     Raises:
         ValueError: an unknown name, or not one name an axis.
@@ -56,9 +57,15 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
         raise ValueError(f"constrain takes one name an axis: got {len(names)} names for an array of shape {x.shape}.")
     wanted = [mesh_axes(name) for name in names]
     placed = [axes if size % math.prod(_sizes(axes)) == 0 else () for size, axes in zip(x.shape, wanted, strict=True)]
-    if not any(placed):
+    if not _splits_anything():
         return x
     return jax.lax.with_sharding_constraint(x, PartitionSpec(*(axes or None for axes in placed)))
+
+
+def _splits_anything() -> bool:
+    mesh = jax.sharding.get_abstract_mesh()
+    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return any(kind == AxisType.Auto and mesh.shape[axis] > 1 for axis, kind in types)
 
 
 def _sizes(axes: tuple[str, ...]) -> list[int]:
