@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -27,6 +27,7 @@ from transformer.data import Dataset, prepare
 from transformer.training import Recipe
 from transformer.training.loop import train
 from transformer.training.overrides import find_recipe, load_recipe_file
+from transformer.training.summary import Summary
 from transformer.viz.records import read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -118,9 +119,8 @@ def conditional_loss(seen: np.ndarray, model: np.ndarray) -> float:
     return float(-(seen[present] * np.log(frequencies[present])).sum() / seen.sum())
 
 
-def outcome(workdir: Path, run: Callable[[], Any]) -> dict[str, Any]:
+def outcome(workdir: Path, summary: Summary) -> dict[str, Any]:
     """What is kept of a run: sizes, curves, and a text of its own."""
-    summary = run()
     if summary.stop_code is not None:
         raise SystemExit(summary.exit_code)  # a signal stopped this run: the next call goes on with it
     records = read_metrics(workdir / "metrics.jsonl")
@@ -154,7 +154,7 @@ def main() -> None:
         results["made"] = f"{date.today().isoformat()}, {jax.devices()[0].device_kind}, jax {jax.__version__}"
         for name in options.only or VARIANTS:
             recipe, workdir = VARIANTS[name].recipe(base, name), ROOT / "runs" / "ablations" / name
-            results["runs"][name] = outcome(workdir, lambda r=recipe, w=workdir: train(r, w))
+            results["runs"][name] = outcome(workdir, train(recipe, workdir))
             RESULTS.write_text(json.dumps(results) + "\n", encoding="utf-8")
     if missing := VARIANTS.keys() - results["runs"].keys():
         print(f"the page is written when all runs are there; not yet: {', '.join(sorted(missing))}")

@@ -90,7 +90,7 @@ def test_attention_is_worth_what_the_page_says():
     results = json.loads(RESULTS.read_text(encoding="utf-8"))
     bounds, losses = results["bounds"], {name: run["eval_loss"] for name, run in results["runs"].items()}
     for name in (name for name in losses if name.startswith("no_attention")):
-        assert bounds["entropy"] < losses[name] < bounds["learnt"] + 0.05, name
+        assert bounds["entropy"] < losses[name] < bounds["learnt"] + 0.01, name  # what a seed may change
     assert losses["attention"] < bounds["entropy"] - 0.5
 
 

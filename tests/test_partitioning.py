@@ -4,9 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from transformer.partitioning import constrain, ways
+from transformer.kernels import Request, choose
+from transformer.partitioning import constrain, platform, ways
 
 
 def mesh(**sizes):
@@ -39,6 +40,18 @@ def test_what_nothing_splits_is_made_whole():
         whole = jax.jit(lambda x: constrain(x, "embed", "embed"))(x)
     assert whole.sharding.is_fully_replicated
     np.testing.assert_array_equal(whole, x)
+
+
+def test_the_mesh_in_force_says_what_is_computed_on():
+    """Its devices need not be JAX's own: a step can be compiled for a TPU on a machine without one."""
+    device = AbstractDevice(device_kind="TPU v5 lite", num_cores=1, platform="tpu")
+    assert platform() == "cpu"
+    with jax.sharding.use_abstract_mesh(AbstractMesh((2,), ("data",), abstract_device=device)):
+        assert platform() == "tpu"
+        request = Request(num_queries=600, num_keys=600, return_weights=False)
+        assert choose("auto", request) == "reference"  # on CPU 600 x 600 scores are too many
+    assert platform() == "cpu"
+    assert choose("auto", request) == "chunked"
 
 
 def test_names_are_checked():

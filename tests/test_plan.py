@@ -29,7 +29,7 @@ from transformer.plan import (
     topology_devices,
     without_data,
 )
-from transformer.plan.planning import compiled_for, memory_in_error, remedies, times_smaller
+from transformer.plan.planning import memory_in_error, remedies, times_smaller
 from transformer.sharding import ParallelConfig
 from transformer.training import Recipe, TrainingConfig
 from transformer.training.parallel import MeshPlacement, placed_shapes
@@ -281,12 +281,6 @@ def test_what_lowers_activations_helps_no_state_that_is_too_large():
 )
 def test_how_much_smaller_activations_must_be(needed, available, state, times):
     assert times_smaller(needed, available, state) == times
-
-
-def test_the_platform_is_another_only_inside():
-    with compiled_for("tpu"):
-        assert jax.default_backend() == "tpu"
-    assert jax.default_backend() == "cpu"
 
 
 def test_shapes_of_a_batch_are_where_its_arrays_would_be():

@@ -28,9 +28,9 @@ def test_blocks_are_their_equations(norm):
             def __call__(self, x):
                 if block_class is PreNormBlock:
                     x = x + self.self_attention(self.norm("attention_norm")(x), inputs, None)[0]
-                    return x + self.feed_forward(self.norm("feed_forward_norm")(x))
+                    return x + self.feed_forward(self.norm("feed_forward_norm")(x), inputs)[0]
                 x = self.norm("attention_norm")(x + self.self_attention(x, inputs, None)[0])
-                return self.norm("feed_forward_norm")(x + self.feed_forward(x))
+                return self.norm("feed_forward_norm")(x + self.feed_forward(x, inputs)[0])
 
         return Written(config).apply(params, x)
 

@@ -156,36 +156,25 @@ class Block(nn.Module):
             deterministic=inputs.deterministic,
         )
 
-    def feed_forward(self, x: Hidden) -> Hidden:
-        """(B, T, D) -> (B, T, D), each position for itself; `routed_feed_forward` where `kind.moe` is set."""
-        config = self.config
-        return FeedForward(
-            width=config.feed_forward_width,
-            activation=config.activation,
-            gated=config.gated,
-            use_bias=config.use_bias,
-            kernel_init=kernel_init(config),
-            output_init=output_init(config),
-            dtype=config.dtype,
-            param_dtype=config.param_dtype,
-            name="feed_forward",
-        )(x)
-
-    def routed_feed_forward(self, x: Hidden, inputs: LayerInputs) -> tuple[Hidden, Aux]:
-        """(B, T, D) -> (B, T, D), each position through the experts chosen for it; aux: the losses of the router."""
+    def feed_forward(self, x: Hidden, inputs: LayerInputs) -> tuple[Hidden, Aux]:
+        """(B, T, D) -> (B, T, D), each position for itself; through the experts chosen for it where the kind of layer
+        has a `moe`. aux: the losses of their router.
+        """
         config, moe = self.config, self.kind.moe
-        return RoutedFeedForward(
-            moe,
-            width=config.feed_forward_width if moe.d_ff is None else moe.d_ff,
-            activation=config.activation,
-            gated=config.gated,
-            use_bias=config.use_bias,
-            kernel_init=kernel_init(config),
-            output_init=output_init(config),
-            dtype=config.dtype,
-            param_dtype=config.param_dtype,
-            name="feed_forward",
-        )(x, inputs.mask)
+        alike = {
+            "activation": config.activation,
+            "gated": config.gated,
+            "use_bias": config.use_bias,
+            "kernel_init": kernel_init(config),
+            "output_init": output_init(config),
+            "dtype": config.dtype,
+            "param_dtype": config.param_dtype,
+            "name": "feed_forward",
+        }
+        if moe is None:
+            return FeedForward(width=config.feed_forward_width, **alike)(x), {}
+        width = config.feed_forward_width if moe.d_ff is None else moe.d_ff
+        return RoutedFeedForward(moe, width=width, **alike)(x, inputs.mask)
 
     def _attention(self, name: str, scheme: NoPosition) -> MultiHeadAttention:
         config = self.config
@@ -239,19 +228,15 @@ class PreNormBlock(Block):
         self, x: Hidden, inputs: LayerInputs, cache: LayerCache | None = None
     ) -> tuple[Hidden, LayerCache | None, Any]:
         """x (B, T, D) -> x, the layer's cache, aux."""
-        self_cache, cross_cache, aux = None, None, {}
+        self_cache = cross_cache = None
         if self.kind.self_attention:
             y, self_cache = self.self_attention(self.norm("attention_norm")(x), inputs, cache)
             x = x + self.dropout(y, inputs)
         if self.cross:
             y, cross_cache = self.cross_attention(self.norm("cross_attention_norm")(x), inputs, cache)
             x = x + self.dropout(y, inputs)
-        if self.kind.moe is None:
-            y = self.feed_forward(self.norm("feed_forward_norm")(x))
-            x = x + self.dropout(y, inputs)
-        else:
-            y, aux = self.routed_feed_forward(self.norm("feed_forward_norm")(x), inputs)
-            x = x + self.dropout(y, inputs)
+        y, aux = self.feed_forward(self.norm("feed_forward_norm")(x), inputs)
+        x = x + self.dropout(y, inputs)
         return self._finish(x, cache, self_cache, cross_cache, aux)
 
 
@@ -263,17 +248,14 @@ class PostNormBlock(Block):
         self, x: Hidden, inputs: LayerInputs, cache: LayerCache | None = None
     ) -> tuple[Hidden, LayerCache | None, Any]:
         """x (B, T, D) -> x, the layer's cache, aux."""
-        self_cache, cross_cache, aux = None, None, {}
+        self_cache = cross_cache = None
         if self.kind.self_attention:
             y, self_cache = self.self_attention(x, inputs, cache)
             x = self.norm("attention_norm")(x + self.dropout(y, inputs))
         if self.cross:
             y, cross_cache = self.cross_attention(x, inputs, cache)
             x = self.norm("cross_attention_norm")(x + self.dropout(y, inputs))
-        if self.kind.moe is None:
-            y = self.feed_forward(x)
-        else:
-            y, aux = self.routed_feed_forward(x, inputs)
+        y, aux = self.feed_forward(x, inputs)
         x = self.norm("feed_forward_norm")(x + self.dropout(y, inputs))
         return self._finish(x, cache, self_cache, cross_cache, aux)
 
@@ -288,19 +270,15 @@ class PreNormWithoutResidualBlock(Block):
         self, x: Hidden, inputs: LayerInputs, cache: LayerCache | None = None
     ) -> tuple[Hidden, LayerCache | None, Any]:
         """x (B, T, D) -> x, the layer's cache, aux."""
-        self_cache, cross_cache, aux = None, None, {}
+        self_cache = cross_cache = None
         if self.kind.self_attention:
             y, self_cache = self.self_attention(self.norm("attention_norm")(x), inputs, cache)
             x = self.dropout(y, inputs)
         if self.cross:
             y, cross_cache = self.cross_attention(self.norm("cross_attention_norm")(x), inputs, cache)
             x = self.dropout(y, inputs)
-        if self.kind.moe is None:
-            y = self.feed_forward(self.norm("feed_forward_norm")(x))
-            x = self.dropout(y, inputs)
-        else:
-            y, aux = self.routed_feed_forward(self.norm("feed_forward_norm")(x), inputs)
-            x = self.dropout(y, inputs)
+        y, aux = self.feed_forward(self.norm("feed_forward_norm")(x), inputs)
+        x = self.dropout(y, inputs)
         return self._finish(x, cache, self_cache, cross_cache, aux)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from transformer.axes import Array, DType, Float, Hidden, Logits, Tokens
-from transformer.partitioning import constrain, ways
+from transformer.partitioning import constrain, platform, ways
 
 Initializer = Callable[..., jax.Array]
 """(key, shape, dtype) -> the first values of a parameter"""
@@ -36,7 +36,7 @@ def linear(
     """
     inner, out = math.prod(kernel.shape[:contract]), kernel.shape[contract:]
     lead = x.shape[: x.ndim - contract]
-    flatten = jax.default_backend() == "cpu" and ways("length") == 1
+    flatten = platform() == "cpu" and ways("length") == 1
     rows = x.reshape((-1, inner) if flatten else (*lead, inner))
     y = (rows @ kernel.reshape(inner, -1)).reshape(*lead, *out)
     return y if bias is None else y + bias.reshape((1,) * len(lead) + out)

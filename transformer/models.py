@@ -42,6 +42,13 @@ class _Model(nn.Module):
         x = table(tokens)
         return x * jnp.asarray(math.sqrt(self.config.d_model), x.dtype) if self.config.scale_embeddings else x
 
+    def with_aux(self, *inputs: Any, **options: Any) -> tuple[Logits, Aux]:
+        """What a call without a cache takes -> logits (B, T, V), and aux, what the layers report to the training
+        loss.
+        """
+        x, _, aux = self._run(*inputs, **options)
+        return self.head(x), aux
+
     def head(self, hidden: Hidden) -> Logits:
         """Hidden states (B, T, D) -> logits (B, T, V), float32."""
         logits = self.embedding.attend(hidden) if self.config.tie_embeddings else self.output(hidden)
@@ -111,18 +118,7 @@ class CausalLM(_Model):
         x, cache, _ = self._run(tokens, positions, mask, cache, deterministic)
         return x if cache is None else (x, cache)
 
-    def with_aux(
-        self,
-        tokens: Tokens,
-        positions: Positions | None = None,
-        mask: Mask | None = None,
-        deterministic: bool = True,
-    ) -> tuple[Logits, Aux]:
-        """As a call without a cache: logits (B, T, V), and aux, what the layers report to the training loss."""
-        x, _, aux = self._run(tokens, positions, mask, None, deterministic)
-        return self.head(x), aux
-
-    def _run(self, tokens, positions, mask, cache, deterministic):
+    def _run(self, tokens, positions=None, mask=None, cache=None, deterministic=True):
         x = self._embed(self.embedding, tokens)
         return self.decoder(x, positions=positions, mask=mask, cache=cache, deterministic=deterministic)
 
@@ -194,29 +190,23 @@ class Seq2Seq(_Model):
         """Source (B, S) -> what the decoder attends to, (B, S, D)."""
         return self._encode(source, source_positions, source_mask, deterministic)[0]
 
-    def with_aux(
-        self,
-        source: Int[Array, "B S"],
-        target: Tokens,
-        source_positions: Int[Array, "B S"] | None = None,
-        positions: Positions | None = None,
-        source_mask: Mask | None = None,
-        mask: Mask | None = None,
-        deterministic: bool = True,
-    ) -> tuple[Logits, Aux]:
-        """As a call without a cache: logits (B, T, V), and aux, what the layers of both stacks report to the training
-        loss.
-        """
-        x, _, aux = self._run(source, target, source_positions, positions, source_mask, mask, None, deterministic)
-        return self.head(x), aux
-
     def _encode(self, source, source_positions, source_mask, deterministic):
         table = self.embedding if self.config.source_vocab_size is None else self.source_embedding
         x = self._embed(table, source)
         x, _, aux = self.encoder(x, positions=source_positions, mask=source_mask, deterministic=deterministic)
         return x, aux
 
-    def _run(self, source, target, source_positions, positions, source_mask, mask, cache, deterministic):
+    def _run(
+        self,
+        source,
+        target,
+        source_positions=None,
+        positions=None,
+        source_mask=None,
+        mask=None,
+        cache=None,
+        deterministic=True,
+    ):
         context, encoder_aux = None, {}
         if source is not None:
             context, encoder_aux = self._encode(source, source_positions, source_mask, deterministic)
@@ -273,17 +263,13 @@ class Classifier(_Model):
         return self._run(tokens, positions, mask, deterministic)[0]
 
     def with_aux(
-        self,
-        tokens: Tokens,
-        positions: Positions | None = None,
-        mask: Mask | None = None,
-        deterministic: bool = True,
+        self, tokens: Tokens, positions: Positions | None = None, mask: Mask | None = None, deterministic: bool = True
     ) -> tuple[Float[Array, "B C"], Aux]:
-        """As a call: logits of the classes (B, C), and aux, what the layers report to the training loss."""
+        """What a call takes -> logits of the classes (B, C), and aux, what the layers report to the training loss."""
         x, aux = self._run(tokens, positions, mask, deterministic)
         return self.head(self.pool(x, mask)), aux
 
-    def _run(self, tokens, positions, mask, deterministic):
+    def _run(self, tokens, positions=None, mask=None, deterministic=True):
         x = self._embed(self.embedding, tokens)
         x, _, aux = self.encoder(x, positions=positions, mask=mask, deterministic=deterministic)
         return x, aux

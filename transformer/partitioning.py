@@ -40,6 +40,14 @@ def mesh_axes(name: str | None) -> tuple[str, ...]:
     return tuple(axis for axis in ACTIVATION_RULES[name] if types.get(axis) == AxisType.Auto and mesh.shape[axis] > 1)
 
 
+def platform() -> str:
+    """What is computed on, "cpu", "gpu" or "tpu": the devices of the mesh in force, which need not be here (a step may
+    be compiled for others), or else those of JAX.
+    """
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.default_backend() if device is None else device.platform
+
+
 def ways(name: str) -> int:
     """Into how many parts the mesh in force splits a logical axis; 1 without a mesh."""
     mesh = jax.sharding.get_abstract_mesh()

@@ -171,7 +171,7 @@ def check_batch_sizes(batch_size: int, accumulation: int, sizes: Mapping[str, in
     if batch_size % (ways * accumulation):
         micro = f" x training.accumulation ({accumulation})" if accumulation > 1 else ""
         raise ConfigError(
-            f"data.batch_size ({batch_size}) must be a multiple of the {ways} parts that the mesh splits rows into "
+            f"data.batch_size ({batch_size}) must be a multiple of the {ways} parts that rows are split into "
             f"(data x fsdp x expert){micro}. The nearest are {_nearest_multiples(batch_size, ways * accumulation)}; or "
             f"let fewer devices share it: --parallel.devices."
         )

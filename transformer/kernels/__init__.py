@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import jax
-
 from transformer.config import ConfigError, nearest
 from transformer.kernels.chunked import chunked_attention
 from transformer.kernels.contract import BiasFunction, Kernel, Request
 from transformer.kernels.reference import reference_attention
 from transformer.kernels.ring import gathered_attention, gathered_refusal, ring_attention, ring_refusal
+from transformer.partitioning import platform
 
 __all__ = [
     "KERNELS",
@@ -57,7 +56,7 @@ def choose(implementation: str, request: Request) -> str:
         if SPLIT_KERNELS["ring"].refusal(request) is None:
             return "ring"
         scores = request.num_queries * request.num_keys // request.length_ways
-        small = scores <= WHOLE_SCORES.get(jax.default_backend(), 0) or request.num_queries == 1
+        small = scores <= WHOLE_SCORES.get(platform(), 0) or request.num_queries == 1
         if small or request.return_weights:
             return "reference"
         return "gathered" if SPLIT_KERNELS["gathered"].refusal(request) is None else "chunked"

@@ -109,8 +109,9 @@ CHIPS = {
     )
 }
 """Chips by name. Figures: Google Cloud's documentation of each TPU version (docs.cloud.google.com/tpu/docs/v5e and so
-on; bidirectional bandwidths halved); of v2 and v3, Norrie et al. 2021, "The Design Process for Google's Training
-Chips: TPUv2 and TPUv3", IEEE Micro 41(2), table 1."""
+on; bidirectional bandwidths halved): those of v5e, v5p and v6e were compared with it in November 2026, v4 and tpu7x not
+yet; of v2 and v3, Norrie et al. 2021, "The Design Process for Google's Training Chips: TPUv2 and TPUv3", IEEE Micro
+41(2), table 1."""
 
 
 @dataclass(frozen=True)

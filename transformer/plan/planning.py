@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,9 +65,8 @@ def make_plan(recipe: Recipe, topology: Topology, devices: list[Any]) -> Plan:
         raise ConfigError(f"parallel.kind {recipe.parallel.kind} can't be planned yet. Take --parallel.kind mesh.")
     begun = time.perf_counter()
     batch = batch_shapes(recipe)
-    with compiled_for("tpu"):
-        placement = MeshPlacement(recipe, devices)
-        lowered = placement.lower(batch)
+    placement = MeshPlacement(recipe, devices)
+    lowered = placement.lower(batch)
     state, mesh = placement.abstract_state(), placement.mesh
     memory = {
         "parameters": _shard_bytes(state.params),
@@ -126,16 +124,6 @@ def make_plan(recipe: Recipe, topology: Topology, devices: list[Any]) -> Plan:
         seconds=time.perf_counter() - begun,
         **told,
     )
-
-
-@contextlib.contextmanager
-def compiled_for(platform: str) -> Iterator[None]:
-    """Inside, code that asks JAX what it computes on is told this platform: layers and attention choose by it."""
-    real, jax.default_backend = jax.default_backend, lambda: platform
-    try:
-        yield
-    finally:
-        jax.default_backend = real
 
 
 def memory_in_error(message: str) -> tuple[int, int] | None:
