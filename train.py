@@ -51,19 +51,25 @@ def main(arguments: list[str]) -> int:
     recipe, about = load_recipe_file(path)
     recipe = fast(recipe) if own.fast else recipe
     recipe = override(recipe, rest[1:], program=f"train.py {rest[0]}", description=f"{about}\n\n{USAGE}")
-    workdir = own.workdir or (tempfile.mkdtemp(prefix=f"{recipe.name}-fast-") if own.fast else f"runs/{recipe.name}")
-    again = [*arguments, *([] if own.workdir else ["--workdir", workdir])]
 
     import jax
 
     from transformer.cli.devices import accelerator_present, unused_warning
+    from transformer.training import processes
     from transformer.training.loop import train
     from transformer.training.summary import python
 
+    processes.join(recipe.parallel)  # before anything asks JAX for its devices
+    workdir = own.workdir or f"runs/{recipe.name}"
+    if own.fast and not own.workdir:
+        workdir = processes.first_decides(lambda: tempfile.mkdtemp(prefix=f"{recipe.name}-fast-"))
+    again = [*arguments, *([] if own.workdir else ["--workdir", workdir])]
     if warning := unused_warning(accelerator_present(), jax.default_backend()):
         print(f"warning: {warning}", file=sys.stderr)
     command = f"{python()} {shlex.join([os.path.relpath(__file__), *again])}"
-    return train(recipe, workdir, command=command).exit_code
+    code = train(recipe, workdir, command=command).exit_code
+    processes.part()
+    return code
 
 
 def list_recipes() -> int:
@@ -77,4 +83,7 @@ def list_recipes() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_command(lambda: main(sys.argv[1:]), debug="--debug" in sys.argv))
+    exit_code = run_command(lambda: main(sys.argv[1:]), debug="--debug" in sys.argv)
+    if "transformer.training.processes" in sys.modules:
+        sys.modules["transformer.training.processes"].leave(exit_code)
+    sys.exit(exit_code)

@@ -131,7 +131,7 @@ def test_best_earlier_than_last_is_said(tmp_path):
     assert "  | a\n  | b" in screen
     assert "not finite: 2" in screen
     assert """--prompt 'it'"'"'s'""" in screen
-    save_summary(summary)
+    save_summary(summary, tmp_path)
     assert read_summary(tmp_path) == summary
     (tmp_path / "summary.json").write_text("{")
     assert read_summary(tmp_path) is None

@@ -86,9 +86,19 @@ class ParallelConfig:
     """devices that split the experts of a routed feed-forward, and rows elsewhere"""
     devices: int | None = None
     """use the first so many devices; None: all there are"""
+    coordinator: str | None = None
+    """host:port of process 0, of several that train together; auto: JAX asks the cluster; None: as Slurm, Open MPI or a
+    TPU slice says, else one process"""
+    num_processes: int | None = None
+    """how many train together, with a coordinator"""
+    process_id: int | None = None
+    """which of them this one is, from 0"""
+    patience: int = 300
+    """seconds to wait for the other processes at the start"""
 
     def __post_init__(self):
         check_choice("parallel.kind", self.kind, ParallelKind.__args__)
+        self._check_processes()
         for axis, size in self.sizes.items():
             if not isinstance(size, int) or isinstance(size, bool) or (size < 1 and size != -1):
                 raise ConfigError(f"parallel.{axis} must be at least 1, or -1 for what is left, got {size!r}.")
@@ -100,6 +110,29 @@ class ParallelConfig:
                 f"parallel.kind pmap splits the rows of a batch and nothing else, but parallel.{split[0]} is "
                 f"{self.sizes[split[0]]}. Leave it out, or take parallel.kind mesh."
             )
+
+    def _check_processes(self) -> None:
+        ids = (self.num_processes, self.process_id)
+        if self.coordinator in (None, "auto"):
+            if ids != (None, None):
+                raise ConfigError(
+                    "parallel.num_processes and parallel.process_id go with parallel.coordinator, the host and port of "
+                    "process 0: --parallel.coordinator 10.0.0.1:1234. Leave them out where one process trains alone."
+                )
+        else:
+            host, _, port = self.coordinator.rpartition(":")
+            if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+                raise ConfigError(
+                    f"parallel.coordinator must be host:port of process 0, such as 10.0.0.1:1234, or auto, got "
+                    f"{self.coordinator!r}."
+                )
+            if None in ids or not 0 <= self.process_id < self.num_processes:
+                raise ConfigError(
+                    f"parallel.coordinator needs parallel.num_processes, and parallel.process_id from 0 to one less, "
+                    f"got {self.num_processes} and {self.process_id}."
+                )
+        if self.patience < 1:
+            raise ConfigError(f"parallel.patience must be at least 1 second, got {self.patience}.")
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -221,8 +254,18 @@ def batch_sharding(mesh: Mesh, ndim: int) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(rows or None, *([length[0]] if length else [])))
 
 
-def place_batch(batch: Mapping[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
-    """The arrays of a global batch, each device holding its part; every process gives the whole batch.
+def local_rows(mesh: Mesh, batch_size: int) -> np.ndarray:
+    """Which rows of a batch the devices of this process hold, ascending: all of them where there is one process."""
+    parts = batch_sharding(mesh, 1).addressable_devices_indices_map((batch_size,)).values()
+    return np.unique(np.concatenate([np.arange(batch_size)[part] for part in parts]))
+
+
+def place_batch(
+    batch: Mapping[str, np.ndarray], mesh: Mesh, rows: np.ndarray | None = None, batch_size: int | None = None
+) -> dict[str, jax.Array]:
+    """The arrays of a global batch, each device holding its part.
+
+    Every process gives the whole batch, or only its `rows` (of `local_rows`) of one of `batch_size`.
 
     Raises:
         ConfigError: sequences whose length the mesh can't split evenly.
@@ -234,7 +277,16 @@ def place_batch(batch: Mapping[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Ar
                 f"evenly. The nearest lengths are {_nearest_multiples(array.shape[1], mesh.shape['context'])}: give "
                 f"them as data.sequence_length, or data.max_source_length and data.max_target_length."
             )
-    return {
-        name: jax.make_array_from_callback(array.shape, batch_sharding(mesh, array.ndim), lambda i, a=array: a[i])
-        for name, array in batch.items()
-    }
+
+    def place(array: np.ndarray) -> jax.Array:
+        def part(index):
+            if rows is None:
+                return array[index]
+            first, last = index[0].indices(batch_size)[:2]
+            begin = np.searchsorted(rows, first)
+            return array[begin : begin + last - first][:, *index[1:]]
+
+        size = len(array) if rows is None else batch_size
+        return jax.make_array_from_callback((size, *array.shape[1:]), batch_sharding(mesh, array.ndim), part)
+
+    return {name: place(array) for name, array in batch.items()}

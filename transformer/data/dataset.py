@@ -65,24 +65,20 @@ class Dataset(ABC):
     def _eval_rows(self, split: str) -> np.ndarray:
         """Rows that together hold every token of a split once, in order."""
 
-    def train_batches(self, seed: int, process_index: int = 0, process_count: int = 1) -> grain.DatasetIterator:
+    def train_batches(self, seed: int, rows: np.ndarray | None = None) -> grain.DatasetIterator:
         """An endless iterator over shuffled batches, whose `get_state()` / `set_state()` go on exactly where it was.
 
-        The global batch is formed first and each process takes its rows, so the state (`{"next_index": n}`) does not
-        depend on the number of processes. ValueError if the batch size is no multiple of `process_count`.
+        The whole batch is chosen first, and of it a process that trains with others makes its `rows` alone (None: all),
+        so the state (`{"next_index": n}`) does not depend on the number of processes. ValueError for rows outside.
         """
         import grain
 
         total = self.config.batch_size
-        if not 0 <= process_index < process_count or total % process_count:
-            raise ValueError(
-                f"batch_size ({total}) must be a multiple of the number of processes ({process_count}), and the index "
-                f"of this one below it, got {process_index}. Change batch_size."
-            )
-        share = total // process_count
-        own = slice(process_index * share, (process_index + 1) * share)
+        own = np.arange(total) if rows is None else np.asarray(rows)
+        if not own.size or own.min() < 0 or own.max() >= total:
+            raise ValueError(f"rows must be some of 0 to {total - 1}, those of a batch, got {own.tolist()}.")
         order = grain.MapDataset.range(self._size("train")).seed(seed).shuffle().repeat()
-        batches = order.batch(total).map(lambda rows: self._assemble("train", rows[own]))
+        batches = order.batch(total).map(lambda chosen: self._assemble("train", chosen[own]))
         # All is in memory, and a thread of the reader would only take time from the step.
         return iter(batches.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)))
 

@@ -66,8 +66,10 @@ def differences(saved: Mapping[LeafPath, Any], wanted: Mapping[LeafPath, Any]) -
     return lines
 
 
-def save(directory: Path, leaves: Mapping[LeafPath, Any], copied: Callable[[], object]) -> None:
-    """Writes the arrays; calls `copied` once they are on the host. Not to be called where an event loop runs."""
+def save(directory: Path, leaves: Mapping[LeafPath, Any], copied: Callable[[], object]) -> Callable[[], object]:
+    """Writes the arrays, of several processes each its parts; calls `copied` once they are on the host. When all have
+    written, one of them calls what is returned. Not to be called where an event loop runs.
+    """
     filled = _filled(leaves)
     if filled:
         # Weights do not compress, and trying costs the cores that train.
@@ -75,10 +77,10 @@ def save(directory: Path, leaves: Mapping[LeafPath, Any], copied: Callable[[], o
         args = ocp.args.PyTreeSave(nest(filled))
         commits = asyncio.run(handler.async_save(epath.Path(directory), args=args))
         copied()
-        # With several processes: a barrier here, and what follows in the first of them only.
         for commit in commits or ():
             commit.result()
-        handler.finalize(epath.Path(directory))
+        return lambda: handler.finalize(epath.Path(directory))
+    return lambda: None
 
 
 def restore(directory: Path, wanted: Mapping[LeafPath, Any]) -> dict[LeafPath, Any]:

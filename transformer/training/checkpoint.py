@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from transformer.training import arrays
+from transformer.training import arrays, processes
 from transformer.training.manifest import (
     CheckpointError,
     CheckpointWarning,
@@ -61,8 +61,9 @@ class Restored:
 class Checkpointer:
     """Writes `workdir/checkpoints/<step>/` in the background, keeps the last and the best, reads the newest valid one.
 
-    Use it as a context manager, or call `close`. One process writes: RuntimeError when JAX runs in several. ValueError
-    for a `best` that is neither "min" nor "max", or a `keep_last` below 1.
+    Use it as a context manager, or call `close`. Of several processes all must save and restore at the same points:
+    each writes and reads its parts of the arrays, the first one writes the rest, into a workdir that all can see.
+    ValueError for a `best` that is neither "min" nor "max", or a `keep_last` below 1.
     """
 
     def __init__(self, workdir: str | os.PathLike, *, keep_last: int = 2, keep_best: int = 1, best: str = "min"):
@@ -73,8 +74,6 @@ class Checkpointer:
             )
         if best not in ("min", "max"):
             raise ValueError(f"best must be 'min' or 'max', got {best!r}.")
-        if jax.process_count() != 1:
-            raise RuntimeError(f"Checkpoints are written by one process; JAX runs in {jax.process_count()}.")
         self._root = _root(workdir)
         self._keep_last, self._keep_best, self._best = keep_last, keep_best, best
         self._thread = ThreadPoolExecutor(1, "checkpoint")
@@ -107,8 +106,9 @@ class Checkpointer:
         items = dict([_named("data", data), _named("recipe", recipe)])
         metric = None if metric is None or not math.isfinite(metric) else float(metric)
         if step == self._newest:
-            return self._amend(step, items, metric)
-        self._make_way(step)
+            return processes.is_first() and self._amend(step, items, metric)
+        if processes.is_first():
+            self._make_way(step)
         copied = threading.Event()
         self._saving = self._thread.submit(self._write, step, leaves, items, metric, copied)
         self._newest = step
@@ -143,11 +143,12 @@ class Checkpointer:
         when there are checkpoints but no valid one, and when structure, shapes or dtypes differ (all in one message).
         """
         self.wait()
-        found = newest_valid(self._root, self._damaged)
-        if found is None:
+        step = processes.first_decides(self._newest_valid)
+        if step is None:
             return None
-        directory, manifest = found
-        self._newest = manifest["step"]
+        directory = self._root / str(step)
+        manifest = read_manifest(directory)
+        self._newest = step
         return Restored(
             step=manifest["step"],
             state=_restore(directory, manifest, abstract_state),
@@ -167,6 +168,10 @@ class Checkpointer:
             if error is None:
                 raise
             error.add_note(str(failure))  # the first error stays the one that is seen
+
+    def _newest_valid(self) -> int | None:
+        found = newest_valid(self._root, self._damaged)
+        return None if found is None else found[1]["step"]
 
     def _make_way(self, step: int) -> None:
         """What stands where this step goes (damaged, foreign, or of a run gone back) is kept under another name."""
@@ -188,26 +193,39 @@ class Checkpointer:
         copied: threading.Event,
     ) -> None:
         temporary, final = self._root / f"{step}.tmp", self._root / str(step)
+        first = processes.is_first()
         try:
-            self._root.mkdir(parents=True, exist_ok=True)
-            for left_over in self._root.glob("*.tmp"):  # of a process that was killed: there is one writer
-                shutil.rmtree(left_over)
-            (temporary / "state").mkdir(parents=True)
-            arrays.save(temporary / "state", leaves, copied.set)
-            for name, content in items.items():
-                (temporary / name).write_bytes(content)
-            facts = {"step": step, "metric": metric, "items": list(items), "state": arrays.describe(leaves)}
-            write_manifest(temporary, facts)
-            sync_tree(temporary)
-            os.rename(temporary, final)
-            sync(self._root)
+            if first:
+                self._root.mkdir(parents=True, exist_ok=True)
+                for left_over in self._root.glob("*.tmp"):  # of a process that was killed: there is one writer
+                    shutil.rmtree(left_over)
+                (temporary / "state").mkdir(parents=True)
+            processes.barrier("checkpoint begun")
+            if not temporary.is_dir():
+                raise NotADirectoryError(
+                    f"{processes.name()} does not see {temporary}: the workdir must be on a disk that all share"
+                )
+            finalize = arrays.save(temporary / "state", leaves, copied.set)
+            processes.barrier("checkpoint written")
+            if first:
+                finalize()
+                for name, content in items.items():
+                    (temporary / name).write_bytes(content)
+                facts = {"step": step, "metric": metric, "items": list(items), "state": arrays.describe(leaves)}
+                write_manifest(temporary, facts)
+                sync_tree(temporary)
+                os.rename(temporary, final)
+                sync(self._root)
             self._damaged.discard(step)
         except Exception as error:
-            shutil.rmtree(temporary, ignore_errors=True)
+            if first:
+                shutil.rmtree(temporary, ignore_errors=True)
             raise _explain(error, final, leaves) from error
         finally:
             copied.set()
-        self._delete_old(step)
+        if first:
+            self._delete_old(step)
+        processes.barrier("checkpoint committed")
 
     def _amend(self, step: int, items: dict[str, bytes], metric: float | None) -> bool:
         """The arrays stay; a metric and items known only now (an evaluation made up for, say) are added atomically."""

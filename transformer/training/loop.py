@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import tempfile
 import time
 from pathlib import Path
 
-import jax
-
 from transformer.data import check_batch
+from transformer.training import processes
 from transformer.training.checkpoint import Checkpointer
 from transformer.training.evaluation import evaluate_loss
 from transformer.training.journal import Journal
@@ -37,19 +37,33 @@ def train(recipe: Recipe, workdir: str | os.PathLike, *, command: str = "") -> S
     """Trains a recipe in a workdir to its end, or until a signal; called again it goes on as if never stopped.
 
     `command` is what goes on with this run, as it is shown to the user. A workdir is left with recipe.json, tokenizer/,
-    checkpoints/, metrics.jsonl, tensorboard/, samples.txt, loss.png and summary.json.
+    checkpoints/, metrics.jsonl, tensorboard/, samples.txt, loss.png and summary.json. Processes that train together
+    (`parallel.coordinator`) all call this alike, with one workdir that all can see.
 
     Raises:
         ValueError: a recipe or data that can't be, or a workdir of another run.
         WorkdirInUseError, CheckpointSaveError, OSError: the workdir can't be used or written.
         NonFiniteError: loss or gradient was not finite, with nan_policy "stop".
+        ProcessesError: other processes of the run can't be reached, or are gone.
     """
     started, workdir = time.perf_counter(), Path(workdir)
     command = command or f"transformer.training.loop.train(recipe, {str(workdir)!r})"
-    with WorkdirLock(workdir), StopSignal() as stop, contextlib.ExitStack() as resources:
+    with processes.together(recipe.parallel), contextlib.ExitStack() as resources:
+        # Who writes: the first process; the others do the same, but nobody reads what they say
+        own = workdir
+        if processes.is_first():
+            resources.enter_context(WorkdirLock(workdir))
+        else:
+            own = Path(resources.enter_context(tempfile.TemporaryDirectory()))
+            silence = resources.enter_context(open(os.devnull, "w"))
+            resources.enter_context(contextlib.redirect_stdout(silence))
+        stop = resources.enter_context(StopSignal())
+        stopping = processes.SharedStop(stop)
+
         # What to train: recipe, data, model
         print(device_line(), flush=True)
         recipe, dataset = open_run(recipe, workdir, say=print)
+        processes.check_alike("data", dataset.fingerprint)
         model, steps = build_model(recipe), recipe.training.steps
         placement = place(recipe)
         print(f"data: {dataset.describe()}")
@@ -59,11 +73,11 @@ def train(recipe: Recipe, workdir: str | os.PathLike, *, command: str = "") -> S
         # Where to begin: the newest checkpoint, or a new state
         keep = {"keep_last": recipe.checkpoint.keep_last, "keep_best": recipe.checkpoint.keep_best}
         checkpoints = resources.enter_context(Checkpointer(workdir, **keep))
-        batches = dataset.train_batches(recipe.training.seed, jax.process_index(), jax.process_count())
+        batches = dataset.train_batches(recipe.training.seed, placement.rows)
         state, ledger = begin(recipe, dataset, workdir, checkpoints, batches, placement)
         step, seconds_before = int(state.step), ledger.seconds
-        record_run(recipe, dataset, workdir)
-        cut_samples(workdir, step)
+        record_run(recipe, dataset, own)
+        cut_samples(own, step)
         parameters = count_parameters(state.params)
         summary = Summary(name=recipe.name, workdir=str(workdir), command=command, steps=steps, parameters=parameters)
         print(f"model: {type(model).__name__}, {parameters:,} parameters, vocabulary of {recipe.model.vocab_size}")
@@ -75,15 +89,12 @@ def train(recipe: Recipe, workdir: str | os.PathLike, *, command: str = "") -> S
         print(f"workdir: {workdir}, {where}, to step {steps}", flush=True)
 
         # What the loop is made of
-        writer = MetricsWriter(workdir, restored_step=step or None, tensorboard=recipe.logging.tensorboard)
+        writer = MetricsWriter(own, restored_step=step or None, tensorboard=recipe.logging.tensorboard)
         resources.callback(writer.close)
         progress = Progress(steps, start_step=step, mode=recipe.logging.progress)
         resources.callback(progress.close)
         journal = Journal(recipe, ledger, writer, progress, parameter_paths(state.params))
         state = placement.spread(state)
-
-        def stopping() -> bool:
-            return stop.requested
 
         def evaluate() -> None:
             held_out = dataset.eval_batches()[: recipe.evaluation.batches]
@@ -96,7 +107,7 @@ def train(recipe: Recipe, workdir: str | os.PathLike, *, command: str = "") -> S
             writer.write(step, {"eval/loss": result.loss, "eval/accuracy": result.accuracy})
             progress.print(f"step {step}: eval loss {result.loss:.4f}, accuracy {100 * result.accuracy:.2f} %")
             if text:
-                append_samples(workdir, step, text)
+                append_samples(own, step, text)
                 progress.print(text)
 
         def save() -> None:
@@ -109,7 +120,7 @@ def train(recipe: Recipe, workdir: str | os.PathLike, *, command: str = "") -> S
         # Training
         compiled = False
         while True:
-            stop_now = stopping()
+            stop_now = stopping.soon()
             to_evaluate = ledger.evaluated < step and _due(step, recipe.evaluation.every, steps)
             to_save = _due(step, recipe.checkpoint.every or recipe.evaluation.every, steps)
             if to_evaluate or to_save or stop_now:
@@ -163,12 +174,12 @@ def train(recipe: Recipe, workdir: str | os.PathLike, *, command: str = "") -> S
                 )
         writer.flush()
         if step >= min(recipe.logging.every, steps):
-            loss_curve(workdir / "metrics.jsonl", workdir / "loss.png", title=recipe.name)
+            loss_curve(own / "metrics.jsonl", own / "loss.png", title=recipe.name)
         seconds = seconds_before + time.perf_counter() - started
-        summary = dataclasses.replace(summary, stop_code=stop.exit_code, seconds=seconds)
+        summary = dataclasses.replace(summary, stop_code=stopping.exit_code, seconds=seconds)
         progress.close()
         if summary.stop_code is None:
-            save_summary(summary)
+            save_summary(summary, own)
             print(render(summary))
         else:
             print(render_stopped(summary))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,6 +18,7 @@ from transformer.sharding import (
     batch_sharding,
     check_batch_sizes,
     check_model,
+    local_rows,
     make_mesh,
     mesh_sizes,
     place_batch,
@@ -27,7 +29,7 @@ from transformer.training.state import TrainState, abstract_state, make_state
 from transformer.training.step import Metrics, make_eval_step, make_train_step
 
 HostBatch = Mapping[str, np.ndarray]
-"""arrays by name, as the data gives them: the whole batch"""
+"""arrays by name, as the data gives them: to train on, the `rows` that this process holds; else the whole batch"""
 
 
 class MeshPlacement:
@@ -39,7 +41,7 @@ class MeshPlacement:
 
     def __init__(self, recipe: Recipe, devices: Sequence[Any] | None = None):
         """`devices` None: those of this machine; others may be of a topology, to compile for what is not there."""
-        devices = recipe.parallel.choose(jax.devices() if devices is None else devices)
+        devices = _chosen(recipe) if devices is None else recipe.parallel.choose(devices)
         sizes = mesh_sizes(recipe.parallel.sizes, len(devices))
         check_model(recipe.model, sizes)
         length = getattr(recipe.data, "sequence_length", None)
@@ -49,8 +51,15 @@ class MeshPlacement:
         self._shardings = state_shardings(shapes, self.mesh)
         self._shapes = jax.tree.map(_with_sharding, shapes, self._shardings)
         self._make = jax.jit(lambda: make_state(recipe), out_shardings=self._shardings)
-        self._train = jax.jit(make_train_step(recipe), donate_argnums=0, out_shardings=(self._shardings, None))
-        self._eval = jax.jit(make_eval_step(recipe))
+        everywhere = NamedSharding(self.mesh, PartitionSpec())
+        self._train = jax.jit(make_train_step(recipe), donate_argnums=0, out_shardings=(self._shardings, everywhere))
+        self._eval = jax.jit(make_eval_step(recipe), out_shardings=everywhere)
+        self._batch_size = recipe.data.batch_size
+
+    @functools.cached_property
+    def rows(self) -> np.ndarray:
+        """Which rows of a batch to train on this process is to give, ascending."""
+        return local_rows(self.mesh, self._batch_size)
 
     def describe(self) -> str:
         """The axes that split something, "mesh: data 4 x tensor 2"; "" on one device."""
@@ -76,7 +85,8 @@ class MeshPlacement:
     def train_step(self, state: TrainState, batch: HostBatch) -> tuple[TrainState, Metrics]:
         """One update; the state that goes in is used up."""
         with jax.set_mesh(self.mesh):
-            return self._train(state, place_batch(batch, self.mesh))
+            own = None if len(self.rows) == self._batch_size else self.rows
+            return self._train(state, place_batch(batch, self.mesh, own, self._batch_size))
 
     def eval_step(self, params: Any, batch: HostBatch) -> Metrics:
         """Sums over a batch of any number of rows: it is filled up with rows of weight 0."""
@@ -98,6 +108,11 @@ class PmapPlacement:
     """
 
     def __init__(self, recipe: Recipe):
+        if jax.process_count() > 1:
+            raise ConfigError(
+                f"parallel.kind pmap spreads one process over its devices, but {jax.process_count()} processes train "
+                f"together. Take --parallel.kind mesh: with all axes but data at 1 it does the same over all of them."
+            )
         self._devices = recipe.parallel.choose(jax.local_devices())
         count = len(self._devices)
         if recipe.parallel.data not in (-1, count):
@@ -113,6 +128,12 @@ class PmapPlacement:
         step = make_train_step(recipe, axis_name="data")
         self._train = jax.pmap(step, axis_name="data", devices=self._devices, donate_argnums=0)
         self._eval = jax.jit(make_eval_step(recipe))
+        self._batch_size = recipe.data.batch_size
+
+    @property
+    def rows(self) -> np.ndarray:
+        """All rows of a batch: there is one process."""
+        return np.arange(self._batch_size)
 
     def describe(self) -> str:
         """How many copies."""
@@ -171,6 +192,16 @@ PLACEMENTS: dict[str, type[MeshPlacement] | type[PmapPlacement]] = {"mesh": Mesh
 def place(recipe: Recipe) -> Placement:
     """The recipe's step, spread as its `parallel` says. ConfigError where that can't be."""
     return PLACEMENTS[recipe.parallel.kind](recipe)
+
+
+def _chosen(recipe: Recipe) -> list[jax.Device]:
+    """The devices of all processes that a recipe asks for."""
+    if jax.process_count() > 1 and recipe.parallel.devices is not None:
+        raise ConfigError(
+            f"parallel.devices ({recipe.parallel.devices}) chooses among the devices of one process, but "
+            f"{jax.process_count()} train together, with {jax.device_count()}. Leave it out, or start fewer processes."
+        )
+    return recipe.parallel.choose(jax.devices())
 
 
 def _with_sharding(leaf: jax.ShapeDtypeStruct, sharding: Any) -> jax.ShapeDtypeStruct:

@@ -20,11 +20,12 @@ _HEADER = "=== step "
 
 
 def device_line() -> str:
-    """What JAX computes on."""
-    devices = jax.local_devices()
+    """What JAX computes on, of all processes."""
+    devices = jax.devices()
     kind = devices[0].device_kind
     name = devices[0].platform if kind == devices[0].platform else f"{devices[0].platform} ({kind})"
-    return f"device: {len(devices)} x {name}, jax {jax.__version__}"
+    of = f", {jax.process_count()} processes" if jax.process_count() > 1 else ""
+    return f"device: {len(devices)} x {name}{of}, jax {jax.__version__}"
 
 
 def samples(recipe: Recipe, model: nn.Module, params: Any, dataset: Dataset, step: int) -> str:

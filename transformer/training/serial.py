@@ -16,7 +16,11 @@ from transformer.config import ConfigError, nearest
 
 TAG = "class"
 
-LATER = {"LayerKind": ("self_attention", "moe"), "Recipe": ("parallel",)}
+LATER = {
+    "LayerKind": ("self_attention", "moe"),
+    "ParallelConfig": ("coordinator", "num_processes", "process_id", "patience"),
+    "Recipe": ("parallel",),
+}
 """fields that a class got after files of it were written; a file without one means its default"""
 
 

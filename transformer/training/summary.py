@@ -69,10 +69,10 @@ class Summary:
         return self.stop_code or 0
 
 
-def save_summary(summary: Summary) -> None:
+def save_summary(summary: Summary, workdir: str | os.PathLike) -> None:
     """Writes `workdir/summary.json`."""
     text = json.dumps(dataclasses.asdict(summary), indent=2, ensure_ascii=False)
-    (Path(summary.workdir) / FILE).write_text(text + "\n", encoding="utf-8")
+    (Path(workdir) / FILE).write_text(text + "\n", encoding="utf-8")
 
 
 def read_summary(workdir: str | os.PathLike) -> Summary | None:

@@ -1,0 +1,242 @@
+"""Several processes train as one: the same losses, one writer, and nobody hangs when one of them is gone."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from transformer.config import ConfigError
+from transformer.sharding import ParallelConfig
+from transformer.training import processes
+from transformer.training.checkpoint import load_params
+from transformer.training.metrics import read_metrics
+from transformer.training.parallel import PmapPlacement
+from transformer.training.signals import StopSignal
+
+ROOT = Path(__file__).resolve().parent.parent
+RECIPE = """
+import dataclasses
+import pathlib
+from training_recipes import change, text_recipe
+from transformer.sharding import ParallelConfig
+
+def get_config():
+    sizes = {{"model": {{"d_model": 16, "num_heads": 2}}, "data": {{"batch_size": 8}}}}
+    files = {{"logging": {{"every": 1}}, "checkpoint": {{"every": 2}}}}
+    recipe = change(text_recipe(pathlib.Path({folder!r})), **sizes, **files)
+    return dataclasses.replace(recipe, parallel=ParallelConfig())
+"""
+MESH = ("--parallel.fsdp", "4", "--parallel.data", "2")
+
+
+class Group:
+    """Processes that train together, each with some of the devices; their output in files."""
+
+    def __init__(self, folder, workdir, *flags, devices=(4, 4), patience=60, steps=12):
+        (folder / "recipe.py").write_text(RECIPE.format(folder=str(folder)))
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.members, self.outputs = [], [folder / f"{workdir.name}-{index}.txt" for index in range(len(devices))]
+        for index, count in enumerate(devices):
+            command = [sys.executable, str(ROOT / "train.py"), str(folder / "recipe.py"), "--workdir", str(workdir)]
+            command += ["--training.steps", str(steps), *flags]
+            if len(devices) > 1:
+                command += ["--parallel.coordinator", f"localhost:{port}", "--parallel.process-id", str(index)]
+                command += ["--parallel.num-processes", str(len(devices)), "--parallel.patience", str(patience)]
+            environment = os.environ | {
+                "JAX_PLATFORMS": "cpu",
+                "XLA_FLAGS": f"--xla_force_host_platform_device_count={count}",
+                "PYTHONPATH": str(ROOT / "tests"),
+                "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
+                "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            }
+            with open(self.outputs[index], "w") as output:
+                self.members.append(
+                    subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment, cwd=folder)
+                )
+
+    def wait(self, seconds=240):
+        """Exit codes and outputs of all."""
+        try:
+            codes = [member.wait(seconds) for member in self.members]
+            time.sleep(0.5)  # what is told after the end of a process
+            return codes, self.told()
+        finally:
+            self.kill()
+
+    def told(self):
+        return [output.read_text() for output in self.outputs]
+
+    def kill(self):
+        for member in self.members:
+            with contextlib.suppress(OSError):
+                member.kill()
+
+    def wait_until(self, condition, seconds=200):
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline, self.told()
+            assert all(member.poll() is None for member in self.members), self.told()
+            time.sleep(0.02)
+
+
+def losses(workdir):
+    return [line["train/loss"] for line in read_metrics(workdir / "metrics.jsonl") if "train/loss" in line]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("processes")
+
+
+@pytest.fixture(scope="module")
+def alone(folder):
+    """The same run by one process with all eight devices."""
+    codes, told = Group(folder, folder / "alone", *MESH, devices=(8,)).wait()
+    assert codes == [0], told
+    return folder / "alone"
+
+
+@pytest.fixture(scope="module")
+def together(folder):
+    """The run by two processes of four devices, never interrupted."""
+    codes, told = Group(folder, folder / "together", *MESH).wait()
+    assert codes == [0, 0], told
+    return folder / "together", told
+
+
+def test_two_processes_train_as_one(alone, together):
+    workdir, told = together
+    np.testing.assert_allclose(losses(workdir), losses(alone), rtol=1e-5)
+    assert len(losses(workdir)) == 12
+    assert sorted(path.name for path in workdir.iterdir()) == sorted(path.name for path in alone.iterdir())
+    assert "8 x cpu, 2 processes" in told[0]
+    assert "step 12" in told[0]
+    assert "step" not in told[1], "the second process is silent"
+    assert (workdir / "samples.txt").read_text() == (alone / "samples.txt").read_text()
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_two_processes_is_read_by_one(folder, alone, together):
+    """And one of one process by two: thirds of a run, by other numbers of processes."""
+    workdir = folder / "elastic"
+    for steps, devices in ((4, (4, 4)), (8, (2,)), (12, (2, 2))):
+        flags = () if sum(devices) < 8 else MESH
+        codes, told = Group(folder, workdir, *flags, devices=devices, steps=steps).wait()
+        assert set(codes) == {0}, told
+    assert "going on from step 8, to step 12" in told[0]
+    np.testing.assert_allclose(losses(workdir), losses(alone), rtol=1e-5)
+
+
+@pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.slow)])
+def test_the_others_end_when_one_is_killed_and_all_go_on_from_there(folder, together, victim):
+    workdir = folder / f"killed-{victim}"
+    group = Group(folder, workdir, *MESH, "--training.steps", "100000")
+    group.wait_until(lambda: (workdir / "checkpoints" / "4").exists())
+    group.members[victim].kill()
+    begun = time.monotonic()
+    codes, told = group.wait(60)
+    assert time.monotonic() - begun < 60
+    assert codes[1 - victim] not in (0, None)
+    assert f"process {1 - victim} of 2" in told[1 - victim]
+    assert "Start all of them again with the same command" in told[1 - victim]
+    assert "Traceback" not in told[1 - victim]
+    # Back to a checkpoint that both runs have had: the same bits from there on
+    for path in (workdir / "checkpoints").iterdir():
+        if path.name != "4":
+            path.rename(workdir / path.name)
+    codes, told = Group(folder, workdir, *MESH).wait()
+    assert codes == [0, 0], told
+    assert "going on from step 4, to step 12" in told[0]
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        load_params(workdir, names="params")[0],
+        load_params(together[0], names="params")[0],
+    )
+    assert losses(workdir) == losses(together[0])
+
+
+@pytest.mark.slow
+def test_a_signal_to_one_stops_all(folder):
+    workdir = folder / "signal"
+    group = Group(folder, workdir, *MESH, "--training.steps", "100000")
+    group.wait_until(lambda: (workdir / "checkpoints" / "2").exists())
+    group.members[1].send_signal(signal.SIGTERM)
+    codes, told = group.wait()
+    assert codes == [143, 143], told
+    assert "going on" in told[0] or "checkpoint" in told[0]
+    newest = max(int(path.name) for path in (workdir / "checkpoints").iterdir())
+    assert f"step {newest}" in told[0]
+
+
+def test_others_that_do_not_come(folder):
+    """The first waits for the second, and the second for the first: not for ever, and each says what to do."""
+    group = Group(folder, folder / "second", patience=3)
+    group.members[0].kill()
+    codes, told = group.wait(60)
+    assert codes[1] == 1
+    assert "error: the coordinator at localhost:" in told[1]
+    assert " does not answer (" in told[1]
+    assert "waited 3 s, --parallel.patience). Start process 0" in told[1]
+    group = Group(folder, folder / "third", patience=3)
+    group.members[1].kill()
+    codes, told = group.wait(60)
+    assert codes[0] != 0
+    assert "did not all come together within 3 s (--parallel.patience). Start each of them" in told[0]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"coordinator": "localhost"}, r"coordinator must be host:port .* or auto, got 'localhost'"),
+        ({"coordinator": "a:99999"}, r"coordinator must be host:port"),
+        ({"coordinator": "a:1"}, r"needs parallel.num_processes, and parallel.process_id .* got None and None"),
+        ({"coordinator": "a:1", "num_processes": 2, "process_id": 2}, r"from 0 to one less, got 2 and 2"),
+        ({"num_processes": 2, "process_id": 0}, r"go with parallel.coordinator, .*: --parallel.coordinator 10\.0"),
+        ({"patience": 0}, r"patience must be at least 1 second, got 0"),
+    ],
+)
+def test_processes_that_cannot_be(fields, message):
+    with pytest.raises(ConfigError, match=message):
+        ParallelConfig(**fields)
+
+
+def test_who_started_this_one():
+    slurm = {"SLURM_STEP_NODELIST": "n[1-2]", "SLURM_NTASKS": "2"}
+    assert processes.launcher(slurm) == "Slurm, 2 tasks"
+    assert processes.launcher({"OMPI_MCA_orte_hnp_uri": "1;tcp", "OMPI_COMM_WORLD_SIZE": "4"}) == "Open MPI, 4 ranks"
+    assert processes.launcher({"TPU_WORKER_HOSTNAMES": "a,b"}) == "a TPU slice, 2 hosts"
+    for alone in ({}, slurm | {"SLURM_NTASKS": "1"}, {"SLURM_NTASKS": "2"}, {"TPU_WORKER_HOSTNAMES": "a"}):
+        assert processes.launcher(alone) is None
+
+
+def test_one_process_is_nobody_to_wait_for(monkeypatch):
+    monkeypatch.setattr(processes, "launcher", lambda: None)
+    processes.join(ParallelConfig())
+    processes.barrier("nothing")
+    processes.part()
+    assert not jax.distributed.is_initialized()
+    assert processes.is_first()
+    assert processes.first_decides(lambda: [1]) == [1]
+    stop = StopSignal()
+    shared = processes.SharedStop(stop)
+    assert (shared(), shared.soon(), shared.exit_code) == (False, False, None)
+    stop.requested, stop.signum = True, signal.SIGTERM
+    assert (shared(), shared.soon(), shared.exit_code) == (True, True, 143)
+
+
+def test_pmap_is_for_one_process(monkeypatch):
+    from training_recipes import tiny_recipe
+
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(ConfigError, match=r"pmap spreads one process .* but 2 processes .* Take --parallel.kind mesh"):
+        PmapPlacement(tiny_recipe())
