@@ -2,17 +2,23 @@
 
 Usage: python -m benchmarks.layouts [--steps 20]
 
-Eight devices are simulated on a CPU, so this says nothing of speed. Prints the tables of docs/scaling.md.
+Eight devices are simulated on a CPU, so this says nothing of speed; two processes hold four each. Prints the tables of
+docs/scaling.md.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import socket
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 
 if __name__ == "__main__":  # before JAX starts
-    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+    count = 4 if "--process" in sys.argv else 8
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={count}"
 
 import jax
 import numpy as np
@@ -22,6 +28,7 @@ from transformer.data import NumberWords, TextFile
 from transformer.sharding import ParallelConfig
 from transformer.training import OptimizerConfig, Recipe, TrainingConfig
 from transformer.training.parallel import place
+from transformer.training.processes import join, part
 from transformer.training.state import TrainState
 
 ALONE = ParallelConfig(devices=1)
@@ -33,6 +40,11 @@ LAYOUTS = {
     "context x 4, data x 2": ParallelConfig(context=4),
     "expert x 4, data x 2": ParallelConfig(expert=4),
     "fsdp x 2, tensor x 2, data x 2": ParallelConfig(fsdp=2, tensor=2),
+}
+PROCESSES = {
+    "two processes: data x 8": ParallelConfig(),
+    "two processes: fsdp x 4, data x 2": ParallelConfig(fsdp=4),
+    "two processes: context x 2, tensor x 4": ParallelConfig(context=2, tensor=4),
 }
 VOCABULARY, ROWS, LENGTH, SOURCE_LENGTH = 61, 16, 32, 24
 
@@ -84,15 +96,48 @@ def losses(of: Recipe, given: Iterator[Mapping[str, np.ndarray]]) -> tuple[np.nd
     placement = place(of)
     state, found = placement.spread(placement.new_state()), []
     for batch in given:
-        state, metrics = placement.train_step(state, batch)
+        own = {name: array[placement.rows] for name, array in batch.items()}
+        state, metrics = placement.train_step(state, own)
         found.append(float(metrics["loss_sum"]) / float(metrics["weight"]))
     return np.array(found), placement.whole(state)
+
+
+def losses_of_two_processes(task: str, name: str, steps: int) -> np.ndarray:
+    """As `losses`, of two processes with four devices each."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        place = f"localhost:{free.getsockname()[1]}"
+    command = [sys.executable, "-m", "benchmarks.layouts", "--steps", str(steps), "--task", task, "--layout", name]
+    members = [
+        subprocess.Popen([*command, "--coordinator", place, "--process", str(index)], stdout=subprocess.PIPE, text=True)
+        for index in (0, 1)
+    ]
+    told = [member.communicate()[0] for member in members]
+    if any(member.returncode for member in members):
+        raise SystemExit(f"one of two processes failed, see above: {' '.join(command)}")
+    return np.array(json.loads(told[0].splitlines()[-1]))
+
+
+def one_of_two(options: argparse.Namespace) -> None:
+    """One process of a layout: the first prints the losses."""
+    join(ParallelConfig(coordinator=options.coordinator, num_processes=2, process_id=options.process))
+    parallel = PROCESSES[options.layout]
+    found, _ = losses(recipe(options.task, parallel, 0.1), batches(options.task, options.steps))
+    if options.process == 0:
+        print(f"\n{json.dumps(found.tolist())}")
+    part()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=20)
+    for flag in ("--task", "--layout", "--coordinator"):
+        parser.add_argument(flag, help=argparse.SUPPRESS)
+    parser.add_argument("--process", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.process is not None:
+        one_of_two(options)
+        return
     print(f"{len(jax.devices())} x {jax.devices()[0].device_kind}, jax {jax.__version__}, {options.steps} steps\n")
     for task, title in (("causal_lm", "CausalLM, every second layer routed"), ("seq2seq", "Seq2Seq")):
         print(f"| {title} | dropout | loss of the last step | largest relative difference to one device |")
@@ -101,9 +146,15 @@ def main() -> None:
         for name, parallel in {"one device": ALONE, **LAYOUTS}.items():
             rate = 0.0 if parallel.kind == "pmap" else 0.1  # pmap draws its own numbers on each device
             found, _ = losses(recipe(task, parallel, rate), batches(task, options.steps))
-            difference = np.abs(found / alone[rate] - 1).max()
-            print(f"| {name} | {rate} | {found[-1]:.6f} | {difference:.1e} |", flush=True)
+            tell(name, rate, found, alone[rate])
+        for name in PROCESSES:
+            tell(name, 0.1, losses_of_two_processes(task, name, options.steps), alone[0.1])
         print()
+
+
+def tell(name: str, rate: float, found: np.ndarray, alone: np.ndarray) -> None:
+    """A row of the table."""
+    print(f"| {name} | {rate} | {found[-1]:.6f} | {np.abs(found / alone - 1).max():.1e} |", flush=True)
 
 
 if __name__ == "__main__":

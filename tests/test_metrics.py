@@ -1,3 +1,4 @@
+import dataclasses
 import io
 import json
 import math
@@ -12,7 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from tensorboardX.proto.event_pb2 import Event
+from training_recipes import tiny_recipe
 
+from transformer.training.journal import Journal, Ledger
 from transformer.training.metrics import NAMES, MetricsWriter, Progress, read_metrics
 from transformer.viz.records import read_metrics as read_metrics_of_viz
 
@@ -144,6 +147,7 @@ def test_no_tensorboard_unless_asked(tmp_path):
 def test_names_are_stable():
     assert list(NAMES) == [
         "train/loss",
+        "train/router_loss",
         "train/grad_norm",
         "train/learning_rate",
         "eval/loss",
@@ -151,6 +155,24 @@ def test_names_are_stable():
         "perf/tokens_per_s",
         "perf/step_time_s",
     ]
+
+
+@pytest.mark.parametrize("routed", [True, False])
+def test_the_loss_of_routers_has_a_line_of_its_own_where_there_are_some(tmp_path, routed):
+    """Means over the targets since the last line, as the loss."""
+    with MetricsWriter(tmp_path) as writer:
+        recipe = tiny_recipe(steps=4)
+        recipe = dataclasses.replace(recipe, logging=dataclasses.replace(recipe.logging, every=2))
+        journal = Journal(recipe, Ledger(), writer, Progress(4, mode="none"), [])
+        for step in range(1, 5):
+            sums = {"loss_sum": 6.0 * step, "weight": 2.0 * step} | ({"router_loss": 1.0 * step**2} if routed else {})
+            told = {"grad_norm": 1.0, "learning_rate": 0.1, "skipped": 0, "finite": True}
+            journal.add(step, {name: np.asarray(value) for name, value in (sums | told).items()})
+        journal.read()
+    lines = read_metrics(tmp_path / "metrics.jsonl")
+    assert [line["train/loss"] for line in lines] == [3.0, 3.0]
+    found = [line.get("train/router_loss") for line in lines]
+    assert found == (pytest.approx([5 / 6, 25 / 14]) if routed else [None, None])
 
 
 def test_a_pipe_gets_plain_lines(monkeypatch):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import jax
+import numpy as np
 
 from transformer.training.metrics import MetricsWriter, Progress
 from transformer.training.recipe import Recipe
@@ -17,14 +19,16 @@ from transformer.training.step import check_finite
 class Ledger:
     """Numbers that go into every checkpoint, so that a run gone on with writes the same lines as one never stopped.
 
-    Since the last line: `loss_sum` and its `weight` (nats, targets), `grad_norm` (a sum), `batches`. In all: `skipped`
+    Since the last line: `loss_sum` and its `weight` (nats, targets), `router_loss` of routed layers (a sum, nats),
+    `grad_norm` (a sum), `batches`. In all: `skipped`
     batches, target `tokens`, `train_seconds` and all `seconds`. `eval_loss` of the last evaluation, `best_loss` (nats a
     target) and `best_step` of the best.
     """
 
     loss_sum: float = 0.0
-    """since the last line; so the next three"""
+    """since the last line; so the next four"""
     weight: float = 0.0
+    router_loss: float = 0.0
     grad_norm: float = 0.0
     batches: int = 0
     skipped: int = 0
@@ -82,6 +86,7 @@ class Journal:
             weight = float(values["weight"])
             ledger.loss_sum += float(values["loss_sum"])
             ledger.weight += weight
+            ledger.router_loss += float(values.get("router_loss", 0.0))
             ledger.grad_norm += float(values["grad_norm"])
             ledger.batches += 1
         ledger.skipped = int(values["skipped"])
@@ -90,7 +95,7 @@ class Journal:
         else:
             self._tokens, self._steps = self._tokens + weight, self._steps + 1
         if step % self._recipe.logging.every == 0 or step == self._recipe.training.steps:
-            self._line(step, float(values["learning_rate"]))
+            self._line(step, values)
         self._progress.advance(step)
 
     def pause(self) -> None:
@@ -110,16 +115,18 @@ class Journal:
         self._ledger.train_seconds += seconds
         return {"perf/tokens_per_s": tokens / seconds, "perf/step_time_s": seconds / steps}
 
-    def _line(self, step: int, learning_rate: float) -> None:
+    def _line(self, step: int, values: Mapping[str, np.ndarray]) -> None:
         ledger, speed, line = self._ledger, self._measure(), {}
         loss = None
         if ledger.batches:
             loss = ledger.loss_sum / max(ledger.weight, 1e-9)
             line = {"train/loss": loss, "train/grad_norm": ledger.grad_norm / ledger.batches}
-        line["train/learning_rate"] = learning_rate
+            if "router_loss" in values:
+                line["train/router_loss"] = ledger.router_loss / max(ledger.weight, 1e-9)
+        line["train/learning_rate"] = float(values["learning_rate"])
         if self._recipe.training.nan_policy == "skip":
             line["train/skipped"] = ledger.skipped
         self._writer.write(step, line | speed)
         self._progress.update(step, loss=loss, tokens_per_s=speed.get("perf/tokens_per_s"))
-        ledger.loss_sum = ledger.weight = ledger.grad_norm = 0.0
+        ledger.loss_sum = ledger.weight = ledger.router_loss = ledger.grad_norm = 0.0
         ledger.batches = 0

@@ -26,6 +26,7 @@ FILE = "metrics.jsonl"
 # Name -> unit. Other tools rely on these; "eval/exact_match/<group>" is the same for one group of examples.
 NAMES = {
     "train/loss": "nats per token",
+    "train/router_loss": "nats per token",
     "train/grad_norm": "",
     "train/learning_rate": "",
     "eval/loss": "nats per token",

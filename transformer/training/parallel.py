@@ -107,13 +107,14 @@ class PmapPlacement:
         ConfigError: a batch whose rows the devices can't share evenly.
     """
 
-    def __init__(self, recipe: Recipe):
+    def __init__(self, recipe: Recipe, devices: Sequence[Any] | None = None):
+        """`devices` as of `MeshPlacement`."""
         if jax.process_count() > 1:
             raise ConfigError(
                 f"parallel.kind pmap spreads one process over its devices, but {jax.process_count()} processes train "
                 f"together. Take --parallel.kind mesh: with all axes but data at 1 it does the same over all of them."
             )
-        self._devices = recipe.parallel.choose(jax.local_devices())
+        self._devices = recipe.parallel.choose(jax.local_devices() if devices is None else devices)
         count = len(self._devices)
         if recipe.parallel.data not in (-1, count):
             raise ConfigError(
@@ -170,6 +171,16 @@ class PmapPlacement:
     def eval_step(self, params: Any, batch: HostBatch) -> Metrics:
         """Sums over a batch, on the first device."""
         return self._eval(params, {name: jnp.asarray(array) for name, array in batch.items()})
+
+    def lower(self, batch: Mapping[str, Any]) -> jax.stages.Lowered:
+        """As that of `MeshPlacement`: the program of one device and its rows."""
+        count = len(self._devices)
+        state = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((count, *leaf.shape), leaf.dtype), self._shapes)
+        parts = {
+            name: jax.ShapeDtypeStruct((count, array.shape[0] // count, *array.shape[1:]), array.dtype)
+            for name, array in batch.items()
+        }
+        return self._train.lower(state, parts)
 
 
 def placed_shapes(batch: Mapping[str, Any], mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
