@@ -40,16 +40,14 @@ MESH = ("--parallel.fsdp", "4", "--parallel.data", "2")
 class Group:
     """Processes that train together, each with some of the devices; their output in files."""
 
-    def __init__(self, folder, workdir, *flags, devices=(4, 4), patience=60, steps=12):
+    def __init__(self, folder, workdir, *flags, devices=(4, 4), patience=60, steps=12, slurm=False):
         (folder / "recipe.py").write_text(RECIPE.format(folder=str(folder)))
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port(range(61440, 65536) if slurm else None)
         self.members, self.outputs = [], [folder / f"{workdir.name}-{index}.txt" for index in range(len(devices))]
         for index, count in enumerate(devices):
             command = [sys.executable, str(ROOT / "train.py"), str(folder / "recipe.py"), "--workdir", str(workdir)]
             command += ["--training.steps", str(steps), *flags]
-            if len(devices) > 1:
+            if len(devices) > 1 and not slurm:
                 command += ["--parallel.coordinator", f"localhost:{port}", "--parallel.process-id", str(index)]
                 command += ["--parallel.num-processes", str(len(devices)), "--parallel.patience", str(patience)]
             environment = os.environ | {
@@ -59,6 +57,10 @@ class Group:
                 "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
                 "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             }
+            if slurm:  # what srun says to each task; JAX makes the port of the number of the job
+                said = {"JOB_ID": port - 61440, "STEP_NODELIST": "localhost", "NTASKS": len(devices)}
+                said |= {"PROCID": index, "LOCALID": index}
+                environment |= {f"SLURM_{name}": str(value) for name, value in said.items()}
             with open(self.outputs[index], "w") as output:
                 self.members.append(
                     subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment, cwd=folder)
@@ -87,6 +89,14 @@ class Group:
             assert time.monotonic() < deadline, self.told()
             assert all(member.poll() is None for member in self.members), self.told()
             time.sleep(0.02)
+
+
+def free_port(wanted=None):
+    for port in wanted or [0]:
+        with contextlib.suppress(OSError), socket.socket() as free:
+            free.bind(("127.0.0.1", port))
+            return free.getsockname()[1]
+    raise AssertionError(f"no free port in {wanted}")
 
 
 def losses(workdir):
@@ -166,6 +176,14 @@ def test_the_others_end_when_one_is_killed_and_all_go_on_from_there(folder, toge
 
 
 @pytest.mark.slow
+def test_slurm_is_found_without_a_flag(folder, alone):
+    codes, told = Group(folder, folder / "slurm", *MESH, slurm=True).wait()
+    assert codes == [0, 0], told
+    assert "8 x cpu, 2 processes" in told[0]
+    np.testing.assert_allclose(losses(folder / "slurm"), losses(alone), rtol=1e-5)
+
+
+@pytest.mark.slow
 def test_a_signal_to_one_stops_all(folder):
     workdir = folder / "signal"
     group = Group(folder, workdir, *MESH, "--training.steps", "100000")
@@ -231,6 +249,23 @@ def test_one_process_is_nobody_to_wait_for(monkeypatch):
     assert (shared(), shared.soon(), shared.exit_code) == (False, False, None)
     stop.requested, stop.signum = True, signal.SIGTERM
     assert (shared(), shared.soon(), shared.exit_code) == (True, True, 143)
+
+
+def test_processes_that_read_other_data_are_told(monkeypatch):
+    processes.check_alike("data", "a")
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(processes, "first_decides", lambda function: "a")
+    processes.check_alike("data", "a")
+    with pytest.raises(ConfigError, match=r"process 0 of 2 has other data than process 0\. All must be started"):
+        processes.check_alike("data", "b")
+
+
+def test_a_disk_that_is_not_shared_is_told(tmp_path):
+    processes.check_shared(tmp_path)
+    with pytest.raises(
+        ConfigError, match=r"does not see \S+nowhere, which .* Give a --workdir on a disk that all share"
+    ):
+        processes.check_shared(tmp_path / "nowhere")
 
 
 def test_pmap_is_for_one_process(monkeypatch):

@@ -201,10 +201,6 @@ class Checkpointer:
                     shutil.rmtree(left_over)
                 (temporary / "state").mkdir(parents=True)
             processes.barrier("checkpoint begun")
-            if not temporary.is_dir():
-                raise NotADirectoryError(
-                    f"{processes.name()} does not see {temporary}: the workdir must be on a disk that all share"
-                )
             finalize = arrays.save(temporary / "state", leaves, copied.set)
             processes.barrier("checkpoint written")
             if first:

@@ -14,6 +14,7 @@ from transformer.training import processes
 from transformer.training.checkpoint import Checkpointer
 from transformer.training.evaluation import evaluate_loss
 from transformer.training.journal import Journal
+from transformer.training.lock import NAME as LOCK
 from transformer.training.lock import WorkdirLock
 from transformer.training.metrics import MetricsWriter, Progress
 from transformer.training.parallel import place
@@ -57,6 +58,7 @@ def train(recipe: Recipe, workdir: str | os.PathLike, *, command: str = "") -> S
             own = Path(resources.enter_context(tempfile.TemporaryDirectory()))
             silence = resources.enter_context(open(os.devnull, "w"))
             resources.enter_context(contextlib.redirect_stdout(silence))
+        processes.check_shared(workdir / LOCK)
         stop = resources.enter_context(StopSignal())
         stopping = processes.SharedStop(stop)
 

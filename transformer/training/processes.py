@@ -15,6 +15,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -187,6 +188,16 @@ def barrier(key: str) -> None:
 
         _passed[key] += 1  # the service takes each name once
         ocp.multihost.get_barrier_sync_fn()(key=f"{key} {_passed[key]}", timeout_ms=_BARRIER_S * 1000)
+
+
+def check_shared(path: Path) -> None:
+    """Raises ConfigError in a process that does not see what the first one has written at `path`."""
+    barrier("written")
+    if not path.exists():
+        raise ConfigError(
+            f"{name()} does not see {path}, which process 0 has just written. Give a --workdir on a disk that all "
+            f"share."
+        )
 
 
 def first_decides(function: Callable[[], Any]) -> Any:
