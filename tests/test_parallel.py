@@ -3,7 +3,6 @@
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from training_recipes import tiny_batch, tiny_recipe
@@ -117,9 +116,11 @@ def test_fsdp_holds_an_eighth():
     assert kernel.addressable_shards[0].data.shape == (2, 8, 96)
 
 
-def test_a_step_leaves_the_state_where_it_was():
-    placement = place(recipe_for("causal_lm", ParallelConfig(fsdp=4, tensor=2)))
-    state = placement.new_state()
+@pytest.mark.parametrize("parallel", [ParallelConfig(fsdp=4, tensor=2), ParallelConfig(kind="pmap", devices=4)])
+def test_a_step_leaves_the_state_where_it_was(parallel):
+    """Else the next one would be compiled anew."""
+    placement = place(recipe_for("causal_lm", parallel))
+    state = placement.spread(placement.new_state())
     before = jax.tree.map(lambda leaf: leaf.sharding, state)
     after, _ = placement.train_step(state, next(batches("causal_lm", 1)))
     assert jax.tree.map(lambda leaf: leaf.sharding, after) == before
@@ -220,7 +221,6 @@ def test_the_step_can_be_looked_at():
     placement = place(recipe_for("causal_lm", ParallelConfig(fsdp=8)))
     text = placement.lower(next(batches("causal_lm", 1))).compile().as_text()
     assert "all-gather" in text
-    assert jnp.float32 == placement.abstract_state().params["embedding"]["embedding"].dtype
 
 
 def test_a_recipe_written_before_these_fields_is_read():

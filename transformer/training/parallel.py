@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from transformer.config import ConfigError
 from transformer.sharding import (
@@ -151,7 +151,8 @@ class PmapPlacement:
     def spread(self, state: TrainState) -> TrainState:
         """A copy for each device, stacked on a leading axis."""
         count = len(self._devices)
-        sharding = NamedSharding(jax.make_mesh((count,), ("data",), devices=self._devices), PartitionSpec("data"))
+        mesh = jax.make_mesh((count,), ("data",), axis_types=(AxisType.Auto,), devices=self._devices)
+        sharding = NamedSharding(mesh, PartitionSpec("data"))  # as pmap gives it back: another would compile it again
         # One copy after the other: the first device need not hold them all.
         return jax.tree.map(
             lambda leaf: jax.make_array_from_callback((count, *leaf.shape), sharding, lambda _, a=leaf: a[None]), state
