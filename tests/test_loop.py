@@ -18,8 +18,10 @@ from transformer.data.configs import NumberWords
 from transformer.sharding import ParallelConfig
 from transformer.training import EvaluationConfig, LoggingConfig, OptimizerConfig, Recipe, TrainingConfig, loop
 from transformer.training.evaluation import evaluate_loss
+from transformer.training.journal import Journal
 from transformer.training.loop import train
 from transformer.training.metrics import read_metrics
+from transformer.training.parallel import MeshPlacement
 from transformer.training.report import append_samples, cut_samples
 from transformer.training.runs import load_run
 from transformer.training.step import NonFiniteError
@@ -193,6 +195,20 @@ def test_skip_counts_and_goes_on(tmp_path, monkeypatch):
     lines = [line for line in read_metrics(tmp_path / "run" / "metrics.jsonl") if "train/loss" in line]
     assert [line["train/skipped"] for line in lines] == [0, 2, 2]
     assert all(np.isfinite(line["train/loss"]) for line in lines)
+
+
+def test_the_next_batch_is_on_its_way_before_a_step_is_read(tmp_path, monkeypatch):
+    """The host is a step ahead of the devices: it waits for the numbers of a step after the next was dispatched."""
+    events = []
+
+    def spy_on(of, name):
+        original = getattr(of, name)
+        monkeypatch.setattr(of, name, lambda *args: (events.append(name), original(*args))[1])
+
+    spy_on(MeshPlacement, "train_step")
+    spy_on(Journal, "_line")
+    train(text_recipe(tmp_path, training={"steps": 3}, logging={"every": 1}), tmp_path / "run")
+    assert events == ["train_step", "train_step", "_line", "train_step", "_line", "_line"]
 
 
 def test_ids_out_of_range_never_reach_the_model(tmp_path):
