@@ -30,14 +30,12 @@ def test_both_losses_are_drawn(tmp_path, count):
     path = tmp_path / "new" / "loss.png"
     loss_curve(write(tmp_path / "m.jsonl", run(count)), path, title="A run")
     assert imread(path).shape == (720, 1200, 4)
-    assert drawn(path, curves._TRAIN) > 300
-    assert drawn(path, curves._EVAL) > 300
+    assert drawn(path, curves.BLUE) > 300
+    assert drawn(path, curves.RED) > 300
     assert not plt.get_fignums()  # no global state
 
 
-@pytest.mark.parametrize(
-    ("name", "there", "absent"), [("train/loss", "_TRAIN", "_EVAL"), ("eval/loss", "_EVAL", "_TRAIN")]
-)
+@pytest.mark.parametrize(("name", "there", "absent"), [("train/loss", "BLUE", "RED"), ("eval/loss", "RED", "BLUE")])
 def test_one_loss_is_enough(tmp_path, name, there, absent):
     records = [{"step": step, name: 3.0 / step} for step in range(1, 9)]
     loss_curve(write(tmp_path / "m.jsonl", records), tmp_path / "loss.png")
@@ -49,7 +47,7 @@ def test_infinite_losses_do_not_hide_the_others(tmp_path):
     records = run(30)
     records[3]["train/loss"], records[5]["train/loss"], records[-1]["eval/loss"] = "Infinity", "NaN", "NaN"
     loss_curve(write(tmp_path / "m.jsonl", records), tmp_path / "loss.png")
-    assert drawn(tmp_path / "loss.png", curves._TRAIN) > 300
+    assert drawn(tmp_path / "loss.png", curves.BLUE) > 300
 
 
 def test_nothing_to_draw_is_an_error(tmp_path):
@@ -71,11 +69,11 @@ def test_the_running_mean_reaches_both_ends_and_keeps_a_line_straight():
 def test_runs_are_compared_in_colors_of_their_own_with_bounds(tmp_path):
     runs = {f"run {i}": [[step, 3 + i + 5 / step] for step in range(1, 40)] for i in range(2)}
     compare_losses(runs, tmp_path / "new" / "a.png", title="Two")
-    assert drawn(tmp_path / "new" / "a.png", curves._COLORS[0]) > 300
-    assert drawn(tmp_path / "new" / "a.png", curves._COLORS[1]) > 300
-    assert drawn(tmp_path / "new" / "a.png", curves._COLORS[2]) == 0
+    assert drawn(tmp_path / "new" / "a.png", curves.COLORS[0]) > 300
+    assert drawn(tmp_path / "new" / "a.png", curves.COLORS[1]) > 300
+    assert drawn(tmp_path / "new" / "a.png", curves.COLORS[2]) == 0
     compare_losses(runs, tmp_path / "b.png", bounds={"least": 2.5}, title="Two")
-    assert drawn(tmp_path / "b.png", curves._INK) > drawn(tmp_path / "new" / "a.png", curves._INK) + 500
+    assert drawn(tmp_path / "b.png", curves.INK) > drawn(tmp_path / "new" / "a.png", curves.INK) + 500
 
 
 def test_the_first_steps_do_not_hide_the_differences():

@@ -32,7 +32,7 @@ def test_positions(path):
     studies.positions_picture(panels, {4: curve}, 0.95, path)
     assert drawn(path, studies.BLUE) > 1_000
     assert drawn(path, studies.RED) > 500
-    assert drawn(path, studies.GREEN) > 300
+    assert drawn(path, studies.COLORS[2]) > 300
 
 
 def test_memory(path):

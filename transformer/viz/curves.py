@@ -6,18 +6,14 @@ import itertools
 import math
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from transformer.viz.records import read_metrics
-
-_TRAIN, _EVAL, _INK = "#3b6fb6", "#d1495b", "#333333"
-_COLORS = (_TRAIN, _EVAL, "#e0a030", "#4c9f70", "#8e6bb0", "#7f7f7f", "#5bb5c9", "#a0522d")
+from transformer.viz.style import BLUE, COLORS, INK, RED, dress, new_figure, save
 
 
 def loss_curve(metrics_path: str | os.PathLike, png_path: str | os.PathLike, title: str = "Loss") -> None:
@@ -29,28 +25,26 @@ def loss_curve(metrics_path: str | os.PathLike, png_path: str | os.PathLike, tit
     train, evaluation = _series(records, "train/loss"), _series(records, "eval/loss")
     if not len(train[0]) and not len(evaluation[0]):
         raise ValueError(f"{metrics_path} holds no finite train/loss or eval/loss. Train for at least one logged step.")
-    figure = Figure(figsize=(8, 4.8), dpi=150, layout="constrained")  # no pyplot: no state that others share
+    figure = new_figure(8, 4.8, dpi=150)
     axes = _axes(figure, title)
     steps, losses = train
     if len(steps):
         window = len(steps) // 40
         if window > 1:  # many points: the trend over their scatter
-            axes.plot(steps, losses, color=_TRAIN, alpha=0.25, linewidth=0.8)
+            axes.plot(steps, losses, color=BLUE, alpha=0.25, linewidth=0.8)
             axes.plot(
-                steps, _smooth(losses, window), color=_TRAIN, linewidth=1.8, label=f"train, mean of {window} points"
+                steps, _smooth(losses, window), color=BLUE, linewidth=1.8, label=f"train, mean of {window} points"
             )
         else:
-            axes.plot(
-                steps, losses, color=_TRAIN, linewidth=1.8, label="train", marker="." if len(steps) < 20 else None
-            )
+            axes.plot(steps, losses, color=BLUE, linewidth=1.8, label="train", marker="." if len(steps) < 20 else None)
     steps, losses = evaluation
     if len(steps):
         lowest = int(np.argmin(losses))
         label = f"evaluation, lowest {losses[lowest]:.3f} at step {steps[lowest]:,}"
-        axes.plot(steps, losses, color=_EVAL, linewidth=1.8, marker="o", markersize=4, label=label)
+        axes.plot(steps, losses, color=RED, linewidth=1.8, marker="o", markersize=4, label=label)
     axes.set_ylim(bottom=max(0.0, axes.get_ylim()[0]))
     axes.legend(frameon=False)
-    _write(figure, png_path)
+    save(figure, png_path)
 
 
 def compare_losses(
@@ -69,19 +63,19 @@ def compare_losses(
             raise ValueError(f"the run {name!r} has no losses to draw: expected pairs (step, loss).")
     if not runs:
         raise ValueError("there are no runs to draw: expected at least one.")
-    figure = Figure(figsize=(8, 4.8), dpi=150, layout="constrained")
+    figure = new_figure(8, 4.8, dpi=150)
     axes = _axes(figure, title)
-    for (name, points), color in zip(runs.items(), itertools.cycle(_COLORS), strict=False):
+    for (name, points), color in zip(runs.items(), itertools.cycle(COLORS), strict=False):
         steps, losses = np.asarray(points, np.float64).T
         axes.plot(steps, losses, color=color, linewidth=1.8, label=f"{name}: {losses[-1]:.3f}")
     right = max(points[-1][0] for points in runs.values())
     for name, value in (bounds or {}).items():
-        axes.axhline(value, color=_INK, linewidth=1.0, linestyle=(0, (5, 3)))
-        text = {"textcoords": "offset points", "ha": "right", "va": "top", "color": _INK}
+        axes.axhline(value, color=INK, linewidth=1.0, linestyle=(0, (5, 3)))
+        text = {"textcoords": "offset points", "ha": "right", "va": "top", "color": INK}
         axes.annotate(f"{name}: {value:.3f}", (right, value), (0, -4), **text)
     axes.set_ylim(*_limits(runs, bounds or {}))
     axes.legend(frameon=False, title="last value", title_fontsize=9)
-    _write(figure, png_path)
+    save(figure, png_path)
 
 
 def _limits(runs: Mapping[str, Sequence[Sequence[float | int]]], bounds: Mapping[str, float]) -> tuple[float, float]:
@@ -95,21 +89,11 @@ def _limits(runs: Mapping[str, Sequence[Sequence[float | int]]], bounds: Mapping
 
 def _axes(figure: Figure, title: str) -> Axes:
     axes = figure.add_subplot()
-    axes.set_title(title, loc="left", color=_INK, fontsize=13)
-    axes.set_xlabel("step", color=_INK)
-    axes.set_ylabel("loss (nats per token)", color=_INK)
+    dress(axes, title, "step", "loss (nats per token)")
+    axes.title.set_fontsize(13)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda step, _: f"{step:,.0f}"))
-    axes.grid(color="#dddddd", linewidth=0.6)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(colors=_INK)
     return axes
-
-
-def _write(figure: Figure, png_path: str | os.PathLike) -> None:
-    Path(png_path).parent.mkdir(parents=True, exist_ok=True)
-    FigureCanvasAgg(figure).print_png(os.fspath(png_path))
 
 
 def _series(records: list[dict], name: str) -> tuple[np.ndarray, np.ndarray]:

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-BLUE, RED, GREEN, AMBER, VIOLET, INK = "#3b6fb6", "#d1495b", "#3f8f5f", "#e0912f", "#7a5ba6", "#333333"
-Numbers = Sequence[int | float]
+from transformer.viz.style import BLUE, COLORS, INK, RED, dress, new_figure, save
 
-_COLORS = (BLUE, RED, GREEN, AMBER, VIOLET)
+Numbers = Sequence[int | float]
+"""along an axis"""
 
 
 def scale_picture(
@@ -25,14 +22,14 @@ def scale_picture(
     png_path: str | os.PathLike,
 ) -> None:
     """Draws the variance of the scores and the size of softmax's gradient over d_k, a line for each way, into a PNG."""
-    figure = _figure(10, 4.4)
+    figure = new_figure(10, 4.4)
     left, right = figure.subplots(1, 2)
     for axes, series in ((left, variances), (right, gradients)):
         for color, (label, values) in zip((RED, BLUE), series.items(), strict=True):
             axes.plot(sizes, values, color=color, linewidth=1.8, marker="o", markersize=4, label=label)
         _numbers(axes, "x", sizes)
         axes.set_yscale("log")
-        _dress(axes, "", "d_k (entries of a query and of a key)")
+        dress(axes, "", "d_k (entries of a query and of a key)")
         axes.legend(frameon=False)
     _numbers(left, "y", [1, 10, 100, 1_000])
     _numbers(right, "y", [0.03, 0.1, 0.3])
@@ -41,7 +38,7 @@ def scale_picture(
     left.set_ylabel("variance", color=INK)
     right.set_title("What softmax passes back", loc="left", color=INK)
     right.set_ylabel("Frobenius norm of softmax's Jacobian", color=INK)
-    _save(figure, png_path)
+    save(figure, png_path)
 
 
 def positions_picture(
@@ -59,24 +56,24 @@ def positions_picture(
         widths: width of sinusoids -> the same.
         alike: the similarity from which a late position looks like an early one.
     """
-    figure = _figure(12, 8)
+    figure = new_figure(12, 8)
     grid = figure.subplots(2, 2)
     for axes, (title, curves) in zip(grid.flat, panels.items(), strict=False):
-        for color, (label, curve) in zip(_COLORS, curves.items(), strict=False):
+        for color, (label, curve) in zip(COLORS, curves.items(), strict=False):
             places, low, mean, high = _thinned(curve)
             axes.fill_between(places, low, high, color=color, alpha=0.15, linewidth=0)
             axes.plot(places, mean, color=color, linewidth=1.8, label=label)
-        _dress(axes, title, "distance (positions)", "similarity")
+        dress(axes, title, "distance (positions)", "similarity")
         axes.legend(frameon=False, fontsize=9)
     axes = grid[1, 1]
-    for color, (width, curve) in zip(_COLORS, widths.items(), strict=False):
+    for color, (width, curve) in zip(COLORS, widths.items(), strict=False):
         beyond = np.maximum.accumulate(curve[::-1])[::-1]
         near = slice(1, len(curve) // 2)  # further on there is little left to be alike
         axes.plot(np.arange(len(curve))[near], beyond[near], color=color, linewidth=1.8, label=f"width {width}")
     right = axes.get_yaxis_transform()  # x from 0 to 1 over the panel
     axes.axhline(alike, color=INK, linewidth=1, linestyle="--")
     axes.text(1, alike, f"looks the same: {alike} ", color=INK, fontsize=9, ha="right", va="bottom", transform=right)
-    _dress(axes, "Where sinusoids repeat", "distance (positions)", "highest similarity from here on")
+    dress(axes, "Where sinusoids repeat", "distance (positions)", "highest similarity from here on")
     axes.legend(frameon=False, fontsize=9, loc="lower left")
     farthest = max(len(curve) for curve in widths.values()) - 1
     for axes in grid.flat:
@@ -86,7 +83,7 @@ def positions_picture(
         axes.set_ylim(-0.6, 1.05)
     for axes in grid[1]:
         axes.set_ylim(0, 1.05)
-    _save(figure, png_path)
+    save(figure, png_path)
 
 
 def memory_picture(
@@ -96,16 +93,16 @@ def memory_picture(
     png_path: str | os.PathLike,
 ) -> None:
     """Draws bytes over length, a line for each kernel, and bars of the shares of padding (0 to 1) into a PNG."""
-    figure = _figure(11, 4.4)
+    figure = new_figure(11, 4.4)
     left, right = figure.subplots(1, 2)
-    for color, (kernel, sizes) in zip((RED, BLUE, GREEN, AMBER, VIOLET), kernels.items(), strict=False):
+    for color, (kernel, sizes) in zip((RED, BLUE, *COLORS[2:]), kernels.items(), strict=False):
         mebibytes = np.asarray(sizes) / 2**20
         left.plot(lengths, mebibytes, color=color, linewidth=1.8, marker="o", markersize=4, label=kernel)
     _numbers(left, "x", lengths)
     left.set_yscale("log")
     sizes = [10**power for power in range(6)]
     _numbers(left, "y", sizes)
-    _dress(left, "Temporary memory of attention", "length (tokens)", "MiB, forward and backward")
+    dress(left, "Temporary memory of attention", "length (tokens)", "MiB, forward and backward")
     left.tick_params(axis="x", labelsize=8)
     left.legend(frameon=False)
 
@@ -114,9 +111,9 @@ def memory_picture(
     right.bar_label(bars, labels=[f"{share:.1f} %" for share in shares], padding=4, color=INK)
     right.invert_yaxis()
     right.set_xlim(0, 100)
-    _dress(right, "Padding", "share of all places (%)")
+    dress(right, "Padding", "share of all places (%)")
     right.grid(False, axis="y")
-    _save(figure, png_path)
+    save(figure, png_path)
 
 
 def _thinned(curve: np.ndarray, points: int = 60) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -129,20 +126,6 @@ def _thinned(curve: np.ndarray, points: int = 60) -> tuple[np.ndarray, np.ndarra
     return starts + (counts - 1) / 2, low, sums / counts, high
 
 
-def _figure(width: int | float, height: int | float) -> Figure:
-    return Figure(figsize=(width, height), dpi=130, layout="constrained")  # no pyplot: no state that others share
-
-
-def _dress(axes: Axes, title: str, x: str, y: str = "") -> None:
-    axes.set_title(title, loc="left", color=INK)
-    axes.set_xlabel(x, color=INK)
-    axes.set_ylabel(y, color=INK)
-    axes.grid(color="#dddddd", linewidth=0.6)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(colors=INK)
-
-
 def _numbers(axes: Axes, which: str, ticks: Numbers) -> None:
     """A log axis with these numbers written out."""
     (axes.set_xscale if which == "x" else axes.set_yscale)("log")
@@ -150,8 +133,3 @@ def _numbers(axes: Axes, which: str, ticks: Numbers) -> None:
     axis.set_major_locator(FixedLocator(list(ticks)))
     axis.set_minor_locator(NullLocator())
     axis.set_major_formatter(FuncFormatter(lambda tick, _: f"{tick:,g}" if tick < 1 else f"{tick:,.0f}"))
-
-
-def _save(figure: Figure, png_path: str | os.PathLike) -> None:
-    Path(png_path).parent.mkdir(parents=True, exist_ok=True)
-    FigureCanvasAgg(figure).print_png(os.fspath(png_path))
