@@ -37,7 +37,7 @@ NUMERIC = {
         "stacks.py",
     ),
     *("generate/decoding.py", "generate/layers.py", "generate/sampling.py"),
-    *("kernels/chunked.py", "kernels/contract.py", "kernels/reference.py", "kernels/ring.py"),
+    *("kernels/chunked.py", "kernels/contract.py", "kernels/reference.py", "kernels/ring.py", "kernels/splash.py"),
     *("training/losses.py", "training/state.py", "training/step.py"),
 }
 # Annotations that tell no axes: an array, or a tree of them, is behind them.
@@ -53,7 +53,7 @@ ANY_SHAPE = re.compile(r"any (?:shape|rank)|same shape")
 # Files that implement what others have published: each public class and function says who.
 PUBLISHED = {
     *("attention.py", "blocks.py", "layers.py", "models.py", "moe.py", "positions.py"),
-    *("generate/sampling.py", "kernels/chunked.py", "kernels/reference.py", "kernels/ring.py"),
+    *("generate/sampling.py", "kernels/chunked.py", "kernels/reference.py", "kernels/ring.py", "kernels/splash.py"),
     *("training/losses.py", "training/optimizers.py"),
 }
 SOURCE = re.compile(r"et\s+al\.|arXiv|\b[Ss]ection \d|\b[A-Z]\w+(?: & [A-Z]\w+)? (?:19|20)\d\d\b")

@@ -362,3 +362,10 @@ def test_what_cannot_generate():
         generate(CausalLM(BASE.replace(vocab_size=None)), {}, [[1]], max_new_tokens=1)
     with pytest.raises(ValueError, match="generate takes a CausalLM or a Seq2Seq, got a TransformerConfig"):
         generate(BASE, {}, [[1]], max_new_tokens=1)
+
+
+@pytest.mark.parametrize("kernel", ["splash", "ring"])
+def test_a_kernel_for_whole_sequences_leaves_decoding_alone(kernel):
+    model, params = causal("alibi")
+    named = CausalLM(model.config, Execution(attention=kernel))
+    assert generate(named, params, PROMPTS, max_new_tokens=NEW) == generate(model, params, PROMPTS, max_new_tokens=NEW)

@@ -1,13 +1,26 @@
-"""Kernels: the chunked one equals the reference in values and gradients, skips what it may, and stays linear."""
+"""Kernels: each does what the documented table says; the chunked one skips what it may, and stays linear."""
+
+import functools
+import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 from jax.test_util import check_grads
 
+from transformer.attention import dot_product_attention
 from transformer.config import ConfigError
-from transformer.kernels import Request, choose, chunked_attention, reference_attention
+from transformer.kernels import (
+    ALL_KERNELS,
+    SPLIT_KERNELS,
+    Request,
+    choose,
+    chunked_attention,
+    reference_attention,
+)
 from transformer.masks import Mask
 
 B, T, S, N, K, H, HV = 2, 19, 23, 6, 3, 5, 7
@@ -169,6 +182,100 @@ def test_a_kernel_that_can_not_serve_says_which_can():
     with pytest.raises(ConfigError, match=r"chunked .* can't return attention weights: .* Use reference, or auto"):
         choose("chunked", Request(num_queries=2, num_keys=2, return_weights=True))
     with pytest.raises(
-        ConfigError, match=r"must be one of auto, reference, chunked, got 'chunk'. Did you mean 'chunked'"
+        ConfigError, match=r"must be one of auto, reference, chunked, splash, got 'chunk'. Did you mean 'chunked'"
     ):
         choose("chunk", Request(num_queries=2, num_keys=2, return_weights=False))
+
+
+L = 16
+Q, KV, VALUES = (
+    jax.random.normal(key, shape) for key, shape in zip(KEYS, [(2, L, 4, 8), (2, L, 2, 8), (2, L, 2, 8)], strict=False)
+)
+THIRDS = jnp.repeat(jnp.arange(3), jnp.array([7, 4, 5]))[None]
+# What is asked beside queries (2, 16, 4, 8), keys and values (2, 16, 2, 8): a row of docs/architecture.md each.
+ASKED = {
+    "causal mask": {"mask": Mask.causal()},
+    "padding": {"mask": Mask.lengths(jnp.array([11, 5]))},
+    "packed segments": {"mask": Mask.causal() & Mask.segments(THIRDS)},
+    "causal window": {"mask": Mask.causal() & Mask.window(5)},
+    "window to both sides": {"mask": Mask.window(3)},
+    "a row that sees nothing": {"mask": Mask.causal() & Mask.lengths(jnp.array([9, 0]))},
+    "mask array": {"mask": Mask.array(jax.random.bernoulli(KEYS[6], 0.4, (2, 4, L, L)))},
+    "offset of a cache": {"mask": Mask.causal().shifted(jnp.array([4, 0]))},
+    "keys of another length": {"key": KV[:, :12], "value": VALUES[:, :12]},
+    "one query": {"query": Q[:, :1]},
+    "grouped heads": {"key": KV[:, :, :1], "value": VALUES[:, :, :1]},
+    "value heads of another size": {"value": VALUES[..., :3]},
+    "softcap": {"softcap": 1.5},
+    "sinks": {"sinks": jnp.array([0.3, -2.0, 1.0, 0.0])},
+    "bias": {"table": jax.random.normal(KEYS[3], (4, 2 * L))},
+    "dropout": {"mask": Mask.window(1), "dropout_rate": 0.25, "dropout_key": KEYS[4]},
+    "weights returned": {"return_weights": True},
+    "bfloat16": {"dtype": jnp.bfloat16},
+    "float16": {"dtype": jnp.float16},
+}
+
+
+def documented_cells():
+    """{(what is asked, kernel): whether it serves} of docs/architecture.md."""
+    text = (Path(__file__).resolve().parents[1] / "docs" / "architecture.md").read_text()
+    section = text.partition("\n## Attention kernels\n")[2].partition("\n## ")[0]
+    head, _, *rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in re.findall(r"^\|.*$", section, re.M)]
+    kernels = [name.strip("`") for name in head[1:]]
+    return {
+        (asked, kernel): {"yes": True, "no": False}[c]
+        for asked, *cells in rows
+        for kernel, c in zip(kernels, cells, strict=True)
+    }
+
+
+def attend(kernel, asked):
+    """Output, weights, and gradients by all numbers that are asked with."""
+    options = {"query": Q, "key": KV, "value": VALUES} | ASKED[asked]
+    dtype = options.pop("dtype", jnp.float32)
+    floats = {name: options.pop(name) for name in ("query", "key", "value", "sinks", "table") if name in options}
+
+    def loss(floats):
+        arrays = {name: array if name in ("sinks", "table") else array.astype(dtype) for name, array in floats.items()}
+        if "table" in arrays:
+            table = arrays.pop("table")
+            arrays["bias"] = lambda queries, keys: table[:, queries[:, None] - keys[None, :] + L][None]
+        out = dot_product_attention(**arrays, **options, implementation=kernel)
+        first = out[0] if isinstance(out, tuple) else out
+        return (first * jnp.cos(jnp.arange(first.size)).reshape(first.shape)).sum(), out
+
+    return jax.jit(jax.grad(loss, has_aux=True))(floats)
+
+
+expected = functools.cache(functools.partial(attend, "reference"))
+
+
+def test_the_documented_table_has_a_cell_for_all_that_is_tested():
+    assert documented_cells().keys() == {(asked, kernel) for asked in ASKED for kernel in ALL_KERNELS}
+    assert all(serves for (_, kernel), serves in documented_cells().items() if kernel == "reference")
+
+
+@pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.parametrize("kernel", [name for name in ALL_KERNELS if name != "reference"])
+def test_each_kernel_does_what_the_documented_table_says(kernel, asked):
+    sizes = {"data": 2, "context": 4} if kernel in SPLIT_KERNELS else {"data": 1}
+    devices = jax.devices()[: np.prod(list(sizes.values()))]
+    axis_types = (AxisType.Auto,) * len(sizes)
+    with jax.set_mesh(jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=axis_types, devices=devices)):
+        if not documented_cells()[asked, kernel]:
+            with pytest.raises(ConfigError, match=rf"the {kernel} attention kernel can't .*\. Use .*, or auto\."):
+                attend(kernel, asked)
+            return
+        grads, out = attend(kernel, asked)
+    if asked == "dropout":  # each query sees itself alone: its value times 1 / (1 - rate), or nothing
+        alone = jnp.repeat(VALUES, 2, axis=2)
+        np.testing.assert_allclose(out, jnp.where(out == 0, 0, alone / 0.75), rtol=1e-5)
+        assert (out == 0).mean() == pytest.approx(0.25, abs=0.15)
+        return
+    tolerance = 2e-5 if "dtype" not in ASKED[asked] else 0.05
+    assert out.dtype == expected(asked)[1].dtype
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=tolerance, atol=tolerance),
+        jax.tree.map(lambda x: x.astype(jnp.float32), (grads, out)),
+        jax.tree.map(lambda x: x.astype(jnp.float32), expected(asked)),
+    )

@@ -98,6 +98,15 @@ def test_pmap_gives_the_same_losses(task, alone):
     assert state.step.shape == ()
 
 
+@pytest.mark.parametrize("kernel", ["splash", "ring"])
+def test_a_recipe_may_name_a_kernel_for_whole_sequences(kernel, alone):
+    """Its parameters are made from an example that such a kernel would refuse."""
+    expected, _ = alone("causal_lm", 0.0)
+    recipe = recipe_for("causal_lm", ParallelConfig(context=4 if kernel == "ring" else 1))
+    recipe = dataclasses.replace(recipe, execution=dataclasses.replace(recipe.execution, attention=kernel))
+    np.testing.assert_allclose(losses(recipe, steps=2)[0], expected[:2], rtol=1e-5)
+
+
 def test_accumulation_within_a_mesh(alone):
     expected, _ = alone("causal_lm", 0.0)
     recipe = recipe_for("causal_lm", ParallelConfig(data=4, devices=4), accumulation=2)

@@ -125,13 +125,13 @@ def test_bfloat16_with_a_row_that_sees_nothing():
 def test_every_device_computes_as_many_pairs_of_chunks(mask, each, monkeypatch):
     """Counted while it runs. Contiguous halves of 8 chunks under a causal mask would give 3, 7, 11 and 15."""
     counts = collections.Counter()
-    forward = chunked._forward
+    forward = chunked.forward
 
     def counted(*arguments):
         jax.debug.callback(lambda device: counts.update([int(device)]), jax.lax.axis_index("context"))
         return forward(*arguments)
 
-    monkeypatch.setattr(chunked, "_forward", counted)
+    monkeypatch.setattr(chunked, "forward", counted)
     with jax.set_mesh(mesh(context=4)):
         run = jax.jit(lambda *arrays: ring_attention(*arrays, mask=mask, **PLAIN)[0])
         run(QUERY[:1], KEY[:1], VALUE[:1]).block_until_ready()
@@ -260,7 +260,7 @@ def test_auto_takes_the_ring_where_the_length_is_split():
     assert choose("auto", request(512, 24_000)) == "gathered"
     assert choose("auto", request(513)) == "chunked"  # does not divide: the length is whole on each device
     with pytest.raises(
-        ConfigError, match=r"one of auto, reference, chunked, ring, gathered, got 'rings'. Did you mean 'ring'"
+        ConfigError, match=r"one of auto, reference, chunked, splash, ring, gathered, got 'rings'. Did you mean 'ring'"
     ):
         choose("rings", request())
 

@@ -29,7 +29,7 @@ from transformer.axes import (
     Value,
     Weights,
 )
-from transformer.kernels import KERNELS, SPLIT_KERNELS, BiasFunction, Request, choose
+from transformer.kernels import ALL_KERNELS, BiasFunction, Request, choose
 from transformer.layers import Initializer, Linear, RMSNorm, glorot_uniform
 from transformer.masks import Mask
 from transformer.partitioning import constrain, ways
@@ -98,9 +98,11 @@ def dot_product_attention(
         has_bias=bias is not None,
         has_dropout=dropout_rate > 0.0,
         has_dense_mask=mask.dense_part is not None,
+        has_offset=mask.offset is not None,
+        dtype=jnp.result_type(query, key, value),
         length_ways=ways("length"),
     )
-    kernel = (KERNELS | SPLIT_KERNELS)[choose(implementation, request)]
+    kernel = ALL_KERNELS[choose(implementation, request)]
     length = "length" if kernel.split_keys else None
     out, weights = kernel.run(
         query,

@@ -21,7 +21,7 @@ from transformer.axes import Array, DType, Hidden
 from transformer.config import MoE
 from transformer.layers import ACTIVATIONS, FeedForward, Initializer, Linear, glorot_uniform
 from transformer.masks import Mask
-from transformer.partitioning import constrain, mesh_axes
+from transformer.partitioning import constrain, mapped, mesh_axes
 
 
 class RoutedFeedForward(nn.Module):
@@ -53,7 +53,11 @@ class RoutedFeedForward(nn.Module):
         moe = self.moe
         router = Linear((moe.num_experts,), 1, False, self.kernel_init, jnp.float32, self.param_dtype, name="router")
         logits = router(x)
-        weights, chosen = jax.lax.top_k(jax.nn.softmax(logits), moe.top_k)
+        probabilities = jax.nn.softmax(logits)
+        # Not every compiler can split top_k: one that can't would make the probabilities of all rows whole.
+        names = ("batch", "length", None)
+        chosen = mapped(lambda p: jax.lax.top_k(p, moe.top_k)[1], [names], names)(jax.lax.stop_gradient(probabilities))
+        weights = jnp.take_along_axis(probabilities, chosen, axis=-1)
         if moe.normalize_weights:
             weights = weights / weights.sum(-1, keepdims=True)
         balance, z = router_losses(logits, chosen, mask)

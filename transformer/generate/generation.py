@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, SupportsIndex
 
@@ -22,7 +23,11 @@ from transformer.generate.prompts import (
     vocabulary,
 )
 from transformer.generate.sampling import PLAIN, Choice, Sampling
+from transformer.kernels import SPLIT_KERNELS, TPU_KERNELS
 from transformer.models import CausalLM, Seq2Seq
+
+TRAINING_KERNELS = (*TPU_KERNELS, *SPLIT_KERNELS)
+"""kernels for whole sequences"""
 
 
 def generate(
@@ -73,6 +78,8 @@ def generate(
         raise ValueError(f"there must be as many prompts as sources, got {len(prompt_rows)} and {len(source_rows)}.")
     check_lengths(model.config, prompt_rows, source_rows, limit)
 
+    if model.execution.attention in TRAINING_KERNELS:  # which refuse a cache: decoding chooses its own
+        model = model.clone(execution=dataclasses.replace(model.execution, attention="auto"))
     # Almost every target begins with one token: no 15 more beside it.
     single = source_rows is not None and all(len(row) == 1 for row in prompt_rows)
     prompt_slots = 1 if single else _slots(model, prompt_rows)

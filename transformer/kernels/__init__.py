@@ -7,11 +7,14 @@ from transformer.kernels.chunked import chunked_attention
 from transformer.kernels.contract import BiasFunction, Kernel, Request
 from transformer.kernels.reference import reference_attention
 from transformer.kernels.ring import gathered_attention, gathered_refusal, ring_attention, ring_refusal
+from transformer.kernels.splash import splash_attention, splash_refusal
 from transformer.partitioning import platform
 
 __all__ = [
+    "ALL_KERNELS",
     "KERNELS",
     "SPLIT_KERNELS",
+    "TPU_KERNELS",
     "BiasFunction",
     "Kernel",
     "Request",
@@ -20,6 +23,7 @@ __all__ = [
     "gathered_attention",
     "reference_attention",
     "ring_attention",
+    "splash_attention",
 ]
 
 KERNELS: dict[str, Kernel] = {
@@ -31,13 +35,19 @@ KERNELS: dict[str, Kernel] = {
         ),
     ),
 }
-"""kernels by name, for keys and values that are whole along their length"""
+"""kernels by name, for keys and values that are whole along their length, on any device"""
+
+TPU_KERNELS: dict[str, Kernel] = {"splash": Kernel(run=splash_attention, refusal=splash_refusal)}
+"""kernels by name, for the same on a TPU; a CPU interprets them, for tests"""
 
 SPLIT_KERNELS: dict[str, Kernel] = {
     "ring": Kernel(run=ring_attention, refusal=ring_refusal, split_keys=True),
     "gathered": Kernel(run=gathered_attention, refusal=gathered_refusal),
 }
 """kernels by name, for queries whose length a mesh splits, and nowhere else"""
+
+ALL_KERNELS: dict[str, Kernel] = KERNELS | TPU_KERNELS | SPLIT_KERNELS
+"""every kernel by name"""
 
 WHOLE_SCORES = {"cpu": 224 * 224, "gpu": 1024 * 1024, "tpu": 1024 * 1024}
 """auto: up to so many scores a head, holding all of them is faster than looping over blocks (docs/benchmarks.md:
@@ -53,22 +63,25 @@ def choose(implementation: str, request: Request) -> str:
     if implementation == "auto":
         if not isinstance(request.num_queries, int) or not isinstance(request.num_keys, int):
             return "reference"  # a length left open (jax.export) can't be cut into blocks
-        if SPLIT_KERNELS["ring"].refusal(request) is None:
+        if _serves("ring", request):
             return "ring"
         scores = request.num_queries * request.num_keys // request.length_ways
-        small = scores <= WHOLE_SCORES.get(platform(), 0) or request.num_queries == 1
-        if small or request.return_weights:
+        if scores <= WHOLE_SCORES.get(platform(), 0) or request.num_queries == 1 or request.return_weights:
             return "reference"
-        return "gathered" if SPLIT_KERNELS["gathered"].refusal(request) is None else "chunked"
-    kernels = KERNELS | SPLIT_KERNELS
-    if implementation not in kernels:
-        names = ["auto", *(kernels if request.length_ways > 1 else KERNELS)]
+        return next(name for name in ("splash", "gathered", "chunked") if _serves(name, request))
+    if implementation not in ALL_KERNELS:
+        names = ["auto", *(ALL_KERNELS if request.length_ways > 1 else KERNELS | TPU_KERNELS)]
         raise ConfigError(
             f"attention kernel must be one of {', '.join(names)}, got {implementation!r}."
             f"{nearest(implementation, names)}"
         )
-    refused = kernels[implementation].refusal(request)
+    refused = ALL_KERNELS[implementation].refusal(request)
     if refused is not None:
-        able = [name for name, kernel in kernels.items() if kernel.refusal(request) is None]
+        able = [name for name in ALL_KERNELS if _serves(name, request)]
         raise ConfigError(f"the {implementation} attention kernel can't {refused}. Use {' or '.join(able)}, or auto.")
     return implementation
+
+
+def _serves(name: str, request: Request) -> bool:
+    """Whether a kernel can do what is asked, and is made for what is computed on."""
+    return ALL_KERNELS[name].refusal(request) is None and (name not in TPU_KERNELS or platform() == "tpu")

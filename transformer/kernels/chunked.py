@@ -55,7 +55,7 @@ def chunked_attention(
         index = jax.ShapeDtypeStruct((block,), jnp.int32)
         closed = jax.make_jaxpr(functools.partial(bias_block, bias))(index, index)
         bias_arrays, evaluate = list(closed.consts), _evaluate(closed.jaxpr)
-    plan = _Plan(evaluate, scale, softcap, dropout_rate, num_queries, num_keys, block)
+    plan = Blocks(evaluate, scale, softcap, dropout_rate, num_queries, num_keys, block)
 
     rows = query.reshape(batch, num_queries, kv_heads, num_heads // kv_heads, head_dim)
     sinks = None if sinks is None else sinks.astype(jnp.float32).reshape(kv_heads, -1)
@@ -68,10 +68,15 @@ def _evaluate(jaxpr) -> Callable:
 
 
 @dataclass(frozen=True, eq=False)
-class _Plan:
-    """The static facts of one call."""
+class Blocks:
+    """The static facts of one call in blocks (Dao et al. 2022, arXiv 2205.14135, section 3), and what a block is.
+
+    `scale`, `softcap` and `dropout_rate` are those of `dot_product_attention`; of `num_queries` T and `num_keys` S,
+    `block` make a block.
+    """
 
     bias: Callable | None
+    """(its arrays, query indices, key indices) -> that block of it; None: none is added"""
     scale: float
     softcap: float | None
     dropout_rate: float
@@ -81,39 +86,48 @@ class _Plan:
 
     @property
     def query_blocks(self) -> int:
+        """Blocks of queries, the last one perhaps filled up."""
         return math.ceil(self.num_queries / self.block)
 
     @property
     def key_blocks(self) -> int:
+        """Blocks of keys, the last one perhaps filled up."""
         return math.ceil(self.num_keys / self.block)
 
-    def queries(self, i: Array) -> Array:
+    def indices(self, i: Array) -> Array:
+        """Indices (t,) of the positions in block number i ()."""
         return i * self.block + jnp.arange(self.block)
 
     def scores(self, query: Array, key: Array, bias_arrays: list[Array], i: Array, j: Array) -> Array:
-        """Scores of one block before the mask, float32 (B, K, G, t, s)."""
+        """Scores of queries (B, t, K, G, H) in block i () and keys (B, s, K, H) in block j () before the mask, float32
+        (B, K, G, t, s); `bias_arrays` of any shape.
+        """
         scores = jnp.einsum("btkgh,bskh->bkgts", query, key, preferred_element_type=jnp.float32) * self.scale
         if self.softcap is not None:
             scores = self.softcap * jnp.tanh(scores / self.softcap)
         if self.bias is not None:
-            scores = scores + self.by_group(self.bias(bias_arrays, self.queries(i), self.queries(j)), scores)
+            scores = scores + self.by_group(self.bias(bias_arrays, self.indices(i), self.indices(j)), scores)
         return scores
 
     def by_group(self, array: Array, scores: Array) -> Array:
-        """(B or 1, N or 1, t, s) -> (B or 1, K or 1, G or 1, t, s)."""
+        """(B or 1, N or 1, t, s) -> (B or 1, K or 1, G or 1, t, s), K and G as scores (B, K, G, t, s) have them."""
         if array.shape[1] == 1:
             return array[:, :, None]
         return array.reshape(array.shape[0], *scores.shape[1:3], *array.shape[2:])
 
     def allowed(self, mask: Mask, scores: Array, i: Array, j: Array) -> Array:
-        """What of a block may be attended; keys that only fill up the last block may not."""
-        keys = self.queries(j)
+        """What of scores (B, K, G, t, s) in blocks i () and j () may be attended, (B or 1, K or 1, G or 1, t, s); keys
+        that only fill up the last block may not.
+        """
+        keys = self.indices(j)
         return (
-            self.by_group(mask.block(self.queries(i), keys), scores) & (keys < self.num_keys)[None, None, None, None, :]
+            self.by_group(mask.block(self.indices(i), keys), scores) & (keys < self.num_keys)[None, None, None, None, :]
         )
 
     def dropped(self, weights: Array, key: PRNGKey | None, i: Array, j: Array) -> Array:
-        """Weights with some set to zero and the rest scaled up; the same ones in both passes."""
+        """Weights (B, K, G, t, s) of blocks i () and j () with some set to zero and the rest scaled up, again
+        (B, K, G, t, s); the same ones in both passes.
+        """
         if self.dropout_rate == 0.0:
             return weights
         key = jax.random.fold_in(jax.random.fold_in(key, i), j)
@@ -132,12 +146,14 @@ class _Plan:
         return array.reshape(array.shape[0], -1, *array.shape[3:])[:, :length]
 
     def each_key_block(self, mask: Mask, i: Array, body: Callable, carry: Any) -> Any:
-        """Folds body(j, carry) over the key blocks that some query of block i may attend."""
+        """Folds body(j, carry) over the key blocks that some query of block i () may attend: from a tree to a tree of
+        the same shapes.
+        """
 
         def step(j, carry):
             # The last block is filled up: indices past the end say nothing more than the last one does.
-            queries = jnp.minimum(self.queries(i), self.num_queries - 1)
-            keys = jnp.minimum(self.queries(j), self.num_keys - 1)
+            queries = jnp.minimum(self.indices(i), self.num_queries - 1)
+            keys = jnp.minimum(self.indices(j), self.num_keys - 1)
             return jax.lax.cond(mask.block_visible(queries, keys), functools.partial(body, j), lambda same: same, carry)
 
         return jax.lax.fori_loop(0, self.key_blocks, step, carry)
@@ -145,11 +161,23 @@ class _Plan:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _blockwise(plan, query, key, value, bias_arrays, sinks, mask, dropout_key):
-    return _forward(plan, query, key, value, bias_arrays, sinks, mask, dropout_key)[0]
+    return forward(plan, query, key, value, bias_arrays, sinks, mask, dropout_key)[0]
 
 
-def _forward(plan, query, key, value, bias_arrays, sinks, mask, dropout_key):
-    """Output (B, T, K, G, Hv) float32, and what the backward pass needs."""
+def forward(
+    plan: Blocks,
+    query: Array,
+    key: Array,
+    value: Array,
+    bias_arrays: list[Array],
+    sinks: Array | None,
+    mask: Mask,
+    dropout_key: PRNGKey | None,
+) -> tuple[Array, tuple]:
+    """Attended values of queries (B, T, K, G, H), keys (B, S, K, H), values (B, S, K, Hv), bias arrays of any shape and
+    sinks (K, G): (B, T, K, G, Hv) float32, and the state that `backward` needs (Dao et al. 2022, arXiv 2205.14135,
+    algorithm 1). Of that the last is log sum exp(scores), (query blocks, B, K, G, t).
+    """
     batch, _, kv_heads, groups, _ = query.shape
     keys, values = plan.split(key, plan.key_blocks), plan.split(value, plan.key_blocks)
     shape = (batch, kv_heads, groups, plan.block)
@@ -188,7 +216,10 @@ def _forward(plan, query, key, value, bias_arrays, sinks, mask, dropout_key):
     return out, (query, key, value, bias_arrays, sinks, mask, dropout_key, out, norm)
 
 
-def _backward(plan, saved, out_grad):
+def backward(plan: Blocks, saved: tuple, out_grad: Array) -> tuple:
+    """Gradients, a tree like the arguments of `forward` after the plan, of what it saved, its state, and the gradient
+    (B, T, K, G, Hv) of its output (Dao et al. 2022, arXiv 2205.14135, algorithm 4).
+    """
     query, key, value, bias_arrays, sinks, mask, dropout_key, out, norm = saved
     keys, values = plan.split(key, plan.key_blocks), plan.split(value, plan.key_blocks)
     out_grad = out_grad.astype(jnp.float32)
@@ -250,4 +281,4 @@ def _backward(plan, saved, out_grad):
     )
 
 
-_blockwise.defvjp(_forward, _backward)
+_blockwise.defvjp(forward, backward)

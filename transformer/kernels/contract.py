@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import jax
+import jax.numpy as jnp
+
+from transformer.axes import DType
 
 BiasFunction: TypeAlias = Callable[[jax.Array, jax.Array], jax.Array]
 """(query indices (t,), key indices (s,)) -> what is added to that block of scores, broadcast to (B, N, t, s)"""
@@ -25,6 +28,10 @@ class Request:
     """whether weights are dropped"""
     has_dense_mask: bool = False
     """whether the mask is, or holds, a boolean array of size T x S"""
+    has_offset: bool = False
+    """whether the first query stands at another index than the first key, known only when the program runs"""
+    dtype: DType = jnp.float32
+    """of queries, keys and values"""
     length_ways: int = 1
     """into how many parts the mesh in force splits the length"""
 

@@ -79,7 +79,7 @@ def ring_attention(
     kv_heads, value_dim = value.shape[2:]
     devices = ways("length")
     chunk = length // (2 * devices)
-    plan = chunked._Plan(None, scale, softcap, 0.0, chunk, chunk, min(block, chunk))
+    plan = chunked.Blocks(None, scale, softcap, 0.0, chunk, chunk, min(block, chunk))
     ring = _Ring(plan, devices, zigzag=mask.is_causal)
 
     # A sink is a key seen before all others, with no value; where there is none, its weight is nothing.
@@ -108,7 +108,7 @@ def ring_attention(
 class _Ring:
     """The static facts of one call, and who holds what. `plan` is for a pair of chunks."""
 
-    plan: chunked._Plan
+    plan: chunked.Blocks
     devices: int
     zigzag: bool
 
@@ -194,7 +194,7 @@ def _forward(ring, query, key, value, start, mask):
     def add(a, b, keys, values, part, carry):
         out, norm = carry
         # A sink without weight gives a row that sees nothing in this pair the norm NOTHING.
-        more, (*_, blocks) = chunked._forward(plan, query[a], keys[b], values[b], [], nothing, part, None)
+        more, (*_, blocks) = chunked.forward(plan, query[a], keys[b], values[b], [], nothing, part, None)
         more_norm = plan.join(blocks.transpose(0, 1, 4, 2, 3), plan.num_queries)
         new_norm = jnp.logaddexp(norm[a], more_norm)
         old, new = jnp.exp(norm[a] - new_norm)[..., None], jnp.exp(more_norm - new_norm)[..., None]
@@ -228,7 +228,7 @@ def _backward(ring, saved, out_grad):
         def body(a, b, part, sums):
             (keys_grad, values_grad), query_grad = sums
             pair = (query[a], keys[b], values[b], [], None, part, None, out[a], blocks(norm[a]))
-            q, k, v, *_ = chunked._backward(plan, pair, out_grad[a])
+            q, k, v, *_ = chunked.backward(plan, pair, out_grad[a])
             return (keys_grad.at[b].add(k), values_grad.at[b].add(v)), query_grad.at[a].add(q)
 
         grads, query_grad = ring.each_pair(mask, number, body, (grads, query_grad))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import flax.struct
@@ -37,7 +38,8 @@ class TrainState:
 
 def make_state(recipe: Recipe) -> TrainState:
     """The state before the first step. Pure: call it inside `jax.jit`."""
-    model = build_model(recipe)
+    # Parameters don't depend on the kernel, and one made for long sequences would refuse the example.
+    model = build_model(dataclasses.replace(recipe, execution=dataclasses.replace(recipe.execution, attention="auto")))
     key = jax.random.fold_in(jax.random.key(recipe.training.seed), 2**31 - 1)  # no step has this number
     params = model.init(key, *example_inputs(recipe))["params"]
     return TrainState(
