@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from transformer.__main__ import main
-from transformer.cli.plan import lines
+from transformer.cli.plan_print import train_lines
 from transformer.config import ConfigError, Execution, LayerKind, MoE, TransformerConfig
 from transformer.data.configs import NumberWords, ParallelText, TextFile, TinyShakespeare, TokenizerConfig
 from transformer.plan import (
@@ -19,19 +19,19 @@ from transformer.plan import (
     CompilerError,
     Flops,
     Plan,
-    Topology,
     batch_shapes,
     chips,
-    collectives,
     estimate,
     parse_topology,
     step_flops,
     topology_devices,
     without_data,
 )
-from transformer.plan.planning import memory_in_error, remedies, times_smaller
+from transformer.plan.compiling import memory_in_error
+from transformer.plan.planning import remedies, times_smaller
 from transformer.sharding import ParallelConfig
 from transformer.training import Recipe, TrainingConfig
+from transformer.training.overrides import override
 from transformer.training.parallel import MeshPlacement, placed_shapes
 from transformer.training.state import abstract_state
 from transformer.training.step import make_train_step
@@ -161,82 +161,25 @@ class TestFlops:
         assert step_flops(looped) == step_flops(TEXT)
 
 
-HLO = """\
-HloModule jit_step, entry_computation_layout={(f32[16]{0})->f32[16]{0}}
-
-%add (x: f32[], y: f32[]) -> f32[] {
-  ROOT %sum = f32[] add(%x, %y)
-}
-
-%cond (p: (s32[], f32[16])) -> pred[] {
-  ROOT %less = pred[] compare(%i, %n), direction=LT
-}
-
-%fused (p: bf16[4,6]) -> bf16[2,6] {
-  ROOT %rs = bf16[2,6]{1,0:T(8,128)} reduce-scatter(%p), channel_id=3, replica_groups=[2,4]<=[8], to_apply=%add
-}
-
-%body (p: (s32[], f32[16])) -> (s32[], f32[16]) {
-  %ar = f32[16]{0} all-reduce(%x), channel_id=1, replica_groups={{0,1,2,3},{4,5,6,7}}, to_apply=%add
-  %f = bf16[2,6] fusion(%y), kind=kCustom, calls=%fused
-}
-
-ENTRY %main (a: f32[16]) -> f32[16] {
-  %w = (s32[], f32[16]) while(%t), condition=%cond, body=%body, backend_config={"known_trip_count":{"n":"5"}}
-  %ag = (f32[3], f32[24]) all-gather-start(%a), channel_id=4, replica_groups={}, dimensions={0}
-  %agd = f32[24] all-gather-done(%ag)
-  %both = (f32[16]{0}, f32[]) all-reduce(%a, %b), channel_id=5, replica_groups={{0,1,2,3,4,5,6,7}}, to_apply=%add
-  ROOT %cp = (s8[40], s8[40], u32[], u32[]) collective-permute-start(%a), source_target_pairs={{0,1},{1,0}}
-}
-"""
-
-
-class TestCollectives:
-    def test_count_and_bytes_by_kind(self):
-        found, known = collectives(HLO, 8)
-        reduce, gather, scatter, permute = found
-        assert known
-        assert (reduce.kind, reduce.count, reduce.result_bytes) == ("all-reduce", 6, 5 * 64 + 68)
-        assert reduce.wire_bytes == 5 * 64 * 2 * 3 // 4 + 68 * 2 * 7 // 8
-        assert (gather.kind, gather.count, gather.result_bytes, gather.wire_bytes) == ("all-gather", 1, 96, 84)
-        assert (scatter.kind, scatter.count) == ("reduce-scatter", 5)
-        assert (scatter.result_bytes, scatter.wire_bytes) == (5 * 24, 5 * 24 * 3)
-        assert (permute.kind, permute.count, permute.result_bytes) == ("collective-permute", 1, 40)
-
-    def test_a_loop_of_unknown_turns_is_one_pass_and_told(self):
-        found, known = collectives(HLO.replace("known_trip_count", "other"), 8)
-        assert (found[0].count, known) == (2, False)
-
-    def test_a_silent_loop_of_unknown_turns_is_no_matter(self):
-        silent = HLO.replace(" all-reduce(%x)", " copy(%x)").replace("calls=%fused", "calls=%add")
-        text = silent.replace("known_trip_count", "other")
-        assert collectives(text, 8)[1]
-
-    def test_of_a_real_program(self):
-        """Data parallel over eight devices: each gradient, and so all parameters, go through all-reduces."""
-        recipe = dataclasses.replace(with_model(TEXT, num_layers=1), parallel=ParallelConfig(data=8))
-        placement = MeshPlacement(recipe)
-        found, known = collectives(placement.lower(batch_shapes(recipe)).compile().as_text(), 8)
-        parameters = sum(4 * leaf.size for leaf in jax.tree.leaves(placement.abstract_state().params))
-        assert known
-        assert {one.kind for one in found} == {"all-reduce"}
-        assert parameters <= found[0].result_bytes < 1.5 * parameters
-
-
 class TestRoofline:
     CHIP = Chip(name="x", axes=2, example="1x1", pod=2, flops=100.0, hbm=1, hbm_bandwidth=10.0, ici_bandwidth=5.0)
 
     def test_the_larger_of_compute_and_memory_and_collectives_beside(self):
-        topology = Topology(self.CHIP, (2, 1))
-        one = estimate(flops=600, hbm_bytes=20, wire_bytes=5, topology=topology)
+        one = estimate(self.CHIP, 2, model_flops=600, flops=300, hbm_bytes=20, wire_bytes=5)
         assert (one.compute_seconds, one.memory_seconds, one.collective_seconds) == (3, 2, 1)
         assert (one.seconds, one.mfu) == (4, 0.75)
-        assert estimate(flops=200, hbm_bytes=20, wire_bytes=0, topology=topology).seconds == 2
+        assert estimate(self.CHIP, 2, model_flops=200, flops=100, hbm_bytes=20, wire_bytes=0).seconds == 2
 
     def test_a_core_has_its_share(self):
-        halves = Topology(dataclasses.replace(self.CHIP, devices=2), (2, 1))
-        one = estimate(flops=600, hbm_bytes=10, wire_bytes=5, topology=halves)
+        halves = dataclasses.replace(self.CHIP, devices=2)
+        one = estimate(halves, 4, model_flops=600, flops=150, hbm_bytes=10, wire_bytes=5)
         assert (one.compute_seconds, one.memory_seconds, one.collective_seconds) == (3, 2, 2)
+        assert one.mfu == 600 / (200 * 5)
+
+    def test_what_is_computed_again_is_no_use(self):
+        once = estimate(self.CHIP, 1, model_flops=300, flops=300, hbm_bytes=0, wire_bytes=0)
+        again = estimate(self.CHIP, 1, model_flops=300, flops=400, hbm_bytes=0, wire_bytes=0)
+        assert (once.mfu, again.mfu, again.seconds) == (1, 0.75, 4)
 
 
 @pytest.mark.parametrize(
@@ -253,8 +196,6 @@ def test_what_the_compiler_lacked(message, sizes):
 
 def test_remedies_are_recipes():
     """Each flag, put on a command line, gives a recipe that the mesh takes."""
-    from transformer.training.overrides import override
-
     recipe = dataclasses.replace(TEXT, data=dataclasses.replace(TEXT.data, batch_size=32))
     sizes = MeshPlacement(recipe).mesh.shape
     flags = [remedy.partition(":")[0].split() for remedy in remedies(recipe, sizes, 4)[:-1]]
@@ -263,6 +204,12 @@ def test_remedies_are_recipes():
     assert flags[2:4] == [["--training.accumulation", "4"], ["--data.batch-size", "8"]]
     for flag in flags:
         MeshPlacement(override(recipe, flag, program="x"))
+
+
+def test_remedies_of_pmap_begin_with_a_mesh():
+    recipe = dataclasses.replace(TEXT, parallel=ParallelConfig(kind="pmap"))
+    flags = remedies(recipe, {**MeshPlacement(TEXT).mesh.shape, "data": 8}, None)[0].partition(":")[0]
+    assert override(recipe, flags.split(), program="x").parallel == ParallelConfig(fsdp=8)
 
 
 def test_remedies_that_would_fail_are_left_out():
@@ -333,25 +280,27 @@ def test_what_is_printed():
         available_bytes=8 * 2**30,
         batch_tokens=100,
         flops=Flops(matrices=3000, attention=1000),
+        computed_flops=5200,
         collectives=[Collective("all-reduce", 2, 4096, 7168)],
         loops_known=False,
-        estimate=estimate(4000, 100, 7168, topology),
+        estimate=estimate(topology.chip, 8, model_flops=4000, flops=500, hbm_bytes=100, wire_bytes=7168),
         remedies=[],
         seconds=1.0,
     )
-    text = "\n".join(lines("x", topology, ["y"], plan, looped=True))
+    text = "\n".join(train_lines("x", topology, ["y"], plan))
     assert "x on v2:2x2: 4 chips, 8 GiB a core; mesh: data 8\nassumed: y\nfits: 3.00 MiB of 8 GiB a core\n" in text
-    assert "40 a token, 1,234 parameters; 25.0 % in scores" in text
+    assert "40 a token, 1,234 parameters; 25.0 % in scores (counted whole)\n  1.30 times that, with" in text
     assert "collectives (per pass of a loop): 2 all-reduce of 4.00 KiB a step" in text
     assert "averaged" not in text
     assert "estimate, not a measurement" in text
     small = dataclasses.replace(plan, fits=False, available_bytes=2**20, estimate=None, remedies=["--a 2: b"])
-    text = "\n".join(lines("x", topology, [], small, looped=False))
+    text = "\n".join(train_lines("x", topology, [], small))
     assert "does not fit: it needs 3.00 MiB of 1.00 MiB a core" in text
     assert "  try --a 2: b\n" in text
     assert "collectives" not in text
-    unread = dataclasses.replace(plan, collectives=None)
-    assert "plus collectives (not counted)" in "\n".join(lines("x", topology, [], unread, looped=False))
+    unread = "\n".join(train_lines("x", topology, [], dataclasses.replace(plan, collectives=None, estimate=None)))
+    assert "collectives: not available" in unread
+    assert "estimate: not available" in unread
 
 
 TINY = ("--model.num-layers", "1", "--model.d-model", "128", "--data.batch-size", "8", "--execution.scan", "False")
@@ -384,3 +333,23 @@ class TestCompiler:
         assert (code, plan["fits"]) == (1, False)
         assert plan["needed_bytes"] > plan["available_bytes"] > 15 * 2**30
         assert [remedy.partition(" ")[0] for remedy in plan["remedies"]] == ["more"]
+
+    def test_pmap_over_the_eight_cores_of_a_v2(self, capsys):
+        code, plan = self.plan(capsys, "--topology", "v2:2x2", "--parallel.kind", "pmap")
+        assert (code, plan["fits"], plan["mesh"]) == (0, True, "pmap: data 8")
+        assert plan["memory"]["parameters"] == 4 * plan["num_parameters"]
+        assert plan["computed_flops"] == pytest.approx(plan["flops"]["total"], rel=0.01)
+
+    def test_a_loop_over_layers_is_counted_as_often_as_it_turns(self, capsys):
+        layers = ("--topology", "v5e:1x1", "--model.num-layers", "3", "--execution.remat", "full")
+        _, unrolled = self.plan(capsys, *layers)
+        _, looped = self.plan(capsys, *layers, "--execution.scan", "True")
+        assert looped["loops_known"]
+        assert looped["computed_flops"] == unrolled["computed_flops"] > 1.1 * looped["flops"]["total"]
+        times = [plan["estimate"]["memory_seconds"] for plan in (unrolled, looped)]
+        assert times[0] == pytest.approx(times[1], rel=0.2)
+
+    def test_generation(self, capsys):
+        code, plan = self.plan(capsys, "--topology", "v5e:1x1", "--decode", "8:64:32")
+        assert (code, plan["fits"], plan["generation"]) == (0, True, {"rows": 8, "prompt": 64, "new": 32})
+        assert plan["prefill"]["compute_seconds"] > 8 * plan["token"]["compute_seconds"] > 0

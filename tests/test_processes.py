@@ -30,7 +30,7 @@ from transformer.sharding import ParallelConfig
 
 def get_config():
     sizes = {{"model": {{"d_model": 16, "num_heads": 2}}, "data": {{"batch_size": 8}}}}
-    files = {{"logging": {{"every": 1}}, "checkpoint": {{"every": 2}}}}
+    files = {{"logging": {{"every": 1}}, "checkpoint": {{"every": 2, "keep_last": 100_000}}}}
     recipe = change(text_recipe(pathlib.Path({folder!r})), **sizes, **files)
     return dataclasses.replace(recipe, parallel=ParallelConfig())
 """

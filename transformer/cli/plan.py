@@ -9,47 +9,105 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TextIO
 
 from transformer.cli.errors import DONE, FAULT
+from transformer.cli.plan_print import decode_lines, here_lines, search_line, search_lines, train_lines
 from transformer.config import ConfigError
 
 if TYPE_CHECKING:
-    from transformer.plan import Plan, Topology
+    from transformer.plan import Topology
+    from transformer.training.recipe import Recipe
 
 HERE = Path(__file__).resolve().parents[2]  # configs/ is there, beside the package
+SEARCHED = 12
+"""candidates that a search compiles, where it is not told how many"""
+STEPS = 10
+"""steps that --here measures"""
 USAGE = """\
-usage: python -m transformer plan RECIPE --topology v5e:4x4 [--json] [--debug] [--GROUP.FIELD VALUE ...]
+usage: python -m transformer plan RECIPE --topology v5e:4x4 [--decode [ROWS:PROMPT:NEW]] [--search [N]] [--json]
+       python -m transformer plan RECIPE --here
 
 Compiles the training step of a recipe for a TPU that need not be there: whether it fits, memory by kind, what chips
 tell each other, and an estimate of the time of a step. No data is read. Exit code 1: it does not fit.
-  --topology NAME:SIZES   chips along each axis: v5e:4x4, v5p:2x2x2
-  --json                  one JSON object
-  --debug                 a traceback with an error, and what the compiler writes to stderr
+  --topology NAME:SIZES       chips along each axis: v5e:4x4, v5p:2x2x2
+  --decode [ROWS:PROMPT:NEW]  generation instead: texts at once, tokens of each that are read, and that are written
+  --search [N]                the N (12) most promising meshes, batch sizes and remat policies compiled, and ranked
+  --here                      compiles for the devices of this machine, runs steps and compares
+  --json                      one JSON object
+  --debug                     a traceback with an error, and what the compiler writes to stderr
 The recipe's fields (RECIPE --help lists them) are set as for train.py: --parallel.fsdp 4 --data.batch-size 64.
 """
 
 
 def main(arguments: Sequence[str]) -> int:
     """Prints the plan; returns 0 where the recipe fits, 1 where it does not."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    for flag in ("--json", "--debug"):
-        parser.add_argument(flag, action="store_true")
-    parser.add_argument("--topology")
-    try:
-        own, rest = parser.parse_known_args(arguments)
-    except argparse.ArgumentError as error:
-        raise ConfigError(f"{error}. --topology takes chips along each axis, such as v5e:4x4.") from None
+    own, rest = _parsed(arguments)
     if rest and rest[0] in ("-h", "--help"):
         print(USAGE, end="")
         return DONE
     if not rest or rest[0].startswith("-"):
         got = f"got {rest[0]}" if rest else "got nothing"
         raise ConfigError(f"a recipe comes first, {got}. Try: plan configs/number_words.py --topology v5e:1x1")
+    _check(own)
+    if not own.here:
+        _without_devices()
 
-    # libtpu is not to look for a TPU, nor JAX to compute on one: this is about another.
+    from transformer.plan import without_data
+    from transformer.training.overrides import find_recipe, load_recipe_file, override
+
+    recipe, about = load_recipe_file(find_recipe(rest[0], Path.cwd(), HERE))
+    recipe = override(recipe, rest[1:], program=f"plan {rest[0]}", description=f"{about}\n\n{USAGE}")
+    if own.topology is None and not own.here:
+        raise ConfigError("--topology is missing: which TPU to plan for, such as --topology v5e:4x4, or --here.")
+    recipe, assumed = without_data(recipe)
+    answer = _here(recipe, assumed) if own.here else _there(own, recipe, assumed)
+    if own.json:
+        told = {"recipe": recipe.name, "topology": str(answer.topology), "assumed": assumed, **answer.values}
+        print(json.dumps(told, indent=2))
+    else:
+        print("\n".join(answer.lines))
+    return DONE if answer.fits else FAULT
+
+
+def _parsed(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for flag in ("--json", "--debug", "--here"):
+        parser.add_argument(flag, action="store_true")
+    parser.add_argument("--topology")
+    parser.add_argument("--decode", nargs="?", const="")
+    parser.add_argument("--search", nargs="?", const=str(SEARCHED))
+    try:
+        return parser.parse_known_args(arguments)
+    except argparse.ArgumentError as error:
+        raise ConfigError(f"{error}. --topology takes chips along each axis, such as v5e:4x4.") from None
+
+
+def _check(own: argparse.Namespace) -> None:
+    chosen = [flag for flag in ("--here", "--decode", "--search") if getattr(own, flag[2:]) not in (None, False)]
+    if len(chosen) > 1:
+        raise ConfigError(f"{' and '.join(chosen)} are plans of their own. Give one of them.")
+    if own.search is not None and not (own.search.isdecimal() and int(own.search)):
+        raise ConfigError(f"--search takes how many to compile, a whole number of at least 1, got {own.search!r}.")
+    if own.here and own.topology is not None:
+        raise ConfigError("--here is about this machine. Leave --topology out, or --here.")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What is printed of a plan, of any kind: `values` as JSON, or `lines`; and whether anything `fits` `topology`."""
+
+    topology: Topology
+    values: dict[str, Any]
+    lines: Iterable[str]
+    fits: bool
+
+
+def _without_devices() -> None:
+    """libtpu is not to look for a TPU, nor JAX to compute on one: this is about another."""
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["TPU_SKIP_MDS_QUERY"] = "1"
     os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # its lock is for processes that use the chips
@@ -57,24 +115,62 @@ def main(arguments: Sequence[str]) -> int:
 
     jax.config.update("jax_platforms", "cpu")  # where JAX was imported before
 
-    from transformer.plan import make_plan, parse_topology, topology_devices, without_data
-    from transformer.training.overrides import find_recipe, load_recipe_file, override
 
-    recipe, about = load_recipe_file(find_recipe(rest[0], Path.cwd(), HERE))
-    recipe = override(recipe, rest[1:], program=f"plan {rest[0]}", description=f"{about}\n\n{USAGE}")
-    if own.topology is None:
-        raise ConfigError("--topology is missing: which TPU to plan for, such as --topology v5e:4x4.")
-    topology = parse_topology(own.topology)
-    recipe, assumed = without_data(recipe)
-    with contextlib.nullcontext() if own.debug else quiet_stderr():
-        plan = make_plan(recipe, topology, topology_devices(topology))
-    if own.json:
-        values = dataclasses.asdict(plan)
+def _values(plan: Any) -> dict[str, Any]:
+    values = dataclasses.asdict(plan)
+    if "flops" in values:
         values["flops"]["total"] = plan.flops.total
-        print(json.dumps({"recipe": recipe.name, "topology": str(topology), "assumed": assumed, **values}, indent=2))
-    else:
-        print("\n".join(lines(recipe.name, topology, assumed, plan, looped=recipe.execution.scan)))
-    return DONE if plan.fits else FAULT
+    return values
+
+
+def _there(own: argparse.Namespace, recipe: Recipe, assumed: Sequence[str]) -> Answer:
+    from transformer.plan import make_decode_plan, make_plan, parse_generation, parse_topology, topology_devices
+
+    topology = parse_topology(own.topology)
+    generation = None if own.decode is None else parse_generation(own.decode or None, recipe)
+    terminal = os.fdopen(os.dup(2), "w")  # stays what it is while stderr is quiet
+    with terminal, contextlib.nullcontext() if own.debug else quiet_stderr():
+        devices = topology_devices(topology)
+        if own.search is not None:
+            return _search(recipe, assumed, topology, devices, int(own.search), terminal)
+        if generation is not None:
+            plan = make_decode_plan(recipe, generation, topology, devices)
+            return Answer(topology, _values(plan), decode_lines(recipe.name, topology, assumed, plan), plan.fits)
+        plan = make_plan(recipe, topology, devices)
+        return Answer(topology, _values(plan), train_lines(recipe.name, topology, assumed, plan), plan.fits)
+
+
+def _here(recipe: Recipe, assumed: Sequence[str]) -> Answer:
+    import jax
+
+    from transformer.plan import make_plan, measure, present_topology
+
+    devices = recipe.parallel.choose(jax.local_devices())
+    topology, figures = present_topology(devices)
+    plan = make_plan(recipe, topology, devices)
+    values, lines = _values(plan), [*train_lines(recipe.name, topology, assumed, plan)]
+    if plan.fits:
+        measured = measure(recipe, STEPS)
+        values |= {"figures": figures, "measured": dataclasses.asdict(measured)}
+        lines += here_lines(plan, measured, figures)
+    return Answer(topology, values, lines, plan.fits)
+
+
+def _search(
+    recipe: Recipe, assumed: Sequence[str], topology: Topology, devices: list[Any], limit: int, terminal: TextIO
+) -> Answer:
+    from transformer.plan import ranked, search
+    from transformer.training.metrics import Progress
+
+    tried = []
+    with Progress(limit, stream=terminal) as progress:
+        for one in search(recipe, topology, devices, limit):
+            tried.append(one)
+            progress.advance(len(tried))
+            progress.print(search_line(one))
+    best = ranked(tried)
+    values = [{"flags": one.candidate.flags} | _values(one.plan) for one in best]
+    return Answer(topology, {"ranked": values}, search_lines(recipe.name, topology, assumed, tried, best), bool(best))
 
 
 @contextlib.contextmanager
@@ -90,53 +186,3 @@ def quiet_stderr() -> Iterator[None]:
         sys.stderr.flush()
         os.dup2(kept, 2)
         os.close(kept)
-
-
-def lines(name: str, topology: Topology, assumed: Sequence[str], plan: Plan, *, looped: bool) -> Iterator[str]:
-    """What is printed; `looped`: layers run in a loop, of which the compiler counts the bytes of one pass."""
-    unit, chips = topology.unit, "1 chip" if topology.num_chips == 1 else f"{topology.num_chips} chips"
-    yield f"{name} on {topology}: {chips}, {topology.hbm:g} GiB a {unit}; {plan.mesh}"
-    yield from (f"assumed: {assumption}" for assumption in assumed)
-    if plan.fits:
-        yield f"fits: {size(plan.needed_bytes)} of {topology.hbm:g} GiB a {unit}"
-    else:
-        yield f"does not fit: it needs {size(plan.needed_bytes)} of {size(plan.available_bytes)} a {unit}"
-    for kind, number in plan.memory.items():
-        if number:
-            yield f"  {kind:29} {size(number):>10}"
-    for remedy in plan.remedies:
-        yield f"  try {remedy}"
-    flops = plan.flops
-    yield (
-        f"work: {flops.total:.3g} FLOPs a step, {flops.total / plan.batch_tokens:.3g} a token, {plan.num_parameters:,} "
-        f"parameters; {100 * flops.attention / flops.total:.1f} % in scores (counted whole)"
-    )
-    if plan.fits:
-        yield from _talk(plan)
-    if plan.estimate is not None:
-        one, pass_ = plan.estimate, " (of looped layers one pass)" if looped else ""
-        told = "(not counted)" if plan.collectives is None else f"{one.collective_seconds * 1e3:.3g} ms"
-        yield (
-            f"estimate, not a measurement: {one.seconds * 1e3:.3g} ms a step, MFU {100 * one.mfu:.2g} %: "
-            f"the larger of compute {one.compute_seconds * 1e3:.3g} and memory {one.memory_seconds * 1e3:.3g}{pass_}, "
-            f"plus collectives {told}"
-        )
-    yield f"planned in {plan.seconds:.1f} s"
-
-
-def _talk(plan: Plan) -> Iterator[str]:
-    if plan.collectives is None:
-        yield "collectives: not available, the compiler can't print this program"
-    elif not plan.collectives:
-        yield "collectives: none"
-    else:
-        each = ", ".join(f"{one.count} {one.kind} of {size(one.result_bytes)}" for one in plan.collectives)
-        yield f"collectives{'' if plan.loops_known else ' (per pass of a loop)'}: {each} a step"
-
-
-def size(number: int) -> str:
-    """Bytes in the largest unit of which there is one."""
-    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if number >= scale:
-            return f"{number / scale:.2f} {unit}" if number < 100 * scale else f"{number / scale:.0f} {unit}"
-    return f"{number} B"

@@ -25,6 +25,8 @@ class Chip:
     name: str
     devices: int = 1
     """what JAX calls devices on a chip: 2 where each core, or half of the chip, is one with its own half of the HBM"""
+    unit: str = "chip"
+    """what such a device is"""
     axes: int
     """of a topology: 2 or 3"""
     example: str
@@ -49,6 +51,7 @@ CHIPS = {
         Chip(
             name="v2",
             devices=2,
+            unit="core",
             axes=2,
             example="2x2",
             pod=256,
@@ -60,6 +63,7 @@ CHIPS = {
         Chip(
             name="v3",
             devices=2,
+            unit="core",
             axes=2,
             example="2x2",
             pod=1024,
@@ -98,6 +102,7 @@ CHIPS = {
         Chip(
             name="tpu7x",
             devices=2,
+            unit="core",
             axes=3,
             example="2x2x1",
             pod=9216,
@@ -132,7 +137,7 @@ class Topology:
     @property
     def unit(self) -> str:
         """What JAX's devices are here: chips, or cores of them."""
-        return "chip" if self.chip.devices == 1 else "core"
+        return self.chip.unit
 
     @property
     def hbm(self) -> float:

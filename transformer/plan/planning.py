@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import jax
-
-from transformer.config import ConfigError
 from transformer.plan.chips import Topology
+from transformer.plan.compiling import compile_program
 from transformer.plan.flops import Flops, batch_shapes, step_flops
-from transformer.plan.roofline import Collective, Estimate, collectives, estimate
+from transformer.plan.hlo import Collective, Program
+from transformer.plan.programs import program
+from transformer.plan.roofline import Estimate, estimate
 from transformer.sharding import BATCH_AXES
-from transformer.training.parallel import MeshPlacement, placed_shapes
 from transformer.training.recipe import Recipe
 from transformer.training.state import count_parameters
-
-GIB = 2**30
-"""bytes of a GiB"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,10 +39,12 @@ class Plan:
     batch_tokens: int
     """of sources and targets"""
     flops: Flops
+    computed_flops: int | None
+    """by all devices, with what is computed again, no less than `flops`; None: not available"""
     collectives: list[Collective] | None
     """None: not available"""
     loops_known: bool
-    """whether collectives in loops are counted as often as the loops turn, else one pass"""
+    """whether all is counted as often as the loops turn, else one pass of them"""
     estimate: Estimate | None
     """None where it does not fit"""
     remedies: list[str]
@@ -54,87 +52,52 @@ class Plan:
     seconds: float
     """that lowering and compiling took"""
 
+    @property
+    def tokens_per_second(self) -> float:
+        """By the estimate, all devices together; 0 where it does not fit."""
+        return self.batch_tokens / self.estimate.seconds if self.estimate else 0.0
+
 
 def make_plan(recipe: Recipe, topology: Topology, devices: list[Any]) -> Plan:
     """Compiles the recipe's training step for devices of a topology.
 
     Raises:
-        ConfigError: pmap, or a recipe that does not fit the mesh.
+        ConfigError: a recipe that does not fit the mesh.
     """
-    if recipe.parallel.kind != "mesh":
-        raise ConfigError(f"parallel.kind {recipe.parallel.kind} can't be planned yet. Take --parallel.kind mesh.")
     begun = time.perf_counter()
     batch = batch_shapes(recipe)
-    placement = MeshPlacement(recipe, devices)
-    lowered = placement.lower(batch)
-    state, mesh = placement.abstract_state(), placement.mesh
-    memory = {
-        "parameters": _shard_bytes(state.params),
-        "optimizer state": _shard_bytes(state.opt_state),
-        "averaged parameters": _shard_bytes(state.ema),
-        "batch": _shard_bytes(placed_shapes(batch, mesh)),
-    }
-    told = {
-        "mesh": placement.describe() or f"one {topology.unit}",
-        "num_parameters": count_parameters(state.params),
-        "flops": step_flops(recipe),
-        "batch_tokens": sum(batch[name].size for name in ("tokens", "source") if name in batch),
-    }
-    try:
-        compiled = lowered.compile()
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        needed, available = memory_in_error(str(error)) or (0, round(topology.hbm * GIB))
-        state = sum(memory.values())
-        needed = max(needed, state)
-        return Plan(
-            fits=False,
-            memory=memory | {"temporaries and the rest": needed - state},
-            needed_bytes=needed,
-            available_bytes=available,
-            collectives=None,
-            loops_known=False,
-            estimate=None,
-            remedies=remedies(recipe, mesh.shape, times_smaller(needed, available, state)),
-            seconds=time.perf_counter() - begun,
-            **told,
+    step = program(recipe, devices, batch)
+    fit, text = compile_program(step.lowered, step.held, topology)
+    flops, devices_used, cost = step_flops(recipe), len(step.devices), None
+    computed = expected = None
+    if text is not None:
+        cost = Program(text).cost(devices_used)
+        # What kernels compute no text tells: put at the model's scores, whole. By causality they skip half of them, and
+        # they compute as many again in the backward pass.
+        own = cost.flops + (flops.attention // devices_used if cost.kernels else 0)
+        computed = max(own, flops.total // devices_used)
+        expected = estimate(
+            topology.chip,
+            devices_used,
+            model_flops=flops.total,
+            flops=computed,
+            hbm_bytes=cost.hbm_bytes,
+            wire_bytes=cost.wire_bytes,
         )
-    stats = compiled.memory_analysis()
-    own = stats.output_size_in_bytes - stats.alias_size_in_bytes
-    memory["padding and results"] = stats.argument_size_in_bytes + own - sum(memory.values())
-    memory["temporaries, with activations"] = stats.temp_size_in_bytes
-    memory["code"] = stats.generated_code_size_in_bytes
-    talk, known = _collectives_of(compiled, mesh.size)
-    accessed = max(
-        int((compiled.cost_analysis() or {}).get("bytes accessed", 0))
-        * recipe.training.accumulation,  # a loop over them
-        stats.argument_size_in_bytes + stats.output_size_in_bytes + 2 * stats.temp_size_in_bytes,
-    )
-    wire = sum(one.wire_bytes for one in talk or ())
+    times = None if fit.fits else times_smaller(fit.needed_bytes, fit.available_bytes, sum(step.held.values()))
     return Plan(
-        fits=True,
-        memory=memory,
-        needed_bytes=sum(memory.values()),
-        available_bytes=round(topology.hbm * GIB),
-        collectives=talk,
-        loops_known=known,
-        estimate=estimate(told["flops"].total, accessed, wire, topology),
-        remedies=[],
+        **dataclasses.asdict(fit),
+        mesh=step.described or f"one {topology.unit}",
+        num_parameters=count_parameters(step.params),
+        flops=flops,
+        computed_flops=computed and computed * devices_used,
+        batch_tokens=sum(batch[name].size for name in ("tokens", "source") if name in batch),
+        collectives=None if cost is None else cost.collectives,
+        loops_known=cost is not None and cost.loops_known,
+        estimate=expected,
+        remedies=[] if fit.fits else remedies(recipe, step.sizes, times),
         seconds=time.perf_counter() - begun,
-        **told,
     )
-
-
-def memory_in_error(message: str) -> tuple[int, int] | None:
-    """Bytes (needed, available) of a device, of the compiler's RESOURCE_EXHAUSTED; None where it tells none."""
-    size = r"([\d.]+)([KMGT]?)"
-    for pattern in (rf"[Uu]sed {size} of {size} hbm", rf"\({size}\) exceeds available HBM \({size}\)"):
-        if found := re.search(pattern, message):
-            first, unit, second, other = found.groups()
-            scale = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-            return round(float(first) * scale[unit]), round(float(second) * scale[other])
-    return None
 
 
 def times_smaller(needed: int, available: int, state: int) -> int | None:
@@ -153,9 +116,10 @@ def remedies(recipe: Recipe, sizes: Mapping[str, int], times: int | None) -> lis
     ways = math.prod(sizes[axis] for axis in BATCH_AXES)
     fsdp = sizes["fsdp"] * sizes["data"]
     if sizes["data"] > 1 and recipe.model.d_model % fsdp == 0:
-        data = "" if recipe.parallel.data == -1 else "--parallel.data 1 "
+        before = "" if recipe.parallel.kind == "mesh" else "--parallel.kind mesh "
+        before += "" if recipe.parallel.data == -1 else "--parallel.data 1 "
         found.append(
-            f"{data}--parallel.fsdp {fsdp}: parameters and optimizer state split over the same devices as rows"
+            f"{before}--parallel.fsdp {fsdp}: parameters and optimizer state split over the same devices as rows"
         )
     if times is not None:
         if recipe.execution.remat == "none":
@@ -166,14 +130,3 @@ def remedies(recipe: Recipe, sizes: Mapping[str, int], times: int | None) -> lis
         if recipe.model.dtype == "float32":
             found.append("--model.dtype bfloat16: activations of half the size")
     return [*found, "more chips, or a kind with more memory: another --topology"]
-
-
-def _shard_bytes(tree: Any) -> int:
-    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
-
-
-def _collectives_of(compiled: Any, num_devices: int) -> tuple[list[Collective] | None, bool]:
-    try:
-        return collectives(compiled.as_text(), num_devices)
-    except jax.errors.JaxRuntimeError:  # the compiler can't print some asynchronous programs
-        return None, False

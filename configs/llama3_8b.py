@@ -1,0 +1,53 @@
+"""A model of the shape of Llama 3 8B (32 layers, 4096 / 32 / 14336, 8 key heads) from scratch on a text of one's own.
+
+Usage: python train.py configs/llama3_8b.py --data.path my-text.txt --workdir runs/my-llama
+
+Shapes, vocabulary and learning rate of arXiv 2407.21783, table 3; the rest of AdamW is Llama 2's (arXiv 2307.09288).
+Context 8,192, products in bfloat16, layers in a loop and computed again in the backward pass; parameters and optimizer
+state are split over all devices. The vocabulary is trained on the text, which must be large enough for it.
+For accelerators with 128 GB or more in all; 8,030,261,248 parameters. Expected: not trained here; what it takes is in
+docs/scaling.md. Before it is started: python -m transformer plan llama3_8b --topology v5p:4x4x4
+"""
+
+from transformer.config import Execution, TransformerConfig
+from transformer.data import TextFile, TokenizerConfig
+from transformer.sharding import ParallelConfig
+from transformer.training import EvaluationConfig, LoggingConfig, OptimizerConfig, Recipe, TrainingConfig
+
+
+def get_config() -> Recipe:
+    return Recipe(
+        name="llama3_8b",
+        model=TransformerConfig(
+            vocab_size=128_256,
+            d_model=4096,
+            num_layers=32,
+            num_heads=32,
+            num_kv_heads=8,
+            d_ff=14_336,
+            activation="silu",
+            gated=True,
+            use_bias=False,
+            norm="rms_norm",
+            norm_epsilon=1e-5,
+            position="rotary",
+            rotary_base=500_000.0,
+            scale_embeddings=False,
+            tie_embeddings=False,
+            initializer_range=0.02,
+            dtype="bfloat16",
+        ),
+        data=TextFile(
+            path="your-text.txt",
+            sequence_length=8192,
+            batch_size=128,
+            eval_batch_size=64,
+            tokenizer=TokenizerConfig(kind="bpe", vocab_size=128_256),
+        ),
+        execution=Execution(remat="full"),
+        parallel=ParallelConfig(data=1, fsdp=-1),
+        optimizer=OptimizerConfig(learning_rate=3e-4, warmup_steps=2000, beta2=0.95, weight_decay=0.1),
+        training=TrainingConfig(steps=100_000),
+        evaluation=EvaluationConfig(every=2000, batches=16),
+        logging=LoggingConfig(every=10),
+    )

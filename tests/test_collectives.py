@@ -1,0 +1,168 @@
+"""What devices tell each other in a training step, layout by layout: no activation is gathered that need not be.
+
+Read from the program that XLA compiles for eight simulated CPUs. There it writes all-reduce and slice where other
+devices have reduce-scatter, and sums the three gradients of what queries, keys and values are made from one by one.
+"""
+
+import collections
+import dataclasses
+import functools
+import math
+import re
+
+import jax
+import pytest
+from training_recipes import tiny_recipe
+
+from transformer.config import Execution, LayerKind, MoE
+from transformer.data.configs import TextFile
+from transformer.plan import Program, batch_shapes
+from transformer.sharding import ParallelConfig
+from transformer.training.parallel import MeshPlacement
+
+BATCH, LENGTH, WIDTH, HEADS, LAYERS, VOCABULARY, EXPERTS = 16, 40, 32, 4, 2, 232, 4
+MODEL = {"vocab_size": VOCABULARY, "d_model": WIDTH, "num_heads": HEADS, "num_layers": LAYERS, "d_ff": 24}
+MODEL |= {"position": "rotary", "use_bias": False, "norm": "rms_norm"}  # no parameter has an axis of 40
+LAYOUTS = {
+    "data x8": {},
+    "fsdp x8": {"fsdp": 8},
+    "tensor x4, data x2": {"tensor": 4},
+    "context x4, data x2": {"context": 4},
+    "expert x4, data x2": {"expert": 4},
+    "fsdp x2, tensor x2, data x2": {"fsdp": 2, "tensor": 2},
+}
+# By jaxlib 0.10.2. Another may join operations in another way: then the other tests here say whether that matters.
+COUNTS = {
+    "data x8": {"all-reduce": 1},
+    "fsdp x8": {"all-reduce": 12, "all-gather": 28},
+    "tensor x4, data x2": {"all-reduce": 15},
+    "context x4, data x2": {"all-reduce": 4, "collective-permute": 80},
+    "expert x4, data x2": {"all-reduce": 4, "all-gather": 8, "reduce-scatter": 6},
+    "fsdp x2, tensor x2, data x2": {"all-reduce": 24, "all-gather": 28},
+}
+
+
+def recipe_for(parallel, model=MODEL, rows=BATCH, length=LENGTH, scan=False):
+    if "expert" in parallel:
+        model = model | {"period": (LayerKind(moe=MoE(num_experts=EXPERTS, d_ff=24)),)}
+    return dataclasses.replace(
+        tiny_recipe(model=model),
+        data=TextFile(path="text.txt", sequence_length=length, batch_size=rows),
+        execution=Execution(scan=scan),
+        parallel=ParallelConfig(**parallel),
+    )
+
+
+@functools.cache
+def compiled(layout):
+    recipe = recipe_for(LAYOUTS[layout])
+    return MeshPlacement(recipe).lower(batch_shapes(recipe)).compile().as_text()
+
+
+def shapes_told(layout, *kinds):
+    """Shapes of the results of collectives of these kinds; one of a single device tells nobody."""
+    found = []
+    for line in compiled(layout).splitlines():
+        operation = re.search(rf"= (.+?) (?:{'|'.join(kinds)})(?:-start)?\(", line)
+        if operation and not re.search(r"replica_groups=\{\{\d+\}", line):
+            sizes = re.findall(r"\b[a-z]+\d+\[([\d,]*)\]", operation[1])
+            found += [tuple(map(int, filter(None, size.split(",")))) for size in sizes]
+    return found
+
+
+def of_activations(shapes):
+    """Those with the length, or rows times length, as an axis."""
+    return [shape for shape in shapes if any(size % LENGTH == 0 for size in shape)]
+
+
+def parameter_sizes(layout):
+    """Numbers in each parameter, of one layer, and in a device's part of it where heads or widths are split."""
+    placement = MeshPlacement(recipe_for(LAYOUTS[layout]))
+    paths = jax.tree_util.tree_leaves_with_path(placement.abstract_state().params)
+    whole = {leaf.size // (LAYERS if "layers" in jax.tree_util.keystr(path) else 1) for path, leaf in paths}
+    return whole | {size // placement.mesh.shape["tensor"] for size in whole}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_counts_are_these(layout):
+    cost = Program(compiled(layout)).cost(8)
+    assert {one.kind: one.count for one in cost.collectives} == COUNTS[layout]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_no_activation_is_gathered_that_need_not_be(layout):
+    gathered = collections.Counter(of_activations(shapes_told(layout, "all-gather")))
+    needed = collections.Counter()
+    if "expert" in layout:
+        # The four devices that share the experts of a half of the rows tell each other that half: what they compute
+        # with, which experts, with what weights; and going back the gradient. Never do all rows meet.
+        half = BATCH // 2, LENGTH
+        needed = {(*half, WIDTH): 2 * LAYERS, (*half, 2): 2 * LAYERS}
+    assert gathered == needed
+    assert not shapes_told(layout, "all-to-all")
+
+
+def test_split_rows_sum_gradients_and_tell_nothing_else():
+    layout = "data x8"
+    assert not shapes_told(layout, "all-gather", "reduce-scatter", "collective-permute")
+    assert not of_activations(shapes_told(layout, "all-reduce"))
+
+
+@pytest.mark.parametrize("layout", ["fsdp x8", "fsdp x2, tensor x2, data x2"])
+def test_split_parameters_are_what_is_gathered(layout):
+    gathered = {math.prod(shape) for shape in shapes_told(layout, "all-gather")}
+    assert gathered
+    assert gathered <= parameter_sizes(layout)
+
+
+@pytest.mark.parametrize("layout", ["tensor x4, data x2", "fsdp x2, tensor x2, data x2"])
+def test_split_heads_and_widths_sum_twice_a_layer_and_pass(layout):
+    """As in Shoeybi et al. 2019, arXiv 1909.08053, figure 4: after attention and feed-forward, and going back before
+    them; besides the embedding, and going back the logits.
+    """
+    rows = BATCH // (2 if layout.startswith("tensor") else 4)
+    summed = [shape for shape in shapes_told(layout, "all-reduce") if math.prod(shape) == rows * LENGTH * WIDTH]
+    forward, back = 1 + 2 * LAYERS, 1 + (1 + 3) * LAYERS  # 3: queries, keys and values, see above
+    assert len(summed) == forward + back
+
+
+def test_a_split_length_passes_keys_and_values_round():
+    layout, devices = "context x4, data x2", 4
+    assert not shapes_told(layout, "all-gather", "all-to-all", "reduce-scatter")
+    assert not of_activations(shapes_told(layout, "all-reduce"))
+    passed = Program(compiled(layout)).cost(8).collectives
+    # To the balanced order and back: two halves each of queries, keys, values and the output, forward and going back.
+    # Round the ring: keys and values, and going back these and their gradients.
+    home, ring = 2 * 4 * 2, devices * (2 + 4)
+    assert {one.kind: one.count for one in passed}["collective-permute"] == (home + ring) * LAYERS
+    own = BATCH // 2 * LENGTH // devices * WIDTH
+    assert max(math.prod(shape) for shape in shapes_told(layout, "collective-permute")) == own
+
+
+def test_experts_stay_where_they_are():
+    """No device is told another's expert, and gradients of one are summed over the two devices that have it."""
+    layout = "expert x4, data x2"
+    told = shapes_told(layout, "all-gather", "all-reduce", "reduce-scatter")
+    kernels = collections.Counter(shape for shape in told if sorted(shape[-2:]) == [24, WIDTH])
+    assert kernels == {(1, 24, WIDTH): LAYERS, (1, WIDTH, 24): LAYERS}
+
+
+def test_fsdp_holds_an_eighth_of_parameters_gradients_and_optimizer_state():
+    """Asked of the compiler. Many layers in a loop: what is whole of one of them at a time is little."""
+    recipe = recipe_for({"fsdp": 8}, MODEL | {"d_model": 64, "d_ff": 512, "num_layers": 16}, 8, 8, scan=True)
+    placement, batch = MeshPlacement(recipe), batch_shapes(recipe)
+    program = placement.lower(batch).compile()
+    state = placement.abstract_state()
+    whole, parameters = (
+        sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree)) for tree in (state, state.params)
+    )
+    memory = program.memory_analysis()
+    rows = sum(x.size * x.dtype.itemsize for x in batch.values()) // 8
+    assert memory.argument_size_in_bytes - rows < whole / 8 * 1.01
+    assert memory.alias_size_in_bytes > memory.output_size_in_bytes * 0.99  # and is written where it was
+    # Gradients, and all else that is there for a while: whole ones alone would be `parameters`.
+    assert memory.temp_size_in_bytes < 0.6 * parameters
+    after, _ = program.output_shardings
+    for leaf, sharding in zip(jax.tree.leaves(state), jax.tree.leaves(after), strict=True):
+        part = math.prod(sharding.shard_shape(leaf.shape))
+        assert part == math.prod(leaf.shape) / 8 or leaf.size == 1, leaf

@@ -1,0 +1,244 @@
+"""Counting what a compiled program does: loops as often as they turn, products, bytes of the HBM, collectives."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from transformer.config import Execution, TransformerConfig
+from transformer.data.configs import TextFile
+from transformer.plan import Program, batch_shapes
+from transformer.sharding import ParallelConfig
+from transformer.training import Recipe
+from transformer.training.parallel import MeshPlacement
+from transformer.training.state import abstract_state
+from transformer.training.step import make_train_step
+
+TEXT = Recipe(
+    name="text",
+    model=TransformerConfig(vocab_size=97, d_model=48, num_heads=3, num_layers=3, d_ff=176, position="rotary"),
+    data=TextFile(path="nowhere.txt", sequence_length=40, batch_size=24),
+)
+
+HLO = """\
+HloModule jit_step, entry_computation_layout={(f32[16]{0})->f32[16]{0}}
+
+%add (x: f32[], y: f32[]) -> f32[] {
+  %x = f32[] parameter(0)
+  %y = f32[] parameter(1)
+  ROOT %sum = f32[] add(%x, %y)
+}
+
+%cond (p: (s32[], f32[16])) -> pred[] {
+  %p.1 = (s32[], f32[16]) parameter(0)
+  %i = s32[] get-tuple-element(%p.1), index=0
+  %n = s32[] constant(7)
+  ROOT %less = pred[] compare(%i, %n), direction=LT
+}
+
+%fused (p: bf16[4,6]) -> bf16[2,6] {
+  %p.2 = bf16[4,6] parameter(0)
+  ROOT %rs = bf16[2,6]{1,0:T(8,128)} reduce-scatter(%p.2), channel_id=3, replica_groups=[2,4]<=[8], to_apply=%add
+}
+
+%body (p: (s32[], f32[16])) -> (s32[], f32[16]) {
+  %p = (s32[], f32[16]) parameter(0)
+  %i.1 = s32[] get-tuple-element(%p), index=0
+  %one = s32[] constant(1)
+  %next = s32[] add(%i.1, %one)
+  %x.1 = f32[16] get-tuple-element(%p), index=1
+  %y.1 = bf16[4,6] constant({...})
+  %ar = f32[16]{0} all-reduce(%x.1), channel_id=1, replica_groups={{0,1,2,3},{4,5,6,7}}, to_apply=%add
+  %f = bf16[2,6] fusion(%y.1), kind=kCustom, calls=%fused
+  ROOT %t.1 = (s32[], f32[16]) tuple(%next, %ar)
+}
+
+ENTRY %main (a: f32[16]) -> f32[16] {
+  %a = f32[16]{0} parameter(0)
+  %zero = s32[] constant(0)
+  %t = (s32[], f32[16]) tuple(%zero, %a)
+  %w = (s32[], f32[16]) while(%t), condition=%cond, body=%body, backend_config={"known_trip_count":{"n":"5"}}
+  %ag = (f32[3], f32[24]) all-gather-start(%a), channel_id=4, replica_groups={}, dimensions={0}
+  %agd = f32[24] all-gather-done(%ag)
+  %both = (f32[16]{0}, f32[]) all-reduce(%a, %a), channel_id=5, replica_groups={{0,1,2,3,4,5,6,7}}, to_apply=%add
+  ROOT %cp = (s8[40], s8[40], u32[], u32[]) collective-permute-start(%a), source_target_pairs={{0,1},{1,0}}
+}
+"""
+UNTOLD = HLO.replace("known_trip_count", "other")
+
+
+def text_of(function, *shapes):
+    return jax.jit(function).lower(*shapes).compile().as_text()
+
+
+def floats(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def entry(*lines, more=""):
+    body = "\n".join(f"  {line}" for line in lines)
+    return Program(f"HloModule x\n\n{more}\nENTRY %main () -> f32[] {{\n{body}\n}}\n")
+
+
+class TestCollectives:
+    def test_count_and_bytes_by_kind(self):
+        cost = Program(HLO).cost(8)
+        reduce, gather, scatter, permute = cost.collectives
+        assert cost.loops_known
+        assert (reduce.kind, reduce.count, reduce.result_bytes) == ("all-reduce", 6, 5 * 64 + 68)
+        assert reduce.wire_bytes == 5 * 64 * 2 * 3 // 4 + 68 * 2 * 7 // 8
+        assert (gather.kind, gather.count, gather.result_bytes, gather.wire_bytes) == ("all-gather", 1, 96, 84)
+        assert (scatter.kind, scatter.count) == ("reduce-scatter", 5)
+        assert (scatter.result_bytes, scatter.wire_bytes) == (5 * 24, 5 * 24 * 3)
+        assert (permute.kind, permute.count, permute.result_bytes) == ("collective-permute", 1, 40)
+        assert cost.wire_bytes == sum(one.wire_bytes for one in cost.collectives)
+
+    def test_of_a_real_program(self):
+        """Data parallel over eight devices: each gradient, and so all parameters, go through all-reduces."""
+        model = TEXT.model.replace(num_layers=1)
+        recipe = dataclasses.replace(
+            TEXT, model=model, parallel=ParallelConfig(data=8), execution=Execution(scan=False)
+        )
+        placement = MeshPlacement(recipe)
+        cost = Program(placement.lower(batch_shapes(recipe)).compile().as_text()).cost(8)
+        parameters = sum(4 * leaf.size for leaf in jax.tree.leaves(placement.abstract_state().params))
+        assert cost.loops_known
+        assert {one.kind for one in cost.collectives} == {"all-reduce"}
+        assert parameters <= cost.collectives[0].result_bytes < 1.5 * parameters
+
+
+class TestLoops:
+    def test_turns_of_a_condition(self):
+        cost = Program(UNTOLD).cost(8)
+        assert (cost.collectives[0].count, cost.loops_known) == (8, True)
+
+    def test_beginning_and_step(self):
+        program = Program(UNTOLD.replace("s32[] constant(0)", "s32[] constant(2)"))
+        assert program.cost(8).collectives[0].count == 6
+        assert Program(UNTOLD.replace("%one = s32[] constant(1)", "%one = s32[] constant(3)")).cost(8).collectives[
+            0
+        ].count == (3 + 1)
+
+    def test_turns_that_no_text_tells(self):
+        program = Program(UNTOLD.replace("direction=LT", "direction=NE"))
+        cost = program.cost(8)
+        assert (cost.collectives[0].count, cost.loops_known) == (2, False)
+        assert program.cost(8, unknown_turns=0).collectives[0].count == 1
+        assert program.open_loop() == "body"
+        assert program.cost(8, begin="body").collectives[0].count == 1
+        assert Program(UNTOLD).open_loop() is None
+
+    def test_a_loop_over_layers_does_what_its_layers_do(self):
+        def layer(x, weights):
+            return jnp.tanh(x @ weights), None
+
+        def looped(stack, x):
+            return jax.lax.scan(layer, x, stack)[0]
+
+        def unrolled(stack, x):
+            for weights in stack:
+                x, _ = layer(x, weights)
+            return x
+
+        one, other = (
+            Program(text_of(each, floats(7, 211, 211), floats(13, 211))).cost(1) for each in (looped, unrolled)
+        )
+        assert one.loops_known
+        assert one.flops == other.flops == 7 * 2 * 13 * 211 * 211
+        assert one.hbm_bytes == pytest.approx(other.hbm_bytes, rel=0.2)
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("remat", ["none", "full"])
+    def test_so_it_is_with_a_recipe(self, remat):
+        def cost(scan):
+            recipe = dataclasses.replace(TEXT, execution=Execution(scan=scan, remat=remat, attention="reference"))
+            return Program(text_of(make_train_step(recipe), abstract_state(recipe), batch_shapes(recipe))).cost(1)
+
+        looped, unrolled = cost(True), cost(False)
+        assert looped.loops_known
+        assert looped.flops == pytest.approx(unrolled.flops, rel=0.01)
+        if remat == "full":  # else a loop stacks what the backward pass needs, which is more to write and to read
+            assert looped.hbm_bytes == pytest.approx(unrolled.hbm_bytes, rel=0.2)
+
+
+class TestFlops:
+    @pytest.mark.parametrize(
+        "function",
+        [
+            lambda x, y: x @ y,
+            lambda x, y: jnp.einsum("bij,jk->bik", x[None], y),
+            lambda x, y: jnp.einsum("bij,bjk->bik", jnp.stack([x] * 7), jnp.stack([y] * 7)),
+        ],
+    )
+    def test_products(self, function):
+        compiled = jax.jit(function).lower(floats(13, 29), floats(29, 31)).compile()
+        own = Program(compiled.as_text()).cost(1).flops
+        assert own % (2 * 13 * 29 * 31) == 0
+        assert own <= compiled.cost_analysis()["flops"] <= 1.1 * own
+
+    @pytest.mark.parametrize("chosen", [lambda x: x[0, 0] > 0, lambda x: x[0, 0].astype(jnp.int32)])
+    def test_either_branch_counts(self, chosen):
+        def branch(x):
+            return jax.lax.switch(chosen(x) * 1, [lambda x: x @ x, lambda x: x @ x @ x], x)
+
+        assert Program(text_of(branch, floats(53, 53))).cost(1).flops == 3 * 2 * 53**3
+
+    @pytest.mark.parametrize(
+        ("operands", "attributes", "result", "pairs"),
+        [
+            (
+                "f32[12,64,128] f32[128,512,1]",
+                "window={size=1}, dim_labels=0bf_io0->0bf",
+                "f32[12,64,512]",
+                64 * 65536 * 12,
+            ),
+            (
+                "f32[12,4,64,32] f32[12,4,64,32]",
+                "window={size=12x4 stride=11x3 lhs_dilate=12x4}, dim_labels=01bf_01oi->01bf",
+                "f32[12,4,64,64]",
+                12 * 4 * 64 * 64 * 32,
+            ),
+            (
+                "f32[1,64,8] f32[4,8,16]",
+                "window={size=4 pad=3_3 rhs_reversal=1}, dim_labels=0bf_0io->0bf",
+                "f32[4,64,16]",
+                4 * 64 * 8 * 16,
+            ),
+        ],
+        ids=["plain", "batched", "reversed"],
+    )
+    def test_products_as_the_tpu_writes_them(self, operands, attributes, result, pairs):
+        left, right = operands.split()
+        program = entry(
+            f"%l = {left} parameter(0)",
+            f"%r = {right} parameter(1)",
+            f"ROOT %c = {result} convolution(%l, %r), {attributes}",
+        )
+        assert program.cost(1).flops == 2 * pairs
+
+
+class TestBytes:
+    def test_what_stays_on_the_chip_is_free(self):
+        program = entry(
+            "%a = f32[128,8]{1,0:T(8,128)} parameter(0)",
+            "%b = f32[128,8]{1,0:T(8,128)S(1)} negate(%a)",
+            "ROOT %c = f32[128,8]{1,0:T(8,128)S(1)} negate(%b)",
+        )
+        assert program.cost(1).hbm_bytes == 128 * 128 * 4  # read once, in whole tiles
+
+    def test_read_and_written(self):
+        text = text_of(lambda x: x + 1, floats(1031))
+        assert Program(text).cost(1).hbm_bytes == pytest.approx(2 * 4 * 1031, abs=16)
+
+    def test_of_a_slice_what_it_takes(self):
+        text = text_of(lambda x, i: jax.lax.dynamic_index_in_dim(x, i, 0), floats(101, 1031), jnp.int32(3))
+        assert Program(text).cost(1).hbm_bytes < 3 * 4 * 1031
+
+    def test_of_an_update_in_place_what_is_new(self):
+        def fill(x):
+            return jax.lax.fori_loop(0, 101, lambda i, x: x.at[i].set(jnp.sin(x[i])), x)
+
+        cost = Program(text_of(fill, floats(101, 1031))).cost(1)
+        assert cost.loops_known
+        assert 2 * 4 * 101 * 1031 <= cost.hbm_bytes < 5 * 4 * 101 * 1031

@@ -1,0 +1,145 @@
+"""What `plan` prints: lines of a plan, of a generation, of a search and of a comparison with what is measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformer.plan import DecodePlan, Estimate, Measured, Plan, Topology, Tried
+
+
+def train_lines(name: str, topology: Topology, assumed: Sequence[str], plan: Plan) -> Iterator[str]:
+    """Of a training step."""
+    yield _title(name, topology, plan.mesh)
+    yield from (f"assumed: {assumption}" for assumption in assumed)
+    yield from _memory(plan, topology)
+    flops = plan.flops
+    yield (
+        f"work: {flops.total:.3g} FLOPs a step, {flops.total / plan.batch_tokens:.3g} a token, {plan.num_parameters:,} "
+        f"parameters; {100 * flops.attention / flops.total:.1f} % in scores (counted whole)"
+    )
+    if plan.computed_flops and plan.computed_flops > 1.02 * flops.total:
+        yield f"  {plan.computed_flops / flops.total:.2f} times that, with what is computed again"
+    if plan.fits:
+        yield from _talk(plan.collectives, "a step", plan.loops_known)
+    if plan.estimate is not None:
+        one = plan.estimate
+        yield (
+            f"estimate, not a measurement: {duration(one.seconds)} a step, MFU {100 * one.mfu:.2g} %, "
+            f"{plan.tokens_per_second:,.0f} tokens/s"
+        )
+        yield f"  {_parts(one)}"
+    elif plan.fits:
+        yield "estimate: not available, the compiler can't print this program"
+    yield f"planned in {plan.seconds:.1f} s"
+
+
+def decode_lines(name: str, topology: Topology, assumed: Sequence[str], plan: DecodePlan) -> Iterator[str]:
+    """Of a generation."""
+    wanted = plan.generation
+    yield _title(name, topology, plan.mesh)
+    yield from (f"assumed: {assumption}" for assumption in assumed)
+    yield (
+        f"generation (--decode {wanted}): {wanted.rows} rows, {wanted.prompt:,} tokens of each read, {wanted.new:,} "
+        f"written; {plan.num_parameters:,} parameters"
+    )
+    yield from _memory(plan, topology)
+    yield f"  keys and values kept: {size(plan.cache_bytes)}, inside the temporaries"
+    if plan.fits:
+        yield from _talk(plan.collectives, "a token", True)
+    if plan.prefill is not None and plan.token is not None:
+        whole = plan.prefill.seconds + wanted.new * plan.token.seconds
+        yield f"estimate, not a measurement: {duration(whole)} in all, {plan.tokens_per_second:,.0f} new tokens/s"
+        yield f"  prompts {duration(plan.prefill.seconds)}: {_parts(plan.prefill)}"
+        yield f"  a token of each row {duration(plan.token.seconds)}: {_parts(plan.token)}"
+    yield f"planned in {plan.seconds:.1f} s"
+
+
+def search_line(one: Tried) -> str:
+    """Of a candidate, as soon as it is compiled."""
+    if one.plan is None:
+        return f"{one.candidate.flags}: {one.error}"
+    if not one.plan.fits:
+        return f"{one.candidate.flags}: does not fit, {size(one.plan.needed_bytes)}"
+    return f"{one.candidate.flags}: {one.plan.tokens_per_second:,.0f} tokens/s"
+
+
+def search_lines(
+    name: str, topology: Topology, assumed: Sequence[str], tried: Sequence[Tried], best: Sequence[Tried]
+) -> Iterator[str]:
+    """Of a search: what fits, best first, with the flags to paste."""
+    yield _title(name, topology, f"{len(tried)} ways compiled in {sum(one.seconds for one in tried):.0f} s")
+    yield from (f"assumed: {assumption}" for assumption in assumed)
+    if best:
+        yield f"rank     tokens/s  ms a step  MFU %  GiB a {topology.unit}  flags"
+    for place, one in enumerate(best, 1):
+        plan = one.plan
+        yield (
+            f"{place:>4}  {plan.tokens_per_second:>11,.0f}  {plan.estimate.seconds * 1e3:>9.4g}  "
+            f"{100 * plan.estimate.mfu:>5.2g}  {plan.needed_bytes / 2**30:>{len(topology.unit) + 6}.2f}  "
+            f"{one.candidate.flags}"
+        )
+    large = sum(one.plan is not None and not one.plan.fits for one in tried)
+    failed = [one for one in tried if one.plan is None]
+    yield f"{len(best)} fit, {large} do not, {len(failed)} failed"
+    yield from (f"  failed: {one.candidate.flags}: {one.error}" for one in failed)
+    yield "Ranked by estimates, not by measurements. Another batch size is another recipe; the rest changes no result."
+
+
+def here_lines(plan: Plan, measured: Measured, told: str) -> Iterator[str]:
+    """Of steps that were run, beside the estimate."""
+    yield f"figures of a device: {told}"
+    peak = "" if measured.peak_bytes is None else f", at most {size(measured.peak_bytes)} held"
+    yield f"measured: {duration(measured.step_seconds)} a step, the median of {measured.steps}{peak}"
+    if plan.estimate is not None:
+        yield f"measured / estimated: {measured.step_seconds / plan.estimate.seconds:.2f}"
+
+
+def _title(name: str, topology: Topology, mesh: str) -> str:
+    count = topology.num_chips
+    there = f"{count} {'chip' if topology.unit == 'core' else topology.unit}{'' if count == 1 else 's'}"
+    return f"{name} on {topology}: {there}, {topology.hbm:.4g} GiB a {topology.unit}; {mesh}"
+
+
+def _memory(plan: Plan | DecodePlan, topology: Topology) -> Iterator[str]:
+    if plan.fits:
+        yield f"fits: {size(plan.needed_bytes)} of {topology.hbm:.4g} GiB a {topology.unit}"
+    else:
+        yield f"does not fit: it needs {size(plan.needed_bytes)} of {size(plan.available_bytes)} a {topology.unit}"
+    memory: Mapping[str, int] = plan.memory
+    for kind, number in memory.items():
+        if number:
+            yield f"  {kind:29} {size(number):>10}"
+    for remedy in plan.remedies:
+        yield f"  try {remedy}"
+
+
+def _parts(one: Estimate) -> str:
+    return (
+        f"max(compute {duration(one.compute_seconds)}, memory {duration(one.memory_seconds)}) + collectives "
+        f"{duration(one.collective_seconds)}"
+    )
+
+
+def _talk(collectives: Sequence | None, of: str, known: bool) -> Iterator[str]:
+    if collectives is None:
+        yield "collectives: not available, the compiler can't print this program"
+    elif not collectives:
+        yield "collectives: none"
+    else:
+        each = ", ".join(f"{one.count} {one.kind} of {size(one.result_bytes)}" for one in collectives)
+        yield f"collectives{'' if known else ' (per pass of a loop)'}: {each} {of}"
+
+
+def size(number: int) -> str:
+    """Bytes in the largest unit of which there is one."""
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if number >= scale:
+            return f"{number / scale:.2f} {unit}" if number < 100 * scale else f"{number / scale:.0f} {unit}"
+    return f"{number} B"
+
+
+def duration(seconds: float) -> str:
+    """Seconds, in milliseconds below one."""
+    return f"{seconds:.3g} s" if seconds >= 0.9995 else f"{seconds * 1e3:.3g} ms"

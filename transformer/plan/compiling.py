@@ -1,0 +1,78 @@
+"""Whether a program fits a device, by the compiler's word, and what it does."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+
+from transformer.plan.chips import Topology
+
+GIB = 2**30
+"""bytes of a GiB"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """Memory of a compiled program. Bytes are those of one device."""
+
+    fits: bool
+    """whether the compiler found room for it"""
+    memory: dict[str, int]
+    """bytes by kind"""
+    needed_bytes: int
+    """in all"""
+    available_bytes: int
+    """that the compiler may use; where it fits, the HBM of a device"""
+
+
+def compile_program(lowered: jax.stages.Lowered, held: Mapping[str, int], topology: Topology) -> tuple[Fit, str | None]:
+    """Compiles for devices of a topology: memory, and the program's text (None: not available, or it does not fit).
+
+    `held` are bytes by kind of what is there before.
+    """
+    available, state = round(topology.hbm * GIB), sum(held.values())
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            compiled = lowered.compile(compiler_options={"xla_dump_to": folder, "xla_dump_hlo_as_text": True})
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            needed, available = memory_in_error(str(error)) or (0, available)
+            needed = max(needed, state)
+            memory = {**held, "temporaries and the rest": needed - state}
+            return Fit(fits=False, memory=memory, needed_bytes=needed, available_bytes=available), None
+        text = _text(compiled, Path(folder))
+    stats = compiled.memory_analysis()
+    own = stats.output_size_in_bytes - stats.alias_size_in_bytes
+    memory = {
+        **held,
+        "padding and results": stats.argument_size_in_bytes + own - state,
+        "temporaries, with activations": stats.temp_size_in_bytes,
+        "code": stats.generated_code_size_in_bytes,
+    }
+    return Fit(fits=True, memory=memory, needed_bytes=sum(memory.values()), available_bytes=available), text
+
+
+def _text(compiled: jax.stages.Compiled, folder: Path) -> str | None:
+    """The program, as JAX prints it, or as the compiler wrote it into a folder."""
+    try:
+        return compiled.as_text()
+    except jax.errors.JaxRuntimeError:  # JAX can't read some asynchronous programs of a newer compiler
+        written = sorted(folder.glob("*after_optimizations.txt"), key=lambda path: path.stat().st_size)
+        return written[-1].read_text() if written else None
+
+
+def memory_in_error(message: str) -> tuple[int, int] | None:
+    """Bytes (needed, available) of a device, of the compiler's RESOURCE_EXHAUSTED; None where it tells none."""
+    size = r"([\d.]+)([KMGT]?)"
+    for pattern in (rf"[Uu]sed {size} of {size} hbm", rf"\({size}\) exceeds available HBM \({size}\)"):
+        if found := re.search(pattern, message):
+            first, unit, second, other = found.groups()
+            scale = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+            return round(float(first) * scale[unit]), round(float(second) * scale[other])
+    return None

@@ -1,0 +1,96 @@
+"""A recipe's real training step, lowered for devices that need not be there: nothing is run and no data is read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from transformer.sharding import check_batch_sizes, mesh_sizes
+from transformer.training.parallel import MeshPlacement, placed_shapes
+from transformer.training.recipe import Recipe
+from transformer.training.state import TrainState, abstract_state
+from transformer.training.step import make_train_step
+
+Shapes = Mapping[str, jax.ShapeDtypeStruct]
+"""a batch, without its numbers"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepProgram:
+    """A training step before it is compiled."""
+
+    lowered: jax.stages.Lowered
+    devices: list[Any]
+    """that it runs on"""
+    sizes: Mapping[str, int]
+    """of the mesh axes"""
+    described: str
+    """the axes that split something; "" on one device"""
+    params: Any
+    """shapes of the whole parameters"""
+    held: dict[str, int]
+    """bytes of one device by kind, that it holds before a step"""
+
+
+def program(recipe: Recipe, devices: Sequence[Any], batch: Shapes) -> StepProgram:
+    """The training step of a recipe on a batch of shapes (B, ...), lowered for these devices.
+
+    Raises:
+        ConfigError: a recipe that does not fit the devices.
+    """
+    return {"mesh": _mesh, "pmap": _pmap}[recipe.parallel.kind](recipe, devices, batch)
+
+
+def _mesh(recipe: Recipe, devices: Sequence[Any], batch: Shapes) -> StepProgram:
+    placement = MeshPlacement(recipe, devices)
+    state = placement.abstract_state()
+    return StepProgram(
+        lowered=placement.lower(batch),
+        devices=list(placement.mesh.devices.flat),
+        sizes=placement.mesh.shape,
+        described=placement.describe(),
+        params=state.params,
+        held=_held(state, placed_shapes(batch, placement.mesh)),
+    )
+
+
+def _pmap(recipe: Recipe, devices: Sequence[Any], batch: Shapes) -> StepProgram:
+    devices = recipe.parallel.choose(devices)
+    count = len(devices)
+    sizes = mesh_sizes({"data": count}, count)
+    check_batch_sizes(recipe.data.batch_size, recipe.training.accumulation, sizes, None)
+    state = abstract_state(recipe)
+    parts = {name: shape.update(shape=(shape.shape[0] // count, *shape.shape[1:])) for name, shape in batch.items()}
+    copies = jax.tree.map(lambda leaf: leaf.update(shape=(count, *leaf.shape)), (state, parts))
+    step = jax.pmap(make_train_step(recipe, axis_name="data"), axis_name="data", devices=devices, donate_argnums=0)
+    return StepProgram(
+        lowered=step.lower(*copies),
+        devices=devices,
+        sizes=sizes,
+        described=f"pmap: data {count}",
+        params=state.params,
+        held=_held(state, parts),
+    )
+
+
+def _held(state: TrainState, batch: Any) -> dict[str, int]:
+    return {
+        "parameters": shard_bytes(state.params),
+        "optimizer state": shard_bytes(state.opt_state),
+        "averaged parameters": shard_bytes(state.ema),
+        "batch": shard_bytes(batch),
+    }
+
+
+def shard_bytes(tree: Any) -> int:
+    """Bytes that one device holds of a tree of shapes."""
+
+    def size(leaf):
+        shape = leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
+        return math.prod(shape) * leaf.dtype.itemsize
+
+    return sum(map(size, jax.tree.leaves(tree)))

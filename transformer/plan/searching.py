@@ -1,0 +1,189 @@
+"""Meshes, batch sizes and remat policies of a recipe tried on a topology: what a thought rules out is not compiled."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from transformer.config import ConfigError, Remat
+from transformer.plan.chips import Topology
+from transformer.plan.compiling import GIB
+from transformer.plan.flops import batch_shapes, step_flops
+from transformer.plan.planning import Plan, make_plan
+from transformer.plan.roofline import estimate
+from transformer.sharding import AXES, BATCH_AXES, check_batch_sizes, check_model, parameter_spec
+from transformer.training.recipe import Recipe
+from transformer.training.state import abstract_state
+
+REMATS: tuple[str, ...] = Remat.__args__
+"""what may be computed again in the backward pass"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """One way to run the recipe, and what a thought says of it."""
+
+    recipe: Recipe
+    sizes: Mapping[str, int]
+    """of the mesh axes"""
+    seconds: float
+    """of a step, guessed before compiling"""
+    needed_bytes: int
+    """that a device holds at least"""
+
+    flags: str
+    """to be pasted behind the recipe's name"""
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A candidate that was compiled: its plan, or why there is none."""
+
+    candidate: Candidate
+    plan: Plan | None
+    error: str
+    """why there is no plan, or an empty text"""
+    seconds: float
+    """that it took"""
+
+
+def candidates(recipe: Recipe, topology: Topology, num_devices: int) -> list[Candidate]:
+    """All that can be, the most promising first: what may fit, by tokens/s; batches of half, once and twice the rows.
+
+    Left out are meshes that do not divide model or batch, and those whose parameters and optimizer state alone are more
+    than a device holds.
+    """
+    state, flops, found = abstract_state(recipe), step_flops(recipe), []
+    available = topology.hbm * GIB
+    rows, length = recipe.data.batch_size, getattr(recipe.data, "sequence_length", None)
+    batches = [*([rows // 2] if rows % 2 == 0 else []), rows, 2 * rows]
+    for sizes in meshes(recipe, num_devices):
+        held = _held(state, sizes)
+        for batch_size in batches if held < available else []:
+            try:
+                check_model(recipe.model, sizes)
+                check_batch_sizes(batch_size, recipe.training.accumulation, sizes, length)
+            except ConfigError:
+                continue
+            changed = dataclasses.replace(
+                recipe,
+                data=dataclasses.replace(recipe.data, batch_size=batch_size),
+                parallel=dataclasses.replace(recipe.parallel, kind="mesh", **sizes),
+            )
+            for remat in REMATS:
+                execution = dataclasses.replace(recipe.execution, remat=remat)
+                one = dataclasses.replace(changed, execution=execution)
+                found.append(_guessed(one, recipe, held, flops.total * batch_size // rows, topology))
+    return sorted(found, key=lambda one: (one.needed_bytes > available, one.seconds / one.recipe.data.batch_size))
+
+
+def _held(state: Any, sizes: Mapping[str, int]) -> int:
+    """Bytes that a device holds of a training state over a mesh of these sizes."""
+    total = 0
+    for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
+        spec = parameter_spec(jax.tree_util.keystr(path, simple=True, separator="/"), leaf.shape, sizes)
+        total += leaf.size * leaf.dtype.itemsize // math.prod(sizes[axis] for axis in spec if axis)
+    return total
+
+
+def meshes(recipe: Recipe, num_devices: int) -> Iterator[dict[str, int]]:
+    """Sizes of the mesh axes that multiply to the devices, of axes that the model has something for."""
+    axes = ["fsdp", "tensor"]
+    if recipe.task == "causal_lm":
+        axes.append("context")
+    if any(kind.moe is not None for kind in (*recipe.model.prefix, *recipe.model.period, *recipe.model.suffix)):
+        axes.append("expert")
+    divisors = [n for n in range(1, num_devices + 1) if num_devices % n == 0]
+    for split in itertools.product(divisors, repeat=len(axes)):
+        if num_devices % math.prod(split) == 0:
+            sizes = dict(zip(axes, split, strict=True)) | {"data": num_devices // math.prod(split)}
+            yield {axis: sizes.get(axis, 1) for axis in AXES}
+
+
+def _guessed(recipe: Recipe, before: Recipe, held: int, work: int, topology: Topology) -> Candidate:
+    """A coarse guess, only to order what is compiled (Korthikanti et al. 2022, arXiv 2205.05198, section 4).
+
+    `before`: the recipe that flags are put to; `held`: bytes of state a device; `work`: FLOPs of the step.
+    """
+    sizes = recipe.parallel.sizes
+    model, shapes, remat = recipe.model, batch_shapes(recipe), recipe.execution.remat
+    width = jnp.dtype(model.dtype).itemsize
+    layers = model.encoder_layers + model.decoder_layers if recipe.task == "seq2seq" else model.num_layers
+    tokens = sum(shapes[name].size for name in ("tokens", "source") if name in shapes)
+    own = tokens // (math.prod(sizes[axis] for axis in BATCH_AXES) * sizes["context"])
+    tensor, fsdp, num_devices = sizes["tensor"], sizes["fsdp"], math.prod(sizes.values())
+
+    # Bytes of one device: the residual stream and the inner width of a layer, what is kept of them, and logits.
+    stream, inner = own * model.d_model * width, own * model.feed_forward_width * width // tensor
+    kept = (
+        stream
+        + {
+            "full": 0,
+            "names": stream // tensor + inner,
+            "dots": 4 * stream // tensor + 2 * inner,
+            "none": 8 * stream + 4 * inner,
+        }[remat]
+    )
+    logits = 2 * 4 * own * model.vocab_size // tensor
+    gradients = held * fsdp // 3  # of parameters that fsdp does not split
+    wire = 2 * gradients // fsdp * (sizes["data"] > 1) + 3 * gradients * (fsdp > 1)
+    wire += layers * stream * (8 * (tensor > 1) + 4 * (sizes["context"] > 1))
+    again = {"none": 1.0, "dots": 1.05, "names": 1.15, "full": 4 / 3}[remat]
+    guess = estimate(
+        topology.chip,
+        num_devices,
+        model_flops=work,
+        flops=round(again * work / num_devices),
+        hbm_bytes=3 * held + round(again * 2 * layers * (9 * stream + 4 * inner)),
+        wire_bytes=wire,
+    )
+    needed = held + layers * kept // recipe.training.accumulation + logits
+    told = [axis for axis, size in sizes.items() if size > 1 or axis == "data" or before.parallel.sizes[axis] != 1]
+    kind = "" if before.parallel.kind == "mesh" else "--parallel.kind mesh "
+    mesh = kind + " ".join(f"--parallel.{axis} {sizes[axis]}" for axis in told)
+    flags = f"{mesh} --data.batch-size {recipe.data.batch_size} --execution.remat {remat}"
+    return Candidate(recipe=recipe, sizes=sizes, seconds=guess.seconds, needed_bytes=needed, flags=flags)
+
+
+def search(recipe: Recipe, topology: Topology, devices: list[Any], limit: int) -> Iterator[Tried]:
+    """Compiles the most promising candidates, at most `limit`, and gives each as it is done.
+
+    One that asks for more than one that did not fit is passed over: the same mesh, no fewer rows, no less kept.
+    An error of a candidate is its result, never the end.
+    """
+    too_large: list[Candidate] = []
+    tried = 0
+    for candidate in candidates(recipe, topology, len(recipe.parallel.choose(devices))):
+        if tried == limit:
+            return
+        if any(_asks_more(candidate, other) for other in too_large):
+            continue
+        tried += 1
+        begun, plan, told = time.perf_counter(), None, ""
+        try:
+            plan = make_plan(candidate.recipe, topology, devices)
+        except (ValueError, RuntimeError, NotImplementedError, TypeError) as error:
+            told = f"{type(error).__name__}: {error}".partition("\n")[0]
+        if plan is not None and not plan.fits:
+            too_large.append(candidate)
+        yield Tried(candidate, plan, told, time.perf_counter() - begun)
+
+
+def _asks_more(candidate: Candidate, other: Candidate) -> bool:
+    mine, theirs = candidate.recipe, other.recipe
+    keeps = mine.execution.remat in ("none", theirs.execution.remat) or theirs.execution.remat == "full"
+    return candidate.sizes == other.sizes and mine.data.batch_size >= theirs.data.batch_size and keeps
+
+
+def ranked(tried: Sequence[Tried]) -> list[Tried]:
+    """Those that fit, the most tokens/s by the estimate first."""
+    fitting = [one for one in tried if one.plan is not None and one.plan.estimate is not None]
+    return sorted(fitting, key=lambda one: -one.plan.tokens_per_second)
