@@ -98,7 +98,7 @@ def test_pmap_gives_the_same_losses(task, alone):
     assert state.step.shape == ()
 
 
-@pytest.mark.parametrize("kernel", ["splash", "ring"])
+@pytest.mark.parametrize("kernel", [pytest.param("splash", marks=pytest.mark.slow), "ring"])
 def test_a_recipe_may_name_a_kernel_for_whole_sequences(kernel, alone):
     """Its parameters are made from an example that such a kernel would refuse."""
     expected, _ = alone("causal_lm", 0.0)

@@ -147,7 +147,8 @@ def test_a_checkpoint_of_two_processes_is_read_by_one(folder, alone, together):
     np.testing.assert_allclose(losses(workdir), losses(alone), rtol=1e-5)
 
 
-@pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [1, 0])
 def test_the_others_end_when_one_is_killed_and_all_go_on_from_there(folder, together, victim):
     workdir = folder / f"killed-{victim}"
     group = Group(folder, workdir, *MESH, "--training.steps", "100000")

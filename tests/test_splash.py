@@ -163,6 +163,7 @@ def test_bfloat16_with_a_row_that_sees_nothing():
     assert_close([x.astype(jnp.float32) for x in (out, *grads)], [expected, *expected_grads], 0.1)
 
 
+@pytest.mark.slow
 def test_a_whole_model_is_the_same():
     """Packed rows, layers with and without a window, scanned and computed again, over rows and heads."""
     period = (LayerKind(), LayerKind(window=5))

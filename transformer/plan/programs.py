@@ -9,11 +9,10 @@ from typing import Any
 
 import jax
 
-from transformer.sharding import check_batch_sizes, mesh_sizes
-from transformer.training.parallel import MeshPlacement, placed_shapes
+from transformer.sharding import mesh_sizes
+from transformer.training.parallel import MeshPlacement, PmapPlacement, placed_shapes
 from transformer.training.recipe import Recipe
-from transformer.training.state import TrainState, abstract_state
-from transformer.training.step import make_train_step
+from transformer.training.state import TrainState
 
 Shapes = Mapping[str, jax.ShapeDtypeStruct]
 """a batch, without its numbers"""
@@ -59,21 +58,17 @@ def _mesh(recipe: Recipe, devices: Sequence[Any], batch: Shapes) -> StepProgram:
 
 
 def _pmap(recipe: Recipe, devices: Sequence[Any], batch: Shapes) -> StepProgram:
+    placement = PmapPlacement(recipe, devices)
     devices = recipe.parallel.choose(devices)
-    count = len(devices)
-    sizes = mesh_sizes({"data": count}, count)
-    check_batch_sizes(recipe.data.batch_size, recipe.training.accumulation, sizes, None)
-    state = abstract_state(recipe)
-    parts = {name: shape.update(shape=(shape.shape[0] // count, *shape.shape[1:])) for name, shape in batch.items()}
-    copies = jax.tree.map(lambda leaf: leaf.update(shape=(count, *leaf.shape)), (state, parts))
-    step = jax.pmap(make_train_step(recipe, axis_name="data"), axis_name="data", devices=devices, donate_argnums=0)
+    count, state = len(devices), placement.abstract_state()
+    own = {name: shape.update(shape=(shape.shape[0] // count, *shape.shape[1:])) for name, shape in batch.items()}
     return StepProgram(
-        lowered=step.lower(*copies),
+        lowered=placement.lower(batch),
         devices=devices,
-        sizes=sizes,
-        described=f"pmap: data {count}",
+        sizes=mesh_sizes({"data": count}, count),
+        described=placement.describe(),
         params=state.params,
-        held=_held(state, parts),
+        held=_held(state, own),
     )
 
 
