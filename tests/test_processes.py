@@ -1,6 +1,7 @@
 """Several processes train as one: the same losses, one writer, and nobody hangs when one of them is gone."""
 
 import contextlib
+import dataclasses
 import os
 import signal
 import socket
@@ -12,13 +13,16 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from training_recipes import tiny_recipe
 
 from transformer.config import ConfigError
+from transformer.data.configs import TextFile
 from transformer.sharding import ParallelConfig
 from transformer.training import processes
 from transformer.training.checkpoint import load_params
 from transformer.training.metrics import read_metrics
 from transformer.training.parallel import PmapPlacement
+from transformer.training.runs import shared_facts
 from transformer.training.signals import StopSignal
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -40,13 +44,13 @@ MESH = ("--parallel.fsdp", "4", "--parallel.data", "2")
 class Group:
     """Processes that train together, each with some of the devices; their output in files."""
 
-    def __init__(self, folder, workdir, *flags, devices=(4, 4), patience=60, steps=12, slurm=False):
+    def __init__(self, folder, workdir, *flags, devices=(4, 4), patience=60, steps=12, slurm=False, last=()):
         (folder / "recipe.py").write_text(RECIPE.format(folder=str(folder)))
         port = free_port(range(61440, 65536) if slurm else None)
         self.members, self.outputs = [], [folder / f"{workdir.name}-{index}.txt" for index in range(len(devices))]
         for index, count in enumerate(devices):
             command = [sys.executable, str(ROOT / "train.py"), str(folder / "recipe.py"), "--workdir", str(workdir)]
-            command += ["--training.steps", str(steps), *flags]
+            command += ["--training.steps", str(steps), *flags, *(last if index else ())]
             if len(devices) > 1 and not slurm:
                 command += ["--parallel.coordinator", f"localhost:{port}", "--parallel.process-id", str(index)]
                 command += ["--parallel.num-processes", str(len(devices)), "--parallel.patience", str(patience)]
@@ -185,6 +189,14 @@ def test_slurm_is_found_without_a_flag(folder, alone):
 
 
 @pytest.mark.slow
+def test_processes_with_other_settings_do_not_begin(folder):
+    codes, told = Group(folder, folder / "other", last=("--training.seed", "1")).wait(60)
+    assert codes[0] != 0
+    assert codes[1] == 2
+    assert "process 1 of 2 has other settings than process 0. All must be started with the same command" in told[1]
+
+
+@pytest.mark.slow
 def test_a_signal_to_one_stops_all(folder):
     workdir = folder / "signal"
     group = Group(folder, workdir, *MESH, "--training.steps", "100000")
@@ -220,7 +232,8 @@ def test_others_that_do_not_come(folder):
         ({"coordinator": "a:1"}, r"needs parallel.num_processes, and parallel.process_id .* got None and None"),
         ({"coordinator": "a:1", "num_processes": 2, "process_id": 2}, r"from 0 to one less, got 2 and 2"),
         ({"num_processes": 2, "process_id": 0}, r"go with parallel.coordinator, .*: --parallel.coordinator 10\.0"),
-        ({"patience": 0}, r"patience must be at least 1 second, got 0"),
+        ({"coordinator": "a:b:1", "num_processes": 2, "process_id": 0}, r"coordinator must be host:port"),
+        ({"patience": 0}, r"patience must be 1 to 1,000,000 seconds, got 0"),
     ],
 )
 def test_processes_that_cannot_be(fields, message):
@@ -230,11 +243,29 @@ def test_processes_that_cannot_be(fields, message):
 
 def test_who_started_this_one():
     slurm = {"SLURM_STEP_NODELIST": "n[1-2]", "SLURM_NTASKS": "2"}
-    assert processes.launcher(slurm) == "Slurm, 2 tasks"
-    assert processes.launcher({"OMPI_MCA_orte_hnp_uri": "1;tcp", "OMPI_COMM_WORLD_SIZE": "4"}) == "Open MPI, 4 ranks"
-    assert processes.launcher({"TPU_WORKER_HOSTNAMES": "a,b"}) == "a TPU slice, 2 hosts"
-    for alone in ({}, slurm | {"SLURM_NTASKS": "1"}, {"SLURM_NTASKS": "2"}, {"TPU_WORKER_HOSTNAMES": "a"}):
+    assert processes.launcher(slurm) == "Slurm"
+    assert processes.launcher({"OMPI_COMM_WORLD_SIZE": "4"}) == "Open MPI"
+    assert processes.launcher({"TPU_WORKER_HOSTNAMES": "a,b"}) == "a TPU slice"
+    shell = slurm | {"SLURM_STEP_NUM_TASKS": "1"}  # inside an allocation of two
+    for alone in ({}, slurm | {"SLURM_NTASKS": "1"}, shell, {"SLURM_NTASKS": "2"}, {"TPU_WORKER_HOSTNAMES": "a"}):
         assert processes.launcher(alone) is None
+
+
+def test_what_cannot_be_joined_says_what_to_give(monkeypatch):
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")
+    with pytest.raises(processes.ProcessesError, match=r"from version 5 on .* Tell each process: --parallel.coor"):
+        processes.join(ParallelConfig())
+    monkeypatch.delenv("OMPI_COMM_WORLD_SIZE")
+
+    def refuse(**kwargs):
+        raise ValueError("coordinator_address should be defined.")
+
+    monkeypatch.setattr(jax.distributed, "initialize", refuse)
+    with pytest.raises(processes.ProcessesError, match=r"this cluster can't be joined: .* defined\. Tell each process"):
+        processes.join(ParallelConfig(coordinator="auto"))
+    here = ParallelConfig(coordinator="localhost:1", num_processes=2, process_id=0)
+    with pytest.raises(processes.ProcessesError, match=r"port is in use, take another for all\. Start each of them"):
+        processes.join(here)
 
 
 def test_one_process_is_nobody_to_wait_for(monkeypatch):
@@ -250,6 +281,16 @@ def test_one_process_is_nobody_to_wait_for(monkeypatch):
     assert (shared(), shared.soon(), shared.exit_code) == (False, False, None)
     stop.requested, stop.signum = True, signal.SIGTERM
     assert (shared(), shared.soon(), shared.exit_code) == (True, True, 143)
+
+
+def test_processes_may_differ_in_who_they_are_and_where_their_data_lies():
+    def facts(path="a.txt", process_id=0, **training):
+        recipe = tiny_recipe(**training)
+        parallel = ParallelConfig(coordinator="a:1", num_processes=2, process_id=process_id)
+        return shared_facts(dataclasses.replace(recipe, data=TextFile(path=path), parallel=parallel))
+
+    assert facts("b.txt", 1) == facts()
+    assert facts(seed=1) != facts()
 
 
 def test_processes_that_read_other_data_are_told(monkeypatch):
@@ -270,8 +311,6 @@ def test_a_disk_that_is_not_shared_is_told(tmp_path):
 
 
 def test_pmap_is_for_one_process(monkeypatch):
-    from training_recipes import tiny_recipe
-
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(ConfigError, match=r"pmap spreads one process .* but 2 processes .* Take --parallel.kind mesh"):
         PmapPlacement(tiny_recipe())

@@ -121,7 +121,8 @@ class ParallelConfig:
                 )
         else:
             host, _, port = self.coordinator.rpartition(":")
-            if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+            plain = ":" not in host or (host.startswith("[") and host.endswith("]"))  # an IPv6 address in brackets
+            if not host or not plain or not port.isdecimal() or not 0 < int(port) < 2**16:
                 raise ConfigError(
                     f"parallel.coordinator must be host:port of process 0, such as 10.0.0.1:1234, or auto, got "
                     f"{self.coordinator!r}."
@@ -131,8 +132,8 @@ class ParallelConfig:
                     f"parallel.coordinator needs parallel.num_processes, and parallel.process_id from 0 to one less, "
                     f"got {self.num_processes} and {self.process_id}."
                 )
-        if self.patience < 1:
-            raise ConfigError(f"parallel.patience must be at least 1 second, got {self.patience}.")
+        if not 1 <= self.patience <= 10**6:
+            raise ConfigError(f"parallel.patience must be 1 to 1,000,000 seconds, got {self.patience}.")
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -198,9 +199,14 @@ def check_model(config: TransformerConfig, sizes: Mapping[str, int]) -> None:
             )
 
 
+def row_ways(sizes: Mapping[str, int]) -> int:
+    """Into how many parts a mesh of these sizes splits the rows of a batch."""
+    return math.prod(sizes[axis] for axis in BATCH_AXES)
+
+
 def check_batch_sizes(batch_size: int, accumulation: int, sizes: Mapping[str, int], length: int | None) -> None:
     """Raises ConfigError when rows, or the length of sequences, can't be dealt out evenly."""
-    ways = math.prod(sizes[axis] for axis in BATCH_AXES)
+    ways = row_ways(sizes)
     if batch_size % (ways * accumulation):
         micro = f" x training.accumulation ({accumulation})" if accumulation > 1 else ""
         raise ConfigError(

@@ -20,7 +20,7 @@ from transformer.training.metrics import MetricsWriter, Progress
 from transformer.training.parallel import place
 from transformer.training.recipe import Recipe, build_model, to_json
 from transformer.training.report import append_samples, cut_samples, device_line, report, samples
-from transformer.training.runs import begin, checkpoint_data, load_run, open_run, record_run
+from transformer.training.runs import begin, checkpoint_data, load_run, open_run, record_run, shared_facts
 from transformer.training.signals import StopSignal
 from transformer.training.state import count_parameters, parameter_paths
 from transformer.training.summary import (
@@ -64,6 +64,7 @@ def train(recipe: Recipe, workdir: str | os.PathLike, *, command: str = "") -> S
 
         # What to train: recipe, data, model
         print(device_line(), flush=True)
+        processes.check_alike("settings", shared_facts(recipe))
         recipe, dataset = open_run(recipe, workdir, say=print)
         processes.check_alike("data", dataset.fingerprint)
         model, steps = build_model(recipe), recipe.training.steps
@@ -83,8 +84,8 @@ def train(recipe: Recipe, workdir: str | os.PathLike, *, command: str = "") -> S
         parameters = count_parameters(state.params)
         summary = Summary(name=recipe.name, workdir=str(workdir), command=command, steps=steps, parameters=parameters)
         print(f"model: {type(model).__name__}, {parameters:,} parameters, vocabulary of {recipe.model.vocab_size}")
-        last = read_summary(workdir)
-        if step >= steps and ledger.evaluated >= step and last and last.step == step:
+        last = read_summary(workdir) or summary
+        if processes.first_decides(lambda: step >= steps and ledger.evaluated >= step and last.step == step):
             print(f"{render(last)}\n{render_finished(dataclasses.replace(last, command=command))}")
             return last
         where = f"going on from step {step}" if step else "a new run"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,7 +13,6 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from transformer.config import ConfigError
 from transformer.sharding import (
-    BATCH_AXES,
     batch_sharding,
     check_batch_sizes,
     check_model,
@@ -22,6 +20,7 @@ from transformer.sharding import (
     make_mesh,
     mesh_sizes,
     place_batch,
+    row_ways,
     state_shardings,
 )
 from transformer.training.recipe import Recipe
@@ -90,9 +89,9 @@ class MeshPlacement:
 
     def eval_step(self, params: Any, batch: HostBatch) -> Metrics:
         """Sums over a batch of any number of rows: it is filled up with rows of weight 0."""
-        ways = math.prod(self.mesh.shape[axis] for axis in BATCH_AXES)
+        filled = _filled_up(batch, row_ways(self.mesh.shape))
         with jax.set_mesh(self.mesh):
-            return self._eval(params, place_batch(_filled_up(batch, ways), self.mesh))
+            return self._eval(params, place_batch(filled, self.mesh))
 
     def lower(self, batch: Mapping[str, Any]) -> jax.stages.Lowered:
         """The training step on shapes alone, for a look at its compiled form: of arrays, or of what has their shape."""

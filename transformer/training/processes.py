@@ -6,6 +6,7 @@ collectives of the compiled step do the rest. Every process runs the same progra
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import os
@@ -32,6 +33,10 @@ HEARTBEAT = 30
 
 _BARRIER_S = 1800  # for the slowest writer of a large checkpoint
 _AGAIN = "Start all of them again with the same command: they go on from the newest checkpoint."
+_BY_HAND = (
+    "Tell each process: --parallel.coordinator HOST:PORT of process 0, --parallel.num-processes and "
+    "--parallel.process-id (localhost:1234, 1 and 0 to train alone)."
+)
 _SIGNS = ("Gloo", "NCCL", "UNAVAILABLE", "DEADLINE_EXCEEDED", "coordination service")
 _WITNESS = """
 import sys
@@ -70,15 +75,18 @@ _passed: Counter[str] = Counter()  # barriers, by key
 
 
 def launcher(environment: Mapping[str, str] = os.environ) -> str | None:
-    """Who started this process as one of several, in a way that JAX knows to ask: Slurm, Open MPI or a TPU slice."""
-    size = environment.get("SLURM_NTASKS", "")
-    if "SLURM_STEP_NODELIST" in environment and size.isdecimal() and int(size) > 1:
-        return f"Slurm, {size} tasks"
-    size = environment.get("OMPI_COMM_WORLD_SIZE", "")
-    if "OMPI_MCA_orte_hnp_uri" in environment and size.isdecimal() and int(size) > 1:
-        return f"Open MPI, {size} ranks"
-    hosts = environment.get("TPU_WORKER_HOSTNAMES", "").split(",")
-    return f"a TPU slice, {len(hosts)} hosts" if len(hosts) > 1 else None
+    """Who started this process as one of several: "Slurm", "Open MPI", "a TPU slice"; None: nobody that is known."""
+
+    def several(*names: str) -> bool:
+        told = next((environment[name] for name in names if name in environment), "")
+        return told.isdecimal() and int(told) > 1
+
+    # Of the step, not of the job: a shell inside an allocation is one task.
+    if "SLURM_STEP_NODELIST" in environment and several("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"):
+        return "Slurm"
+    if several("OMPI_COMM_WORLD_SIZE"):
+        return "Open MPI"
+    return "a TPU slice" if "," in environment.get("TPU_WORKER_HOSTNAMES", "") else None
 
 
 def join(parallel: ParallelConfig) -> None:
@@ -89,12 +97,13 @@ def join(parallel: ParallelConfig) -> None:
         ProcessesError: the coordinator does not answer, or a cluster that JAX can't read; after `parallel.patience`
             seconds at most. Where others are missing, JAX ends the process itself.
     """
-    alone = parallel.coordinator is None and launcher() is None
-    if alone or jax.distributed.is_initialized():
+    by = launcher()
+    if (parallel.coordinator is None and by is None) or jax.distributed.is_initialized():
         return
-    limits = {"initialization_timeout": parallel.patience, "heartbeat_timeout_seconds": HEARTBEAT}
     if parallel.coordinator in (None, "auto"):
-        what, place = "the processes of this cluster", {}
+        what, place, others = f"the processes of {by or 'this cluster'}", {}, _BY_HAND
+        if by == "Open MPI" and "OMPI_MCA_orte_hnp_uri" not in os.environ:
+            raise ProcessesError(f"Open MPI from version 5 on does not say where rank 0 is. {_BY_HAND}")
     else:
         what = f"the {parallel.num_processes} processes at {parallel.coordinator}"
         place = {
@@ -102,21 +111,23 @@ def join(parallel: ParallelConfig) -> None:
             "num_processes": parallel.num_processes,
             "process_id": parallel.process_id,
         }
+        others = "Start each of them with the same command but its own --parallel.process-id."
         if parallel.process_id:
             _wait_for(parallel.coordinator, parallel.patience)
     _witness.expect(
-        f"error: {what} did not all come together within {parallel.patience} s (--parallel.patience). Start each of "
-        f"them with the same command but its own id; where one stopped with an error, mend that first."
+        f"error: {what} did not all come together within {parallel.patience} s (--parallel.patience). {others} Where "
+        f"one stopped with an error, mend that first."
     )
     try:
-        jax.distributed.initialize(**place, **limits)
-    except (RuntimeError, ValueError, OSError) as error:
+        jax.distributed.initialize(
+            **place, initialization_timeout=parallel.patience, heartbeat_timeout_seconds=HEARTBEAT
+        )
+    except Exception as error:
         _witness.expect("")
-        first = str(error).strip().splitlines()[0]
-        raise ProcessesError(
-            f"{what} can't be joined: {first} Give --parallel.coordinator host:port of process 0, "
-            f"--parallel.num-processes and --parallel.process-id."
-        ) from error
+        first = str(error).strip().partition("\n")[0].rstrip(".")
+        in_use = "If its port is in use, take another for all. " if place else ""
+        raise ProcessesError(f"{what} can't be joined: {first}. {in_use}{others}") from error
+    atexit.register(_witness.expect, "")  # an end in order needs no explanation; abort() passes this over
     _witness.expect(
         f"error: {name()} ended in the middle of its work: another one is gone or out of reach (JAX says which, above) "
         f"or this one was killed. {_AGAIN}"
@@ -201,10 +212,10 @@ def check_shared(path: Path) -> None:
 
 
 def first_decides(function: Callable[[], Any]) -> Any:
-    """What `function` gives in the first process (a JSON value), in all of them; its ValueError, too.
+    """What `function` gives in the first process (a JSON value), in all of them.
 
     Raises:
-        ValueError: the first process got one.
+        ValueError: the first process got an error, which it raises as it is.
     """
     if jax.process_count() == 1:
         return function()
@@ -212,7 +223,7 @@ def first_decides(function: Callable[[], Any]) -> Any:
     if is_first():
         try:
             content = json.dumps({"value": function()}).encode()
-        except ValueError as error:
+        except Exception as error:  # whatever it is, the others must not wait for ever
             failure, content = error, json.dumps({"error": str(error)}).encode()
     size = int(multihost_utils.broadcast_one_to_all(np.int32(len(content))))
     padded = np.frombuffer(content.ljust(size), np.uint8)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import warnings
 from collections.abc import Callable
@@ -13,8 +14,9 @@ from typing import Any, Literal
 import flax.linen as nn
 
 from transformer.config import ConfigError
-from transformer.data import Dataset, Tokenizer, load_tokenizer
+from transformer.data import PLACES, Dataset, Tokenizer, load_tokenizer
 from transformer.data import prepare as prepare_data
+from transformer.training import processes
 from transformer.training.checkpoint import Checkpointer, CheckpointError, load_params
 from transformer.training.journal import Ledger
 from transformer.training.parallel import Placement
@@ -27,6 +29,7 @@ from transformer.training.recipe import (
     from_json,
     load_recipe,
     save_recipe,
+    to_json,
     with_vocabulary,
 )
 from transformer.training.state import TrainState
@@ -120,7 +123,7 @@ def begin(
         CheckpointError: checkpoints, but none that is valid and fits.
         WorkdirError: one of another recipe, or of other data.
     """
-    if not has_checkpoints(workdir):
+    if not processes.first_decides(lambda: has_checkpoints(workdir)):
         return placement.new_state(), Ledger()
     restored = checkpoints.restore_newest(placement.abstract_state())
     _refuse_other_run(from_json(restored.recipe, f"the recipe in {restored.path}"), recipe, workdir)
@@ -141,6 +144,16 @@ def checkpoint_data(dataset: Dataset, batches: Any, ledger: Ledger) -> dict[str,
         "ledger": dataclasses.asdict(ledger),
         "fingerprint": dataset.fingerprint,
     }
+
+
+def shared_facts(recipe: Recipe) -> str:
+    """All of a recipe that processes which train together must have alike: not who they are, nor where files lie."""
+    values = to_json(recipe)["recipe"]
+    for field in ("coordinator", "num_processes", "process_id", "patience"):
+        del values["parallel"][field]
+    for field in PLACES:
+        values["data"].pop(field, None)
+    return json.dumps(values, sort_keys=True)
 
 
 def has_checkpoints(workdir: str | os.PathLike) -> bool:
