@@ -27,7 +27,6 @@ from transformer.plan import (
     topology_devices,
     without_data,
 )
-from transformer.plan.compiling import memory_in_error
 from transformer.plan.planning import remedies, times_smaller
 from transformer.sharding import ParallelConfig
 from transformer.training import Recipe, TrainingConfig
@@ -182,18 +181,6 @@ class TestRoofline:
         assert (once.mfu, again.mfu, again.seconds) == (1, 0.75, 4)
 
 
-@pytest.mark.parametrize(
-    ("message", "sizes"),
-    [
-        ("RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 60.91G of 15.75G hbm.", (60.91, 15.75)),
-        ("total memory required for HLO temporaries (60.91G) exceeds available HBM (15.75G)", (60.91, 15.75)),
-    ],
-)
-def test_what_the_compiler_lacked(message, sizes):
-    assert memory_in_error(message) == tuple(round(size * 2**30) for size in sizes)
-    assert memory_in_error("RESOURCE_EXHAUSTED: something") is None
-
-
 def test_remedies_are_recipes():
     """Each flag, put on a command line, gives a recipe that the mesh takes."""
     recipe = dataclasses.replace(TEXT, data=dataclasses.replace(TEXT.data, batch_size=32))
@@ -224,7 +211,8 @@ def test_what_lowers_activations_helps_no_state_that_is_too_large():
 
 
 @pytest.mark.parametrize(
-    ("needed", "available", "state", "times"), [(60, 16, 1, 4), (17, 16, 1, 2), (60, 16, 17, None), (136, 16, 1, 16)]
+    ("needed", "available", "state", "times"),
+    [(60, 16, 1, 4), (17, 16, 1, 2), (60, 16, 17, None), (136, 16, 1, 16), (5, 16, 5, None)],
 )
 def test_how_much_smaller_activations_must_be(needed, available, state, times):
     assert times_smaller(needed, available, state) == times
@@ -290,7 +278,14 @@ def test_what_is_printed():
     text = "\n".join(train_lines("x", topology, ["y"], plan))
     assert "x on v2:2x2: 4 chips, 8 GiB a core; mesh: data 8\nassumed: y\nfits: 3.00 MiB of 8 GiB a core\n" in text
     assert "40 a token, 1,234 parameters; 25.0 % in scores (counted whole)\n  1.30 times that, with" in text
-    assert "collectives (per pass of a loop): 2 all-reduce of 4.00 KiB a step" in text
+    assert "collectives: 2 all-reduce of 4.00 KiB a step" in text
+    assert "\n  a lower bound: how often a loop turns is not known, it counts once\n" in text
+    alone = "\n".join(train_lines("x", topology, ["y"], dataclasses.replace(plan, collectives=[])))
+    assert "collectives: none\nestimate" in alone
+    assert "  a lower bound" in alone
+    assert "bound" not in "\n".join(train_lines("x", topology, [], dataclasses.replace(plan, loops_known=True)))
+    whole = dataclasses.replace(plan.estimate, mfu=0.996)
+    assert "MFU 100 %" in "\n".join(train_lines("x", topology, [], dataclasses.replace(plan, estimate=whole)))
     assert "averaged" not in text
     assert "estimate, not a measurement" in text
     small = dataclasses.replace(plan, fits=False, available_bytes=2**20, estimate=None, remedies=["--a 2: b"])
@@ -300,7 +295,7 @@ def test_what_is_printed():
     assert "collectives" not in text
     unread = "\n".join(train_lines("x", topology, [], dataclasses.replace(plan, collectives=None, estimate=None)))
     assert "collectives: not available" in unread
-    assert "estimate: not available" in unread
+    assert "no estimate: the compiler can't print this program" in unread
 
 
 TINY = ("--model.num-layers", "1", "--model.d-model", "128", "--data.batch-size", "8", "--execution.scan", "False")

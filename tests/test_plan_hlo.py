@@ -8,6 +8,7 @@ import pytest
 
 from transformer.config import Execution, TransformerConfig
 from transformer.data.configs import TextFile
+from transformer.moe import grouped_linear
 from transformer.plan import Program, batch_shapes
 from transformer.sharding import ParallelConfig
 from transformer.training import Recipe
@@ -124,10 +125,37 @@ class TestLoops:
         program = Program(UNTOLD.replace("direction=LT", "direction=NE"))
         cost = program.cost(8)
         assert (cost.collectives[0].count, cost.loops_known) == (2, False)
-        assert program.cost(8, unknown_turns=0).collectives[0].count == 1
-        assert program.open_loop() == "body"
+        assert not program.cost(8, at_most=True).loops_bounded
         assert program.cost(8, begin="body").collectives[0].count == 1
-        assert Program(UNTOLD).open_loop() is None
+
+    def test_a_beginning_that_no_text_tells(self):
+        program = Program(UNTOLD.replace("%zero = s32[] constant(0)", "%zero = s32[] parameter(1)"))
+        assert not program.cost(8).loops_known
+
+    def test_a_loop_by_its_name(self):
+        named = HLO.replace("backend_config", 'metadata={op_name="jit(f)/while"}, backend_config')
+        program = Program(named)
+        assert program.loop("jit(f)/while") == "body"
+        assert program.loop("jit(f)/x/while") is None
+        without = program.cost(8, without="body")
+        assert (without.collectives[0].count, without.loops_known) == (1, True)
+        line = next(line for line in named.splitlines() if "%w = " in line)
+        assert Program(named.replace(line, f"{line}\n{line.replace('%w', '%v')}")).loop("jit(f)/while") is None
+
+    @pytest.mark.parametrize("experts", [1, 5])
+    def test_a_loop_over_experts_turns_at_most_for_all_blocks(self, experts):
+        blocks, rows, width = 13, 3, 7
+
+        def feed_forward(x, kernel, expert, used):
+            with jax.named_scope("feed_forward"):
+                return grouped_linear(x, kernel, expert, used)
+
+        integers = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((blocks,), ())]
+        program = Program(text_of(feed_forward, floats(blocks, rows, width), floats(experts, width, 11), *integers))
+        once, all_blocks = program.cost(1), program.cost(1, at_most=True)
+        assert [once.loops_known, once.loops_bounded, all_blocks.loops_known] == 3 * [False]
+        assert all_blocks.loops_bounded
+        assert all_blocks.flops == blocks * once.flops == blocks * 2 * rows * width * 11
 
     def test_a_loop_over_layers_does_what_its_layers_do(self):
         def layer(x, weights):
@@ -162,6 +190,11 @@ class TestLoops:
             assert looped.hbm_bytes == pytest.approx(unrolled.hbm_bytes, rel=0.2)
 
 
+def test_a_text_that_is_no_program():
+    with pytest.raises(ValueError, match=r"has an ENTRY computation, this one has none: 'HloModule x'\. Give what"):
+        Program("HloModule x")
+
+
 class TestFlops:
     @pytest.mark.parametrize(
         "function",
@@ -178,11 +211,11 @@ class TestFlops:
         assert own <= compiled.cost_analysis()["flops"] <= 1.1 * own
 
     @pytest.mark.parametrize("chosen", [lambda x: x[0, 0] > 0, lambda x: x[0, 0].astype(jnp.int32)])
-    def test_either_branch_counts(self, chosen):
+    def test_of_branches_the_largest_counts(self, chosen):
         def branch(x):
             return jax.lax.switch(chosen(x) * 1, [lambda x: x @ x, lambda x: x @ x @ x], x)
 
-        assert Program(text_of(branch, floats(53, 53))).cost(1).flops == 3 * 2 * 53**3
+        assert Program(text_of(branch, floats(53, 53))).cost(1).flops == 2 * 2 * 53**3
 
     @pytest.mark.parametrize(
         ("operands", "attributes", "result", "pairs"),

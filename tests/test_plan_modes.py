@@ -22,6 +22,8 @@ from transformer.plan import (
     Generation,
     Measured,
     Topology,
+    decoding,
+    hlo,
     make_decode_plan,
     make_plan,
     parse_generation,
@@ -118,8 +120,51 @@ class TestDecode:
         plan = make_decode_plan(PAIRS, Generation(8, 12, 10), CHIPS, jax.devices())
         text = "\n".join(decode_lines("x", CHIPS, ["y"], plan))
         assert "generation (--decode 8:12:10): 8 rows, 12 tokens of each read, 10 written" in text
-        assert re.search(r"(?m)^estimate, not a measurement: [\d.e-]+ ms in all, [\d,]+ new tokens/s$", text)
+        assert re.search(
+            r"(?m)^estimate, not a measurement: [\d.e-]+ ms in all; once prompts are read, [\d,]+ new tokens/s$", text
+        )
         assert "  a token of each row " in text
+        assert "bound" not in text
+
+    @pytest.mark.parametrize("mesh", [{"devices": 1}, {"data": 2, "expert": 4}], ids=str)
+    def test_of_experts_all_blocks_are_read(self, mesh):
+        """One block for each of 8 x 2 copies of tokens; of a device's experts it may be all."""
+        experts = TEXT.model.replace(num_layers=1, period=(LayerKind(moe=MoE(num_experts=4, d_ff=512)),))
+        recipe = dataclasses.replace(parallel(TEXT, **mesh), model=experts)
+        plan = make_decode_plan(recipe, Generation(8, 16, 8), CHIPS, jax.devices())
+        blocks = 16 // mesh.get("data", 1)
+        kernels = 2 * 4 * 32 * 512
+        assert plan.token.memory_seconds > blocks * kernels / CHIPS.chip.hbm_bandwidth
+        assert plan.token.compute_seconds > blocks * 2 * kernels / 4 / CHIPS.chip.flops
+        assert not plan.loops_known
+        assert "\n  an upper bound: a loop over experts counts as often" in "\n".join(
+            decode_lines("x", CHIPS, [], plan)
+        )
+
+    @pytest.mark.parametrize(
+        ("name", "value", "why"),
+        [
+            ("_turns_at_most", lambda loop: None, "the turns of a loop are not known"),
+            ("LOOP", "jit(other)/while", "the loop over new tokens is not to be found"),
+        ],
+    )
+    def test_no_estimate_where_a_loop_is_not_understood(self, monkeypatch, name, value, why):
+        monkeypatch.setattr(hlo if name == "_turns_at_most" else decoding, name, value)
+        model = SMALL.model.replace(period=(LayerKind(moe=MoE(num_experts=4)),))
+        recipe = dataclasses.replace(parallel(SMALL, devices=1), model=model)
+        plan = make_decode_plan(recipe, Generation(2, 8, 8), CHIPS, jax.devices())
+        assert (plan.fits, plan.prefill, plan.token, plan.tokens_per_second) == (True, None, None, 0)
+        text = "\n".join(decode_lines("x", CHIPS, [], plan))
+        assert f"\nno estimate: {why}" in text
+        assert f"collectives: not available, {why}" in text
+
+    def test_a_token_computes_with_each_matrix(self, monkeypatch):
+        """Also where the compiler writes no products, as of a single row."""
+        monkeypatch.setattr(hlo.Program, "_flops", lambda *given: 0)
+        plan = make_decode_plan(parallel(SMALL, devices=1), Generation(1, 8, 8), CHIPS, jax.devices())
+        matrices = 32 * 32 + 2 * 32 * 16 + 32 * 32 + 2 * 32 * 64 + 32 * 96
+        assert plan.token.compute_seconds == pytest.approx(2 * matrices / CHIPS.chip.flops)
+        assert plan.prefill.compute_seconds == 0
 
     @pytest.mark.parametrize(
         ("recipe", "rows", "message"),
@@ -162,6 +207,38 @@ class TestSearch:
     def test_flags_make_the_candidate(self, before):
         for one in candidates(before, CHIPS, 8)[::37]:
             assert override(before, one.flags.split(), program="x") == one.recipe
+
+    @pytest.mark.parametrize("before", ["--data.batch-size 64 --parallel.fsdp 8", "--parallel.tensor 2"])
+    def test_flags_are_added_to_those_of_the_command(self, before):
+        for one in candidates(override(TEXT, before.split(), program="x"), CHIPS, 8)[::37]:
+            assert override(TEXT, [*before.split(), *one.flags.split()], program="x") == one.recipe
+
+    @pytest.mark.parametrize(
+        ("recipe", "topology", "message"),
+        [
+            (
+                dataclasses.replace(TEXT, data=dataclasses.replace(TEXT.data, batch_size=1)),
+                parse_topology("v5e:1x7"),
+                r"no mesh of 7 chips: --data.batch-size 1 is no multiple of 7, --model.d-model 32 is no multiple of 7, "
+                r"--model.num-heads 4 .* Change one of them, at best the rows; or",
+            ),
+            (
+                TEXT,
+                Topology(dataclasses.replace(CHIPS.chip, hbm=1e-5), (1, 7)),
+                r"state alone are more than the 1e-05 GiB of a chip, however .* another --topology\.",
+            ),
+        ],
+    )
+    def test_nothing_to_search(self, recipe, topology, message):
+        with pytest.raises(ConfigError, match=message):
+            next(search(recipe, topology, jax.devices()[:7], 3))
+
+    def test_one_without_an_estimate_fits(self, monkeypatch):
+        monkeypatch.setattr(searching, "make_plan", lambda *given: types.SimpleNamespace(fits=True, estimate=None))
+        tried = list(search(TEXT, CHIPS, jax.devices(), 1))
+        text = "\n".join(search_lines("x", CHIPS, [], tried, ranked(tried)))
+        assert "1 fit, 0 do not, 0 failed\n  not ranked, --parallel.data " in text
+        assert search_line(tried[0]).endswith(": fits, no estimate: the compiler can't print this program")
 
     def test_it_ranks_by_tokens(self, monkeypatch):
         speeds = iter((3.0, 7.0, 5.0))
@@ -273,6 +350,16 @@ class TestVerb:
         assert code == 0
         assert "shakespeare_cpu on cpu:1: 1 device, " in out
         assert "measured / estimated: " in out
+
+    def test_here_nothing_is_run_that_does_not_fit(self, capsys, monkeypatch):
+        monkeypatch.setattr("transformer.plan.measuring.MATRIX", 128)
+        monkeypatch.setattr("transformer.plan.measuring.COPIED", 2**16)
+        monkeypatch.setattr("transformer.plan.measuring._memory", lambda devices: 1e5)
+        code = main(["plan", "shakespeare_cpu", "--here", *TINY.split()])
+        out, err = capsys.readouterr()
+        assert (code, err) == (1, "")
+        assert re.search(r"does not fit: it needs [\d.]+ MiB of 97.66 KiB a device", out)
+        assert "measured" not in out.replace("not a measurement", "")
 
     def test_search_as_json(self, capsys, monkeypatch):
         monkeypatch.setattr("transformer.plan.topology_devices", lambda topology: jax.devices())

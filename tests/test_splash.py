@@ -16,6 +16,7 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from training_recipes import change, tiny_recipe
 
+from transformer.attention import dot_product_attention
 from transformer.config import ConfigError, Execution, LayerKind, TransformerConfig
 from transformer.data.configs import TextFile
 from transformer.kernels import Request, choose, reference_attention, splash, splash_attention
@@ -197,6 +198,7 @@ REFUSED = {
     "dropout": (request(has_dropout=True), r"drop attention weights: it draws no random numbers\. Use"),
     "array": (request(has_dense_mask=True), r"apply a mask array: it would hold all of it\."),
     "offset": (request(has_offset=True), r"begin at an offset \(a cache\): .*\. Use reference or chunked"),
+    "heads": (request(head_size=257), r"take heads of 257: blocks of more than 256 .*\. Use reference or chunked"),
     "float16": (request(dtype=jnp.float16), r"compute in float16: it takes float32 and bfloat16\. Use"),
     "float64": (request(dtype=np.dtype("float64")), r"compute in float64: it takes float32 and bfloat16\. Use"),
 }
@@ -209,6 +211,13 @@ def test_what_splash_can_not_do_says_who_can(case):
         choose("splash", asked)
     with computing_on("tpu"):
         assert choose("auto", asked) in ("reference", "chunked")
+
+
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(257, 8), (8, 257)])
+def test_the_larger_head_size_decides(head_dim, value_dim):
+    query, value = jnp.zeros((1, 3, 1, head_dim)), jnp.zeros((1, 3, 1, value_dim))
+    with pytest.raises(ConfigError, match="take heads of 257"):
+        dot_product_attention(query, query, value, implementation="splash")
 
 
 def test_a_length_left_open_is_refused(monkeypatch):

@@ -100,6 +100,7 @@ def dot_product_attention(
         has_dense_mask=mask.dense_part is not None,
         has_offset=mask.offset is not None,
         dtype=jnp.result_type(query, key, value),
+        head_size=max(head_dim, value.shape[3]),
         length_ways=ways("length"),
     )
     kernel = ALL_KERNELS[choose(implementation, request)]

@@ -170,7 +170,8 @@ def _search(
             progress.print(search_line(one))
     best = ranked(tried)
     values = [{"flags": one.candidate.flags} | _values(one.plan) for one in best]
-    return Answer(topology, {"ranked": values}, search_lines(recipe.name, topology, assumed, tried, best), bool(best))
+    fits = any(one.plan is not None and one.plan.fits for one in tried)
+    return Answer(topology, {"ranked": values}, search_lines(recipe.name, topology, assumed, tried, best), fits)
 
 
 @contextlib.contextmanager

@@ -9,6 +9,9 @@ if TYPE_CHECKING:
     from transformer.plan import DecodePlan, Estimate, Measured, Plan, Topology, Tried
 
 
+UNPRINTED = "the compiler can't print this program"
+
+
 def train_lines(name: str, topology: Topology, assumed: Sequence[str], plan: Plan) -> Iterator[str]:
     """Of a training step."""
     yield _title(name, topology, plan.mesh)
@@ -22,16 +25,18 @@ def train_lines(name: str, topology: Topology, assumed: Sequence[str], plan: Pla
     if plan.computed_flops and plan.computed_flops > 1.02 * flops.total:
         yield f"  {plan.computed_flops / flops.total:.2f} times that, with what is computed again"
     if plan.fits:
-        yield from _talk(plan.collectives, "a step", plan.loops_known)
+        yield from _talk(plan.collectives, "a step", UNPRINTED)
     if plan.estimate is not None:
         one = plan.estimate
         yield (
-            f"estimate, not a measurement: {duration(one.seconds)} a step, MFU {100 * one.mfu:.2g} %, "
+            f"estimate, not a measurement: {duration(one.seconds)} a step, MFU {percent(one.mfu)} %, "
             f"{plan.tokens_per_second:,.0f} tokens/s"
         )
         yield f"  {_parts(one)}"
+        if not plan.loops_known:
+            yield "  a lower bound: how often a loop turns is not known, it counts once"
     elif plan.fits:
-        yield "estimate: not available, the compiler can't print this program"
+        yield f"no estimate: {UNPRINTED}"
     yield f"planned in {plan.seconds:.1f} s"
 
 
@@ -47,12 +52,19 @@ def decode_lines(name: str, topology: Topology, assumed: Sequence[str], plan: De
     yield from _memory(plan, topology)
     yield f"  keys and values kept: {size(plan.cache_bytes)}, inside the temporaries"
     if plan.fits:
-        yield from _talk(plan.collectives, "a token", True)
+        yield from _talk(plan.collectives, "a token", plan.unavailable)
     if plan.prefill is not None and plan.token is not None:
         whole = plan.prefill.seconds + wanted.new * plan.token.seconds
-        yield f"estimate, not a measurement: {duration(whole)} in all, {plan.tokens_per_second:,.0f} new tokens/s"
+        yield (
+            f"estimate, not a measurement: {duration(whole)} in all; once prompts are read, "
+            f"{plan.tokens_per_second:,.0f} new tokens/s"
+        )
         yield f"  prompts {duration(plan.prefill.seconds)}: {_parts(plan.prefill)}"
         yield f"  a token of each row {duration(plan.token.seconds)}: {_parts(plan.token)}"
+        if not plan.loops_known:
+            yield "  an upper bound: a loop over experts counts as often as it can turn"
+    elif plan.fits:
+        yield f"no estimate: {plan.unavailable}"
     yield f"planned in {plan.seconds:.1f} s"
 
 
@@ -62,27 +74,30 @@ def search_line(one: Tried) -> str:
         return f"{one.candidate.flags}: {one.error}"
     if not one.plan.fits:
         return f"{one.candidate.flags}: does not fit, {size(one.plan.needed_bytes)}"
+    if one.plan.estimate is None:
+        return f"{one.candidate.flags}: fits, no estimate: {UNPRINTED}"
     return f"{one.candidate.flags}: {one.plan.tokens_per_second:,.0f} tokens/s"
 
 
 def search_lines(
     name: str, topology: Topology, assumed: Sequence[str], tried: Sequence[Tried], best: Sequence[Tried]
 ) -> Iterator[str]:
-    """Of a search: what fits, best first, with the flags to paste."""
+    """Of a search: what fits, best first, with the flags to add to the same command."""
     yield _title(name, topology, f"{len(tried)} ways compiled in {sum(one.seconds for one in tried):.0f} s")
     yield from (f"assumed: {assumption}" for assumption in assumed)
     if best:
-        yield f"rank     tokens/s  ms a step  MFU %  GiB a {topology.unit}  flags"
+        yield f"rank     tokens/s  ms a step  MFU %  GiB a {topology.unit}  flags to add to this command"
     for place, one in enumerate(best, 1):
         plan = one.plan
         yield (
             f"{place:>4}  {plan.tokens_per_second:>11,.0f}  {plan.estimate.seconds * 1e3:>9.4g}  "
-            f"{100 * plan.estimate.mfu:>5.2g}  {plan.needed_bytes / 2**30:>{len(topology.unit) + 6}.2f}  "
+            f"{percent(plan.estimate.mfu):>5}  {plan.needed_bytes / 2**30:>{len(topology.unit) + 6}.2f}  "
             f"{one.candidate.flags}"
         )
-    large = sum(one.plan is not None and not one.plan.fits for one in tried)
     failed = [one for one in tried if one.plan is None]
-    yield f"{len(best)} fit, {large} do not, {len(failed)} failed"
+    fitting = [one for one in tried if one.plan is not None and one.plan.fits]
+    yield f"{len(fitting)} fit, {len(tried) - len(fitting) - len(failed)} do not, {len(failed)} failed"
+    yield from (f"  not ranked, {search_line(one)}" for one in fitting if one.plan.estimate is None)
     yield from (f"  failed: {one.candidate.flags}: {one.error}" for one in failed)
     yield "Ranked by estimates, not by measurements. Another batch size is another recipe; the rest changes no result."
 
@@ -122,14 +137,14 @@ def _parts(one: Estimate) -> str:
     )
 
 
-def _talk(collectives: Sequence | None, of: str, known: bool) -> Iterator[str]:
+def _talk(collectives: Sequence | None, of: str, unavailable: str) -> Iterator[str]:
     if collectives is None:
-        yield "collectives: not available, the compiler can't print this program"
+        yield f"collectives: not available, {unavailable}"
     elif not collectives:
         yield "collectives: none"
     else:
         each = ", ".join(f"{one.count} {one.kind} of {size(one.result_bytes)}" for one in collectives)
-        yield f"collectives{'' if known else ' (per pass of a loop)'}: {each} {of}"
+        yield f"collectives: {each} {of}"
 
 
 def size(number: int) -> str:
@@ -143,3 +158,8 @@ def size(number: int) -> str:
 def duration(seconds: float) -> str:
     """Seconds, in milliseconds below one."""
     return f"{seconds:.3g} s" if seconds >= 0.9995 else f"{seconds * 1e3:.3g} ms"
+
+
+def percent(share: float) -> str:
+    """A share in whole percent; with a decimal below ten."""
+    return f"{100 * share:.0f}" if share >= 0.0995 else f"{100 * share:.2g}"

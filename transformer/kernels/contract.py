@@ -32,6 +32,8 @@ class Request:
     """whether the first query stands at another index than the first key, known only when the program runs"""
     dtype: DType = jnp.float32
     """of queries, keys and values"""
+    head_size: int = 64
+    """of queries and keys or of values, the larger"""
     length_ways: int = 1
     """into how many parts the mesh in force splits the length"""
 

@@ -24,7 +24,10 @@ LANES = 128
 
 BLOCK = 512
 """at most so many queries and keys a block: few enough turns of the kernel's loop, and blocks that fit the fast memory
-of every TPU in `transformer.plan`, with gradients, at head sizes up to 256 in float32 (the compiler says so)"""
+of every TPU in `transformer.plan`, with gradients, at head sizes up to `HEAD_SIZE` in float32 (the compiler says so)"""
+
+HEAD_SIZE = 256
+"""of a head at most"""
 
 FLOAT32_ALONE = ("TPU v2", "TPU v3")
 """kinds of TPU for which the compiler of kernels refuses products of bfloat16"""
@@ -52,6 +55,8 @@ def splash_refusal(request: Request) -> str | None:
         return "begin at an offset (a cache): which blocks it skips is settled when the program is made"
     if not isinstance(request.num_queries, int) or not isinstance(request.num_keys, int):
         return "work on a length left open: which blocks it skips is settled when the program is made"
+    if request.head_size > HEAD_SIZE:
+        return f"take heads of {request.head_size}: blocks of more than {HEAD_SIZE} do not fit the fast memory of a TPU"
     if request.dtype not in (jnp.float32, jnp.bfloat16):
         return f"compute in {jnp.dtype(request.dtype)}: it takes float32 and bfloat16"
     if request.dtype == jnp.bfloat16 and (kind := _device_kind()) in FLOAT32_ALONE:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import jax
 
-from transformer.plan.chips import Topology
+from transformer.plan.chips import CHIPS, CompilerError, Topology
 
 GIB = 2**30
 """bytes of a GiB"""
@@ -21,7 +21,7 @@ class Fit:
     """Memory of a compiled program. Bytes are those of one device."""
 
     fits: bool
-    """whether the compiler found room for it"""
+    """whether the compiler found room for it; where no compiler tells (a CPU), whether a device has as much"""
     memory: dict[str, int]
     """bytes by kind"""
     needed_bytes: int
@@ -34,16 +34,23 @@ def compile_program(lowered: jax.stages.Lowered, held: Mapping[str, int], topolo
     """Compiles for devices of a topology: memory, and the program's text (None: not available, or it does not fit).
 
     `held` are bytes by kind of what is there before.
+
+    Raises:
+        CompilerError: the compiler refuses the program, and not because a device has too little memory.
     """
     available, state = round(topology.hbm * GIB), sum(held.values())
     with tempfile.TemporaryDirectory() as folder:
         try:
             compiled = lowered.compile(compiler_options={"xla_dump_to": folder, "xla_dump_hlo_as_text": True})
         except jax.errors.JaxRuntimeError as error:
-            if "RESOURCE_EXHAUSTED" not in str(error):
-                raise
-            needed, available = memory_in_error(str(error)) or (0, available)
-            needed = max(needed, state)
+            told = memory_in_error(str(error))
+            if told is None:
+                raise CompilerError(
+                    "the compiler refuses this program, for another reason than the memory of a device. Most often "
+                    "that is the attention kernel: try another, --execution.attention chunked or reference. It says: "
+                    + str(error).partition("\n")[0]
+                ) from error
+            needed, available = max(told[0], state), told[1]
             memory = {**held, "temporaries and the rest": needed - state}
             return Fit(fits=False, memory=memory, needed_bytes=needed, available_bytes=available), None
         text = _text(compiled, Path(folder))
@@ -55,7 +62,9 @@ def compile_program(lowered: jax.stages.Lowered, held: Mapping[str, int], topolo
         "temporaries, with activations": stats.temp_size_in_bytes,
         "code": stats.generated_code_size_in_bytes,
     }
-    return Fit(fits=True, memory=memory, needed_bytes=sum(memory.values()), available_bytes=available), text
+    needed = sum(memory.values())
+    fits = topology.chip in CHIPS.values() or needed <= available  # compilers of other devices never refuse
+    return Fit(fits=fits, memory=memory, needed_bytes=needed, available_bytes=available), text if fits else None
 
 
 def _text(compiled: jax.stages.Compiled, folder: Path) -> str | None:

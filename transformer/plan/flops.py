@@ -83,18 +83,7 @@ def step_flops(recipe: Recipe) -> Flops:
     model, shapes = recipe.model, batch_shapes(recipe)
     rows, length = shapes["tokens"].shape
     source = shapes["source"].shape[1] if "source" in shapes else 0
-    matrices = 0
-    for path, leaf in jax.tree_util.tree_flatten_with_path(abstract_state(recipe).params)[0]:
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
-        tied = name == "embedding/embedding" and model.tie_embeddings
-        if not (tied or name.endswith("kernel")):
-            continue
-        reads_source = name.startswith("encoder/") or re.search(r"cross_attention/(key|value)/", name)
-        size = leaf.size
-        if "/experts/" in name:
-            moe = _kind_at(recipe, name).moe
-            size = size * moe.top_k // moe.num_experts
-        matrices += 2 * size * rows * (source if reads_source and source else length)
+    matrices = matrix_flops(recipe, rows * length, rows * (source or length))
 
     def scores(queries, keys):
         return 2 * rows * queries * keys * model.num_heads * (model.size_of_head + model.size_of_value)
@@ -111,6 +100,23 @@ def step_flops(recipe: Recipe) -> Flops:
     else:
         attention = self_attentions(model.num_layers) * scores(length, length)
     return Flops(3 * matrices, 3 * attention)
+
+
+def matrix_flops(recipe: Recipe, tokens: int, source_tokens: int) -> int:
+    """Operations of a forward pass in products with parameters, of `tokens` that are no source and those of sources."""
+    total = 0
+    for path, leaf in jax.tree_util.tree_flatten_with_path(abstract_state(recipe).params)[0]:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        tied = name == "embedding/embedding" and recipe.model.tie_embeddings
+        if not (tied or name.endswith("kernel")):
+            continue
+        reads_source = name.startswith("encoder/") or re.search(r"cross_attention/(key|value)/", name)
+        size = leaf.size
+        if "/experts/" in name:
+            moe = _kind_at(recipe, name).moe
+            size = size * moe.top_k // moe.num_experts
+        total += 2 * size * (source_tokens if reads_source else tokens)
+    return total
 
 
 def _kind_at(recipe: Recipe, path: str) -> LayerKind:

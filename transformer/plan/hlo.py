@@ -41,6 +41,8 @@ class Cost:
     """by kind, those there are"""
     loops_known: bool
     """whether the turns of every loop are known"""
+    loops_bounded: bool
+    """whether they are known, or counted as often as they can be at most"""
 
     @property
     def wire_bytes(self) -> int:
@@ -98,7 +100,11 @@ def _arrays(types: str) -> list[_Array]:
 
 
 class Program:
-    """The text of a compiled program, parsed."""
+    """The text of a compiled program, parsed.
+
+    Raises:
+        ValueError: a text without a computation to begin at.
+    """
 
     def __init__(self, hlo: str):
         self._inside: dict[str, dict[str, _Operation]] = {}
@@ -117,56 +123,60 @@ class Program:
                     self._inside[name][own].operands.append(operands)
                 if root:
                     self._roots[name] = own
+        if not self._entry:
+            raise ValueError(
+                f"the text of a compiled program has an ENTRY computation, this one has none: {hlo[:60]!r}. Give what "
+                "`compiled.as_text()` gives."
+            )
 
-    def open_loop(self) -> str | None:
-        """The body of the first loop whose turns the text does not tell, for `cost` to begin at; None: no such loop."""
-        waiting = [self._entry]
-        for name in waiting:
-            for one in self._inside.get(name, {}).values():
-                if one.kind == "while":
-                    if self._turns(name, one) is None:
-                        return _callee(one, "body")
-                    waiting.append(_callee(one, "body"))
-                elif one.kind == "call":
-                    waiting.append(_callee(one, "to_apply"))
-        return None
+    def loop(self, op_name: str) -> str | None:
+        """The body of the one loop that JAX calls so ("jit(f)/while"); None: there is none, or several."""
+        own = f'op_name="{op_name}"'
+        everything = (one for inside in self._inside.values() for one in inside.values())
+        found = [_callee(one, "body") for one in everything if one.kind == "while" and own in one.rest]
+        return found[0] if len(found) == 1 else None
 
-    def cost(self, num_devices: int, *, begin: str | None = None, unknown_turns: int = 1) -> Cost:
-        """What a device does in one run, or in one of the computation `begin`; a loop whose turns the text does not
-        tell turns `unknown_turns` times.
+    def cost(
+        self, num_devices: int, *, begin: str | None = None, without: str | None = None, at_most: bool = False
+    ) -> Cost:
+        """What a device does in one run, or in one of the computation `begin`; the loop with the body `without` is left
+        out. A loop whose turns the text does not tell counts once, or with `at_most` as often as it can turn, if that
+        can be read. Of branches each number is that of the branch where it is largest.
 
         Bytes on the wire are those of ring algorithms over n devices (Thakur et al. 2005): all-reduce 2 (n - 1) / n of
         its result, all-gather (n - 1) / n, reduce-scatter n - 1 times its result, permute all of it.
         """
-        totals = {kind: [0, 0, 0] for kind in COLLECTIVES}
-        flops = kernels = hbm = 0
-        known = True
+        known = bounded = True
 
-        def visit(name: str, times: int, fused: bool) -> None:
-            nonlocal flops, kernels, hbm, known
+        def visit(name: str, fused: bool) -> np.ndarray:
+            """FLOPs, kernels, bytes; then count, bytes and bytes on the wire of each kind of collective."""
+            nonlocal known, bounded
+            total = np.zeros(3 + 3 * len(COLLECTIVES), object)  # whole numbers of any size
             for own, one in self._inside.get(name, {}).items():
                 kind = one.kind.removesuffix("-start")
-                if kind in totals:
-                    result, wire = _told(one, kind, num_devices)
-                    for place, number in enumerate((1, result, wire)):
-                        totals[kind][place] += times * number
+                if kind in COLLECTIVES:
+                    place = 3 + 3 * COLLECTIVES.index(kind)
+                    total[place : place + 3] += np.array([1, *_told(one, kind, num_devices)], object)
                 if kind == "while":
-                    turns = self._turns(name, one)
-                    known &= turns is not None
-                    visit(_callee(one, "body"), times * (unknown_turns if turns is None else turns), fused)
+                    body, turns = _callee(one, "body"), self._turns(name, one)
+                    if body != without:
+                        known &= turns is not None
+                        turns = _turns_at_most(one) if turns is None and at_most else turns
+                        bounded &= turns is not None
+                        total += visit(body, fused) * (1 if turns is None else turns)
                     continue
                 if kind in ("call", "async", "fusion", "conditional"):
-                    for callees in _CALLEES.findall(one.rest):
-                        for callee in callees.strip("{}").split(", "):
-                            visit(callee.lstrip("%"), times, fused or kind == "fusion")
-                flops += times * self._flops(name, one)
-                kernels += times * ('custom_call_target="tpu_custom_call"' in one.rest)
-                if not fused:
-                    hbm += times * self._traffic(name, own, one)
+                    callees = re.findall(r"[\w.-]+", " ".join(_CALLEES.findall(one.rest)))
+                    parts = [visit(callee, fused or kind == "fusion") for callee in callees]
+                    total += (np.maximum.reduce if kind == "conditional" else sum)(parts) if parts else 0
+                total[0] += self._flops(name, one)
+                total[1] += 'custom_call_target="tpu_custom_call"' in one.rest
+                total[2] += 0 if fused else self._traffic(name, own, one)
+            return total
 
-        visit(begin or self._entry, 1, False)
-        talk = [Collective(kind, *total) for kind, total in totals.items() if total[0]]
-        return Cost(flops, kernels, hbm, talk, known)
+        flops, kernels, hbm, *talk = visit(begin or self._entry, False)
+        each = zip(COLLECTIVES, talk[::3], talk[1::3], talk[2::3], strict=True)
+        return Cost(flops, kernels, hbm, [Collective(*one) for one in each if one[1]], known, bounded)
 
     def _turns(self, name: str, loop: _Operation) -> int | None:
         """How often a loop turns: as the compiler wrote, or of a condition `i < n` with constants."""
@@ -182,7 +192,9 @@ class Program:
         place = re.search(r"index=(\d+)", counter.rest)
         if end is None or counter.kind != "get-tuple-element" or place is None:
             return None
-        begin = self._constant(condition, counter, name, loop) or 0
+        begin = self._constant(condition, counter, name, loop)
+        if begin is None:
+            return None
         state = self._inside[body][self._roots[body]]
         step = 1
         if state.kind == "tuple":
@@ -295,6 +307,17 @@ class Program:
 
 def _callee(one: _Operation, role: str) -> str:
     return re.search(rf"\b{role}=%?([\w.-]+)", one.rest)[1]
+
+
+def _turns_at_most(loop: _Operation) -> int | None:
+    """All blocks P of a loop over blocks of tokens (`transformer.moe.grouped_linear`), which turns for those in use. It
+    carries their inputs and results, (P, Q, ...) both, beside kernels (E, ...). None: another loop, or not to be read.
+    """
+    if not re.search(r'op_name="[^"]*\bfeed_forward/(?:shard_map/)?while"', loop.rest):
+        return None
+    counts = [array.shape[0] for array in loop.arrays if len(array.shape) == 3]
+    blocks = {count for count in counts if counts.count(count) > 1}
+    return blocks.pop() if len(blocks) == 1 else None
 
 
 def _in_hbm(one: _Operation) -> bool:

@@ -15,7 +15,7 @@ from transformer.plan.flops import Flops, batch_shapes, step_flops
 from transformer.plan.hlo import Collective, Program
 from transformer.plan.programs import program
 from transformer.plan.roofline import Estimate, estimate
-from transformer.sharding import BATCH_AXES
+from transformer.sharding import row_ways
 from transformer.training.recipe import Recipe
 from transformer.training.state import count_parameters
 
@@ -44,7 +44,7 @@ class Plan:
     collectives: list[Collective] | None
     """None: not available"""
     loops_known: bool
-    """whether all is counted as often as the loops turn, else one pass of them"""
+    """whether all is counted as often as the loops turn; else the estimate is a lower bound, some loops count once"""
     estimate: Estimate | None
     """None where it does not fit"""
     remedies: list[str]
@@ -102,7 +102,7 @@ def make_plan(recipe: Recipe, topology: Topology, devices: list[Any]) -> Plan:
 
 def times_smaller(needed: int, available: int, state: int) -> int | None:
     """The power of two by which to divide what is no state, so that it fits; None: the state alone does not fit."""
-    if state >= available:
+    if state >= min(needed, available):
         return None
     return max(2, 2 ** math.ceil(math.log2((needed - state) / (available - state))))
 
@@ -113,7 +113,7 @@ def remedies(recipe: Recipe, sizes: Mapping[str, int], times: int | None) -> lis
     """
     found = []
     rows, accumulation = recipe.data.batch_size, recipe.training.accumulation
-    ways = math.prod(sizes[axis] for axis in BATCH_AXES)
+    ways = row_ways(sizes)
     fsdp = sizes["fsdp"] * sizes["data"]
     if sizes["data"] > 1 and recipe.model.d_model % fsdp == 0:
         before = "" if recipe.parallel.kind == "mesh" else "--parallel.kind mesh "

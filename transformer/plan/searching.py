@@ -19,7 +19,7 @@ from transformer.plan.compiling import GIB
 from transformer.plan.flops import batch_shapes, step_flops
 from transformer.plan.planning import Plan, make_plan
 from transformer.plan.roofline import estimate
-from transformer.sharding import AXES, BATCH_AXES, check_batch_sizes, check_model, parameter_spec
+from transformer.sharding import AXES, check_batch_sizes, check_model, parameter_spec, row_ways
 from transformer.training.recipe import Recipe
 from transformer.training.state import abstract_state
 
@@ -38,9 +38,8 @@ class Candidate:
     """of a step, guessed before compiling"""
     needed_bytes: int
     """that a device holds at least"""
-
     flags: str
-    """to be pasted behind the recipe's name"""
+    """to be added to the command that gave the recipe: they come last, and so hold"""
 
 
 @dataclass(frozen=True)
@@ -118,7 +117,7 @@ def _guessed(recipe: Recipe, before: Recipe, held: int, work: int, topology: Top
     width = jnp.dtype(model.dtype).itemsize
     layers = model.encoder_layers + model.decoder_layers if recipe.task == "seq2seq" else model.num_layers
     tokens = sum(shapes[name].size for name in ("tokens", "source") if name in shapes)
-    own = tokens // (math.prod(sizes[axis] for axis in BATCH_AXES) * sizes["context"])
+    own = tokens // (row_ways(sizes) * sizes["context"])
     tensor, fsdp, num_devices = sizes["tensor"], sizes["fsdp"], math.prod(sizes.values())
 
     # Bytes of one device: the residual stream and the inner width of a layer, what is kept of them, and logits.
@@ -158,10 +157,17 @@ def search(recipe: Recipe, topology: Topology, devices: list[Any], limit: int) -
 
     One that asks for more than one that did not fit is passed over: the same mesh, no fewer rows, no less kept.
     An error of a candidate is its result, never the end.
+
+    Raises:
+        ConfigError: there is none.
     """
     too_large: list[Candidate] = []
-    tried = 0
-    for candidate in candidates(recipe, topology, len(recipe.parallel.choose(devices))):
+    tried, num_devices = 0, len(recipe.parallel.choose(devices))
+    found = candidates(recipe, topology, num_devices)
+    if not found:
+        why = _why_none(recipe, topology, num_devices)
+        raise ConfigError(f"--search finds no mesh of {num_devices} {topology.unit}s: {why}")
+    for candidate in found:
         if tried == limit:
             return
         if any(_asks_more(candidate, other) for other in too_large):
@@ -175,6 +181,27 @@ def search(recipe: Recipe, topology: Topology, devices: list[Any], limit: int) -
         if plan is not None and not plan.fits:
             too_large.append(candidate)
         yield Tried(candidate, plan, told, time.perf_counter() - begun)
+
+
+def _why_none(recipe: Recipe, topology: Topology, num_devices: int) -> str:
+    """What no mesh of so many devices divides, or holds, and what to do."""
+    state = abstract_state(recipe)
+    if all(_held(state, sizes) >= topology.hbm * GIB for sizes in meshes(recipe, num_devices)):
+        return (
+            f"parameters and optimizer state alone are more than the {topology.hbm:.4g} GiB of a {topology.unit}, "
+            "however they are split. Give more chips, or a kind with more memory: another --topology."
+        )
+    model, accumulation = recipe.model, recipe.training.accumulation
+    parts = [
+        ("--data.batch-size", recipe.data.batch_size, num_devices * accumulation),
+        ("--model.d-model", model.d_model, num_devices),
+        ("--model.num-heads", model.num_heads, num_devices),
+    ]
+    uneven = [f"{flag} {size} is no multiple of {ways}" for flag, size, ways in parts if size % ways]
+    return (
+        f"{', '.join(uneven) or 'rows, width and heads do not divide together'}. Change one of them, at best the rows; "
+        "or let another number of devices share them, by --topology or --parallel.devices."
+    )
 
 
 def _asks_more(candidate: Candidate, other: Candidate) -> bool:

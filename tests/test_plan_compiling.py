@@ -1,0 +1,68 @@
+"""What the compiler says of memory: that a program fits, that it does not, or another reason to refuse it."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from transformer.plan import CHIPS, Chip, CompilerError, Topology, parse_topology
+from transformer.plan.compiling import compile_program, memory_in_error
+
+
+@pytest.mark.parametrize(
+    ("message", "sizes"),
+    [
+        ("RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 60.91G of 15.75G hbm.", (60.91, 15.75)),
+        ("total memory required for HLO temporaries (60.91G) exceeds available HBM (15.75G)", (60.91, 15.75)),
+    ],
+)
+def test_what_the_compiler_lacked(message, sizes):
+    assert memory_in_error(message) == tuple(round(size * 2**30) for size in sizes)
+    assert memory_in_error("RESOURCE_EXHAUSTED: something") is None
+
+
+class Refused:
+    """A program that the compiler refuses."""
+
+    def __init__(self, message):
+        self.message = message
+
+    def compile(self, compiler_options):
+        raise jax.errors.JaxRuntimeError(self.message)
+
+
+def test_a_refusal_for_memory_is_an_answer():
+    lowered = Refused("RESOURCE_EXHAUSTED: Ran out of memory. Used 60.5G of 15.75G hbm.")
+    fit, text = compile_program(lowered, {"parameters": 2**30}, parse_topology("v5e:1x1"))
+    assert (fit.fits, text, fit.needed_bytes, fit.available_bytes) == (False, None, 60.5 * 2**30, 15.75 * 2**30)
+    assert fit.memory == {"parameters": 2**30, "temporaries and the rest": 59.5 * 2**30}
+
+
+@pytest.mark.parametrize(
+    "message",
+    ["RESOURCE_EXHAUSTED: Ran out of memory in memory space vmem. Used 16.13M of 16.00M vmem.", "INTERNAL: no"],
+)
+def test_another_refusal_is_an_error(message):
+    told = rf"refuses this program.*--execution\.attention chunked or reference\. It says: {message}$"
+    with pytest.raises(CompilerError, match=told):
+        compile_program(Refused(message + "\nand more"), {"parameters": 2**30}, parse_topology("v5e:1x1"))
+
+
+@pytest.mark.parametrize(("needed", "fits"), [(0.9, True), (1.1, False)])
+def test_a_compiler_that_never_refuses(needed, fits):
+    """Of devices that are no known TPU, what is needed is compared with what there is."""
+    numbers = 2**14
+    lowered = jax.jit(lambda x: x + 1).lower(jax.ShapeDtypeStruct((numbers,), jnp.float32))
+    chip = Chip(
+        name="x",
+        axes=1,
+        example="1",
+        pod=1,
+        flops=1,
+        hbm=8 * numbers / needed / 2**30,
+        hbm_bandwidth=1,
+        ici_bandwidth=1,
+    )
+    fit, text = compile_program(lowered, {"parameters": 4 * numbers}, Topology(chip, (1,)))
+    assert (fit.fits, text is not None) == (fits, fits)
+    assert fit.needed_bytes == 8 * numbers
+    assert compile_program(lowered, {}, Topology(CHIPS["v5e"], (1, 1)))[0].fits
