@@ -40,7 +40,9 @@ def uninterrupted(folder):
     return losses(folder / "whole")
 
 
-@pytest.mark.parametrize("order", [("one", "fsdp", "pmap"), ("pmap", "context", "one")])
+@pytest.mark.parametrize(
+    "order", [("one", "fsdp", "pmap"), pytest.param(("pmap", "context", "one"), marks=pytest.mark.slow)]
+)
 def test_each_third_of_a_run_over_other_devices(order, folder, uninterrupted, capsys):
     workdir = folder / "-".join(order)
     for steps, layout in zip((4, 8, 12), order, strict=True):

@@ -189,6 +189,7 @@ def test_attention_with_rotary_positions_leaves_the_length_split():
     assert collectives(compiled).keys() == {"collective-permute"}
 
 
+@pytest.mark.slow
 def test_a_whole_model_is_the_same_on_a_mesh():
     config = TransformerConfig(vocab_size=11, d_model=12, num_layers=2, num_heads=2, d_ff=8, position="rotary")
     tokens = jax.random.randint(KEYS[7], (4, 16), 0, 11)
