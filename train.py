@@ -84,6 +84,6 @@ def list_recipes() -> int:
 
 if __name__ == "__main__":
     exit_code = run_command(lambda: main(sys.argv[1:]), debug="--debug" in sys.argv)
-    if "transformer.training.processes" in sys.modules:
+    if "transformer.training.processes" in sys.modules:  # --list and --help need not wait for JAX
         sys.modules["transformer.training.processes"].leave(exit_code)
     sys.exit(exit_code)

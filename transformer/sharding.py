@@ -164,7 +164,7 @@ def mesh_sizes(wanted: Mapping[str, int], num_devices: int) -> dict[str, int]:
     if len(free) > 1:
         raise ConfigError(f"only one mesh axis can be -1 (what is left), got {' and '.join(free)}. Give a size to one.")
     fixed = math.prod(size for size in sizes.values() if size != -1)
-    told = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "all axes 1"
+    told = told_sizes(sizes) or "all axes 1"
     if free and num_devices % fixed == 0:
         return sizes | {free[0]: num_devices // fixed}
     if free or fixed != num_devices:
@@ -174,6 +174,11 @@ def mesh_sizes(wanted: Mapping[str, int], num_devices: int) -> dict[str, int]:
             f"Sizes must multiply to {num_devices}: each is one of {', '.join(map(str, divisors))}."
         )
     return sizes
+
+
+def told_sizes(sizes: Mapping[str, int]) -> str:
+    """The axes that split something, "data 4 x tensor 2"; "" where none does."""
+    return " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
 
 
 def make_mesh(wanted: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:

@@ -22,7 +22,15 @@ from transformer.plan.flops import matrix_flops
 from transformer.plan.hlo import Collective, Cost, Program
 from transformer.plan.programs import shard_bytes
 from transformer.plan.roofline import Estimate, estimate
-from transformer.sharding import BATCH_AXES, check_model, make_mesh, mesh_sizes, row_ways, state_shardings
+from transformer.sharding import (
+    BATCH_AXES,
+    check_model,
+    make_mesh,
+    mesh_sizes,
+    row_ways,
+    state_shardings,
+    told_sizes,
+)
 from transformer.training.recipe import Recipe, build_model
 from transformer.training.state import abstract_state, count_parameters
 
@@ -131,7 +139,7 @@ def make_decode_plan(recipe: Recipe, generation: Generation, topology: Topology,
     if costs is not None:
         prefill = _estimate(topology, len(devices), costs[0], 0)
         token = _estimate(topology, len(devices), costs[1], matrix_flops(recipe, generation.rows, 0))
-    split = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
+    split = told_sizes(sizes)
     return DecodePlan(
         **dataclasses.asdict(fit),
         mesh=f"mesh: {split}" if split else f"one {topology.unit}",

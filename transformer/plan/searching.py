@@ -156,7 +156,7 @@ def search(recipe: Recipe, topology: Topology, devices: list[Any], limit: int) -
     """Compiles the most promising candidates, at most `limit`, and gives each as it is done.
 
     One that asks for more than one that did not fit is passed over: the same mesh, no fewer rows, no less kept.
-    An error of a candidate is its result, never the end.
+    What recipe or compiler refuse of a candidate is its result, never the end.
 
     Raises:
         ConfigError: there is none.
@@ -176,7 +176,7 @@ def search(recipe: Recipe, topology: Topology, devices: list[Any], limit: int) -
         begun, plan, told = time.perf_counter(), None, ""
         try:
             plan = make_plan(candidate.recipe, topology, devices)
-        except (ValueError, RuntimeError, NotImplementedError, TypeError) as error:
+        except (ValueError, RuntimeError) as error:  # of the recipe or the compiler; a fault of this program ends it
             told = f"{type(error).__name__}: {error}".partition("\n")[0]
         if plan is not None and not plan.fits:
             too_large.append(candidate)

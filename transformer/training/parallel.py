@@ -22,6 +22,7 @@ from transformer.sharding import (
     place_batch,
     row_ways,
     state_shardings,
+    told_sizes,
 )
 from transformer.training.recipe import Recipe
 from transformer.training.state import TrainState, abstract_state, make_state
@@ -62,7 +63,8 @@ class MeshPlacement:
 
     def describe(self) -> str:
         """The axes that split something, "mesh: data 4 x tensor 2"; "" on one device."""
-        return _told("mesh", {axis: size for axis, size in self.mesh.shape.items() if size > 1})
+        told = told_sizes(self.mesh.shape)
+        return f"mesh: {told}" if told else ""
 
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and places of the state, for restoring a checkpoint into."""
@@ -137,7 +139,7 @@ class PmapPlacement:
 
     def describe(self) -> str:
         """How many copies."""
-        return _told("pmap", {"data": len(self._devices)})
+        return f"pmap: data {len(self._devices)}"
 
     def abstract_state(self) -> TrainState:
         """Shapes and dtypes of one copy of the state."""
@@ -227,7 +229,3 @@ def _filled_up(batch: HostBatch, ways: int) -> HostBatch:
     filled = {name: np.concatenate([array, np.repeat(array[-1:], missing, 0)]) for name, array in batch.items()}
     filled["weights"][rows:] = 0
     return filled
-
-
-def _told(kind: str, sizes: Mapping[str, int]) -> str:
-    return f"{kind}: {' x '.join(f'{axis} {size}' for axis, size in sizes.items())}" if sizes else ""

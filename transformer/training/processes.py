@@ -48,7 +48,7 @@ sys.stderr.write(last if last.strip() else "")
 
 
 class ProcessesError(RuntimeError):
-    """Processes that were to train together could not find each other."""
+    """Processes that train together could not find each other, or lost one."""
 
 
 class _Witness:
@@ -242,17 +242,6 @@ def check_alike(what: str, value: str) -> None:
             f"{name()} has other {what} than process 0. All must be started with the same command, and read the same "
             f"files."
         )
-
-
-def on_host(tree: Any) -> Any:
-    """Arrays of a tree as NumPy arrays, whole in every process, wherever their parts lie."""
-
-    def fetch(leaf: Any) -> np.ndarray:
-        if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable or leaf.is_fully_replicated:
-            return np.asarray(leaf)
-        return multihost_utils.process_allgather(leaf, tiled=True)
-
-    return jax.tree.map(fetch, tree)
 
 
 class SharedStop:
