@@ -193,6 +193,41 @@ def test_qk_norm_makes_scores_blind_to_the_size_of_x():
     np.testing.assert_allclose(weights(X), weights(7 * X), atol=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["rms_norm", "zero_centered_rms_norm"])
+def test_qk_norm_over_all_heads_together(kind):
+    """Normalizing projections by hand, over all heads, and attending without a norm gives the same weights."""
+    sizes = {"num_heads": N, "num_kv_heads": K, "head_dim": H, "use_bias": False}
+    attention = MultiHeadAttention(**sizes, qk_norm=True, qk_norm_scope="all", qk_norm_kind=kind)
+    params = jax.jit(attention.init)(jax.random.key(0), X)["params"]
+    scales = {"query": jnp.arange(1.0, N * H + 1) / 9, "key": jnp.arange(1.0, K * H + 1) / 7}
+    start = 0.0 if kind == "zero_centered_rms_norm" else 1.0
+    for name, scale in scales.items():
+        np.testing.assert_array_equal(params[f"{name}_norm"]["scale"], jnp.full(scale.shape, start))
+        params[f"{name}_norm"] = {"scale": scale - 1 + start}
+    (_, _), seen = attention.apply({"params": params}, X, mutable=["intermediates"])
+
+    def heads(name):
+        x = jnp.einsum("btd,dnh->btnh", X, params[name]["kernel"])
+        flat = x.reshape(B, T, -1)
+        flat = flat / jnp.sqrt(jnp.square(flat).mean(-1, keepdims=True) + 1e-6) * scales[name][None, None]
+        return flat.reshape(x.shape)
+
+    _, weights = dot_product_attention(heads("query"), heads("key"), jnp.zeros((B, T, K, H)), return_weights=True)
+    np.testing.assert_allclose(seen["intermediates"]["weights"][0], weights, rtol=1e-4, atol=1e-5)
+
+
+def test_biases_are_where_they_are_said_to_be():
+    def biased(**options):
+        shapes = jax.eval_shape(MultiHeadAttention(num_heads=N, head_dim=H, **options).init, jax.random.key(0), X)
+        return [name for name, leaf in shapes["params"].items() if "bias" in leaf]
+
+    assert sorted(biased(biases=("query", "value"), use_bias=False)) == ["query", "value"]
+    assert biased(biases=(), use_bias=True) == []
+    assert sorted(biased()) == ["key", "out", "query", "value"]
+    with pytest.raises(ValueError, match="biases must be of query, key, value and out, got 'keys'"):
+        biased(biases=("keys",))
+
+
 def test_causal_output_does_not_depend_on_what_comes_after():
     attention = MultiHeadAttention(num_heads=N, head_dim=H, position=ALiBi(num_heads=N))
     params = jax.jit(attention.init)(jax.random.key(0), X)

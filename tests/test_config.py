@@ -1,6 +1,7 @@
 """Configs are validated at birth, and every field of them is read."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -9,20 +10,25 @@ import pytest
 from transformer.config import (
     ConfigError,
     Execution,
+    HeadTransform,
     LayerKind,
     MoE,
+    Patches,
     RotaryScaling,
     TransformerConfig,
     transformer_base,
     transformer_big,
 )
-from transformer.models import CausalLM, Classifier, Seq2Seq
+from transformer.models import CausalLM, Classifier, Embedder, MaskedLM, Seq2Seq, VisionClassifier
 
 TINY = TransformerConfig(vocab_size=11, d_model=12, num_layers=2, num_heads=2, d_ff=7)
 ROTARY = {"position": "rotary"}
 YARN = RotaryScaling(kind="yarn", factor=4.0, original_length=64)
 LLAMA3 = RotaryScaling(kind="llama3", factor=4.0, original_length=64)
 ROUTED = MoE(num_experts=3, capacity_factor=1.0)
+T5 = {"position": "t5"}
+TANH = HeadTransform(activation="tanh", norm=False)
+IMAGES = {"patches": Patches(image_height=6, image_width=4, patch_size=2), "num_classes": 3, "pooling": "first"}
 
 # field -> (model, changes common to both sides, the change)
 CHANGES = {
@@ -40,28 +46,40 @@ CHANGES = {
     "activation": (CausalLM, {}, "silu"),
     "gated": (CausalLM, {}, True),
     "use_bias": (CausalLM, {}, False),
+    "attention_biases": (CausalLM, {}, ("query", "value")),
     "norm": (CausalLM, {}, "rms_norm"),
     "norm_epsilon": (CausalLM, {}, 1e-3),
     "norm_position": (CausalLM, {}, "post"),
+    "embedding_norm": (CausalLM, {}, True),
     "position": (CausalLM, {}, "alibi"),
     "max_length": (CausalLM, {"position": "learned", "max_length": 9}, 10),
+    "source_max_length": (Seq2Seq, {"position": "learned", "max_length": 9}, 7),
     "rotary_base": (CausalLM, ROTARY, 99.0),
     "rotary_dim": (CausalLM, ROTARY, 2),
     "rotary_scaling": (CausalLM, ROTARY, YARN),
-    "relative_buckets": (CausalLM, {"position": "t5"}, 16),
-    "relative_max_distance": (CausalLM, {"position": "t5"}, 99),
+    "relative_buckets": (CausalLM, T5, 16),
+    "relative_max_distance": (CausalLM, T5, 99),
+    "position_table_per_layer": (CausalLM, T5, True),
     "scale_embeddings": (CausalLM, {}, False),
+    "token_types": (MaskedLM, {}, 2),
     "tie_embeddings": (CausalLM, {}, False),
+    "head_transform": (MaskedLM, {}, TANH),
+    "output_bias": (MaskedLM, {}, True),
+    "logit_scale": (CausalLM, {}, 0.5),
     "dropout_rate": (CausalLM, {}, 0.1),
     "attention_dropout_rate": (CausalLM, {}, 0.1),
     "attention_scale": (CausalLM, {}, 1.0),
     "attention_softcap": (CausalLM, {}, 30.0),
     "logit_softcap": (CausalLM, {}, 30.0),
     "qk_norm": (CausalLM, {}, True),
+    "qk_norm_scope": (CausalLM, {"qk_norm": True}, "all"),
     "attention_sinks": (CausalLM, {}, True),
     "initializer_range": (CausalLM, {}, 0.02),
     "num_classes": (Classifier, {"num_classes": 3}, 4),
     "pooling": (Classifier, {"num_classes": 3}, "first"),
+    "causal": (Embedder, {}, True),
+    "normalize_embeddings": (Embedder, {}, True),
+    "patches": (VisionClassifier, IMAGES, Patches(image_height=6, image_width=4, patch_size=1)),
     "dtype": (CausalLM, {}, "bfloat16"),
     "param_dtype": (CausalLM, {}, "bfloat16"),
     "prefix": (CausalLM, {}, (LayerKind(window=2),)),
@@ -70,10 +88,13 @@ CHANGES = {
 }
 
 
+@functools.cache
 def program(model: type, config: TransformerConfig) -> str:
     """The whole computation, initialization and a training-mode call, as text with its constants."""
-    tokens = jnp.zeros((2, 5), jnp.int32)
-    inputs = (tokens, tokens) if model is Seq2Seq else (tokens,)
+    inputs = (jnp.zeros((2, 5), jnp.int32),) * (2 if model is Seq2Seq else 1)
+    if model is VisionClassifier:
+        patches = config.patches
+        inputs = (jnp.zeros((2, patches.image_height, patches.image_width, patches.channels)),)
 
     def run(key):
         params = model(config).init(key, *inputs)
@@ -99,6 +120,8 @@ def test_every_field_is_read(field):
         (LLAMA3, "high_frequency_factor", 9.0),
         (YARN, "beta_fast", 3.0),
         (YARN, "beta_slow", 9.0),
+        (YARN, "attention_factor", 2.0),
+        (YARN, "truncate", False),
     ],
 )
 def test_every_field_of_rotary_scaling_is_read(scaling, field, value):
@@ -109,11 +132,34 @@ def test_every_field_of_rotary_scaling_is_read(scaling, field, value):
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("window", 2), ("rotary_base", 9.0), ("rotary_scaling", YARN), ("self_attention", False), ("moe", ROUTED)],
+    [
+        ("window", 2),
+        ("rotary_base", 9.0),
+        ("rotary_scaling", YARN),
+        ("self_attention", False),
+        ("moe", ROUTED),
+        ("attention_norm", False),
+    ],
 )
 def test_every_field_of_a_layer_kind_is_read(field, value):
     base = TINY.replace(**ROTARY)
     assert program(CausalLM, base) != program(CausalLM, base.replace(period=(LayerKind(**{field: value}),)))
+
+
+@pytest.mark.parametrize(("field", "value"), [("activation", "relu"), ("norm", True), ("use_bias", False)])
+def test_every_field_of_a_head_transform_is_read(field, value):
+    changed = TINY.replace(head_transform=dataclasses.replace(TANH, **{field: value}))
+    assert program(MaskedLM, TINY.replace(head_transform=TANH)) != program(MaskedLM, changed)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("image_height", 8), ("image_width", 6), ("patch_size", 1), ("channels", 1), ("use_bias", False)],
+)
+def test_every_field_of_patches_is_read(field, value):
+    base = TINY.replace(**IMAGES)
+    changed = base.replace(patches=dataclasses.replace(base.patches, **{field: value}))
+    assert program(VisionClassifier, base) != program(VisionClassifier, changed)
 
 
 @pytest.mark.parametrize(
@@ -176,6 +222,21 @@ def test_every_field_of_execution_is_read(field, value):
         ({"period": ()}, r"period is empty"),
         ({"period": (LayerKind(), LayerKind()), "num_layers": 3}, r"num_layers \(3\) must be prefix"),
         ({"prefix": (LayerKind(),) * 7}, r"num_layers \(6\) must be prefix \(7\)"),
+        (
+            {"attention_biases": ("query", "keys")},
+            r"attention_biases must be one of .* got 'keys'. Did you mean 'key'\?",
+        ),
+        ({"qk_norm_scope": "heads"}, r"qk_norm_scope must be one of head, all, got 'heads'. Did you mean 'head'\?"),
+        ({"token_types": 0}, r"token_types must be a whole number of at least 1, got 0"),
+        ({"logit_scale": 0.0}, r"logit_scale must be a number of at least .*, got 0.0"),
+        ({"source_max_length": 5}, r"source_max_length is .* position is 'sinusoidal'. Leave it out, or take"),
+        ({"position_table_per_layer": True}, r"its own table of the t5 bias, but position is 'sinusoidal'. Leave"),
+        ({"position": "sinusoidal_halves", "d_model": 9, "num_heads": 3}, r"d_model \(9\) must be even"),
+        (IMAGES | {"position": "learned", "max_length": 6}, r"max_length \(6\) must be 7: a class token and 6 patches"),
+        (
+            {"norm_position": "reordered", "period": (LayerKind(attention_norm=False),)},
+            r"attention_norm=False leaves out .* norm_position='reordered' has none there. Leave it out, or take",
+        ),
         ({"num_encoder_layers": 3, "period": (LayerKind(), LayerKind())}, r"num_encoder_layers \(3\) must be prefix"),
     ],
 )
@@ -192,6 +253,22 @@ def test_an_impossible_model_says_what_to_change(changes, message):
         (lambda: RotaryScaling(kind="linear", factor=0.5), r"factor must be a number of at least 1.0, got 0.5"),
         (lambda: RotaryScaling(kind="llama3", factor=2.0, low_frequency_factor=4.0), r"must be above low_freq"),
         (lambda: RotaryScaling(kind="yarn", factor=2.0, beta_slow=40.0), r"beta_fast \(32.0\) must be above"),
+        (lambda: RotaryScaling(kind="linear", factor=2.0, truncate=False), r"truncate belongs to kind='yarn', got"),
+        (
+            lambda: RotaryScaling(kind="llama3", factor=2.0, attention_factor=1.0),
+            r"attention_factor belongs to .* Leave",
+        ),
+        (lambda: RotaryScaling(kind="yarn", factor=2.0, attention_factor=0.0), r"attention_factor must be a number"),
+        (lambda: HeadTransform(activation="tan", norm=True), r"Did you mean 'tanh'\?"),
+        (lambda: Patches(image_height=7, image_width=4, patch_size=2), r"image_height \(7\) must be a multiple of"),
+        (
+            lambda: Patches(image_height=4, image_width=4, patch_size=0),
+            r"patch_size must be a whole number of at least 1",
+        ),
+        (
+            lambda: LayerKind(attention_norm=False, self_attention=False),
+            r"attention_norm says how .* Leave attention_no",
+        ),
         (lambda: LayerKind(window=0), r"window must be a whole number of at least 1, got 0"),
         (lambda: LayerKind(window=3, self_attention=False), r"window says how .* Leave window out, or let"),
         (lambda: MoE(num_experts=0), r"num_experts must be a whole number of at least 1, got 0"),

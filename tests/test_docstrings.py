@@ -23,20 +23,13 @@ PACKAGE = ROOT / "transformer"
 # Fields that are the same in every module of Flax: the dtype of products, and that of parameters.
 SAME_EVERYWHERE = {"dtype", "param_dtype"}
 
+MODELS = {f"models/{name}.py" for name in ("base", "causal_lm", "seq2seq", "encoders", "vision")}
+
 # Files whose functions take and return arrays of a layout.
 NUMERIC = {
-    *(
-        "attention.py",
-        "blocks.py",
-        "layers.py",
-        "masks.py",
-        "models.py",
-        "moe.py",
-        "partitioning.py",
-        "positions.py",
-        "stacks.py",
-    ),
+    *("attention.py", "blocks.py", "layers.py", "masks.py", "moe.py", "partitioning.py", "positions.py", "stacks.py"),
     *("generate/decoding.py", "generate/layers.py", "generate/sampling.py"),
+    *MODELS,
     *("kernels/chunked.py", "kernels/contract.py", "kernels/reference.py", "kernels/ring.py", "kernels/splash.py"),
     *("training/losses.py", "training/state.py", "training/step.py"),
 }
@@ -52,7 +45,8 @@ ANY_SHAPE = re.compile(r"any (?:shape|rank)|same shape")
 
 # Files that implement what others have published: each public class and function says who.
 PUBLISHED = {
-    *("attention.py", "blocks.py", "layers.py", "models.py", "moe.py", "positions.py"),
+    *("attention.py", "blocks.py", "layers.py", "moe.py", "positions.py"),
+    *MODELS,
     *("generate/sampling.py", "kernels/chunked.py", "kernels/reference.py", "kernels/ring.py", "kernels/splash.py"),
     *("training/losses.py", "training/optimizers.py"),
 }
@@ -60,7 +54,7 @@ SOURCE = re.compile(r"et\s+al\.|arXiv|\b[Ss]ection \d|\b[A-Z]\w+(?: & [A-Z]\w+)?
 # Names in those files that have no source, and why.
 NO_SOURCE = {
     **dict.fromkeys(["KVCache", "ContextCache", "cache_length", "set_cache_length"], "bookkeeping"),
-    **dict.fromkeys(["LayerInputs", "LayerCache", "batch_logits", "correct"], "bookkeeping"),
+    **dict.fromkeys(["LayerInputs", "LayerCache", "batch_logits", "correct", "table_parameter"], "bookkeeping"),
     **dict.fromkeys(["position_scheme", "make_norm", "kernel_init", "decay_mask"], "a choice by name"),
     **dict.fromkeys(["linear", "Linear"], "a matrix product"),
     **dict.fromkeys(["Choice", "choose"], "`Sampling`, compiled; that cites"),

@@ -6,7 +6,17 @@ import numpy as np
 import pytest
 from scipy.special import erf
 
-from transformer.layers import ACTIVATIONS, Embedding, FeedForward, LayerNorm, Linear, RMSNorm, linear
+from transformer.layers import (
+    ACTIVATIONS,
+    NORMS,
+    Embedding,
+    FeedForward,
+    LayerNorm,
+    Linear,
+    RMSNorm,
+    ZeroCenteredRMSNorm,
+    linear,
+)
 
 X = jax.random.normal(jax.random.key(0), (2, 3, 5))
 
@@ -54,6 +64,28 @@ def test_norms_are_their_formulas(dtype):
     expected = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-3) * scale
     got = RMSNorm(epsilon=1e-3, dtype=dtype).apply({"params": {"scale": jnp.asarray(scale)}}, X)
     np.testing.assert_allclose(np.asarray(got, np.float64), expected, rtol=tolerance, atol=tolerance)
+    rms, unbiased = NORMS["zero_centered_rms_norm"], NORMS["layer_norm_without_bias"]
+    got = rms(epsilon=1e-3, dtype=dtype).apply({"params": {"scale": jnp.asarray(scale - 1)}}, X)
+    np.testing.assert_allclose(np.asarray(got, np.float64), expected, rtol=tolerance, atol=tolerance)
+    expected = centered / np.sqrt((centered**2).mean(-1, keepdims=True) + 1e-3) * scale
+    got = unbiased(epsilon=1e-3, dtype=dtype).apply({"params": {"scale": jnp.asarray(scale)}}, X)
+    np.testing.assert_allclose(np.asarray(got, np.float64), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_every_norm_starts_as_the_plain_one(norm):
+    params = NORMS[norm]().init(jax.random.key(0), X)["params"]
+    plain = X - X.mean(-1, keepdims=True) if "layer" in norm else X
+    plain = plain / jnp.sqrt(jnp.square(plain).mean(-1, keepdims=True))
+    np.testing.assert_allclose(NORMS[norm]().apply({"params": params}, X), plain, rtol=1e-4, atol=1e-4)
+    assert sorted(params) == (["bias", "scale"] if norm == "layer_norm" else ["scale"])
+
+
+def test_a_zero_centered_scale_is_summed_before_it_is_rounded():
+    """1 + 2^-10 is no bfloat16, but a scale of 2^-10 is: the sum is one of float32."""
+    norm = ZeroCenteredRMSNorm(epsilon=0.0, param_dtype=jnp.bfloat16)
+    got = norm.apply({"params": {"scale": jnp.full(5, 2**-10, jnp.bfloat16)}}, jnp.ones((1, 5)))
+    np.testing.assert_array_equal(got, np.full((1, 5), 1 + 2**-10, np.float32))
 
 
 def test_norms_are_computed_in_float32_whatever_comes_in():
@@ -72,6 +104,7 @@ def test_activations_are_their_formulas():
     np.testing.assert_allclose(ACTIVATIONS["relu"](x), np.maximum(exact, 0))
     np.testing.assert_allclose(ACTIVATIONS["gelu_erf"](x), gelu, atol=2e-6)
     np.testing.assert_allclose(ACTIVATIONS["gelu_tanh"](x), tanh, atol=2e-6)
+    np.testing.assert_allclose(ACTIVATIONS["tanh"](x), np.tanh(exact), atol=2e-6)
     np.testing.assert_allclose(ACTIVATIONS["silu"](x), exact / (1 + np.exp(-exact)), atol=2e-6)
     assert np.abs(gelu - tanh).max() > 1e-4
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from transformer.config import RotaryScaling
-from transformer.positions import ALiBi, Learned, NoPosition, Rotary, Sinusoidal, T5Bias, angles
+from transformer.positions import ALiBi, Learned, NoPosition, Rotary, Sinusoidal, SinusoidalHalves, T5Bias, angles
 
 
 def positions(*values) -> jax.Array:
@@ -22,6 +22,13 @@ def test_sinusoids_are_the_papers():
         for i in range(3):
             angle = position / 10_000 ** (2 * i / 6)
             np.testing.assert_allclose(row[2 * i : 2 * i + 2], [math.sin(angle), math.cos(angle)], atol=1e-6)
+
+
+def test_sinusoids_in_halves_are_the_same_numbers():
+    encoding = SinusoidalHalves().encoding(positions(0, 1, 7), 6)[0]
+    angle = np.array([[0], [1], [7]]) / 10_000 ** (np.arange(0, 6, 2) / 6)
+    np.testing.assert_allclose(encoding, np.concatenate([np.sin(angle), np.cos(angle)], -1), atol=1e-6)
+    np.testing.assert_array_equal(SinusoidalHalves().add(jnp.zeros((1, 3, 6)), positions(0, 1, 7))[0], encoding)
 
 
 def test_angles_stay_exact_at_any_length():
@@ -104,6 +111,21 @@ def test_yarn_scaling_ramps_by_turns_and_raises_the_magnitude():
     turned = scheme.rotate(HEADS, positions(0, 3, 50, 700, 9000))
     norms = jnp.linalg.norm(HEADS, axis=-1)
     np.testing.assert_allclose(jnp.linalg.norm(turned, axis=-1), norms * scheme.magnitude, rtol=1e-5)
+
+
+def test_yarn_takes_a_magnitude_and_a_ramp_between_pairs():
+    """The bounds of the ramp are where a pair turns 32 times and once in 4,096: pairs 20.95 and 45.03 of 64."""
+    scaling = RotaryScaling(kind="yarn", factor=16.0, original_length=4096, attention_factor=1.5, truncate=False)
+    scheme = Rotary(scaling=scaling)
+    assert scheme.magnitude == 1.5
+    first, last = (128 * math.log(4096 / (2 * math.pi * turns)) / (2 * math.log(10_000)) for turns in (32, 1))
+    assert (first, last) == pytest.approx((20.95, 45.03), abs=0.01)
+    keep = 1 - np.clip((np.arange(64) - first) / (last - first), 0, 1)
+    ratio = scheme.frequencies(128) / Rotary().frequencies(128)
+    np.testing.assert_allclose(ratio, keep + (1 - keep) / 16)
+    rounded = Rotary(scaling=RotaryScaling(kind="yarn", factor=16.0, original_length=4096)).frequencies(128)
+    keep = 1 - np.clip((np.arange(64) - 20) / (46 - 20), 0, 1)
+    np.testing.assert_allclose(rounded / Rotary().frequencies(128), keep + (1 - keep) / 16)
 
 
 def test_alibi_slopes_are_the_authors():

@@ -6,9 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from transformer.attention import cache_length
+from transformer.attention import MultiHeadAttention, cache_length
 from transformer.blocks import BLOCKS, LayerCache, LayerInputs, PostNormBlock, PreNormBlock
-from transformer.config import Execution, LayerKind, TransformerConfig
+from transformer.config import ConfigError, Execution, LayerKind, TransformerConfig
+from transformer.layers import FeedForward, RMSNorm
 from transformer.masks import Mask
 from transformer.stacks import Decoder, Encoder
 from transformer.training.state import parameter_paths
@@ -44,6 +45,120 @@ def test_blocks_are_their_equations(norm):
         np.testing.assert_allclose(out, equation(block_class, params, X), rtol=1e-5, atol=1e-6)
         outs.append(out)
     assert np.abs(outs[0] - outs[1]).max() > 0.1
+
+
+def sandwich(x, attend, feed, norm):
+    x = x + norm("attention_post_norm", attend(norm("attention_norm", x)))
+    return x + norm("feed_forward_post_norm", feed(norm("feed_forward_norm", x)))
+
+
+def reordered(x, attend, feed, norm):
+    x = x + norm("attention_norm", attend(x))
+    return x + norm("feed_forward_norm", feed(x))
+
+
+def parallel(x, attend, feed, norm):
+    return x + attend(norm("attention_norm", x)) + feed(norm("feed_forward_norm", x))
+
+
+EQUATIONS = {"sandwich": sandwich, "reordered": reordered, "parallel": parallel}
+
+
+def parts(config, params):
+    """Attention, feed-forward and norms of a layer, made outside of it, on the layer's parameters."""
+
+    def norm(name, x):
+        return RMSNorm(config.norm_epsilon).apply({"params": params[name]}, x)
+
+    def attend(x):
+        module = MultiHeadAttention(num_heads=config.num_heads)
+        return module.apply({"params": params["self_attention"]}, x, mask=Mask.causal())[0]
+
+    def feed(x):
+        return FeedForward(width=config.feed_forward_width).apply({"params": params["feed_forward"]}, x)
+
+    return attend, feed, norm
+
+
+def shaken(params):
+    """Other values for what starts as ones and zeros, so that each norm and bias shows."""
+    leaves, tree = jax.tree.flatten(params)
+    keys = jax.random.split(jax.random.key(7), len(leaves))
+    leaves = [leaf + 0.3 * jax.random.normal(key, leaf.shape) for leaf, key in zip(leaves, keys, strict=True)]
+    return jax.tree.unflatten(tree, leaves)
+
+
+@pytest.mark.parametrize("norm_position", EQUATIONS)
+def test_norms_elsewhere_are_their_equations(norm_position):
+    config = CONFIG.replace(norm="rms_norm", norm_position=norm_position)
+    block, inputs = BLOCKS[norm_position](config), LayerInputs(mask=Mask.causal())
+    params = shaken(jax.jit(block.init)(jax.random.key(1), X, inputs))
+    expected = EQUATIONS[norm_position](X, *parts(config, params["params"]))
+    np.testing.assert_allclose(block.apply(params, X, inputs)[0], expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("norm_position", EQUATIONS)
+def test_with_norms_elsewhere_a_cache_changes_nothing(norm_position):
+    config = CONFIG.replace(norm_position=norm_position, position="rotary", num_layers=1)
+    decoder = Decoder(config, cross=norm_position != "parallel")
+    context = {} if norm_position == "parallel" else {"context": X[:, :3] + 1}
+    params = shaken(jax.jit(decoder.init)(jax.random.key(0), X, **context))
+    whole, _, _ = jax.jit(decoder.apply)(params, X, **context)
+    step = jax.jit(decoder.apply)
+    first, cache, _ = step(params, X[:, :3], **context, cache=decoder.init_cache(2, 5))
+    rest, _, _ = step(params, X[:, 3:], cache=cache)
+    np.testing.assert_allclose(jnp.concatenate([first, rest], 1), whole, rtol=1e-4, atol=1e-5)
+    assert "final_norm" in params["params"]
+
+
+def test_a_parallel_layer_has_no_place_for_cross_attention():
+    decoder = Decoder(CONFIG.replace(norm_position="parallel"), cross=True)
+    with pytest.raises(ConfigError, match=r"'parallel' has no place for cross-attention. Take another norm_position"):
+        decoder.init(jax.random.key(0), X, X)
+
+
+def test_a_layer_without_its_first_norm_reads_x_as_it_is():
+    kind = LayerKind(attention_norm=False)
+    block = PreNormBlock(CONFIG.replace(norm="rms_norm"), kind)
+    params = shaken(jax.jit(block.init)(jax.random.key(1), X, LayerInputs(mask=Mask.causal())))
+    attend, feed, norm = parts(block.config, params["params"])
+    x = X + attend(X)
+    x = x + feed(norm("feed_forward_norm", x))
+    np.testing.assert_allclose(block.apply(params, X, LayerInputs(mask=Mask.causal()))[0], x, rtol=1e-4, atol=1e-5)
+    assert "attention_norm" not in params["params"]
+
+
+def test_embeddings_are_normalized_after_positions_and_before_dropout():
+    config = CONFIG.replace(embedding_norm=True, norm="rms_norm", position="learned", max_length=5)
+    encoder = Encoder(config)
+    params = shaken(jax.jit(encoder.init)(jax.random.key(0), X))
+    plain = {name: leaf for name, leaf in params["params"].items() if name not in ("embedding_norm", "position_table")}
+    x = RMSNorm(config.norm_epsilon).apply(
+        {"params": params["params"]["embedding_norm"]}, X + params["params"]["position_table"][None]
+    )
+    without = Encoder(CONFIG.replace(norm="rms_norm", position="none"))
+    expected, _, _ = jax.jit(without.apply)({"params": plain}, x)
+    np.testing.assert_allclose(jax.jit(encoder.apply)(params, X)[0], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_layers_with_a_table_each_read_their_own():
+    """With all tables alike they do what one for the stack does; and each table has its part."""
+    t5 = {"position": "t5", "relative_buckets": 8, "relative_max_distance": 6}
+    shared, own = Encoder(CONFIG.replace(**t5)), Encoder(CONFIG.replace(**t5, position_table_per_layer=True))
+    params = shaken(jax.jit(shared.init)(jax.random.key(0), X))["params"]
+    table = params.pop("position_table")
+    slot = params["layers"]["slot_0"]
+    alike = params | {"layers": {"slot_0": slot | {"position_table": jnp.stack([table, table])}}}
+    expected, _, _ = jax.jit(shared.apply)({"params": params | {"position_table": table}}, X)
+    run = jax.jit(lambda params: own.apply({"params": params}, X)[0])
+    np.testing.assert_allclose(run(alike), expected, rtol=1e-4, atol=1e-5)
+    assert jax.tree.map(jnp.shape, jax.eval_shape(own.init, jax.random.key(0), X)["params"]) == jax.tree.map(
+        jnp.shape, alike
+    )
+    for layer in (0, 1):
+        tables = jnp.stack([table, table]).at[layer].multiply(-1.0)
+        changed = params | {"layers": {"slot_0": slot | {"position_table": tables}}}
+        assert np.abs(run(changed) - expected).max() > 1e-3
 
 
 def test_dropout_is_where_the_paper_puts_it():

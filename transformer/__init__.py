@@ -5,16 +5,18 @@ from transformer.blocks import LayerInputs, PostNormBlock, PreNormBlock
 from transformer.config import (
     ConfigError,
     Execution,
+    HeadTransform,
     LayerKind,
     MoE,
+    Patches,
     RotaryScaling,
     TransformerConfig,
     transformer_base,
     transformer_big,
 )
 from transformer.masks import Mask
-from transformer.models import CausalLM, Classifier, Seq2Seq
-from transformer.positions import ALiBi, Learned, NoPosition, Rotary, Sinusoidal, T5Bias
+from transformer.models import CausalLM, Classifier, Embedder, MaskedLM, Seq2Seq, VisionClassifier
+from transformer.positions import ALiBi, Learned, NoPosition, Rotary, Sinusoidal, SinusoidalHalves, T5Bias
 from transformer.stacks import Decoder, Encoder
 
 __version__ = "0.1.0"
@@ -25,35 +27,42 @@ __all__ = [
     "Classifier",
     "ConfigError",
     "Decoder",
+    "Embedder",
     "Encoder",
     "Execution",
+    "HeadTransform",
     "KVCache",
     "LayerInputs",
     "LayerKind",
     "Learned",
     "Mask",
+    "MaskedLM",
     "MoE",
     "MultiHeadAttention",
     "NoPosition",
+    "Patches",
     "PostNormBlock",
     "PreNormBlock",
     "Rotary",
     "RotaryScaling",
     "Seq2Seq",
     "Sinusoidal",
+    "SinusoidalHalves",
     "T5Bias",
     "TransformerConfig",
+    "VisionClassifier",
     "dot_product_attention",
     "load",
+    "save",
     "transformer_base",
     "transformer_big",
 ]
 
 
 def __getattr__(name: str):
-    """`load` reads what a training run left and needs the extras of `train`: imported when asked for."""
-    if name == "load":
-        from transformer.training.runs import load
+    """`load` and `save` need extras (`train` for workdirs, `zoo` for pretrained weights): imported when asked for."""
+    if name in ("load", "save"):
+        from transformer import inference
 
-        return load
+        return {"load": inference.load, "save": inference.save}[name]
     raise AttributeError(f"module 'transformer' has no attribute {name!r}")

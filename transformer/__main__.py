@@ -35,6 +35,36 @@ def _plan(arguments: Sequence[str]) -> int | None:
     return main(arguments)
 
 
+def _embed(arguments: Sequence[str]) -> int | None:
+    from transformer.cli.embed import main
+
+    return main(arguments)
+
+
+def _classify(arguments: Sequence[str]) -> int | None:
+    from transformer.cli.classify import main
+
+    return main(arguments)
+
+
+def _score(arguments: Sequence[str]) -> int | None:
+    from transformer.cli.score import main
+
+    return main(arguments)
+
+
+def _convert(arguments: Sequence[str]) -> int | None:
+    from transformer.cli.convert import main
+
+    return main(arguments)
+
+
+def _list(arguments: Sequence[str]) -> int | None:
+    from transformer.cli.families import main
+
+    return main(arguments)
+
+
 def _devices(arguments: Sequence[str]) -> int | None:
     from transformer.cli.devices import main
 
@@ -50,7 +80,12 @@ class Verb:
 
 
 VERBS = {
-    "generate": Verb(_generate, "translate or continue a text with a trained model"),
+    "generate": Verb(_generate, "translate or continue a text with a trained or pretrained model"),
+    "embed": Verb(_embed, "one vector a text"),
+    "classify": Verb(_classify, "the likeliest class of a text"),
+    "score": Verb(_score, "log-likelihood and perplexity of a text"),
+    "convert": Verb(_convert, "a trained or pretrained model as config.json and safetensors, for everybody to read"),
+    "list": Verb(_list, "pretrained families that are read and written, and their published sizes"),
     "evaluate": Verb(_evaluate, "loss, perplexity and exact matches of a trained model on held-out data"),
     "inspect": Verb(_inspect, "attention maps of a model, as PNG; what a formula does: --scale, --positions, --memory"),
     "devices": Verb(_devices, "accelerators of this machine, and what JAX computes on"),

@@ -30,7 +30,7 @@ from transformer.axes import (
     Weights,
 )
 from transformer.kernels import ALL_KERNELS, BiasFunction, Request, choose
-from transformer.layers import Initializer, Linear, RMSNorm, glorot_uniform
+from transformer.layers import NORMS, Initializer, Linear, glorot_uniform
 from transformer.masks import Mask
 from transformer.partitioning import constrain, ways
 from transformer.positions import NoPosition
@@ -51,27 +51,22 @@ def dot_product_attention(
     implementation: str = "auto",
     return_weights: bool = False,
 ) -> Attended | tuple[Attended, Weights]:
-    """softmax(scale Q K^T + bias + mask) V for every head (Vaswani et al. 2017, section 3.2.1), softmax in float32.
+    """softmax(scale Q K^T + bias + mask) V for every head (Vaswani et al. 2017, section 3.2.1), softmax in float32:
+    (B, T, N, Hv), or a pair with the weights.
 
     Args:
         query: (B, T, N, H); N a multiple of K: each key head serves N / K query heads (Ainslie et al. 2023).
         key: (B, S, K, H).
         value: (B, S, K, Hv); Hv may differ from H.
-        mask: a `Mask`, or a boolean array that broadcasts to (B, N, T, S); True attends. A query that may attend
-        nothing
-            gets zeros.
+        mask: a `Mask`, or a boolean array that broadcasts to (B, N, T, S); True attends. A query without keys gets 0.
         bias: added to the scores: an array that broadcasts to (B, N, T, S), or a function (query indices (t,), key
-        indices
-            (s,)) -> that block of it, so that blockwise kernels never hold all of it.
+            indices (s,)) -> that block of it, so that blockwise kernels never hold all of it.
         scale: factor on the scores; None: 1 / sqrt(H); 1.0: unscaled attention.
         softcap: scores become softcap tanh(scores / softcap), before bias and mask (Gemma 2, arXiv 2408.00118).
         sinks: one logit a head that takes part in the softmax and has no value (Xiao et al. 2023, arXiv 2309.17453).
         dropout_rate: share of the weights set to zero; needs `dropout_key`.
         implementation: a kernel of `transformer.kernels`, or "auto".
         return_weights: also return the softmax weights (B, N, T, S), before dropout.
-
-    Returns:
-        (B, T, N, Hv), or a pair with the weights.
 
     Raises:
         ValueError: shapes that don't fit, a rate without a key, or a kernel that can't do what is asked.
@@ -182,15 +177,12 @@ class KVCache:
         )
 
     def append(self, key: Key, value: Value, positions: Positions) -> KVCache:
-        """The cache with T more keys and values a row. What would go past the last slot is dropped.
-
-        Raises:
-            ValueError: T is more than all slots.
+        """The cache with T more keys and values a row. What would go past the last slot is dropped; ValueError: T is
+        more than all slots.
         """
         if key.shape[1] > self.key.shape[1]:
             raise ValueError(
-                f"{key.shape[1]} tokens don't fit a cache of {self.key.shape[1]} slots: "
-                f"make a longer one with init_cache."
+                f"{key.shape[1]} tokens don't fit a cache of {self.key.shape[1]} slots: make a longer one (init_cache)."
             )
         rows = jnp.arange(key.shape[0])[:, None]
         slots = self.length[:, None] + jnp.arange(key.shape[1])[None, :]
@@ -241,7 +233,8 @@ class MultiHeadAttention(nn.Module):
     Each projection makes all heads in one matrix product: parameters `query` (D, N, H), `key` (Dc, K, H), `value`
     (Dc, K, Hv) and `out` (N, Hv, out_features), each a `kernel` and, with `use_bias`, a `bias`; drawn by `kernel_init`
     and for `out` by `output_init` (None: Glorot uniform). `num_heads` is N; `scale`, `softcap`, `dropout_rate` and
-    `implementation` are those of `dot_product_attention`; `norm_epsilon` belongs to `qk_norm`.
+    `implementation` are those of `dot_product_attention`; `norm_epsilon` and `qk_norm_kind`, a name of `NORMS`, belong
+    to `qk_norm`.
     """
 
     num_heads: int
@@ -254,8 +247,13 @@ class MultiHeadAttention(nn.Module):
     out_features: int | None = None
     """None: width of x"""
     use_bias: bool = True
+    biases: tuple[str, ...] | None = None
+    """which of query, key, value and out have a bias; None: as use_bias says"""
     qk_norm: bool = False
     """RMSNorm on each query and key head (Henry et al. 2020, arXiv 2010.04245; as in Qwen 3 and Gemma 3)"""
+    qk_norm_scope: str = "head"
+    """all: over all heads of a token together (OLMo Team 2024, arXiv 2501.00656, section 3.2)"""
+    qk_norm_kind: str = "rms_norm"
     scale: float | None = None
     softcap: float | None = None
     sinks: bool = False
@@ -283,18 +281,15 @@ class MultiHeadAttention(nn.Module):
         deterministic: bool = True,
     ) -> tuple[Float[Array, "B T Do"], KVCache | ContextCache | None]:
         """Attends from x (B, T, D) to itself, or to `context` (B, S, Dc); returns (B, T, out_features) and the cache.
+        ValueError: sizes that don't fit.
 
         Args:
             mask: which query attends which key; causality is not implied.
             positions: (B, T), for the position scheme; None: 0, 1, 2, ... after what the cache holds.
             position_table: the scheme's learnt table, if it has one.
             cache: a `KVCache` to append to and attend over; or a `ContextCache`, filled when `context` is given and
-            read
-                when it is not.
+                read when it is not.
             deterministic: False drops weights (rng "dropout").
-
-        Raises:
-            ValueError: sizes that don't fit.
         """
         self._check(x, context)
         if self.head_dim is None and x.shape[-1] % self.num_heads:
@@ -309,7 +304,7 @@ class MultiHeadAttention(nn.Module):
 
         query = constrain(self._project("query", x, (self.num_heads, head_dim)), "batch", "length", "heads", "head_dim")
         if self.qk_norm:
-            query = RMSNorm(self.norm_epsilon, self.dtype, self.param_dtype, name="query_norm")(query)
+            query = self._normalize("query_norm", query)
 
         if isinstance(cache, ContextCache) and context is None:
             if cache.key is None:
@@ -320,7 +315,7 @@ class MultiHeadAttention(nn.Module):
             key = self._project("key", source, (kv_heads, head_dim))
             value = self._project("value", source, (kv_heads, value_dim))
             if self.qk_norm:
-                key = RMSNorm(self.norm_epsilon, self.dtype, self.param_dtype, name="key_norm")(key)
+                key = self._normalize("key_norm", key)
             if isinstance(cache, ContextCache):
                 cache = ContextCache(key, value)
 
@@ -339,6 +334,7 @@ class MultiHeadAttention(nn.Module):
 
         watched = self.is_mutable_collection("intermediates") and not self.is_initializing()
         dropout_rate = 0.0 if deterministic else self.dropout_rate
+        sinks = self.param("sinks", nn.initializers.zeros, (self.num_heads,), self.param_dtype) if self.sinks else None
         out = dot_product_attention(
             query,
             key,
@@ -347,9 +343,7 @@ class MultiHeadAttention(nn.Module):
             bias=bias,
             scale=self.scale,
             softcap=self.softcap,
-            sinks=self.param("sinks", nn.initializers.zeros, (self.num_heads,), self.param_dtype)
-            if self.sinks
-            else None,
+            sinks=sinks,
             dropout_rate=dropout_rate,
             dropout_key=self.make_rng("dropout") if dropout_rate > 0.0 else None,
             implementation=self.implementation,
@@ -364,12 +358,12 @@ class MultiHeadAttention(nn.Module):
         return self._project("out", out, (features,), contract=2), cache
 
     def _check(self, x: Array, context: Array | None) -> None:
+        if unknown := set(self.biases or ()) - {"query", "key", "value", "out"}:
+            raise ValueError(f"biases must be of query, key, value and out, got {unknown.pop()!r}.")
         for name, array in {"x": x, "context": context}.items():
             if array is not None and array.ndim != 3:
-                raise ValueError(
-                    f"{name} must be (batch, length, width), got shape {array.shape}. "
-                    f"A single sequence is {name}[None]."
-                )
+                got = f"got shape {array.shape}. A single sequence is {name}[None]."
+                raise ValueError(f"{name} must be (batch, length, width), {got}")
         if not isinstance(self.position, NoPosition):
             raise ValueError(
                 f"position must be a scheme such as Rotary() or ALiBi(num_heads=8), got {self.position!r}."
@@ -384,7 +378,14 @@ class MultiHeadAttention(nn.Module):
     def _project(self, name: str, x: Array, features: tuple[int, ...], contract: int = 1) -> Array:
         init = self.output_init if name == "out" else self.kernel_init
         init = init or glorot_uniform(contract)
-        return Linear(features, contract, self.use_bias, init, self.dtype, self.param_dtype, name=name)(x)
+        use_bias = self.use_bias if self.biases is None else name in self.biases
+        return Linear(features, contract, use_bias, init, self.dtype, self.param_dtype, name=name)(x)
+
+    def _normalize(self, name: str, heads: Array) -> Array:
+        norm = NORMS[self.qk_norm_kind](self.norm_epsilon, self.dtype, self.param_dtype, name=name)
+        if self.qk_norm_scope == "head":
+            return norm(heads)
+        return norm(heads.reshape(*heads.shape[:2], -1)).reshape(heads.shape)
 
     def _bias(self, positions: Positions, key_positions: Int[Array, "B S"], table: Array | None) -> BiasFunction | None:
         probe = jax.eval_shape(lambda: self.position.bias(positions[:, :1], key_positions[:, :1], table))

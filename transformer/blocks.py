@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -12,12 +13,12 @@ import jax.numpy as jnp
 
 from transformer.attention import ContextCache, KVCache, MultiHeadAttention
 from transformer.axes import Hidden, Leaf
-from transformer.config import Execution, LayerKind, TransformerConfig
+from transformer.config import ConfigError, Execution, LayerKind, TransformerConfig
 from transformer.layers import NORMS, FeedForward, Initializer
 from transformer.masks import Mask
 from transformer.moe import RoutedFeedForward
 from transformer.partitioning import constrain
-from transformer.positions import ALiBi, Learned, NoPosition, Rotary, Sinusoidal, T5Bias
+from transformer.positions import ALiBi, Learned, NoPosition, Rotary, Sinusoidal, SinusoidalHalves, T5Bias
 
 Aux: TypeAlias = dict[str, jax.Array]
 """what a layer reports beside its output: losses of a router, one sum for each row, (B,); none for dense layers"""
@@ -33,7 +34,7 @@ class LayerInputs:
     positions: Leaf | None = None
     """(B, T); None: 0, 1, 2, ... after what the cache holds"""
     position_table: Leaf | None = None
-    """(R, W), the position scheme's learnt table, if it biases scores by one"""
+    """(R, W), the position scheme's learnt table, if it biases scores by one that is the stack's"""
     context: Leaf | None = None
     """(B, S, Dc) for cross-attention; None: what its cache holds"""
     context_mask: Leaf = Mask()
@@ -67,6 +68,8 @@ def position_scheme(config: TransformerConfig, kind: LayerKind = LayerKind(), *,
     match config.position:
         case "sinusoidal":
             return Sinusoidal()
+        case "sinusoidal_halves":
+            return SinusoidalHalves()
         case "learned":
             return Learned(max_length=config.max_length, features=config.d_model)
         case "rotary":
@@ -84,6 +87,11 @@ def position_scheme(config: TransformerConfig, kind: LayerKind = LayerKind(), *,
             )
         case _:
             return NoPosition()
+
+
+def table_parameter(config: TransformerConfig, scheme: NoPosition) -> tuple[Initializer, tuple[int, int], str]:
+    """Initializer, shape (R, W) and dtype of the table that a position scheme learns."""
+    return nn.initializers.normal(config.initializer_range or 0.02), scheme.table_shape, config.param_dtype
 
 
 def make_norm(config: TransformerConfig, name: str) -> nn.Module:
@@ -116,8 +124,12 @@ class Block(nn.Module):
     """whether there is cross-attention"""
     execution: Execution = Execution()
 
-    def norm(self, name: str) -> nn.Module:
-        """A normalization layer (B, T, D) -> (B, T, D) of this name."""
+    def norm(self, name: str) -> Callable[[Hidden], Hidden]:
+        """A normalization layer (B, T, D) -> (B, T, D) of this name; nothing for the one that this kind of layer leaves
+        out.
+        """
+        if name == "attention_norm" and not self.kind.attention_norm:
+            return lambda x: x
         return make_norm(self.config, name)
 
     def dropout(self, x: Hidden, inputs: LayerInputs) -> Hidden:
@@ -129,11 +141,14 @@ class Block(nn.Module):
         window = Mask() if self.kind.window is None else Mask.window(self.kind.window)
         scheme = position_scheme(self.config, self.kind, causal=self.causal)
         scheme = NoPosition() if scheme.adds else scheme  # the stack has added it to the embeddings
+        table = inputs.position_table
+        if self.config.position_table_per_layer:
+            table = self.param("position_table", *table_parameter(self.config, scheme))
         return self._attention("self_attention", scheme)(
             x,
             mask=inputs.mask & window,
             positions=inputs.positions,
-            position_table=inputs.position_table,
+            position_table=table,
             cache=None if cache is None else cache.self_attention,
             deterministic=inputs.deterministic,
         )
@@ -184,7 +199,10 @@ class Block(nn.Module):
             head_dim=config.head_dim,
             value_dim=config.value_dim,
             use_bias=config.use_bias,
+            biases=config.attention_biases,
             qk_norm=config.qk_norm,
+            qk_norm_scope=config.qk_norm_scope,
+            qk_norm_kind=config.norm if config.norm == "zero_centered_rms_norm" else "rms_norm",
             scale=config.attention_scale,
             softcap=config.attention_softcap,
             sinks=config.attention_sinks,
@@ -282,9 +300,76 @@ class PreNormWithoutResidualBlock(Block):
         return self._finish(x, cache, self_cache, cross_cache, aux)
 
 
+class SandwichBlock(Block):
+    """x + norm2(f(norm1(x))) for each sublayer f (Ding et al. 2021, arXiv 2105.13290; Gemma 2, arXiv 2408.00118)."""
+
+    @nn.compact
+    def __call__(
+        self, x: Hidden, inputs: LayerInputs, cache: LayerCache | None = None
+    ) -> tuple[Hidden, LayerCache | None, Any]:
+        """x (B, T, D) -> x, the layer's cache, aux."""
+        self_cache = cross_cache = None
+        if self.kind.self_attention:
+            y, self_cache = self.self_attention(self.norm("attention_norm")(x), inputs, cache)
+            x = x + self.dropout(self.norm("attention_post_norm")(y), inputs)
+        if self.cross:
+            y, cross_cache = self.cross_attention(self.norm("cross_attention_norm")(x), inputs, cache)
+            x = x + self.dropout(self.norm("cross_attention_post_norm")(y), inputs)
+        y, aux = self.feed_forward(self.norm("feed_forward_norm")(x), inputs)
+        x = x + self.dropout(self.norm("feed_forward_post_norm")(y), inputs)
+        return self._finish(x, cache, self_cache, cross_cache, aux)
+
+
+class ReorderedNormBlock(Block):
+    """x + norm(f(x)) for each sublayer f (OLMo 2, arXiv 2501.00656, section 3.2; Liu et al. 2021, arXiv 2111.09883)."""
+
+    @nn.compact
+    def __call__(
+        self, x: Hidden, inputs: LayerInputs, cache: LayerCache | None = None
+    ) -> tuple[Hidden, LayerCache | None, Any]:
+        """x (B, T, D) -> x, the layer's cache, aux."""
+        self_cache = cross_cache = None
+        if self.kind.self_attention:
+            y, self_cache = self.self_attention(x, inputs, cache)
+            x = x + self.dropout(self.norm("attention_norm")(y), inputs)
+        if self.cross:
+            y, cross_cache = self.cross_attention(x, inputs, cache)
+            x = x + self.dropout(self.norm("cross_attention_norm")(y), inputs)
+        y, aux = self.feed_forward(x, inputs)
+        x = x + self.dropout(self.norm("feed_forward_norm")(y), inputs)
+        return self._finish(x, cache, self_cache, cross_cache, aux)
+
+
+class ParallelBlock(Block):
+    """x + attention(norm_a(x)) + feed_forward(norm_f(x)): both read the same x (GPT-NeoX, Black et al. 2022, arXiv
+    2204.06745, section 2.1). ConfigError: cross-attention, which has no place in it.
+    """
+
+    @nn.compact
+    def __call__(
+        self, x: Hidden, inputs: LayerInputs, cache: LayerCache | None = None
+    ) -> tuple[Hidden, LayerCache | None, Any]:
+        """x (B, T, D) -> x, the layer's cache, aux."""
+        self_cache = None
+        if self.cross:
+            raise ConfigError(
+                "norm_position='parallel' has no place for cross-attention. Take another norm_position for an "
+                "encoder-decoder."
+            )
+        y, aux = self.feed_forward(self.norm("feed_forward_norm")(x), inputs)
+        total = x + self.dropout(y, inputs)
+        if self.kind.self_attention:
+            y, self_cache = self.self_attention(self.norm("attention_norm")(x), inputs, cache)
+            total = total + self.dropout(y, inputs)
+        return self._finish(total, cache, self_cache, None, aux)
+
+
 BLOCKS: dict[str, type[Block]] = {
     "pre": PreNormBlock,
     "post": PostNormBlock,
     "pre_without_residual": PreNormWithoutResidualBlock,
+    "sandwich": SandwichBlock,
+    "reordered": ReorderedNormBlock,
+    "parallel": ParallelBlock,
 }
 """blocks by norm_position"""

@@ -22,8 +22,9 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
     "gelu_erf": lambda x: jax.nn.gelu(x, approximate=False),
     "silu": jax.nn.silu,
+    "tanh": jnp.tanh,
 }
-"""feed-forward nonlinearities by name (GELU: Hendrycks & Gimpel 2016, arXiv 1606.08415, by tanh and exact)"""
+"""nonlinearities by name (GELU: Hendrycks & Gimpel 2016, arXiv 1606.08415, by tanh and exact)"""
 
 
 def linear(
@@ -111,11 +112,46 @@ class RMSNorm(nn.Module):
         return (y * _row(scale, x)).astype(self.dtype)
 
 
+class LayerNormWithoutBias(RMSNorm):
+    """gamma (x - mean) / sqrt(variance + epsilon): without beta, as in ModernBERT (Warner et al. 2024, arXiv
+    2412.13663, section 2.1.1). It is RMSNorm of x - mean.
+    """
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
+        """(..., D) -> (..., D), in `dtype`."""
+        x = x.astype(jnp.float32)
+        return super().__call__(x - x.mean(-1, keepdims=True))
+
+
+class ZeroCenteredRMSNorm(nn.Module):
+    """(1 + gamma) x / sqrt(mean(x^2) + epsilon) over the last axis, gamma zero at first: weight decay draws the factor
+    to 1 (Gemma; Gemma Team 2024, arXiv 2403.08295). 1 + gamma is summed in float32.
+    """
+
+    epsilon: float = 1e-6
+    dtype: DType = jnp.float32
+    param_dtype: DType = jnp.float32
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
+        """(..., D) -> (..., D), in `dtype`."""
+        scale = self.param("scale", nn.initializers.zeros, x.shape[-1:], self.param_dtype)
+        x = x.astype(jnp.float32)
+        y = x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + self.epsilon)
+        return (y * (1.0 + _row(scale, x))).astype(self.dtype)
+
+
 def _row(vector: jax.Array, like: jax.Array) -> jax.Array:
     return vector.astype(jnp.float32).reshape((1,) * (like.ndim - 1) + (-1,))
 
 
-NORMS: dict[str, type[nn.Module]] = {"layer_norm": LayerNorm, "rms_norm": RMSNorm}
+NORMS: dict[str, type[nn.Module]] = {
+    "layer_norm": LayerNorm,
+    "rms_norm": RMSNorm,
+    "zero_centered_rms_norm": ZeroCenteredRMSNorm,
+    "layer_norm_without_bias": LayerNormWithoutBias,
+}
 """normalizations by name"""
 
 

@@ -65,6 +65,18 @@ class Sinusoidal(NoPosition):
 
 
 @dataclass(frozen=True, kw_only=True)
+class SinusoidalHalves(Sinusoidal):
+    """The same numbers, all sines first and then all cosines: the layout of tensor2tensor (Vaswani et al. 2018, arXiv
+    1803.07416) and Marian.
+    """
+
+    def encoding(self, positions: Positions, features: int) -> Float[Array, "B T D"]:
+        """The encodings themselves, (B, T, features), float32; sines in the first and cosines in the second half."""
+        pairs = super().encoding(positions, features)
+        return jnp.concatenate([pairs[..., ::2], pairs[..., 1::2]], -1)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Learned(NoPosition):
     """One learnt row a position, added (Gehring et al. 2017; Devlin et al. 2018): a table `max_length` x `features`. An
     input longer than it is a ValueError; a single position past it gives NaN.
@@ -114,15 +126,20 @@ class Rotary(NoPosition):
             def pair(beta):
                 return size * np.log(scaling.original_length / (beta * 2 * np.pi)) / (2 * np.log(self.base))
 
-            first, last = max(np.floor(pair(scaling.beta_fast)), 0), min(np.ceil(pair(scaling.beta_slow)), size - 1)
+            first, last = pair(scaling.beta_fast), pair(scaling.beta_slow)
+            if scaling.truncate:
+                first, last = np.floor(first), np.ceil(last)
+            first, last = max(first, 0), min(last, size - 1)
             keep = 1.0 - np.clip((np.arange(size // 2) - first) / max(last - first, 1e-3), 0.0, 1.0)
         return plain * keep + plain / scaling.factor * (1 - keep)
 
     @property
     def magnitude(self) -> float:
-        """Factor on turned queries and keys: YaRN's 0.1 ln(factor) + 1 (section 3.4), else 1."""
+        """Factor on turned queries and keys: YaRN's 0.1 ln(factor) + 1 (section 3.4) or what it is given, else 1."""
         if self.scaling is None or self.scaling.kind != "yarn":
             return 1.0
+        if self.scaling.attention_factor is not None:
+            return self.scaling.attention_factor
         return 0.1 * math.log(self.scaling.factor) + 1.0
 
     def rotate(self, heads: Float[Array, "B T N H"], positions: Positions) -> Float[Array, "B T N H"]:

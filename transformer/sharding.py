@@ -28,7 +28,10 @@ AXES = ("data", "fsdp", "expert", "context", "tensor")
 """mesh axes, those that talk most last: neighbors in the list of devices are the best connected"""
 
 PARAMETER_RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
+    (r"token_type_embedding/embedding$", (None, "embed")),
     (r"embedding/embedding$", ("vocab", "embed")),
+    (r"patch_embedding/kernel$", (None, None, None, "embed")),
+    (r"class_token$", ("embed",)),
     (r"position_table$", (None, None)),
     (r"(query|key|value)/kernel$", ("embed", "heads", None)),
     (r"(query|key|value)/bias$", ("heads", None)),
@@ -42,8 +45,9 @@ PARAMETER_RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r"(up|gate)/kernel$", ("embed", "feed_forward")),
     (r"(up|gate)/bias$", ("feed_forward",)),
     (r"down/kernel$", ("feed_forward", "embed")),
+    (r"head_transform/dense/kernel$", ("embed", None)),
     (r"output/kernel$", ("embed", "vocab")),
-    (r"output/bias$", ("vocab",)),
+    (r"output(/|_)bias$", ("vocab",)),
     (r"(scale|bias)$", ("embed",)),
 )
 """path of a parameter (its end; the first match counts) -> what its axes are, a leading axis of layers apart"""

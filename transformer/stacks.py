@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from transformer.attention import cache_length
 from transformer.axes import Array, Context, Hidden, Positions
-from transformer.blocks import BLOCKS, Aux, LayerCache, LayerInputs, make_norm, position_scheme
+from transformer.blocks import BLOCKS, Aux, LayerCache, LayerInputs, make_norm, position_scheme, table_parameter
 from transformer.config import Execution, LayerKind, TransformerConfig
 from transformer.masks import Mask
 from transformer.partitioning import constrain
@@ -63,11 +63,12 @@ def sum_aux(auxes: Iterable[Aux]) -> Aux:
 
 
 class Stack(nn.Module):
-    """Layers over embeddings (B, T, D): positions are added and dropped out, layers run, pre-norm ends with a norm.
+    """Layers over embeddings (B, T, D): positions are added, perhaps normalized, and dropped out; layers run; all but
+    post-norm ends with a norm.
 
-    Parameters: `prefix_i/`, `layers/slot_k/` (leading axis: repeats), `suffix_i/`, `final_norm/` for pre-norm and
-    `position_table` where the position scheme learns one. `execution.scan` changes none of them. `causal` and `cross`
-    are those of `Block`.
+    Parameters: `prefix_i/`, `layers/slot_k/` (leading axis: repeats), `suffix_i/`, `final_norm/` but for post-norm,
+    `embedding_norm/` and `position_table` where there is one. `execution.scan` changes none of them. `causal` and
+    `cross` are those of `Block`.
     """
 
     config: TransformerConfig
@@ -111,10 +112,11 @@ class Stack(nn.Module):
             positions = jnp.broadcast_to(start + jnp.arange(x.shape[1])[None, :], x.shape[:2])
         scheme = position_scheme(config, causal=self.causal)
         table = None
-        if scheme.table_shape is not None:
-            init = nn.initializers.normal(config.initializer_range or 0.02)
-            table = self.param("position_table", init, scheme.table_shape, config.param_dtype)
+        if scheme.table_shape is not None and not config.position_table_per_layer:
+            table = self.param("position_table", *table_parameter(config, scheme))
         x = scheme.add(x, positions, table).astype(config.dtype)
+        if config.embedding_norm:
+            x = make_norm(config, "embedding_norm")(x)
         x = nn.Dropout(config.dropout_rate)(constrain(x, "batch", "length", "embed"), deterministic=deterministic)
 
         mask = Mask.of(mask)

@@ -74,12 +74,6 @@ def load_run(workdir: str | os.PathLike, step: Literal["best", "newest"] | int =
     return Run(recipe, build_model(recipe), params, tokenizer, found)
 
 
-def load(workdir: str | os.PathLike, step: Literal["best", "newest"] | int = "best") -> tuple[nn.Module, Any]:
-    """Model and parameters of a run, as `model.apply({"params": params}, ...)` takes them. Raises as `load_run`."""
-    run = load_run(workdir, step)
-    return run.model, run.params
-
-
 def open_run(recipe: Recipe, workdir: str | os.PathLike, say: Callable[[str], None]) -> tuple[Recipe, Dataset]:
     """The recipe with its vocabulary filled in, and its data, for a new run or to go on with the one in the workdir.
 

@@ -17,9 +17,14 @@ from transformer.config import ConfigError, nearest
 TAG = "class"
 
 LATER = {
-    "LayerKind": ("self_attention", "moe"),
+    "LayerKind": ("self_attention", "moe", "attention_norm"),
     "ParallelConfig": ("coordinator", "num_processes", "process_id", "patience"),
     "Recipe": ("parallel",),
+    "RotaryScaling": ("attention_factor", "truncate"),
+    "TransformerConfig": (
+        *("attention_biases", "embedding_norm", "source_max_length", "position_table_per_layer", "token_types"),
+        *("head_transform", "output_bias", "logit_scale", "qk_norm_scope", "causal", "normalize_embeddings", "patches"),
+    ),
 }
 """fields that a class got after files of it were written; a file without one means its default"""
 

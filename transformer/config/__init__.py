@@ -1,0 +1,41 @@
+"""What a model is: frozen, typed, validated at birth. No JAX here, so that a recipe or a tool can read it cheaply."""
+
+from transformer.config.checks import ConfigError, check_choice, nearest
+from transformer.config.model import (
+    Dtype,
+    Execution,
+    Norm,
+    NormPosition,
+    NormScope,
+    Pooling,
+    Position,
+    Projection,
+    Remat,
+    TransformerConfig,
+)
+from transformer.config.papers import transformer_base, transformer_big
+from transformer.config.parts import Activation, HeadTransform, LayerKind, MoE, Patches, RotaryScaling
+
+__all__ = [
+    "Activation",
+    "ConfigError",
+    "Dtype",
+    "Execution",
+    "HeadTransform",
+    "LayerKind",
+    "MoE",
+    "Norm",
+    "NormPosition",
+    "NormScope",
+    "Patches",
+    "Pooling",
+    "Position",
+    "Projection",
+    "Remat",
+    "RotaryScaling",
+    "TransformerConfig",
+    "check_choice",
+    "nearest",
+    "transformer_base",
+    "transformer_big",
+]

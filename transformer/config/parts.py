@@ -1,0 +1,173 @@
+"""What a model may have several of, or none: rotary scaling, routed feed-forward, kinds of layers, head, patches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from transformer.config.checks import ConfigError, check_choices, check_positive, check_range, check_whole
+
+Activation = Literal["relu", "gelu_tanh", "gelu_erf", "silu", "tanh"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RotaryScaling:
+    """How rotary frequencies are stretched to reach beyond the length a model was trained on.
+
+    `linear` divides every frequency by `factor` (Chen et al. 2023, arXiv 2306.15595). `llama3` divides only the low
+    ones, with a smooth passage between two wavelengths (Llama 3.1, arXiv 2407.21783). `yarn` does so by the number of
+    turns within the original length and sharpens the attention (Peng et al. 2023, arXiv 2309.00071).
+
+    Raises:
+        ConfigError: a factor below 1, bounds in the wrong order, or yarn's own fields with another kind.
+    """
+
+    kind: Literal["linear", "llama3", "yarn"]
+    """which rule stretches the frequencies"""
+    factor: float
+    """new length / original length, at least 1"""
+    original_length: int = 8192
+    """positions the model was trained on; llama3 and yarn"""
+    low_frequency_factor: float = 1.0
+    """llama3: wavelengths longer than original_length / this are divided by factor"""
+    high_frequency_factor: float = 4.0
+    """llama3: wavelengths shorter than original_length / this stay"""
+    beta_fast: float = 32.0
+    """yarn: dimensions that turn more often than this within original_length stay"""
+    beta_slow: float = 1.0
+    """yarn: dimensions that turn less often than this are divided by factor"""
+    attention_factor: float | None = None
+    """yarn: factor on turned queries and keys; None: 0.1 ln(factor) + 1"""
+    truncate: bool = True
+    """yarn: the ramp between the two betas begins and ends at whole pairs; false: between them"""
+
+    def __post_init__(self):
+        check_choices(self, kind=Literal["linear", "llama3", "yarn"])
+        check_range(self, 1.0, float("inf"), "factor")
+        check_whole(self, "original_length")
+        check_positive(self, "low_frequency_factor", "high_frequency_factor", "beta_fast", "beta_slow")
+        check_positive(self, "attention_factor")
+        if self.high_frequency_factor <= self.low_frequency_factor:
+            raise ConfigError(
+                f"high_frequency_factor ({self.high_frequency_factor}) must be above low_frequency_factor "
+                f"({self.low_frequency_factor})."
+            )
+        if self.beta_fast <= self.beta_slow:
+            raise ConfigError(f"beta_fast ({self.beta_fast}) must be above beta_slow ({self.beta_slow}).")
+        if self.kind != "yarn" and (self.attention_factor is not None or not self.truncate):
+            field = "truncate" if self.attention_factor is None else "attention_factor"
+            raise ConfigError(f"{field} belongs to kind='yarn', got kind={self.kind!r}. Leave {field} out.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoE:
+    """A routed feed-forward in place of the dense one: `num_experts` of width `d_ff` (None: the config's), `top_k` of
+    them for each token, and `shared_experts` that every token passes through (Shazeer et al. 2017, arXiv 1701.06538).
+
+    `normalize_weights` makes the weights of the chosen sum to 1. `capacity_factor` c: an expert takes at most c times
+    its even share of each row, first come first served; None: all. Two terms are added to the training loss, times
+    `load_balance_weight` (Fedus et al. 2021, arXiv 2101.03961) and `router_z_weight` (Zoph et al. 2022, arXiv
+    2202.08906). Raises ConfigError: a number out of range, more chosen than there are, or weights that are always 1.
+    """
+
+    num_experts: int
+    top_k: int = 2
+    d_ff: int | None = None
+    shared_experts: int = 0
+    normalize_weights: bool = True
+    capacity_factor: float | None = None
+    load_balance_weight: float = 0.01
+    router_z_weight: float = 0.001
+
+    def __post_init__(self):
+        check_whole(self, "num_experts", "top_k", "d_ff")
+        check_whole(self, "shared_experts", least=0)
+        check_positive(self, "capacity_factor")
+        check_range(self, 0.0, float("inf"), "load_balance_weight", "router_z_weight")
+        if self.top_k > self.num_experts:
+            raise ConfigError(f"top_k ({self.top_k}) must be at most num_experts ({self.num_experts}). Change one.")
+        if self.top_k == 1 and self.normalize_weights:
+            raise ConfigError("top_k=1 with normalize_weights: the weight is always 1, and no router learns. Drop one.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerKind:
+    """What differs between the layers of one stack. Everything else is the config's.
+
+    Raises:
+        ConfigError: a number out of range, or a field about attention in a layer without any.
+    """
+
+    self_attention: bool = True
+    """false: no self-attention, so that no position sees another (an ablation: what is left without it)"""
+    window: int | None = None
+    """attend only keys closer than this many positions; None: all"""
+    rotary_base: float | None = None
+    """rotary base of these layers; None: the config's"""
+    rotary_scaling: RotaryScaling | None = None
+    """rotary scaling of these layers; None: the config's"""
+    moe: MoE | None = None
+    """a routed feed-forward; None: the dense one"""
+    attention_norm: bool = True
+    """false: no norm before attention, which then reads x as it is (ModernBERT's first layer)"""
+
+    def __post_init__(self):
+        check_whole(self, "window")
+        check_positive(self, "rotary_base")
+        unread = [name for name in ("window", "rotary_base", "rotary_scaling") if getattr(self, name) is not None]
+        unread += [] if self.attention_norm else ["attention_norm"]
+        if unread and not self.self_attention:
+            raise ConfigError(
+                f"{unread[0]} says how a layer attends, but self_attention is False. Leave {unread[0]} out, or let "
+                f"the layer attend."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadTransform:
+    """A map (D, D) and a nonlinearity in front of the output map, and perhaps a norm after them.
+
+    With gelu and a norm it is the head of BERT's masked language model, with tanh the pooler of its classifier (Devlin
+    et al. 2018, arXiv 1810.04805). Raises ConfigError: an unknown activation.
+    """
+
+    activation: Activation
+    """after the map"""
+    norm: bool
+    """a norm of the config's kind after the activation"""
+    use_bias: bool = True
+    """a bias in the map"""
+
+    def __post_init__(self):
+        check_choices(self, activation=Activation)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patches:
+    """How an image becomes a sequence: squares side by side, row by row, each one vector by one linear map (Dosovitskiy
+    et al. 2020, arXiv 2010.11929, section 3.1). `image_height`, `image_width` and `patch_size` are in pixels.
+
+    Raises:
+        ConfigError: a size below 1, or an image that is no whole number of patches high and wide.
+    """
+
+    image_height: int
+    image_width: int
+    patch_size: int
+    """height and width of a patch"""
+    channels: int = 3
+    """numbers a pixel"""
+    use_bias: bool = True
+    """a bias in the linear map"""
+
+    def __post_init__(self):
+        check_whole(self, "image_height", "image_width", "patch_size", "channels")
+        for field in ("image_height", "image_width"):
+            size = getattr(self, field)
+            if size % self.patch_size:
+                raise ConfigError(f"{field} ({size}) must be a multiple of patch_size ({self.patch_size}). Change one.")
+
+    @property
+    def count(self) -> int:
+        """Patches of an image."""
+        return (self.image_height // self.patch_size) * (self.image_width // self.patch_size)
