@@ -1,0 +1,122 @@
+"""A name or a path becomes a directory; whatever hinders it is one line that says what to do."""
+
+import os
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from transformer.weights.files import WeightsError
+from transformer.weights.hub import fetch
+
+huggingface_hub = pytest.importorskip("huggingface_hub")
+errors = pytest.importorskip("huggingface_hub.errors")
+
+
+@pytest.fixture
+def snapshot(monkeypatch, tmp_path):
+    """Stands in for the download: gives a directory with the files of `files`, or raises `error`."""
+    told = SimpleNamespace(files=["config.json", "model.safetensors"], error=None, asked=None)
+
+    def download(name, **arguments):
+        told.asked = (name, arguments)
+        if told.error:
+            raise told.error
+        for file in told.files:
+            (tmp_path / file).touch()
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    return told
+
+
+def http(kind: type[Exception], status: int) -> Exception:
+    response = SimpleNamespace(headers={}, status_code=status, request=None)
+    return kind(f"{status}\nmore lines", response=response)
+
+
+def test_a_directory_is_taken_as_it_is(tmp_path, snapshot, monkeypatch):
+    assert fetch(tmp_path) == tmp_path
+    (tmp_path / "gpt2").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert fetch("gpt2").samefile(tmp_path / "gpt2")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert fetch("~/gpt2") == tmp_path / "gpt2"
+    (tmp_path / "file").touch()
+    with pytest.raises(WeightsError, match="file is a file: expected a directory"):
+        fetch("file")
+    assert snapshot.asked is None
+
+
+def test_a_name_is_fetched_without_pickles(tmp_path, snapshot):
+    from huggingface_hub.utils import filter_repo_objects
+
+    assert fetch("org/some-model_1.5", "main") == tmp_path
+    name, arguments = snapshot.asked
+    assert (name, arguments["revision"]) == ("org/some-model_1.5", "main")
+    opened = ["config.json", "1_Pooling/config.json", "model.safetensors", "model-00001-of-00002.safetensors"]
+    others = [
+        "pytorch_model.bin",
+        "original/model.pth",
+        "consolidated.safetensors",
+        "a.gguf",
+        "modeling.py",
+        "a/b.safetensors",
+    ]
+    kept = filter_repo_objects(opened + others, allow_patterns=arguments["allow_patterns"])
+    assert list(kept) == opened
+
+
+@pytest.mark.parametrize(
+    "name", ["./gpt2", "/no/such/place", "a/b/c", "../x", "a\\b", "x/..", "org/na me", "-x", "a--b/c", "gpt2/", "é"]
+)
+def test_what_can_be_no_name_is_no_directory(name, snapshot, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"no directory .*can be no name on the Hugging Face hub"):
+        fetch(name)
+    assert snapshot.asked is None
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (http(errors.GatedRepoError, 403), r"gated.*https://huggingface.co/org/name and log in: hf auth login"),
+        (http(errors.RepositoryNotFoundError, 401), "no directory org/name, and no model of this name on the hub"),
+        (http(errors.RevisionNotFoundError, 404), "org/name has no revision 'v9' on the hub. Name a branch"),
+        (
+            errors.LocalEntryNotFoundError("x"),
+            "can't be reached.*hf download org/name --local-dir org-name, and give that",
+        ),
+        (
+            http(errors.HfHubHTTPError, 500),
+            "could not be fetched from the hub: HfHubHTTPError, 500 more lines. Try again",
+        ),
+        (OSError(28, "No space left on device"), r"could not be fetched .* No space left on device"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_hinders_is_one_line(snapshot, error, message):
+    snapshot.error = error
+    with pytest.raises(WeightsError, match=message) as caught:
+        fetch("org/name", "v9")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_model_without_safetensors_is_told(snapshot):
+    snapshot.files = ["config.json"]
+    with pytest.raises(WeightsError, match=r"gpt2 has no model\.safetensors on the hub: .*pickle.*convert it"):
+        fetch("gpt2")
+
+
+def test_without_the_package(monkeypatch):
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(WeightsError, match=r"needs the package huggingface_hub\. Install it: pip install"):
+        fetch("gpt2")
+
+
+def test_without_a_network(monkeypatch, tmp_path):
+    """The library itself, told to stay offline, and an empty cache."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", os.fspath(tmp_path))
+    with pytest.raises(WeightsError, match="the hub can't be reached"):
+        fetch("gpt2")
