@@ -11,12 +11,13 @@ RECIPE ?= configs/number_words.py
 IN_VENV = $(VENV)/bin/python
 PIP_INSTALL = $(IN_VENV) -m pip install --disable-pip-version-check --quiet
 
-.PHONY: help setup train test lint format pins clean
+.PHONY: help setup train test parity lint format pins clean
 .SUFFIXES:
 
 help:
 	@echo 'make train    install what is needed, train the translator of number words, show what it can do'
 	@echo 'make test     lint and all default tests'
+	@echo 'make parity   every family against transformers on torch, in an environment of its own: $(PARITY_VENV)'
 	@echo 'make setup    only install: $(VENV), again only when the requirements change'
 	@echo 'make lint     Ruff: rules and format'
 	@echo 'make format   Ruff: mend what it can'
@@ -90,6 +91,17 @@ train: setup
 
 test: lint
 	@$(IN_VENV) -m pytest -n auto --maxprocesses 4 $(ARGS)
+
+# torch never enters $(VENV). PIP_ARGS may name where its CPU build is, such as an --extra-index-url.
+PARITY_VENV ?= .venv-parity
+parity:
+	@$(MAKE) --no-print-directory setup VENV='$(PARITY_VENV)' ACCELERATOR=cpu
+	@$(MAKE) --no-print-directory '$(PARITY_VENV)/parity' PARITY_VENV='$(PARITY_VENV)'
+	@'$(PARITY_VENV)/bin/python' -m pytest -m parity -n auto --maxprocesses 4 $(ARGS)
+
+$(PARITY_VENV)/parity: requirements-parity.txt $(PARITY_VENV)/installed
+	@'$(PARITY_VENV)/bin/python' -m pip install --disable-pip-version-check --quiet $(PIP_ARGS) -c requirements.txt -r requirements-parity.txt
+	@touch '$@'
 
 lint: setup
 	@$(IN_VENV) -m ruff check .

@@ -31,14 +31,17 @@ LAYERS = {
     "sharding": 7,
     "data": 7,
     "viz": 7,
+    "weights": 7,
     "training": 8,
+    "zoo": 8,
     "studies": 8,
     "plan": 9,
+    "inference": 9,
     "cli": 10,
     "__main__": 11,
 }
 # Levels kept for what is to come. Whoever writes one moves its line up, here and in docs/architecture.md.
-PLANNED = {"mla": 3, "weights": 7, "lora": 7, "zoo": 8}
+PLANNED = {"mla": 3, "lora": 7}
 
 # What everything up to `generate` may need: taking one module into another project must not bring a training stack.
 CORE = {"jax", "flax", "numpy", "jaxtyping"}

@@ -113,9 +113,9 @@ class TestVerbs:
     @pytest.mark.parametrize(
         ("words", "message"),
         [
-            ((), "there is no verb. Give one of generate, evaluate, inspect, devices"),
+            ((), "there is no verb. Give one of generate, embed, classify, score"),
             (("generat", "x"), "there is no verb 'generat'. Did you mean 'generate'?"),
-            (("generate",), "WORKDIR is missing"),
+            (("generate",), "DIR is missing"),
             (("inspect", "x"), "--prompt is missing"),
             (("generate", "x", "y"), "one word too many: y"),
             (("generate", "x", "--promt", "y"), "generate has no option --promt. Did you mean '--prompt'?"),
@@ -141,7 +141,7 @@ class TestVerbs:
         missing, empty, bare = tmp_path / "missing", tmp_path / "empty", tmp_path / "bare"
         assert f"there is no directory {missing}. Give the workdir" in fails(verb, missing, *prompt)
         empty.mkdir()
-        assert "recipe.json does not exist" in fails(verb, empty, *prompt)
+        assert "holds neither a run (recipe.json) nor weights (config.json)" in fails(verb, empty, *prompt)
         bare.mkdir()
         for name in ("recipe.json", "tokenizer"):
             (bare / name).symlink_to(workdirs / "pairs" / name)
@@ -167,7 +167,7 @@ class TestVerbs:
             main([verb, "--help"])
         assert not stop.value.code
         out, err = capsys.readouterr()
-        assert "WORKDIR" in out
+        assert "DIR" in out
         assert "--step" in out
         assert "\x1b" not in out
         assert err == ""

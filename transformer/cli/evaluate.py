@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from transformer.cli.arguments import parse
-from transformer.cli.workdirs import WorkdirCommand
+from transformer.cli.models import ModelCommand
 from transformer.config import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evaluate(WorkdirCommand):
+class Evaluate(ModelCommand):
     """Measures loss and perplexity on a split of the run's data; for pairs also translates and compares word by word.
 
     The data is read from where the run had it.
@@ -29,7 +29,13 @@ def main(arguments: Sequence[str]) -> None:
     command = parse(Evaluate, "evaluate", arguments)
     if command.examples < 0:
         raise ConfigError(f"--examples must be at least 0, got {command.examples}.")
-    run = command.load()
+    opened = command.load()
+    run = opened.run
+    if run is None:
+        raise ConfigError(
+            f"{command.directory} holds weights and no recipe: there is no data to evaluate on. `score` gives the "
+            f"perplexity of a text of yours."
+        )
 
     import jax
 
@@ -57,7 +63,7 @@ def main(arguments: Sequence[str]) -> None:
     if command.json:
         exact = {group or "all": {"right": s.right, "total": s.total, "rate": s.rate} for group, s in matches.items()}
         command.print_json(
-            run,
+            opened,
             split=split,
             loss=result.loss,
             perplexity=perplexity,
@@ -66,7 +72,7 @@ def main(arguments: Sequence[str]) -> None:
             exact_match=exact,
         )
         return
-    print(f"{command.workdir}, step {run.step}, split {split}: {int(result.targets):,} targets")
+    print(f"{command.directory}, step {run.step}, split {split}: {int(result.targets):,} targets")
     print(f"loss: {result.loss:.4f} nats, perplexity {perplexity:.4g}, accuracy {100 * result.accuracy:.2f} %")
     for group, score in matches.items():
         print(f"  {run.recipe.data.group_name} {group}: {score}" if group else f"exact match: {score}")

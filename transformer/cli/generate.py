@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import tyro
 
 from transformer.cli.arguments import parse
-from transformer.cli.workdirs import WorkdirCommand
+from transformer.cli.models import ModelCommand
 from transformer.config import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Generate(WorkdirCommand):
+class Generate(ModelCommand):
     """Translates each prompt (encoder-decoder: one line of output a prompt), or goes on with it (causal model).
 
     Without --prompt the text comes from stdin: every line is a sentence to translate, or all of it is to be continued.
@@ -47,12 +46,13 @@ def main(arguments: Sequence[str]) -> None:
         raise ConfigError(f"--seed must be from 0 to {2**32 - 1}, got {command.seed}.")
     from transformer.cli import texts
     from transformer.generate import Sampling
+    from transformer.models import Seq2Seq
 
     filters = {name: getattr(command, name) for name in ("top_k", "top_p", "min_p")}
     Sampling(temperature=1.0 if command.temperature is None else command.temperature, **filters)  # wrong: soon
-    run = command.load()
-    translates = run.recipe.task == "seq2seq"
-    prompts = texts.read_prompts(command.prompt, run.recipe.task)
+    run = command.load_writer()
+    translates = isinstance(run.model, Seq2Seq)
+    prompts = texts.read_prompts(command.prompt, lines=translates)
     usual = 1.0 if any(value is not None for value in filters.values()) else 0.0 if translates else 0.8
     sampling = Sampling(temperature=usual if command.temperature is None else command.temperature, **filters)
     written = (texts.translate if translates else texts.continue_texts)(
@@ -66,13 +66,6 @@ def main(arguments: Sequence[str]) -> None:
         command.print_json(run, results=[dataclasses.asdict(one) for one in written])
     elif translates:
         for one in written:
-            print(_shown(one.output))
+            print(texts.shown(one.output))
     else:
-        print("\n---\n".join(_shown(one.prompt + one.output) for one in written))
-
-
-def _shown(text: str) -> str:
-    """The text, without codes that a terminal would obey."""
-    if not sys.stdout.isatty():
-        return text
-    return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
+        print("\n---\n".join(texts.shown(one.prompt + one.output) for one in written))

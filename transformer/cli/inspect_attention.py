@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from transformer.cli.arguments import parse
-from transformer.cli.workdirs import WorkdirCommand
+from transformer.cli.models import ModelCommand
 from transformer.config import ConfigError
 
 if TYPE_CHECKING:
-    from transformer.training.runs import Run
+    from transformer.inference import Opened
 
 
 @dataclass(frozen=True, kw_only=True)
-class Inspect(WorkdirCommand):
+class Inspect(ModelCommand):
     """Draws the attention weights of every layer and head for one text, with words on both axes, into PNG files."""
 
     prompt: str
@@ -27,7 +27,7 @@ class Inspect(WorkdirCommand):
     sizes: bool = False
     """also print the size of everything between the tokens and the logits"""
     output: Path | None = None
-    """directory for the pictures; None: WORKDIR/attention"""
+    """directory for the pictures; None: DIR/attention"""
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str]) -> None:
     from transformer.studies.sizes import sizes, sizes_table
     from transformer.viz.attention_maps import attention_maps, save_attention_maps
 
-    run = command.load()
+    run = command.load_writer()
     # A kernel chosen for the training may be unable to give its weights.
     model = run.model.clone(execution=dataclasses.replace(run.model.execution, attention="auto"))
     prompt, target, rows = _read(command, run)
@@ -47,11 +47,11 @@ def main(arguments: Sequence[str]) -> None:
     sown = _watch(model, run.params, *tokens.values())
     if not sown and not command.sizes:
         raise ConfigError(
-            f"no layer of the model in {command.workdir} attends to anything: there is nothing to draw. "
+            f"no layer of the model in {command.directory} attends to anything: there is nothing to draw. "
             f"--sizes shows what it computes instead."
         )
-    directory = command.workdir / "attention" if command.output is None else command.output
-    paths = save_attention_maps(attention_maps(sown, run.recipe.model), directory, **labels) if sown else []
+    directory = command.directory / "attention" if command.output is None else command.output
+    paths = save_attention_maps(attention_maps(sown, run.model.config), directory, **labels) if sown else []
     found = sizes(model, *tokens.values()) if command.sizes else []
     if command.json:
         values = {"sizes": [dataclasses.asdict(size) for size in found]} if command.sizes else {}
@@ -67,15 +67,16 @@ def main(arguments: Sequence[str]) -> None:
         print(path)
 
 
-def _read(command: Inspect, run: Run) -> tuple[str, str | None, dict[str, list[int]]]:
+def _read(command: Inspect, run: Opened) -> tuple[str, str | None, dict[str, list[int]]]:
     """The prompt, the text on the decoder's side, and the ids of each side of the model."""
     from transformer.cli import texts
     from transformer.generate import Sampling
+    from transformer.models import Seq2Seq
 
-    (prompt,) = texts.read_prompts([command.prompt], "causal_lm")  # of stdin, all is one text
+    (prompt,) = texts.read_prompts([command.prompt], lines=False)  # of stdin, all is one text
     ids = texts.encode_prompt(run, prompt)
     target = command.target
-    if run.recipe.task != "seq2seq":
+    if not isinstance(run.model, Seq2Seq):
         if target is not None:
             raise ConfigError(
                 "--target is for an encoder-decoder; a causal model reads one text: put it into --prompt."
@@ -84,7 +85,7 @@ def _read(command: Inspect, run: Run) -> tuple[str, str | None, dict[str, list[i
     if target is None:
         greedy = Sampling(temperature=0.0)
         target = texts.translate(run, [prompt], max_new_tokens=128, sampling=greedy, seed=0)[0].output
-    return prompt, target, {"source": ids, "target": [run.tokenizer.bos_id, *texts.encode(run, target, "target")]}
+    return prompt, target, {"source": ids, "target": [run.bos_id, *texts.encode(run, target, "target")]}
 
 
 def _watch(model: Any, params: Any, *tokens: Any) -> Any:

@@ -14,7 +14,11 @@ from transformer.config import ConfigError
 from transformer.generate import Sampling, generate
 
 if TYPE_CHECKING:
-    from transformer.training.runs import Run
+    from transformer.inference import Opened
+
+
+UNBOUNDED = 2**30
+"""context of a model that reads any number of tokens"""
 
 
 @dataclass(frozen=True)
@@ -27,23 +31,23 @@ class Written:
     """it ended by itself, rather than at max_new_tokens"""
 
 
-def read_prompts(given: Sequence[str], task: str) -> list[str]:
+def read_prompts(given: Sequence[str], *, lines: bool, option: str = "--prompt") -> list[str]:
     """The prompts given; "-" stands for stdin, and so does nothing when stdin is no terminal.
 
-    Of stdin every line is a prompt for a translation, and all of it (but for its last line end) is one prompt for a
-    causal model. ConfigError when there is none, ValueError when stdin is no text.
+    Of stdin every line is a prompt where `lines` (a translation), and all of it (but for its last line end) is one
+    prompt else. ConfigError when there is none, ValueError when stdin is no text.
     """
     if not given:
         if sys.stdin is None or sys.stdin.isatty():
-            raise ConfigError('there is no prompt. Give --prompt "...", or pipe a text into this command.')
+            raise ConfigError(f'there is no {option[2:]}. Give {option} "...", or pipe a text into this command.')
         given = ["-"]
     prompts: list[str] = []
     for prompt in given:
-        prompts += _stdin_prompts(task) if prompt == "-" else [prompt]
+        prompts += _stdin_prompts(lines) if prompt == "-" else [prompt]
     return prompts
 
 
-def _stdin_prompts(task: str) -> list[str]:
+def _stdin_prompts(lines: bool) -> list[str]:
     try:
         text = sys.stdin.buffer.read().decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -51,10 +55,10 @@ def _stdin_prompts(task: str) -> list[str]:
     text = text.replace("\r\n", "\n").removesuffix("\n")
     if not text.strip():
         raise ValueError('the prompt is empty: nothing came from stdin. Give --prompt "...", or pipe a text.')
-    return [line for line in text.split("\n") if line.strip()] if task == "seq2seq" else [text]
+    return [line for line in text.split("\n") if line.strip()] if lines else [text]
 
 
-def encode_prompt(run: Run, prompt: str) -> list[int]:
+def encode_prompt(run: Opened, prompt: str) -> list[int]:
     """Token ids of a prompt.
 
     Raises:
@@ -67,14 +71,14 @@ def encode_prompt(run: Run, prompt: str) -> list[int]:
     return ids
 
 
-def encode(run: Run, text: str, what: str) -> list[int]:
+def encode(run: Opened, text: str, what: str) -> list[int]:
     """Token ids of a text; `what` names it in errors. ValueError as `encode_prompt`, but an empty text is fine."""
     tokenizer = run.tokenizer
     try:
         ids = tokenizer.encode_source(text) if what == "prompt" else tokenizer.encode(text)
     except ValueError as error:
         raise ValueError(f"the {what} can't be read: {error}") from error
-    limit = run.recipe.model.max_length
+    limit = run.model.config.max_length
     if limit is not None and len(ids) > limit:
         raise ValueError(
             f"the {what} is too long: {len(ids)} tokens, but the model's learned position table has {limit} "
@@ -83,17 +87,19 @@ def encode(run: Run, text: str, what: str) -> list[int]:
     return ids
 
 
-def translate(run: Run, prompts: Sequence[str], *, max_new_tokens: int, sampling: Sampling, seed: int) -> list[Written]:
+def translate(
+    run: Opened, prompts: Sequence[str], *, max_new_tokens: int, sampling: Sampling, seed: int
+) -> list[Written]:
     """The target that an encoder-decoder writes for each source."""
-    tokenizer, limit = run.tokenizer, run.recipe.model.max_length
+    tokenizer, limit = run.tokenizer, run.model.config.max_length
     sources = [encode_prompt(run, prompt) for prompt in prompts]
     most = max_new_tokens if limit is None else min(max_new_tokens, limit - 1)
     rows = generate(
         run.model,
         run.params,
         sources=sources,
-        bos_id=tokenizer.bos_id,
-        eos_id=tokenizer.eos_id,
+        bos_id=run.bos_id,
+        eos_id=run.eos_ids,
         max_new_tokens=most,
         sampling=sampling,
         seed=seed,
@@ -126,7 +132,7 @@ class _Text:
 
 
 def continue_texts(
-    run: Run, prompts: Sequence[str], *, max_new_tokens: int, sampling: Sampling, seed: int
+    run: Opened, prompts: Sequence[str], *, max_new_tokens: int, sampling: Sampling, seed: int
 ) -> list[Written]:
     """How a causal model goes on with each prompt.
 
@@ -134,7 +140,7 @@ def continue_texts(
     pieces, each after the last half window of the text so far. A prompt longer than a window is read from its end,
     with a warning.
     """
-    context, tokenizer = run.recipe.data.sequence_length, run.tokenizer
+    context, tokenizer = run.context or UNBOUNDED, run.tokenizer
     texts = [_Text(prompt, encode_prompt(run, prompt), max_new_tokens) for prompt in prompts]
     if any(len(text.ids) >= context for text in texts):
         warnings.warn(
@@ -152,7 +158,7 @@ def continue_texts(
                 run.model,
                 run.params,
                 [texts[number].piece(context)[0] for number in numbers],
-                eos_id=tokenizer.eos_id,
+                eos_id=run.eos_ids,
                 max_new_tokens=wanted,
                 sampling=sampling,
                 seed=[(seed + 7919 * number + 104_729 * len(texts[number].new)) % 2**32 for number in numbers],
@@ -160,3 +166,10 @@ def continue_texts(
             for number, row in zip(numbers, rows, strict=True):
                 texts[number] = texts[number].grown(row, wanted)
     return [Written(text.prompt, tokenizer.decode(text.new), text.ended) for text in texts]
+
+
+def shown(text: str) -> str:
+    """The text, on a terminal without codes that it would obey."""
+    if not sys.stdout.isatty():
+        return text
+    return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)

@@ -96,7 +96,7 @@ def decode(
     source: Rows | None,
     keys: PRNGKey,
     choice: Choice,
-    eos_id: Int[Array, ""],
+    eos_ids: Int[Array, " E"],
     limit: Int[Array, ""],
     *,
     cache_slots: int,
@@ -108,7 +108,7 @@ def decode(
 
     Args:
         keys: (B,), one a row; the token at position p is drawn from `fold_in(key, p)`.
-        eos_id: ends a row; -1: nothing does.
+        eos_ids: (E,), each ends a row; -1: nothing does.
         limit: new tokens at most, no more than `new_slots`.
     """
     logits, cache = prefill(model, params, prompts, source, cache_slots)
@@ -121,7 +121,7 @@ def decode(
         return choose(logits, jax.vmap(jax.random.fold_in)(keys, positions), choice)
 
     def record(written, step, running, tokens, positions):
-        failed, ended = running & (tokens < 0), tokens == eos_id
+        failed, ended = running & (tokens < 0), (tokens[:, None] == eos_ids[None, :]).any(1)
         running = running & ~failed & ~ended
         written = Written(
             tokens=jax.lax.dynamic_update_slice(written.tokens, tokens[:, None], (jnp.int32(0), step)),

@@ -37,7 +37,7 @@ def generate(
     *,
     max_new_tokens: SupportsIndex,
     sampling: Sampling = PLAIN,
-    eos_id: SupportsIndex | None = None,
+    eos_id: SupportsIndex | Sequence[SupportsIndex] | None = None,
     seed: SupportsIndex | Sequence[SupportsIndex] = 0,
     sources: Sequence[Ids] | None = None,
     bos_id: SupportsIndex | None = None,
@@ -54,7 +54,7 @@ def generate(
         prompts: token ids of each row. Seq2Seq: where the target begins; None: `[bos_id]` for each source.
         max_new_tokens: at most so many a row.
         sampling: how tokens are chosen; `Sampling(temperature=0.0)` is greedy.
-        eos_id: ends a row; None: every row gets `max_new_tokens`.
+        eos_id: ends a row, or several of which each does; None: every row gets `max_new_tokens`.
         seed: row b draws the token at position p from the key `fold_in(fold_in(key(seed), b), p)`; so a text that is
             continued with the same seed goes on as if it had not been interrupted. Given one seed a row, row b draws
             from `fold_in(fold_in(key(seed[b]), 0), p)`: as if it were alone with that seed, at whatever place.
@@ -70,7 +70,9 @@ def generate(
         raise ValueError('params must be the parameters themselves, got {"params": ...}: pass params["params"].')
     vocab_size = vocabulary(model.config)
     limit = check_new_tokens(max_new_tokens)
-    check_id("eos_id", eos_id, vocab_size)
+    ends = [eos_id] if eos_id is None or isinstance(eos_id, SupportsIndex) else list(eos_id)
+    for end in ends:
+        check_id("eos_id", end, vocab_size)
     check_id("bos_id", bos_id, vocab_size)
     source_rows = _sources(model, sources, vocab_size)
     prompt_rows = check_rows("prompt", _prompts(prompts, source_rows, bos_id), vocab_size)
@@ -91,7 +93,7 @@ def generate(
         None if source_rows is None else pad(source_rows, _slots(model, source_rows)),
         _row_keys(*row_seeds(seed, len(prompt_rows))),
         Choice.of(sampling, vocab_size),
-        np.int32(-1 if eos_id is None else eos_id),
+        np.array([-1 if end is None else end for end in ends or [None]], np.int32),
         np.int32(limit),
         cache_slots=prompt_slots + new_slots,
         new_slots=new_slots,

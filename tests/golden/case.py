@@ -1,0 +1,89 @@
+"""What both sides compute: tiny models of every family, their numbers and their inputs, from names and sizes alone.
+
+No file of weights is kept: the numbers of a tensor are drawn by its name, so that a golden file holds names, shapes and
+results only.
+"""
+
+import importlib
+import json
+import pkgutil
+import zlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+HERE = Path(__file__).parent
+PADDED = 3
+"""tokens of padding in the second row"""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One tiny model: the reference's classes of model and config, and the fields of the config."""
+
+    architecture: str
+    config: str
+    values: dict[str, Any]
+    options: dict[str, Any] = field(default_factory=dict)
+    """arguments of the reference's model beside its config"""
+    length: int = 11
+    """tokens of a row"""
+    left_padding: bool = True
+    """whether rows padded on the left are compared, too (decoders)"""
+    new_tokens: int = 50
+    """how many are generated, by models that write"""
+    golden: bool = True
+    """whether a golden file keeps it for the default tests"""
+    more: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """names and shapes of tensors in its file that a new model of the reference would tie to others"""
+
+
+def families() -> list[str]:
+    """Families with cases: one file each."""
+    return sorted(module.name for module in pkgutil.iter_modules([str(HERE / "cases")]))
+
+
+def cases(family: str) -> dict[str, Case]:
+    """The tiny models of a family, by name."""
+    return importlib.import_module(f"golden.cases.{family}").CASES
+
+
+def all_cases() -> list[tuple[str, str]]:
+    """(family, name) of every case."""
+    return [(family, name) for family in families() for name in cases(family)]
+
+
+def numbers(name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """The float32 numbers of a tensor: of a size that keeps activations near 1, none of them at its initial value."""
+    drawn = np.random.RandomState(zlib.crc32(name.encode())).standard_normal(shape)
+    if len(shape) < 2:
+        # Scales of norms around 1; biases, sinks and the like around 0.
+        return (drawn * 0.2 + (1.0 if name.endswith((".weight", ".gamma")) else 0.0)).astype(np.float32)
+    return (drawn * 1.2 / np.sqrt(np.prod(shape[1:]))).astype(np.float32)
+
+
+def golden_file(family: str) -> Path:
+    """Where results of a family are kept."""
+    return HERE / f"{family}.json"
+
+
+def golden(family: str) -> dict[str, Any]:
+    """Results of a family, by name of the case."""
+    return json.loads(golden_file(family).read_text())
+
+
+def tokens(seed: int, vocab_size: int, *shape: int) -> np.ndarray:
+    """Ids that are never one of the first four, which families keep for padding and the like."""
+    return np.random.RandomState(seed).randint(4, vocab_size, shape).astype(np.int32)
+
+
+def real_tokens(padding: str, rows: int, length: int) -> np.ndarray:
+    """Which tokens are no padding, (rows, length) of 0 and 1: all ("none"), or but for PADDED of the second row."""
+    real = np.ones((rows, length), np.int32)
+    if padding == "right":
+        real[1, -PADDED:] = 0
+    if padding == "left":
+        real[1, :PADDED] = 0
+    return real

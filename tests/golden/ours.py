@@ -1,0 +1,92 @@
+"""Our side: the same directory, loaded; the same inputs, results by the same names."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from golden.case import Case, numbers, real_tokens, tokens
+
+from transformer.masks import Mask
+from transformer.models import Classifier, Embedder, MaskedLM, Seq2Seq, VisionClassifier
+from transformer.weights.files import write_weights
+
+
+def write(directory: Path, record: dict[str, Any]) -> Path:
+    """The checkpoint that a golden record describes."""
+    tensors = {name: numbers(name, tuple(shape)) for name, shape in record["tensors"].items()}
+    write_weights(directory, record["config"], tensors)
+    return directory
+
+
+def inputs_of(model: Any, case: Case, padding: str, pad_id: int = 0) -> tuple[tuple, dict[str, Any]]:
+    """Arguments of a call, and those by name."""
+    config = model.config
+    if isinstance(model, VisionClassifier):
+        shape = (2, config.patches.channels, config.patches.image_height, config.patches.image_width)
+        pixels = np.random.RandomState(5).standard_normal(shape).astype(np.float32)
+        return (jnp.asarray(pixels.transpose(0, 2, 3, 1)),), {}
+    real = real_tokens(padding, 2, case.length)
+    ids = jnp.asarray(tokens(1, config.vocab_size, 2, case.length) * real + (1 - real) * pad_id)
+    named: dict[str, Any] = {}
+    mask = None
+    if padding == "right":
+        mask = Mask.lengths(jnp.asarray(real.sum(1)))
+    if padding == "left":
+        mask = Mask.segments(jnp.asarray(real))
+        named["positions"] = jnp.asarray(np.maximum(real.cumsum(1) - 1, 0))
+    if isinstance(model, Seq2Seq):
+        target = tokens(2, config.vocab_size, 2, case.length - 4)
+        return (ids, jnp.asarray(target)), {"source_mask": mask}
+    if isinstance(model, MaskedLM | Classifier | Embedder) and (config.token_types or 1) > 1:
+        types = np.broadcast_to(np.arange(case.length) >= case.length // 2, (2, case.length))
+        named["token_types"] = jnp.asarray(types.astype(np.int32))
+    return (ids,), named | {"mask": mask}
+
+
+def run(model: Any, params: Any, case: Case, padding: str, pad_id: int = 0) -> dict[str, np.ndarray]:
+    """Hidden states and, if the model has a head, logits."""
+    inputs, named = inputs_of(model, case, padding, pad_id)
+
+    @jax.jit
+    def both(params, inputs, named):
+        def compute(module):
+            hidden = module.hidden(*inputs, **named)
+            return hidden, None if isinstance(model, Embedder) else module(*inputs, **named)
+
+        return model.apply({"params": params}, method=compute)
+
+    hidden, logits = both(params, inputs, named)
+    results = {"hidden": hidden} | ({} if logits is None else {"logits": logits})
+    return {name: np.asarray(value, np.float32) for name, value in results.items()}
+
+
+def gradients(model: Any, params: Any, case: Case) -> Any:
+    """Gradient of the mean of log-probabilities x fixed numbers, a tree as the parameters."""
+    inputs, named = inputs_of(model, case, "none")
+
+    @jax.jit
+    def gradient(params):
+        def loss(params):
+            logits = model.apply({"params": params}, *inputs, **named)
+            direction = np.random.RandomState(3).standard_normal(logits.shape).astype(np.float32)
+            return (jax.nn.log_softmax(logits) * direction).mean()
+
+        return jax.grad(loss)(params)
+
+    return gradient(params)
+
+
+def compare(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray], padding: str, case: Case) -> None:
+    """The same to 1e-4, wherever there is no padding."""
+    assert ours.keys() == theirs.keys()
+    for name, expected in theirs.items():
+        expected, got = np.asarray(expected, np.float32), ours[name]
+        assert got.shape == expected.shape, name
+        assert np.abs(expected).max() > 0.05, name  # something to compare
+        per_token = got.ndim == 3 and got.shape[1] == case.length
+        if per_token and padding != "none":
+            real = real_tokens(padding, 2, case.length).astype(bool)
+            got, expected = got[real], expected[real]
+        np.testing.assert_allclose(got, expected, rtol=0, atol=1e-4, err_msg=name)

@@ -1,0 +1,111 @@
+"""The reference's side: transformers on torch, tiny models with the numbers of `case.numbers`."""
+
+import inspect
+import json
+
+import numpy as np
+import torch
+import transformers
+from golden.case import Case, numbers, real_tokens, tokens
+
+
+def build(case: Case):
+    """The model of a case, in float32, evaluation mode."""
+    special = {"bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
+    given = {name: value for name, value in special.items() if name not in case.values}
+    config = getattr(transformers, case.config)(**given, **case.values)
+    config._attn_implementation = "eager"
+    return getattr(transformers, case.architecture)(config, **case.options).float().eval()
+
+
+def fill(model, case: Case, directory):
+    """Gives a model its numbers by way of its own files, names as they are on disk; returns it read back."""
+    import safetensors.numpy
+
+    model.save_pretrained(directory)
+    path = directory / "model.safetensors"
+    shapes = {name: tensor.shape for name, tensor in safetensors.numpy.load_file(path).items()} | case.more
+    tensors = {name: numbers(name, shape) for name, shape in shapes.items()}
+    safetensors.numpy.save_file(tensors, path, {"format": "pt"})
+    return reload(type(model), case, directory), {name: list(tensor.shape) for name, tensor in tensors.items()}
+
+
+def reload(cls, case: Case, directory):
+    """A model read from a directory; an error where the reference finds a tensor missing or one too many."""
+    model, info = cls.from_pretrained(
+        directory, output_loading_info=True, dtype=torch.float32, attn_implementation="eager", **case.options
+    )
+    faults = {name: found for name, found in info.items() if found}
+    if faults:
+        raise ValueError(f"the reference does not load {directory} whole: {faults}")
+    return model.eval()
+
+
+def inputs_of(model, case: Case, padding: str) -> dict[str, torch.Tensor]:
+    """What the reference is given."""
+    config = model.config
+    if model.main_input_name == "pixel_values":
+        size = config.image_size if isinstance(config.image_size, list | tuple) else (config.image_size,) * 2
+        pixels = np.random.RandomState(5).standard_normal((2, config.num_channels, *size)).astype(np.float32)
+        return {"pixel_values": torch.tensor(pixels)}
+    real = real_tokens(padding, 2, case.length)
+    ids = tokens(1, config.vocab_size, 2, case.length) * real + (1 - real) * (config.pad_token_id or 0)
+    given = {"input_ids": torch.tensor(ids, dtype=torch.long)}
+    if padding != "none":
+        given["attention_mask"] = torch.tensor(real, dtype=torch.long)
+    if padding == "left" and "position_ids" in inspect.signature(model.forward).parameters:
+        given["position_ids"] = torch.tensor(np.maximum(real.cumsum(1) - 1, 0), dtype=torch.long)
+    if "decoder_input_ids" in inspect.signature(model.forward).parameters:
+        target = tokens(2, config.vocab_size, 2, case.length - 4)
+        given["decoder_input_ids"] = torch.tensor(target, dtype=torch.long)
+    if getattr(config, "type_vocab_size", 1) > 1:
+        given["token_type_ids"] = torch.tensor(np.arange(case.length) >= case.length // 2).long().expand(2, -1)
+    return given
+
+
+def hidden_states(model, given: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Of the last layer, after its norm."""
+    if "decoder_input_ids" not in given or model.base_model is not model:
+        return model.base_model(**given).last_hidden_state
+    # T5's models hold the two stacks themselves.
+    mask = given.get("attention_mask")
+    context = model.encoder(input_ids=given["input_ids"], attention_mask=mask).last_hidden_state
+    target = {"input_ids": given["decoder_input_ids"], "encoder_attention_mask": mask}
+    return model.decoder(**target, encoder_hidden_states=context).last_hidden_state
+
+
+def run(model, case: Case, padding: str) -> dict[str, np.ndarray]:
+    """Hidden states of the last layer, after its norm, and logits if the model has a head."""
+    given = inputs_of(model, case, padding)
+    with torch.no_grad():
+        results = {"hidden": hidden_states(model, given)}
+        output = model(**given)
+    if getattr(output, "logits", None) is not None:
+        results["logits"] = output.logits
+    return {name: value.float().numpy() for name, value in results.items()}
+
+
+def gradients(model, case: Case) -> dict[str, np.ndarray]:
+    """Gradient of the mean of logits x fixed numbers with respect to every tensor, by its name in the model."""
+    model.zero_grad()
+    logits = model(**inputs_of(model, case, "none")).logits
+    direction = np.random.RandomState(3).standard_normal(tuple(logits.shape)).astype(np.float32)
+    (torch.nn.functional.log_softmax(logits, -1) * torch.tensor(direction)).mean().backward()
+    return {name: p.grad.numpy() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def generated(model, case: Case) -> list[list[int]]:
+    """What the reference writes greedily."""
+    given = inputs_of(model, case, "none")
+    given.pop("decoder_input_ids", None)
+    start = given.get("input_ids")
+    out = model.generate(
+        **given, max_new_tokens=case.new_tokens, min_new_tokens=case.new_tokens, do_sample=False, eos_token_id=None
+    )
+    written = out[:, 1:] if model.config.is_encoder_decoder else out[:, start.shape[1] :]
+    return written.tolist()
+
+
+def config_of(directory) -> dict:
+    """The config.json that the reference wrote."""
+    return json.loads((directory / "config.json").read_text())

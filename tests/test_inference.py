@@ -1,0 +1,229 @@
+"""Texts in, vectors, classes and scores out; and the verbs that print them, of weights and of runs."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tokenizers
+from golden import case as golden_case
+from golden import ours
+from tokenizers import models, pre_tokenizers, processors
+
+from transformer.__main__ import main
+from transformer.inference import SentenceSettings, classify, embed, export, open_model, score, sentence_settings
+from transformer.zoo import load_pretrained
+
+WORDS = ["the", "a", "cat", "dog", "sat", "ran", "on", "under", "mat", "tree", "big", "small"]
+LONG, SHORT = "the big cat sat on the small mat under a tree", "a dog ran"
+
+
+def write_tokenizer(directory, *, pair):
+    """Words of a list; with [CLS] ... [SEP] around a text, or with a token in front of it."""
+    special = ["[PAD]", "[BOS]", "[UNK]", "[CLS]", "[SEP]"]
+    vocabulary = {token: i for i, token in enumerate(special + WORDS)}
+    library = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    library.pre_tokenizer = pre_tokenizers.Whitespace()
+    template = ("[CLS] $A [SEP]", "[CLS] $A [SEP] $B:1 [SEP]:1") if pair else ("[BOS] $A", "[BOS] $A $B:1")
+    ids = [(token, i) for i, token in enumerate(special)]
+    library.post_processor = processors.TemplateProcessing(single=template[0], pair=template[1], special_tokens=ids)
+    library.save(str(directory / "tokenizer.json"))
+    names = {"pad_token": "[PAD]", "unk_token": "[UNK]", "bos_token": "[BOS]", "eos_token": "[SEP]"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(names))
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory):
+    """Tiny models with a tokenizer: a writer, an encoder-decoder, a classifier, an encoder."""
+    root, made = tmp_path_factory.mktemp("weights"), {}
+    for name, family, case in (
+        ("writer", "gpt2", "lm"),
+        ("translator", "t5", None),
+        ("classifier", "bert", "classifier"),
+        ("encoder", "bert", "base"),
+    ):
+        records = golden_case.golden(family)
+        case = case or next(iter(golden_case.cases(family)))
+        made[name] = ours.write(root / name, records[case])
+        write_tokenizer(made[name], pair=name not in ("writer", "translator"))
+    return made
+
+
+@pytest.fixture
+def run(capsys):
+    """Runs a command line; its exit code, lines of stdout, and stderr."""
+
+    def call(*words):
+        code = main([str(word) for word in words])
+        out, err = capsys.readouterr()
+        return code, out.splitlines(), err
+
+    return call
+
+
+def hidden(directory, text):
+    """Hidden states of one text alone, (T, D)."""
+    loaded = load_pretrained(directory)
+    tokens = jnp.asarray([loaded.tokenizer.encode_source(text)])
+    apply = jax.jit(lambda params: loaded.model.apply({"params": params}, tokens, method=type(loaded.model).hidden))
+    return np.asarray(apply(loaded.params))[0]
+
+
+class TestEmbed:
+    @pytest.mark.parametrize("name", ["encoder", "writer"])
+    def test_texts_of_unlike_lengths_as_if_alone(self, directories, name):
+        opened = open_model(directories[name])
+        alone = [hidden(directories[name], text) for text in (LONG, SHORT)]
+        picks = {"mean": lambda x: x.mean(0), "first": lambda x: x[0], "last": lambda x: x[-1]}
+        for pooling, pick in picks.items():
+            vectors = embed(opened, [LONG, SHORT], SentenceSettings(pooling=pooling))
+            np.testing.assert_allclose(vectors, [pick(x) for x in alone], atol=2e-5)
+
+    def test_one_array_a_line(self, directories, run):
+        code, lines, err = run("embed", directories["encoder"], "--text", LONG, "--text", SHORT)
+        assert (code, err) == (0, "")
+        vectors = [json.loads(line) for line in lines]
+        np.testing.assert_allclose(vectors[1], hidden(directories["encoder"], SHORT).mean(0), atol=2e-5)
+        assert len(vectors) == 2
+        code, lines, err = run("embed", directories["encoder"], "--text", SHORT, "--json")
+        found = json.loads("\n".join(lines))
+        assert found["results"][0]["vector"] == vectors[1]
+        assert found["pooling"] == "mean"
+
+    def test_as_the_directory_s_own_files_ask(self, directories, run, tmp_path):
+        directory = tmp_path / "sentences"
+        export(open_model(directories["encoder"]), directory)
+        (directory / "1_Pooling").mkdir()
+        kinds = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
+        modules = [
+            {"idx": i, "path": path, "type": f"sentence_transformers.models.{kind}"}
+            for i, (kind, path) in enumerate(kinds.items())
+        ]
+        (directory / "modules.json").write_text(json.dumps(modules))
+        pooling = {"word_embedding_dimension": 12, "pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}
+        (directory / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+        (directory / "sentence_bert_config.json").write_text('{"max_seq_length": 5, "do_lower_case": true}')
+        settings = sentence_settings(directory)
+        assert settings == SentenceSettings("first", True, 5, True)
+        with pytest.warns(UserWarning, match="is cut to 5"):
+            (vector,) = embed(open_model(directory), [LONG.upper()], settings)
+        first = hidden(directories["encoder"], "the big cat")[0]
+        np.testing.assert_allclose(vector, first / np.linalg.norm(first), atol=2e-5)
+
+        modules[2]["type"] = "sentence_transformers.models.Dense"
+        (directory / "modules.json").write_text(json.dumps(modules))
+        code, _, err = run("embed", directory, "--text", SHORT)
+        assert code == 2
+        assert "asks for a module Dense" in err
+        (directory / "1_Pooling" / "config.json").write_text('{"pooling_mode_max_tokens": true}')
+        code, _, err = run("embed", directory, "--text", SHORT)
+        assert "asks for pooling by pooling_mode_max_tokens" in err
+
+
+class TestClassify:
+    def test_probabilities_are_those_of_the_model(self, directories, run):
+        opened = open_model(directories["classifier"])
+        found = classify(opened, [LONG, SHORT])
+        ids, types = opened.tokenizer.encode_model(SHORT)
+        apply = jax.jit(opened.model.apply)
+        logits = apply({"params": opened.params}, jnp.asarray([ids]), token_types=jnp.asarray([types]))
+        expected = np.asarray(jax.nn.softmax(logits))[0]
+        np.testing.assert_allclose(list(found[1].probabilities.values()), expected, atol=1e-5)
+        assert found[1].label == opened.labels[expected.argmax()]
+        code, lines, _ = run("classify", directories["classifier"], "--text", SHORT)
+        assert code == 0
+        assert lines == [f"{found[1].label}\t{found[1].probability:.4f}\t{SHORT}"]
+
+    def test_only_classifiers_know_classes(self, directories, run):
+        code, _, err = run("classify", directories["writer"], "--text", SHORT)
+        assert code == 2
+        assert "holds a model of the kind CausalLM, which knows no classes" in err
+
+
+class TestScore:
+    def test_sum_of_log_probabilities(self, directories, run):
+        opened = open_model(directories["writer"])
+        tokens = jnp.asarray([opened.tokenizer.encode_source(SHORT)])
+        logits = jax.jit(opened.model.apply)({"params": opened.params}, tokens)
+        each = jnp.take_along_axis(jax.nn.log_softmax(logits)[:, :-1], tokens[:, 1:, None], axis=-1)
+        (found,) = score(opened, [SHORT])
+        assert found.tokens == 3
+        np.testing.assert_allclose(found.log_likelihood, float(each.sum()), rtol=1e-5)
+        code, lines, _ = run("score", directories["writer"], "--text", SHORT, "--json")
+        assert code == 0
+        (result,) = json.loads("\n".join(lines))["results"]
+        np.testing.assert_allclose(result["perplexity"], np.exp(-found.log_likelihood / 3))
+
+    def test_a_long_text_is_read_in_windows(self, directories):
+        """Each token once, with at least half of what the model reads before it."""
+        opened = open_model(directories["writer"])
+        text = " ".join([LONG] * 9)
+        ids = opened.tokenizer.encode_source(text)
+        assert len(ids) > opened.context
+        (found,) = score(opened, [text])
+        assert found.tokens == len(ids) - 1
+        assert np.isfinite(found.log_likelihood)
+
+    def test_an_encoder_decoder_scores_given_a_source(self, directories, run):
+        opened = open_model(directories["translator"])
+        (found,) = score(opened, [SHORT], [LONG])
+        (other,) = score(opened, [SHORT], [SHORT])
+        assert found.tokens == other.tokens == 4  # with the end
+        assert found.log_likelihood != other.log_likelihood
+        code, _, err = run("score", directories["translator"], "--text", SHORT)
+        assert code == 2
+        assert "1 texts need 1 sources, got 0" in err
+
+
+class TestGenerate:
+    @pytest.mark.parametrize("name", ["writer", "translator"])
+    def test_a_directory_of_weights_writes(self, directories, run, name):
+        words = ("generate", directories[name], "--prompt", SHORT, "--max-new-tokens", 5, "--temperature", 0)
+        code, lines, err = run(*words)
+        assert (code, err) == (0, "")
+        assert lines
+        code, again, _ = run(*words, "--json")
+        found = json.loads("\n".join(again))
+        assert found["architecture"] in ("GPT2LMHeadModel", "T5ForConditionalGeneration")
+        assert found["results"][0]["prompt"] == SHORT
+
+    def test_an_encoder_writes_nothing(self, directories, run):
+        code, _, err = run("generate", directories["encoder"], "--prompt", SHORT)
+        assert code == 2
+        assert "holds a model of the kind Embedder, which reads no prompt" in err
+
+
+class TestConvert:
+    def test_another_type_and_several_files(self, directories, run, tmp_path):
+        out = tmp_path / "half"
+        words = ("convert", directories["classifier"], out, "--dtype", "bfloat16", "--max-shard-gib", 2e-6)
+        code, lines, err = run(*words)
+        assert (code, err) == (0, "")
+        assert lines[0].startswith("BERT: Devlin et al.")
+        assert (out / "model.safetensors.index.json").exists()
+        opened, before = open_model(out), open_model(directories["classifier"])
+        assert opened.labels == before.labels
+        assert opened.tokenizer.state() == before.tokenizer.state()
+        expected = jax.tree.map(lambda leaf: leaf.astype("bfloat16"), before.params)
+        jax.tree.map(np.testing.assert_array_equal, opened.params, expected)
+        code, _, err = run(*words)
+        assert code == 2
+        assert "half" in err
+
+
+class TestList:
+    def test_families_variants_sizes(self, run):
+        code, lines, _ = run("list")
+        assert code == 0
+        assert any(line.split() == ["gpt2", "124M", "openai-community/gpt2"] for line in lines)
+        code, lines, _ = run("list", "--json")
+        assert json.loads("\n".join(lines))["llama"]["variants"]["llama-3.1-8b"]["parameters"] == 8_030_261_248
+
+
+def test_no_tokenizer_is_said_where_one_is_needed(directories, run, tmp_path):
+    export(open_model(directories["writer"]), tmp_path / "bare")
+    (tmp_path / "bare" / "tokenizer.json").unlink()
+    code, _, err = run("score", tmp_path / "bare", "--text", SHORT)
+    assert code == 2
+    assert "has no tokenizer.json" in err

@@ -1,0 +1,90 @@
+"""Every family against the reference itself: transformers on torch, tiny random models in float32."""
+
+import numpy as np
+import pytest
+from golden import case as golden_case
+from golden import ours
+
+from transformer.generate import Sampling, generate
+from transformer.models import CausalLM, Seq2Seq
+from transformer.weights.loading import parameter_shapes, saved_tensors
+from transformer.zoo import load_pretrained, save_pretrained
+
+pytestmark = pytest.mark.parity
+
+PADDINGS = ("none", "right", "left")
+
+
+@pytest.fixture(scope="module")
+def reference():
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    from golden import reference
+
+    return reference
+
+
+@pytest.fixture(
+    scope="module", params=golden_case.all_cases(), ids=["-".join(both) for both in golden_case.all_cases()]
+)
+def pair(request, reference, tmp_path_factory):
+    """(case, their model, ours as loaded from their files, the directory)."""
+    case = golden_case.cases(request.param[0])[request.param[1]]
+    directory = tmp_path_factory.mktemp("theirs")
+    theirs, _ = reference.fill(reference.build(case), case, directory)
+    return case, theirs, load_pretrained(directory), directory
+
+
+@pytest.mark.parametrize("padding", PADDINGS)
+def test_values(pair, reference, padding):
+    case, theirs, loaded, _ = pair
+    if padding != "none" and theirs.main_input_name != "input_ids":
+        pytest.skip("no tokens, no padding")
+    if padding == "left" and not (case.left_padding and isinstance(loaded.model, CausalLM)):
+        pytest.skip("padding on the left is for decoders")
+    expected = reference.run(theirs, case, padding)
+    if padding == "right" and case.architecture.endswith("SequenceClassification") and "hidden" in expected:
+        del expected["hidden"]  # of the reference's padded tokens
+    got = ours.run(loaded.model, loaded.params, case, padding, loaded.fields.get("pad_token_id") or 0)
+    ours.compare({name: got[name] for name in expected}, expected, padding, case)
+
+
+def test_gradients(pair, reference):
+    """With respect to every tensor: 1e-4 of its largest entry."""
+    case, theirs, loaded, _ = pair
+    shapes = parameter_shapes(loaded.params)
+    if not hasattr(theirs, "lm_head") and not hasattr(theirs, "classifier") and not hasattr(theirs, "score"):
+        pytest.skip("no head, no logits")
+    expected = reference.gradients(theirs, case)
+    links = loaded.family.links(loaded.model, loaded.architecture, shapes)
+    got = {name: make() for name, make in saved_tensors(links, ours.gradients(loaded.model, loaded.params, case))}
+    shared = got.keys() & expected.keys()
+    assert len(shared) >= 2
+    for name in shared:
+        largest = np.abs(expected[name]).max()
+        np.testing.assert_allclose(got[name], expected[name], rtol=0, atol=1e-4 * largest + 1e-9, err_msg=name)
+
+
+def test_what_we_save_the_reference_computes_the_same(pair, reference, tmp_path):
+    case, theirs, loaded, _ = pair
+    free = {
+        name: loaded.fields[name] for name in ("pad_token_id", "bos_token_id", "eos_token_id") if name in loaded.fields
+    }
+    save_pretrained(loaded.model, loaded.params, tmp_path / "ours", family=loaded.family.name, fields=free)
+    again = reference.reload(type(theirs), case, tmp_path / "ours")
+    for name, expected in reference.run(theirs, case, "none").items():
+        np.testing.assert_array_equal(reference.run(again, case, "none")[name], expected)
+
+
+def test_greedy_generation(pair, reference):
+    case, theirs, loaded, _ = pair
+    if not isinstance(loaded.model, CausalLM | Seq2Seq) or not theirs.can_generate():
+        pytest.skip("writes nothing")
+    rows = np.asarray(ours.inputs_of(loaded.model, case, "none")[0][0]).tolist()
+    given = {"prompts": rows}
+    if isinstance(loaded.model, Seq2Seq):
+        given = {"sources": rows, "bos_id": theirs.config.decoder_start_token_id}
+    got = generate(
+        loaded.model, loaded.params, **given, max_new_tokens=case.new_tokens, sampling=Sampling(temperature=0.0)
+    )
+    assert got == reference.generated(theirs, case)

@@ -1,0 +1,167 @@
+"""Every family against what the reference computed (tests/golden), and its files both ways."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from golden import case as golden_case
+from golden import ours
+
+from transformer.attention import cache_length
+from transformer.generate import Sampling, generate
+from transformer.masks import Mask
+from transformer.models import CausalLM, Seq2Seq
+from transformer.weights.files import WeightFiles
+from transformer.zoo import ENTRIES, abstract_params, build, count, load_pretrained, save_pretrained
+
+CASES = [
+    pytest.param(family, name, id=f"{family}-{name}")
+    for family in golden_case.families()
+    for name, case in golden_case.cases(family).items()
+    if case.golden
+]
+FIRST = [(family, next(iter(golden_case.cases(family)))) for family in golden_case.families()]
+VARIANTS = [pytest.param(name, v, id=name) for f in ENTRIES.values() for name, v in f.variants.items()]
+
+
+def opened(tmp_path, family, name):
+    record = golden_case.golden(family)[name]
+    return load_pretrained(ours.write(tmp_path / "theirs", record)), record
+
+
+@pytest.mark.parametrize(("family", "name"), CASES)
+def test_results_are_the_reference_s_and_files_come_back(tmp_path, family, name):
+    case = golden_case.cases(family)[name]
+    loaded, record = opened(tmp_path, family, name)
+    ours.compare(ours.run(loaded.model, loaded.params, case, "none"), record["results"], "none", case)
+
+    save_pretrained(loaded.model, loaded.params, tmp_path / "ours", family=loaded.family.name)
+    again = load_pretrained(tmp_path / "ours")
+    assert again.model.config == loaded.model.config
+    assert again.architecture == loaded.architecture
+    jax.tree.map(np.testing.assert_array_equal, again.params, loaded.params)
+    saved = WeightFiles(tmp_path / "ours").tensors
+    assert {name: list(tensor.shape) for name, tensor in saved.items()} == record["tensors"]
+
+
+def test_every_family_has_a_golden_file():
+    for family in ENTRIES:
+        assert golden_case.golden_file(family).exists(), f"write tests/golden/cases/{family}.py and run make.py"
+
+
+@pytest.mark.parametrize(
+    ("family", "name"), [one for one in FIRST if "generated" in golden_case.golden(one[0])[one[1]]]
+)
+def test_generation_is_the_reference_s(tmp_path, family, name):
+    loaded, record = opened(tmp_path, family, name)
+    if record["generated"] is None:
+        pytest.skip("this family's first model writes nothing")
+    case, model = golden_case.cases(family)[name], loaded.model
+    assert isinstance(model, CausalLM | Seq2Seq)
+    prompt = np.asarray(ours.inputs_of(model, case, "none")[0][0])[:1].tolist()
+    given = {"prompts": prompt}
+    if isinstance(model, Seq2Seq):
+        given = {"sources": prompt, "bos_id": loaded.fields["decoder_start_token_id"]}
+    greedy = Sampling(temperature=0.0)
+    rows = generate(model, loaded.params, **given, max_new_tokens=case.new_tokens, sampling=greedy)
+    assert rows == record["generated"]
+
+
+@pytest.mark.parametrize(("family", "name"), FIRST)
+def test_cached_is_uncached(tmp_path, family, name):
+    """Prefill of 1, 7 and all tokens, then one at a time or the rest at once; with padding on the left, too."""
+    case = golden_case.cases(family)[name]
+    loaded, _ = opened(tmp_path, family, name)
+    model, variables = loaded.model, {"params": loaded.params}
+    if not isinstance(model, CausalLM):
+        pytest.skip("no cache, or one that the tests of Seq2Seq cover")
+    (tokens,), named = ours.inputs_of(model, case, "left")
+    mask, positions = named["mask"], named["positions"]
+    real = np.asarray(mask.query_segments).astype(bool)
+    whole = np.asarray(jax.jit(model.apply)(variables, tokens, positions, mask))
+
+    @jax.jit
+    def step(cache, tokens, positions, start):
+        width = tokens.shape[1]
+        query = jax.lax.dynamic_slice_in_dim(mask.query_segments, start, width, axis=1)
+        return model.apply(variables, tokens, positions, Mask.segments(query, mask.query_segments), cache)
+
+    for widths in ((1, case.length - 1), (7, *[1] * (case.length - 7)), (case.length,)):
+        cache, parts, start = model.init_cache(2, case.length), [], 0
+        for width in widths:
+            logits, cache = step(cache, tokens[:, start : start + width], positions[:, start : start + width], start)
+            parts.append(np.asarray(logits))
+            start += width
+        assert cache_length(cache).tolist() == [case.length] * 2
+        np.testing.assert_allclose(np.concatenate(parts, axis=1)[real], whole[real], atol=2e-5)
+
+
+@pytest.mark.parametrize(("name", "variant"), VARIANTS)
+def test_named_variants_have_their_published_size(name, variant):
+    model = build(name)
+    assert count(abstract_params(model)) == variant.parameters
+
+
+def test_loading_says_everything_that_does_not_fit(tmp_path):
+    record = golden_case.golden("gpt2")["lm"]
+    tensors = dict(record["tensors"])
+    del tensors["transformer.h.1.ln_2.bias"]
+    tensors["transformer.h.0.ln_1.weight"] = [13]
+    tensors["transformer.h.2.ln_1.weight"] = [12]
+    directory = ours.write(tmp_path / "broken", record | {"tensors": tensors})
+    with pytest.raises(ValueError, match=r"1 missing: transformer.h.1.ln_2.bias") as error:
+        load_pretrained(directory)
+    assert "1 not understood: transformer.h.2.ln_1.weight" in str(error.value)
+    assert "transformer.h.0.ln_1.weight: expected (12,), got (13,)" in str(error.value)
+
+
+def test_fields_that_change_the_mathematics_are_errors(tmp_path):
+    record = golden_case.golden("gpt2")["lm"]
+    fields = {"scale_attn_by_inverse_layer_idx": True, "activation_function": "mish", "wonder": 3}
+    directory = ours.write(tmp_path / "strange", record | {"config": record["config"] | fields})
+    with pytest.raises(ValueError, match="scale_attn_by_inverse_layer_idx is True") as error:
+        load_pretrained(directory)
+    assert "activation_function is 'mish'" in str(error.value)
+    assert "wonder is not known" in str(error.value)
+    del fields["activation_function"], fields["scale_attn_by_inverse_layer_idx"]
+    directory = ours.write(tmp_path / "free", record | {"config": record["config"] | fields})
+    load_pretrained(directory, ignore_fields=["wonder"])
+    values = json.loads((directory / "config.json").read_text())
+    assert values["wonder"] == 3
+
+
+def test_dtype_and_mesh(tmp_path):
+    """Parameters come in the file's type or the one asked for, and lie on a mesh as the rules say."""
+    loaded, _ = opened(tmp_path, "llama", "lm")
+    half = load_pretrained(tmp_path / "theirs", dtype="bfloat16")
+    assert {leaf.dtype for leaf in jax.tree.leaves(half.params)} == {jnp.dtype("bfloat16")}
+    save_pretrained(half.model, half.params, tmp_path / "half")
+    again = load_pretrained(tmp_path / "half")
+    assert again.model.config.dtype == "bfloat16"
+    jax.tree.map(np.testing.assert_array_equal, again.params, half.params)
+
+    from transformer.sharding import make_mesh
+
+    spread = load_pretrained(tmp_path / "theirs", mesh=make_mesh({"fsdp": 2, "data": -1}))
+    jax.tree.map(np.testing.assert_array_equal, spread.params, loaded.params)
+    kernel = spread.params["decoder"]["layers"]["slot_0"]["feed_forward"]["up"]["kernel"]
+    assert kernel.addressable_shards[0].data.shape == (2, 6, 19)
+
+
+def test_a_trained_model_is_saved_as_the_family_it_equals(tmp_path):
+    model = build("gpt2")
+    config = model.config.replace(
+        vocab_size=11, d_model=12, num_heads=3, num_layers=1, max_length=9, period=model.config.period
+    )
+    model = CausalLM(config)
+    params = jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), abstract_params(model))
+    save_pretrained(model, params, tmp_path / "out", fields={"eos_token_id": 3})
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "gpt2"
+    odd = CausalLM(dataclasses.replace(config, norm_position="post", attention_softcap=3.0))
+    with pytest.raises(ValueError, match="no counterpart") as error:
+        save_pretrained(odd, params, tmp_path / "odd")
+    assert "norm_position is 'post'" in str(error.value)
+    assert "attention_softcap is 3.0" in str(error.value)

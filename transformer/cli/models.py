@@ -1,0 +1,62 @@
+"""What the verbs about one model share: their first arguments, and the model opened."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import tyro
+
+from transformer.config import ConfigError
+
+if TYPE_CHECKING:
+    from transformer.inference import Opened
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelCommand:
+    """A command about what a training run left, or about pretrained weights."""
+
+    directory: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DIR")]
+    """workdir of a training run, such as runs/number_words; or a directory of weights (config.json, safetensors); or a
+    variant that the hub has, such as gpt2"""
+    step: Literal["best", "newest"] | int = "best"
+    """checkpoint of a workdir: that of the lowest eval loss, the newest, or the one of this step"""
+    json: bool = False
+    """print JSON"""
+    debug: bool = False
+    """show the traceback of an error"""
+
+    def load(self, **options: Any) -> Opened:
+        """The model, with options of `zoo.load_pretrained`. FileNotFoundError and ValueError as `open_model`."""
+        from transformer.inference import open_model
+
+        source: str | Path = self.directory
+        if not self.directory.is_dir():
+            from transformer.zoo import find_variant
+
+            source = str(self.directory)
+            if find_variant(source) is None:
+                raise FileNotFoundError(
+                    f"there is no directory {self.directory}. Give the workdir of a training run, such as "
+                    f"runs/number_words, a directory of weights, or a variant of `python -m transformer list`."
+                )
+        logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax tells of every file it reads
+        return open_model(source, step=self.step, **options)
+
+    def load_writer(self) -> Opened:
+        """The model, which must be one that writes text: ConfigError else."""
+        from transformer.models import CausalLM, Seq2Seq
+
+        opened = self.load()
+        if not isinstance(opened.model, CausalLM | Seq2Seq):
+            kind = type(opened.model).__name__
+            raise ConfigError(f"{self.directory} holds a model of the kind {kind}, which reads no prompt and writes no text.")
+        return opened
+
+    def print_json(self, opened: Opened, **values: Any) -> None:
+        """One JSON object on stdout, in ASCII: any pipe can carry it."""
+        print(json.dumps({**opened.place(), **values}, indent=2))

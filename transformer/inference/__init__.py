@@ -1,0 +1,21 @@
+"""Models in use: opened from wherever they are, and what texts become by them."""
+
+from transformer.inference.opening import Opened, export, is_workdir, load, open_model, save
+from transformer.inference.reading import Class, Score, classify, embed, score
+from transformer.inference.sentences import SentenceSettings, sentence_settings
+
+__all__ = [
+    "Class",
+    "Opened",
+    "Score",
+    "SentenceSettings",
+    "classify",
+    "embed",
+    "export",
+    "is_workdir",
+    "load",
+    "open_model",
+    "save",
+    "score",
+    "sentence_settings",
+]

@@ -1,0 +1,187 @@
+"""A workdir that a run left, or a directory of somebody's weights: opened alike, for everybody who uses a model."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import flax.linen as nn
+import jax
+
+from transformer.config import ConfigError
+from transformer.models import Seq2Seq
+
+if TYPE_CHECKING:
+    from transformer.data import Tokenizer
+    from transformer.training.runs import Run
+    from transformer.zoo import Family, Pretrained
+
+KEPT_FIELDS = (
+    *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "cls_token_id", "mask_token_id"),
+    *("unk_token_id", "decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id"),
+    *("id2label", "label2id", "problem_type", "max_position_embeddings"),
+)
+"""fields of config.json that go from one directory to the next: special ids, names, limits"""
+
+RECIPE_FILE = "recipe.json"
+"""what tells a workdir from a directory of weights"""
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A model, ready to use: `params` without the outer "params", from `directory`. One of `run` and `pretrained` is
+    where it came from.
+    """
+
+    model: nn.Module
+    params: Any
+    directory: Path
+    vocabulary: Tokenizer | None
+    """None: the directory has no tokenizer"""
+    context: int | None
+    """tokens that the model reads at once; None: any number"""
+    bos_id: int | None
+    """begins a target of a Seq2Seq"""
+    run: Run | None = None
+    pretrained: Pretrained | None = None
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer. ConfigError: there is none, and what to do."""
+        if self.vocabulary is None:
+            raise ConfigError(
+                f"{self.directory} has no tokenizer.json, so that no text can be read. Put the model's there: with "
+                f"transformers, AutoTokenizer.from_pretrained(...).save_pretrained({str(self.directory)!r})."
+            )
+        return self.vocabulary
+
+    @property
+    def eos_ids(self) -> Sequence[int] | None:
+        """Tokens that end a text; None: there are none."""
+        tokenizer = self.tokenizer
+        several = getattr(tokenizer, "eos_ids", None)
+        ids = [tokenizer.eos_id] if several is None else list(several)
+        return [i for i in ids if i is not None] or None
+
+    @property
+    def labels(self) -> list[str]:
+        """Names of a classifier's classes, by number; none where nobody named them."""
+        named = {} if self.pretrained is None else self.pretrained.fields.get("id2label") or {}
+        return [str(named[key]) for key in sorted(named, key=int)]
+
+    def place(self) -> dict[str, Any]:
+        """Where it came from, as JSON values."""
+        if self.run is not None:
+            return {"workdir": str(self.directory), "step": self.run.step}
+        return {"directory": str(self.directory), "architecture": self.pretrained.architecture}
+
+
+def is_workdir(path: str | os.PathLike) -> bool:
+    """Whether a training run wrote this directory."""
+    return (Path(path) / RECIPE_FILE).exists()
+
+
+def open_model(
+    source: str | os.PathLike,
+    *,
+    step: Literal["best", "newest"] | int = "best",
+    **options: Any,
+) -> Opened:
+    """The model of a workdir (`step` says which checkpoint), or of whatever `zoo.load_pretrained` takes, with its
+    `options`.
+
+    Raises:
+        FileNotFoundError: no such directory, or no checkpoint in it.
+        ValueError: something in it that can't be read or isn't understood; options that don't belong to it.
+    """
+    if is_workdir(source):
+        from transformer.training.runs import load_run
+
+        if options:
+            raise ConfigError(f"{source} is the workdir of a run, for which there is no option {', '.join(options)}.")
+        run = load_run(source, step)
+        context = run.recipe.model.max_length or getattr(run.recipe.data, "sequence_length", None)
+        if run.recipe.task == "causal_lm":
+            context = run.recipe.data.sequence_length
+        return Opened(run.model, run.params, Path(source), run.tokenizer, context, run.tokenizer.bos_id, run=run)
+
+    from transformer.zoo import load_pretrained
+
+    if Path(source).is_dir() and not (Path(source) / "config.json").exists():
+        raise ConfigError(
+            f"{source} holds neither a run (recipe.json) nor weights (config.json). Name the workdir of a run, such as "
+            f"runs/number_words, or a directory of config.json and model.safetensors."
+        )
+    if step != "best":
+        raise ConfigError(f"{source} is no workdir of a run: it holds one set of weights, and no step {step}.")
+    found = load_pretrained(source, **options)
+    context = found.model.config.max_length or found.fields.get("max_position_embeddings")
+    begin = found.fields.get("decoder_start_token_id")
+    return Opened(found.model, found.params, found.directory, found.tokenizer, context, begin, pretrained=found)
+
+
+def load(source: str | os.PathLike, **options: Any) -> tuple[nn.Module, Any]:
+    """Model and parameters, as `model.apply({"params": params}, ...)` takes them: of a training run's workdir (option
+    `step`), or of pretrained weights in a directory or on the hub (options of `zoo.load_pretrained`: `dtype`, `mesh`,
+    ...). Raises as `open_model`.
+    """
+    opened = open_model(source, **options)
+    return opened.model, opened.params
+
+
+def save(model: nn.Module, params: Any, directory: str | os.PathLike, **options: Any) -> Path:
+    """Writes a model as its family's config.json and safetensors, for anybody to read; `zoo.save_pretrained` has the
+    options (`family`, `fields`, `tokenizer`, ...) and what it raises.
+    """
+    from transformer.zoo import save_pretrained
+
+    return save_pretrained(model, params, directory, **options)
+
+
+def export(
+    opened: Opened,
+    directory: str | os.PathLike,
+    *,
+    family: str | None = None,
+    dtype: str | None = None,
+    max_shard_bytes: int = 5 * 2**30,
+) -> Family:
+    """Writes an opened model as its family's files, with special ids, names of classes and tokenizer; gives the family.
+
+    Args:
+        family: None: its own, or the first that has all that the model has.
+        dtype: of the numbers; None: as they are.
+
+    Raises:
+        ConfigError: no family has all of it; the message names what has no counterpart.
+        WeightsError: the directory is not empty.
+    """
+    from transformer.data.pretrained_tokenizer import PretrainedTokenizer
+    from transformer.zoo import choose_family, save_pretrained
+
+    model, params, kept = opened.model, opened.params, {}
+    if dtype is not None:
+        model = model.clone(config=model.config.replace(dtype=dtype, param_dtype=dtype))
+        params = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
+    if opened.pretrained is not None:
+        family = opened.pretrained.family.name if family is None else family
+        kept = {name: value for name, value in opened.pretrained.fields.items() if name in KEPT_FIELDS}
+    elif opened.vocabulary is not None:
+        kept = {f"{name}_token_id": getattr(opened.vocabulary, f"{name}_id") for name in ("pad", "bos", "eos")}
+        kept |= {"decoder_start_token_id": opened.bos_id} if isinstance(model, Seq2Seq) else {}
+    tokenizer = opened.vocabulary
+    given = tokenizer if isinstance(tokenizer, PretrainedTokenizer) else None
+    save_pretrained(
+        model, params, directory, family=family, fields=kept, tokenizer=given, max_shard_bytes=max_shard_bytes
+    )
+    if tokenizer is not None and given is None:
+        warnings.warn(
+            f"the tokenizer of {opened.directory} ({tokenizer.kind}) is not one of those that other programs read: it "
+            f"was not written. Its file is in {opened.directory}.",
+            stacklevel=2,
+        )
+    return choose_family(model, family)[0]

@@ -1,0 +1,84 @@
+"""How the authors of a sentence encoder want its vectors made: the files of sentence-transformers, read as data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformer.config import ConfigError, Pooling
+from transformer.weights.files import WeightFiles
+
+_POOLINGS: dict[str, Pooling] = {
+    "pooling_mode_cls_token": "first",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_lasttoken": "last",
+}
+_NAMED: dict[str, Pooling] = {"cls": "first", "mean": "mean", "lasttoken": "last"}
+
+
+@dataclass(frozen=True)
+class SentenceSettings:
+    """How texts become vectors: which tokens are pooled, whether vectors get length 1, how long a text may be."""
+
+    pooling: Pooling = "mean"
+    normalize: bool = False
+    max_length: int | None = None
+    """tokens, special ones included; None: as many as the model reads"""
+    lower_case: bool = False
+    prompt: str = ""
+    """written before every text"""
+
+
+def sentence_settings(directory: Path) -> SentenceSettings:
+    """What modules.json and the files that it names say; the mean over real tokens where there are none.
+
+    Raises:
+        ConfigError: a module or a kind of pooling that is not built here.
+        WeightsError: a file that can't be read.
+    """
+    files = WeightFiles(directory)
+    modules = files.json("modules.json", list)
+    if modules is None:
+        return SentenceSettings()
+    settings: dict[str, Any] = {}
+    for module in modules:
+        kind, path = str(module["type"]).rpartition(".")[2], module.get("path") or ""
+        match kind:
+            case "Transformer":
+                settings |= _transformer(files.json(f"{path}/sentence_bert_config.json".lstrip("/")) or {})
+            case "Pooling":
+                settings["pooling"] = _pooling(files.json(f"{path}/config.json") or {}, path)
+            case "Normalize":
+                settings["normalize"] = True
+            case _:
+                raise ConfigError(
+                    f"modules.json in {directory} asks for a module {kind}, which is not built here: there are "
+                    f"Transformer, Pooling and Normalize. Its vectors can't be made as its authors meant them."
+                )
+    settings["prompt"] = _prompt(files.json("config_sentence_transformers.json") or {})
+    return SentenceSettings(**settings)
+
+
+def _transformer(values: dict[str, Any]) -> dict[str, Any]:
+    return {"max_length": values.get("max_seq_length"), "lower_case": bool(values.get("do_lower_case"))}
+
+
+def _pooling(values: dict[str, Any], path: str) -> Pooling:
+    if "pooling_mode" in values:
+        asked = [values["pooling_mode"]]
+        known: dict[str, Pooling] = _NAMED
+    else:
+        asked = [name for name, value in values.items() if name.startswith("pooling_mode_") and value is True]
+        known = _POOLINGS
+    if len(asked) != 1 or asked[0] not in known:
+        raise ConfigError(
+            f"{path}/config.json asks for pooling by {', '.join(map(str, asked)) or 'nothing'}: there are "
+            f"{', '.join(known)} here, one of them."
+        )
+    return known[asked[0]]
+
+
+def _prompt(values: dict[str, Any]) -> str:
+    name = values.get("default_prompt_name")
+    return "" if name is None else str(values.get("prompts", {}).get(name, ""))

@@ -1,0 +1,29 @@
+"""Pretrained families: each one file of data, read and written by the same few functions."""
+
+from transformer.zoo.entries import ENTRIES
+from transformer.zoo.family import Family, Head, Variant, abstract_params, count
+from transformer.zoo.pretrained import (
+    Pretrained,
+    build,
+    choose_family,
+    find_family,
+    find_variant,
+    load_pretrained,
+    save_pretrained,
+)
+
+__all__ = [
+    "ENTRIES",
+    "Family",
+    "Head",
+    "Pretrained",
+    "Variant",
+    "abstract_params",
+    "build",
+    "choose_family",
+    "count",
+    "find_family",
+    "find_variant",
+    "load_pretrained",
+    "save_pretrained",
+]

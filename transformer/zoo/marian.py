@@ -1,0 +1,85 @@
+"""Marian (OPUS-MT): BART with sinusoidal positions, sines first, and without a norm of the embeddings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformer.config import TransformerConfig
+from transformer.models import Seq2Seq
+from transformer.weights.rules import Rule
+from transformer.zoo.bart import BART_COPIES, LOGITS, Former, bart_fields, stack_rules
+from transformer.zoo.family import Family, Head, Variant
+from transformer.zoo.fields import Codec, FieldError, Unread
+
+
+@dataclass(frozen=True)
+class Vocabularies(Codec):
+    """`vocab_size` is the source's, `decoder_vocab_size` the target's, which are one vocabulary and one table where
+    `share_encoder_decoder_embeddings` says so. FieldError: one table, two sizes.
+    """
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return ("vocab_size", "decoder_vocab_size", "share_encoder_decoder_embeddings")
+
+    def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+        source = values["vocab_size"]
+        target = values.get("decoder_vocab_size") or source
+        if not values.get("share_encoder_decoder_embeddings", True):
+            return {"vocab_size": target, "source_vocab_size": source}
+        if target != source:
+            raise FieldError(f"decoder_vocab_size is {target}, but the table is shared, and vocab_size is {source}")
+        return {"vocab_size": source}
+
+    def write(self, config: TransformerConfig) -> dict[str, Any]:
+        source = config.source_vocab_size
+        return {
+            "vocab_size": config.vocab_size if source is None else source,
+            "decoder_vocab_size": config.vocab_size,
+            "share_encoder_decoder_embeddings": source is None,
+        }
+
+
+def _rules(config: TransformerConfig) -> Sequence[Rule]:
+    target = "model.shared.weight" if config.source_vocab_size is None else "model.decoder.embed_tokens.weight"
+    return [
+        Rule(target, "embedding/embedding"),
+        Rule("model.encoder.embed_tokens.weight", "source_embedding/embedding"),
+        *stack_rules(),
+    ]
+
+
+def _variant(pair: str, parameters: int, vocab: int) -> Variant:
+    sizes = {"vocab_size": vocab, "d_model": 512, "activation_function": "swish", "scale_embedding": True}
+    for stack in ("encoder", "decoder"):
+        sizes |= {f"{stack}_layers": 6, f"{stack}_ffn_dim": 2048, f"{stack}_attention_heads": 8}
+    return Variant(hub=f"Helsinki-NLP/opus-mt-{pair}", parameters=parameters, fields=sizes)
+
+
+MARIAN = Family(
+    name="marian",
+    title="Marian",
+    citation="Junczys-Dowmunt et al. 2018, arXiv 1804.00344; Tiedemann & Thottingal 2020, OPUS-MT",
+    heads={"MarianMTModel": Head(model=Seq2Seq, constants={"output_bias": True}, rules=LOGITS)},
+    constants={"norm": "layer_norm", "norm_epsilon": 1e-5, "norm_position": "post", "use_bias": True}
+    | {"position": "sinusoidal_halves"},
+    fields=(
+        Vocabularies(),
+        *bart_fields(),
+        # The table of positions is computed: nothing ends with it.
+        Unread(("max_position_embeddings",), {"max_position_embeddings": 512}),
+        Former("normalize_embedding", (False,)),
+        Former("static_position_embeddings", (True,)),
+        Unread(("extra_pos_embeddings",)),
+    ),
+    rules=_rules,
+    prefix="model.",
+    ignored=(r"model\.(encoder|decoder)\.embed_positions\.weight",),
+    copies=BART_COPIES,
+    variants={
+        # The published numbers count computed tables of positions, and no bias of the logits.
+        "opus-mt-en-de": _variant("en-de", 73_886_208 + 58_101, 58_101),
+    },
+)
