@@ -15,12 +15,14 @@ from transformer.config import ConfigError
 
 HERE = Path(__file__).resolve().parent
 USAGE = """\
-usage: python train.py RECIPE [--workdir DIR] [--fast] [--debug] [--GROUP.FIELD VALUE ...]
+usage: python train.py RECIPE [--workdir DIR] [--init DIR] [--fast] [--debug] [--GROUP.FIELD VALUE ...]
        python train.py RECIPE --help     every field of a recipe, with meaning and default
        python train.py --list            the recipes there are
 
 RECIPE is a file such as configs/number_words.py, or the name of one in configs/.
   --workdir DIR   where the run lives (default: runs/<name of the recipe>); an existing run is gone on with
+  --init DIR      start from a model: a directory of weights (config.json, safetensors), a name on the hub, or the
+                  workdir of another run; to go on with a run it need not be given again
   --fast          a few steps of everything (training, evaluation, checkpoint, samples) in a temporary workdir
   --debug         a traceback with an error
 """
@@ -31,11 +33,12 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for flag in ("--list", "--fast", "--debug"):
         parser.add_argument(flag, action="store_true")
-    parser.add_argument("--workdir")
+    for option in ("--workdir", "--init"):
+        parser.add_argument(option)
     try:
         own, rest = parser.parse_known_args(arguments)
     except argparse.ArgumentError as error:
-        raise ConfigError(f"{error}. --workdir takes a directory, such as runs/mine.") from None
+        raise ConfigError(f"{error}. --workdir and --init take a directory, such as runs/mine.") from None
     if own.list:
         return list_recipes()
     if rest and rest[0] in ("-h", "--help"):
@@ -50,13 +53,16 @@ def main(arguments: list[str]) -> int:
     path = find_recipe(rest[0], Path.cwd(), HERE)
     recipe, about = load_recipe_file(path)
     recipe = fast(recipe) if own.fast else recipe
+    before = recipe
     recipe = override(recipe, rest[1:], program=f"train.py {rest[0]}", description=f"{about}\n\n{USAGE}")
 
     import jax
 
     from transformer.cli.devices import accelerator_present, unused_warning
+    from transformer.inference import start_from
     from transformer.training import processes
     from transformer.training.loop import train
+    from transformer.training.start import check_options, origin_of
     from transformer.training.summary import python
 
     processes.join(recipe.parallel)  # before anything asks JAX for its devices
@@ -66,8 +72,13 @@ def main(arguments: list[str]) -> int:
     again = [*arguments, *([] if own.workdir else ["--workdir", workdir])]
     if warning := unused_warning(accelerator_present(), jax.default_backend()):
         print(f"warning: {warning}", file=sys.stderr)
+    start = None
+    if source := own.init or origin_of(workdir):
+        check_options(before, recipe, source)
+    if own.init:
+        start = start_from(own.init, recipe)
     command = f"{python()} {shlex.join([os.path.relpath(__file__), *again])}"
-    code = train(recipe, workdir, command=command).exit_code
+    code = train(recipe, workdir, command=command, start=start).exit_code
     processes.part()
     return code
 

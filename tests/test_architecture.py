@@ -28,6 +28,7 @@ LAYERS = {
     "stacks": 5,
     "models": 6,
     "generate": 7,
+    "lora": 7,
     "sharding": 7,
     "data": 7,
     "viz": 7,
@@ -41,7 +42,7 @@ LAYERS = {
     "__main__": 11,
 }
 # Levels kept for what is to come. Whoever writes one moves its line up, here and in docs/architecture.md.
-PLANNED = {"mla": 3, "lora": 7}
+PLANNED = {"mla": 3}
 
 # What everything up to `generate` may need: taking one module into another project must not bring a training stack.
 CORE = {"jax", "flax", "numpy", "jaxtyping"}

@@ -6,7 +6,7 @@ from golden import case as golden_case
 from golden import ours
 
 from transformer.generate import Sampling, generate
-from transformer.models import CausalLM, Seq2Seq
+from transformer.models import CausalLM, Embedder, Seq2Seq
 from transformer.weights.loading import parameter_shapes, saved_tensors
 from transformer.zoo import load_pretrained, save_pretrained
 
@@ -53,16 +53,17 @@ def test_gradients(pair, reference):
     """With respect to every tensor: 1e-4 of its largest entry."""
     case, theirs, loaded, _ = pair
     shapes = parameter_shapes(loaded.params)
-    if not hasattr(theirs, "lm_head") and not hasattr(theirs, "classifier") and not hasattr(theirs, "score"):
+    if isinstance(loaded.model, Embedder):
         pytest.skip("no head, no logits")
     expected = reference.gradients(theirs, case)
     links = loaded.family.links(loaded.model, loaded.architecture, shapes)
     got = {name: make() for name, make in saved_tensors(links, ours.gradients(loaded.model, loaded.params, case))}
-    shared = got.keys() & expected.keys()
-    assert len(shared) >= 2
-    for name in shared:
+    assert expected.keys() <= got.keys()
+    # A bias of keys can't change attention without rotary positions: its gradient is 0, and what is there is rounding.
+    rounding = 1e-6 * max(np.abs(expected[name]).max() for name in expected)
+    for name in expected:
         largest = np.abs(expected[name]).max()
-        np.testing.assert_allclose(got[name], expected[name], rtol=0, atol=1e-4 * largest + 1e-9, err_msg=name)
+        np.testing.assert_allclose(got[name], expected[name], rtol=0, atol=1e-4 * largest + rounding, err_msg=name)
 
 
 def test_what_we_save_the_reference_computes_the_same(pair, reference, tmp_path):

@@ -57,3 +57,10 @@ def test_every_recipe_is_in_the_table():
     names = {path.stem for path in (ROOT / "configs").glob("*.py")}
     rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|", TEXT, re.MULTILINE)
     assert names <= set(re.findall(r"`(\w+)`", " ".join(rows)))
+
+
+def test_the_table_of_families_is_the_generated_one():
+    from transformer.cli.families import markdown
+
+    table = TEXT.partition("<!-- families -->\n")[2].partition("\n<!-- end of families -->")[0]
+    assert table == markdown(), "write it anew: .venv/bin/python -m transformer list --markdown"

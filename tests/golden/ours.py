@@ -28,7 +28,9 @@ def inputs_of(model: Any, case: Case, padding: str, pad_id: int = 0) -> tuple[tu
         pixels = np.random.RandomState(5).standard_normal(shape).astype(np.float32)
         return (jnp.asarray(pixels.transpose(0, 2, 3, 1)),), {}
     real = real_tokens(padding, 2, case.length)
-    ids = jnp.asarray(tokens(1, config.vocab_size, 2, case.length) * real + (1 - real) * pad_id)
+    ids = jnp.asarray(
+        tokens(1, config.source_vocab_size or config.vocab_size, 2, case.length) * real + (1 - real) * pad_id
+    )
     named: dict[str, Any] = {}
     mask = None
     if padding == "right":

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 import transformers
 from golden.case import Case, numbers, real_tokens, tokens
+from transformers.core_model_loading import revert_weight_conversion
 
 
 def build(case: Case):
@@ -56,7 +57,8 @@ def inputs_of(model, case: Case, padding: str) -> dict[str, torch.Tensor]:
     if padding == "left" and "position_ids" in inspect.signature(model.forward).parameters:
         given["position_ids"] = torch.tensor(np.maximum(real.cumsum(1) - 1, 0), dtype=torch.long)
     if "decoder_input_ids" in inspect.signature(model.forward).parameters:
-        target = tokens(2, config.vocab_size, 2, case.length - 4)
+        vocab_size = getattr(config, "decoder_vocab_size", None) or config.vocab_size
+        target = tokens(2, vocab_size, 2, case.length - 4)
         given["decoder_input_ids"] = torch.tensor(target, dtype=torch.long)
     if getattr(config, "type_vocab_size", 1) > 1:
         given["token_type_ids"] = torch.tensor(np.arange(case.length) >= case.length // 2).long().expand(2, -1)
@@ -86,12 +88,13 @@ def run(model, case: Case, padding: str) -> dict[str, np.ndarray]:
 
 
 def gradients(model, case: Case) -> dict[str, np.ndarray]:
-    """Gradient of the mean of logits x fixed numbers with respect to every tensor, by its name in the model."""
+    """Gradient of the mean of logits x fixed numbers with respect to every tensor, by its name on disk."""
     model.zero_grad()
     logits = model(**inputs_of(model, case, "none")).logits
     direction = np.random.RandomState(3).standard_normal(tuple(logits.shape)).astype(np.float32)
     (torch.nn.functional.log_softmax(logits, -1) * torch.tensor(direction)).mean().backward()
-    return {name: p.grad.numpy() for name, p in model.named_parameters() if p.grad is not None}
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {name: gradient.numpy() for name, gradient in revert_weight_conversion(model, found).items()}
 
 
 def generated(model, case: Case) -> list[list[int]]:

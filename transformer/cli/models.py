@@ -54,7 +54,9 @@ class ModelCommand:
         opened = self.load()
         if not isinstance(opened.model, CausalLM | Seq2Seq):
             kind = type(opened.model).__name__
-            raise ConfigError(f"{self.directory} holds a model of the kind {kind}, which reads no prompt and writes no text.")
+            raise ConfigError(
+                f"{self.directory} holds a model of the kind {kind}, which reads no prompt and writes no text."
+            )
         return opened
 
     def print_json(self, opened: Opened, **values: Any) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from transformer.config import ConfigError
 from transformer.generate import Sampling, generate
+from transformer.models import Seq2Seq
 
 if TYPE_CHECKING:
     from transformer.inference import Opened
@@ -78,7 +79,8 @@ def encode(run: Opened, text: str, what: str) -> list[int]:
         ids = tokenizer.encode_source(text) if what == "prompt" else tokenizer.encode(text)
     except ValueError as error:
         raise ValueError(f"the {what} can't be read: {error}") from error
-    limit = run.model.config.max_length
+    config = run.model.config
+    limit = config.longest_source if what == "prompt" and isinstance(run.model, Seq2Seq) else config.max_length
     if limit is not None and len(ids) > limit:
         raise ValueError(
             f"the {what} is too long: {len(ids)} tokens, but the model's learned position table has {limit} "

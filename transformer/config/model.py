@@ -262,6 +262,11 @@ class TransformerConfig:
         """Layers of an encoder-decoder's decoder."""
         return self.num_layers if self.num_decoder_layers is None else self.num_decoder_layers
 
+    @property
+    def longest_source(self) -> int | None:
+        """Rows of the learned table of an encoder-decoder's encoder: source_max_length, or max_length."""
+        return self.max_length if self.source_max_length is None else self.source_max_length
+
     def replace(self, **changes: object) -> TransformerConfig:
         """A copy with some fields changed, validated again; for an unknown one a ConfigError names the right one."""
         names = [field.name for field in dataclasses.fields(self)]

@@ -244,10 +244,85 @@ class ParallelText(PairConfig):
             )
 
 
-DataConfig = NumberWords | TinyShakespeare | TextFile | JsonLines | ParallelText
+@dataclass(frozen=True, kw_only=True)
+class LabeledConfig:
+    """What every kind of labeled text has: a text to be read, and the class it is of."""
+
+    task: ClassVar[str] = "classifier"
+
+    labels: tuple[str, ...] = ()
+    """the classes as the files write them, by number; none: all that the training file has, in order"""
+    max_length: int = 128
+    """longest text in tokens, special ones included; of longer ones the end is cut off"""
+    batch_size: int = 32
+    """texts in one step, over all devices and processes together"""
+    eval_batch_size: int = 64
+    """texts in one batch of evaluation"""
+    tokenizer: TokenizerConfig = TokenizerConfig(kind="bpe")
+    """how text becomes token ids, where no pretrained model brings its own"""
+
+    def __post_init__(self):
+        _check_whole(self, "batch_size", "eval_batch_size")
+        _check_whole(self, "max_length", least=2)
+        if len(self.labels) == 1 or len(set(self.labels)) < len(self.labels) or "" in self.labels:
+            raise ConfigError(
+                f"labels must be at least two, all different, got {', '.join(map(repr, self.labels))}. Leave them out "
+                "to take those of the training file."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabeledText(LabeledConfig):
+    """Texts of one's own and their classes: a tab-separated file (UTF-8) whose first line names its columns."""
+
+    kind: ClassVar[str] = "labeled_text"
+
+    path: str
+    """the file to train on"""
+    validation_path: str | None = None
+    """a second file to evaluate on (None: the end of the first)"""
+    validation_share: float = 0.1
+    """share at the end of the file to evaluate on when there is no validation_path"""
+    text_column: str = "sentence"
+    """name of the column that holds the text"""
+    label_column: str = "label"
+    """name of the column that holds its class"""
+
+    def __post_init__(self):
+        super().__post_init__()
+        _check_path(self, "path")
+        _check_share(self, "validation_share")
+        if not self.text_column or not self.label_column or self.text_column == self.label_column:
+            raise ConfigError(
+                f"text_column and label_column must name two columns, got {self.text_column!r} and "
+                f"{self.label_column!r}."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SST2(LabeledConfig):
+    """Phrases and sentences of movie reviews, negative or positive (Socher et al. 2013), in the files of GLUE (Wang et
+    al. 2018, arXiv 1804.07461): 67,349 of train.tsv to train on, 872 of dev.tsv to evaluate on.
+    """
+
+    kind: ClassVar[str] = "sst2"
+
+    labels: tuple[str, ...] = ("negative", "positive")
+    """names of the classes that the files write as 0 and 1"""
+    manual_dir: str | None = None
+    """the folder that holds train.tsv and dev.tsv"""
+
+    def __post_init__(self):
+        super().__post_init__()
+        if len(self.labels) != 2:
+            raise ConfigError(f"labels must be two, for 0 and 1 in the files, got {len(self.labels)}.")
+
+
+DataConfig = NumberWords | TinyShakespeare | TextFile | JsonLines | ParallelText | LabeledText | SST2
 """What a recipe's `data` may be."""
 
 DATA: dict[str, type] = {
-    config.kind: config for config in (NumberWords, TinyShakespeare, TextFile, JsonLines, ParallelText)
+    config.kind: config
+    for config in (NumberWords, TinyShakespeare, TextFile, JsonLines, ParallelText, LabeledText, SST2)
 }
 """Every kind of data by the tag it is saved under."""

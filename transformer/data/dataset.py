@@ -13,14 +13,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from transformer.config import nearest
-from transformer.data.configs import PairConfig, TextConfig
+from transformer.data.configs import LabeledConfig, PairConfig, TextConfig
 from transformer.data.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     import grain
 
 Batch = dict[str, np.ndarray]
-"""arrays by name: tokens, targets and weights (B, T); of pairs also source (B, S) and source_lengths (B,)"""
+"""arrays by name: tokens, targets and weights (B, T); of pairs also source (B, S) and source_lengths (B,); of labeled
+texts tokens (B, T) and lengths, targets and weights (B,)"""
 
 
 @dataclass(frozen=True)
@@ -36,11 +37,11 @@ class Example:
 
 class Dataset(ABC):
     """What `prepare` gives: batches to train and evaluate on, the tokenizer, and a fingerprint of all of it. `task` is
-    what it asks of a model: "causal_lm" or "seq2seq".
+    what it asks of a model: "causal_lm", "seq2seq" or "classifier".
     """
 
     task: str
-    config: TextConfig | PairConfig
+    config: TextConfig | PairConfig | LabeledConfig
     tokenizer: Tokenizer
     fingerprint: str
 
@@ -100,7 +101,7 @@ class Dataset(ABC):
 
     @abstractmethod
     def prompts(self) -> list[str]:
-        """A few held-out texts to give to the model: beginnings to continue, or sources to translate."""
+        """A few held-out texts to give to the model: to continue, to translate or to classify."""
 
     def _check_split(self, split: str) -> None:
         if split not in self.splits:
@@ -122,7 +123,7 @@ class TextDataset(Dataset):
         self.config = config
         self.tokenizer = tokenizer
         self._texts = splits
-        end = [tokenizer.eos_id] if separate else []
+        end = [tokenizer.eos_id] if separate and tokenizer.eos_id is not None else []
         self._tokens = {
             split: np.array([i for text in texts for i in tokenizer.encode(text) + end], np.int32)
             for split, texts in splits.items()
@@ -136,7 +137,7 @@ class TextDataset(Dataset):
         for split, tokens in self._tokens.items():
             if len(tokens) < 2:
                 raise ValueError(f"the {split} text is too short: expected at least 2 tokens, got {len(tokens)}.")
-        self.fingerprint = _fingerprint(
+        self.fingerprint = fingerprint(
             [config.kind, config.sequence_length, tokenizer.state()], splits, self._tokens.values()
         )
 
@@ -158,7 +159,7 @@ class TextDataset(Dataset):
         """Three beginnings of lines of the held-out text, of at most 40 characters and half a context."""
         lines = [line for text in self._texts["validation"] for line in text.split("\n") if line.strip()]
         chosen = []
-        for line in dict.fromkeys(lines[place] for place in _spread(len(lines), 3)):
+        for line in dict.fromkeys(lines[place] for place in spread(len(lines), 3)):
             start = line if len(line) <= 40 else (line[:40].rsplit(" ", 1)[0] or line[:40])
             ids = self.tokenizer.encode(start)
             most = max(1, self.config.sequence_length // 2)
@@ -192,12 +193,17 @@ class PairDataset(Dataset):
     def __init__(
         self, config: PairConfig, tokenizer: Tokenizer, splits: Mapping[str, Sequence[Example]], skipped: int = 0
     ):
+        if tokenizer.begin_id is None or tokenizer.eos_id is None:
+            raise ValueError(
+                "this tokenizer has no token that begins a target, or none that ends it: no pairs can be written with "
+                "it. Take a tokenizer with both: config.json names them as decoder_start_token_id and eos_token_id."
+            )
         self.config = config
         self.tokenizer = tokenizer
         self._skipped = skipped
         self._examples: dict[str, list[Example]] = {}
-        self._sources: dict[str, _Ragged] = {}
-        self._targets: dict[str, _Ragged] = {}
+        self._sources: dict[str, Ragged] = {}
+        self._targets: dict[str, Ragged] = {}
         read, write = _remembering(tokenizer.encode_source), _remembering(tokenizer.encode)
         for split, examples in splits.items():
             kept = [
@@ -214,14 +220,14 @@ class PairDataset(Dataset):
                 )
             self._skipped += len(examples) - len(kept)
             self._examples[split] = kept
-            self._sources[split] = _Ragged(read(example.source) for example in kept)
-            self._targets[split] = _Ragged([*write(example.target), tokenizer.eos_id] for example in kept)
+            self._sources[split] = Ragged(read(example.source) for example in kept)
+            self._targets[split] = Ragged([*write(example.target), tokenizer.eos_id] for example in kept)
         self.max_source_length = config.max_source_length or max(r.longest for r in self._sources.values())
         self.max_target_length = config.max_target_length or max(r.longest for r in self._targets.values())
         texts = {split: [part for e in examples for part in (e.source, e.target)] for split, examples in splits.items()}
         arrays = [ragged.values for side in (self._sources, self._targets) for ragged in side.values()]
         settings = [config.kind, self.max_source_length, self.max_target_length, tokenizer.state()]
-        self.fingerprint = _fingerprint(settings, texts, arrays)
+        self.fingerprint = fingerprint(settings, texts, arrays)
 
     @property
     def splits(self) -> tuple[str, ...]:
@@ -250,7 +256,7 @@ class PairDataset(Dataset):
         by_size = sorted(groups.values(), key=len)
         for number, places in enumerate(by_size):
             share = min((limit - len(chosen)) // (len(by_size) - number), len(places))
-            chosen += [places[i] for i in _spread(len(places), share)]
+            chosen += [places[i] for i in spread(len(places), share)]
         return [examples[place] for place in sorted(chosen)]
 
     def prompts(self) -> list[str]:
@@ -268,7 +274,7 @@ class PairDataset(Dataset):
         source, source_lengths = self._sources[split].padded(rows, self.max_source_length, pad)
         targets, lengths = self._targets[split].padded(rows, self.max_target_length, pad)
         inside = np.arange(self.max_target_length) < lengths[:, None]
-        begun = np.concatenate([np.full((len(rows), 1), self.tokenizer.bos_id, np.int32), targets[:, :-1]], axis=1)
+        begun = np.concatenate([np.full((len(rows), 1), self.tokenizer.begin_id, np.int32), targets[:, :-1]], axis=1)
         return {
             "source": source,
             "source_lengths": source_lengths,
@@ -278,7 +284,7 @@ class PairDataset(Dataset):
         }
 
 
-class _Ragged:
+class Ragged:
     """Rows of different length in one array."""
 
     def __init__(self, rows: Iterable[Sequence[int]]):
@@ -308,13 +314,13 @@ def _remembering(encode: Callable[[str], list[int]]) -> Callable[[str], list[int
     return remembered
 
 
-def _spread(count: int, wanted: int) -> list[int]:
+def spread(count: int, wanted: int) -> list[int]:
     """At most `wanted` places out of `count`, evenly spread."""
     wanted = min(count, wanted)
     return [(2 * i + 1) * count // (2 * wanted) for i in range(wanted)]
 
 
-def _fingerprint(settings: Any, texts: Mapping[str, Sequence[str]], arrays: Iterable[np.ndarray]) -> str:
+def fingerprint(settings: Any, texts: Mapping[str, Sequence[str]], arrays: Iterable[np.ndarray]) -> str:
     """SHA-256 of everything that decides what a model is shown, except the order (the seed's) and the batch size."""
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
     for split, parts in texts.items():

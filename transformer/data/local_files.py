@@ -103,6 +103,36 @@ def read_pairs(source_path: str, target_path: str | None) -> tuple[list[tuple[st
     return kept, len(pairs) - len(kept)
 
 
+def read_labeled(path: str, text_column: str, label_column: str) -> list[tuple[str, str]]:
+    """Texts and their labels, of a tab-separated file whose first line names its columns; empty lines are skipped.
+
+    A quotation mark is a character like others, as in the files of GLUE. FileNotFoundError and ValueError as
+    `read_text`; ValueError also for columns that are not there, and for a line without them or with an empty one.
+    """
+    header, *rows = (line.split("\t") for line in _tab_lines(path))
+    places = []
+    for column in (text_column, label_column):
+        if column not in header:
+            raise ValueError(
+                f"{path} has no column {column!r}: its first line names {', '.join(map(repr, header))[:200]}."
+                f"{nearest(column, header)} Name the columns in the first line, between tabs."
+            )
+        places.append(header.index(column))
+    pairs = []
+    for number, row in enumerate(rows, 2):
+        if row == [""]:
+            continue
+        if len(row) != len(header) or not all(row[place].strip() for place in places):
+            raise ValueError(
+                f"{path}, line {number}: expected {len(header)} columns as in the first line, with a {text_column} and "
+                f"a {label_column}; got {len(row)}: {' | '.join(row)[:60]!r}. Mend the line."
+            )
+        pairs.append(tuple(row[place].strip() for place in places))
+    if not pairs:
+        raise ValueError(f"{path} has a first line and nothing below it: expected texts and labels.")
+    return pairs
+
+
 def _tab_lines(path: str) -> list[str]:
     lines = read_text(path).removesuffix("\n").split("\n")
     return ["" if not line.strip() else line for line in lines]

@@ -7,6 +7,7 @@ import numpy as np
 from transformer.data import sources
 from transformer.data.configs import DataConfig
 from transformer.data.dataset import Batch, Dataset, PairDataset, TextDataset
+from transformer.data.labeled import LabeledDataset
 from transformer.data.normalization import NORMALIZERS
 from transformer.data.tokenizer import Tokenizer, build_tokenizer
 
@@ -18,6 +19,11 @@ def prepare(config: DataConfig, tokenizer: Tokenizer | None = None) -> Dataset:
     ValueError for files that are missing, no text, or too short; OSError where there is no network or no room.
     """
     texts = sources.read(config)
+    if isinstance(texts, sources.Labeled):
+        tokenizer = tokenizer or build_tokenizer(
+            config.tokenizer, *([text for text, _ in texts.splits[split]] for split in ("train", "validation"))
+        )
+        return LabeledDataset(config, tokenizer, texts.splits, texts.labels)
     if isinstance(texts, sources.Documents):
         tokenizer = tokenizer or build_tokenizer(config.tokenizer, texts.splits["train"], texts.splits["validation"])
         return TextDataset(config, tokenizer, texts.splits, texts.separate)

@@ -74,6 +74,8 @@ class PretrainedTokenizer(Tokenizer):
         self.unk_id = unknown if (named := names.id_of("unk")) is None else named
         self.eos_ids = names.ends()
         self.eos_id = self.eos_ids[0] if self.eos_ids else None
+        begin = names.begin()
+        self._begin_id = self.bos_id if begin is None else begin
         padding = names.id_of("pad")
         self.pad_id = next(i for i in (padding, self.eos_id, 0) if i is not None)
 
@@ -87,6 +89,11 @@ class PretrainedTokenizer(Tokenizer):
     def special_tokens(self) -> tuple[str, ...]:
         """Names of the special tokens, by rising id; unlike elsewhere their ids need not be the first."""
         return tuple(str(self._library.id_to_token(i)) for i in sorted(self._special))
+
+    @property
+    def begin_id(self) -> int | None:
+        """The token that a target of an encoder-decoder begins with: config.json names it, else it is `bos_id`."""
+        return self._begin_id
 
     @property
     def vocab_size(self) -> int:
@@ -128,6 +135,15 @@ class PretrainedTokenizer(Tokenizer):
                 partial = Path(directory) / f"{name}.partial"
                 partial.write_bytes(content)
                 partial.replace(Path(directory) / name)
+
+    def save_alone(self, directory: str | os.PathLike) -> None:
+        """Writes its files, and a config.json with what that of its model says of it: the directory needs no model."""
+        self.save(directory)
+        given = _object("config.json", self._files)
+        kept = {name: value for name, value in given.items() if name.endswith("_token_id")} | {"vocab_size": self._size}
+        partial = Path(directory) / "config.json.partial"
+        partial.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+        partial.replace(Path(directory) / "config.json")
 
     def state(self) -> dict[str, Any]:
         """What tells this tokenizer from any other, as JSON values: a digest of its file, and the special tokens."""
@@ -207,6 +223,11 @@ class _SpecialTokens:
         end = self.id_of("eos")
         return () if end is None else (end,)
 
+    def begin(self) -> int | None:
+        """The token that a decoder starts with, where a number says so."""
+        found = [self._numbered(file, "decoder_start") for file in reversed(_NUMBERING)]
+        return next((ids[0] for ids in found if ids), None)
+
     def _named(self, file: str, role: str) -> int | None:
         value = self._objects[file][f"{role}_token"]
         name = value.get("content") if isinstance(value, dict) else value
@@ -260,6 +281,16 @@ def load_pretrained_tokenizer(directory: str | os.PathLike, vocab_size: int | No
         return PretrainedTokenizer(files, vocab_size)
     except ValueError as error:
         raise ValueError(f"{directory}: {error}") from error
+
+
+def load_saved_alone(directory: str | os.PathLike) -> PretrainedTokenizer:
+    """What `PretrainedTokenizer.save_alone` wrote. Raises as `load_pretrained_tokenizer`."""
+    path = Path(directory) / "config.json"
+    files = {"config.json": path.read_bytes()} if path.is_file() else {}
+    size = _object("config.json", files).get("vocab_size")
+    if size is not None and type(size) is not int:
+        raise ValueError(f"{path} has a vocab_size that is no whole number, {size!r:.40}. Restore it from a copy.")
+    return load_pretrained_tokenizer(directory, size)
 
 
 def _object(name: str, files: Mapping[str, bytes]) -> dict[str, Any]:

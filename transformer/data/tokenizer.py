@@ -57,6 +57,11 @@ class Tokenizer(ABC):
         return SPECIAL_TOKENS[: 3 if self.unk_id is None else 4]
 
     @property
+    def begin_id(self) -> int | None:
+        """The token that a target of an encoder-decoder begins with."""
+        return self.bos_id
+
+    @property
     def vocab_size(self) -> int:
         """Number of ids, special tokens included."""
         return len(self.special_tokens) + len(self.vocabulary)
@@ -89,6 +94,10 @@ class Tokenizer(ABC):
         partial = path.with_suffix(".partial")
         partial.write_text(json.dumps(self.state(), ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
         partial.replace(path)
+
+    def save_alone(self, directory: str | os.PathLike) -> None:
+        """Writes all that `load_tokenizer` needs into a directory that holds nothing else."""
+        self.save(directory)
 
     def state(self) -> dict[str, Any]:
         """All that makes this tokenizer, as JSON values."""
@@ -345,12 +354,17 @@ def build_tokenizer(
 
 
 def load_tokenizer(directory: str | os.PathLike) -> Tokenizer:
-    """The tokenizer saved in a directory. FileNotFoundError if there is none, ValueError if its file is broken."""
+    """The tokenizer saved alone in a directory. FileNotFoundError if there is none, ValueError if its file is broken."""
     path = Path(directory) / TOKENIZER_FILE
     if not path.is_file():
         raise FileNotFoundError(f"no tokenizer in {directory}: expected a file {path}. Name the folder save() wrote.")
     try:
-        return _from_state(json.loads(path.read_bytes()))
+        state = json.loads(path.read_bytes())
+        if isinstance(state, dict) and "format" not in state and "model" in state:  # a file of the tokenizers library
+            from transformer.data.pretrained_tokenizer import load_saved_alone
+
+            return load_saved_alone(directory)
+        return _from_state(state)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is no valid tokenizer: {error} Restore it from a copy, or train anew.") from error
 

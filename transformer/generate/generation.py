@@ -84,13 +84,13 @@ def generate(
         model = model.clone(execution=dataclasses.replace(model.execution, attention="auto"))
     # Almost every target begins with one token: no 15 more beside it.
     single = source_rows is not None and all(len(row) == 1 for row in prompt_rows)
-    prompt_slots = 1 if single else _slots(model, prompt_rows)
+    prompt_slots = 1 if single else _slots(prompt_rows, model.config.max_length)
     new_slots = bucket(limit)
     written = decode(
         model,
         params,
         pad(prompt_rows, prompt_slots),
-        None if source_rows is None else pad(source_rows, _slots(model, source_rows)),
+        None if source_rows is None else pad(source_rows, _slots(source_rows, model.config.longest_source)),
         _row_keys(*row_seeds(seed, len(prompt_rows))),
         Choice.of(sampling, vocab_size),
         np.array([-1 if end is None else end for end in ends or [None]], np.int32),
@@ -103,10 +103,10 @@ def generate(
     return [row[:count].tolist() for row, count in zip(written.tokens, written.counts, strict=True)]
 
 
-def _slots(model: Any, rows: Sequence[np.ndarray]) -> int:
+def _slots(rows: Sequence[np.ndarray], longest: int | None) -> int:
     """How long the padded rows are: no longer than a learned position table, which all of them fit."""
     slots = bucket(max(len(row) for row in rows))
-    return slots if model.config.max_length is None else min(slots, model.config.max_length)
+    return slots if longest is None else min(slots, longest)
 
 
 def _sources(model: Any, sources: Sequence[Ids] | None, vocab_size: int) -> list[np.ndarray] | None:

@@ -102,17 +102,24 @@ def check_lengths(
     """Raises ValueError where a learned position table has too few rows for a source, or a prompt and what follows."""
     if config.position != "learned":
         return
-    table = f"the model's learned position table ends at {config.max_length} (max_length)"
+
+    def table(field: str, rows: int) -> str:
+        return f"the model's learned position table ends at {rows} ({field})"
+
+    field = "max_length" if config.source_max_length is None else "source_max_length"
     for number, row in enumerate(sources or ()):
-        if len(row) > config.max_length:
-            raise ValueError(f"source {number} has {len(row)} tokens, but {table}. Shorten the source.")
+        if len(row) > config.longest_source:
+            raise ValueError(
+                f"source {number} has {len(row)} tokens, but {table(field, config.longest_source)}. Shorten the source."
+            )
     for number, row in enumerate(prompts):
         total = len(row) + max_new_tokens
         if total > config.max_length:
             room = config.max_length - len(row)
             remedy = f"Ask for at most {room} new tokens, or shorten the prompt." if room > 0 else "Shorten the prompt."
             raise ValueError(
-                f"prompt {number} has {len(row)} tokens, with {max_new_tokens} new ones {total}, but {table}. {remedy}"
+                f"prompt {number} has {len(row)} tokens, with {max_new_tokens} new ones {total}, but "
+                f"{table('max_length', config.max_length)}. {remedy}"
             )
 
 

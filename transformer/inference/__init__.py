@@ -3,6 +3,7 @@
 from transformer.inference.opening import Opened, export, is_workdir, load, open_model, save
 from transformer.inference.reading import Class, Score, classify, embed, score
 from transformer.inference.sentences import SentenceSettings, sentence_settings
+from transformer.inference.starting import start_from
 
 __all__ = [
     "Class",
@@ -18,4 +19,5 @@ __all__ = [
     "save",
     "score",
     "sentence_settings",
+    "start_from",
 ]

@@ -70,6 +70,8 @@ class Opened:
     @property
     def labels(self) -> list[str]:
         """Names of a classifier's classes, by number; none where nobody named them."""
+        if self.run is not None:
+            return list(self.run.recipe.data.labels) if self.run.recipe.task == "classifier" else []
         named = {} if self.pretrained is None else self.pretrained.fields.get("id2label") or {}
         return [str(named[key]) for key in sorted(named, key=int)]
 
@@ -107,7 +109,7 @@ def open_model(
         context = run.recipe.model.max_length or getattr(run.recipe.data, "sequence_length", None)
         if run.recipe.task == "causal_lm":
             context = run.recipe.data.sequence_length
-        return Opened(run.model, run.params, Path(source), run.tokenizer, context, run.tokenizer.bos_id, run=run)
+        return Opened(run.model, run.params, Path(source), run.tokenizer, context, run.tokenizer.begin_id, run=run)
 
     from transformer.zoo import load_pretrained
 

@@ -235,7 +235,7 @@ def _batched(opened: Opened, encoded: Sequence[_Encoded], compute: Callable) -> 
     """`compute` of batches of alike lengths, padded to few different sizes; its rows in the order of the texts."""
     order = sorted(range(len(encoded)), key=lambda i: len(encoded[i].ids))
     rows: dict[int, np.ndarray] = {}
-    limit = opened.model.config.max_length
+    limit = opened.model.config.longest_source  # of one that has no encoder: max_length
     for start in range(0, len(order), BATCH):
         numbers = order[start : start + BATCH]
         longest = max(len(encoded[i].ids) for i in numbers)

@@ -83,7 +83,7 @@ def translate(
         ids = generate(
             model,
             params,
-            [[tokenizer.bos_id]] * size,
+            [[tokenizer.begin_id]] * size,
             sources=filled,
             max_new_tokens=max_new_tokens,
             sampling=Sampling(temperature=0.0),

@@ -21,7 +21,8 @@ class Ledger:
 
     Since the last line: `loss_sum` and its `weight` (nats, targets), `router_loss` of routed layers (a sum, nats),
     `grad_norm` (a sum), `batches`. In all: `skipped`
-    batches, target `tokens`, `train_seconds` and all `seconds`. `eval_loss` of the last evaluation, `best_loss` (nats a
+    batches, target `tokens`, `train_seconds` and all `seconds`. `eval_loss` and
+    `eval_accuracy` of the last evaluation, `best_loss` (nats a
     target) and `best_step` of the best.
     """
 
@@ -39,12 +40,15 @@ class Ledger:
     evaluated: int = 0
     """step of the last evaluation"""
     eval_loss: float | None = None
+    eval_accuracy: float | None = None
     best_loss: float | None = None
     best_step: int | None = None
 
-    def record_evaluation(self, step: int, loss: float) -> None:
-        """Notes a loss (nats a target), and whether it is the best (of equal ones the newer, as checkpoints are)."""
-        self.evaluated, self.eval_loss = step, loss
+    def record_evaluation(self, step: int, loss: float, accuracy: float | None = None) -> None:
+        """Notes a loss (nats a target) and an accuracy, and whether the loss is the best (of equal ones the newer, as
+        checkpoints are).
+        """
+        self.evaluated, self.eval_loss, self.eval_accuracy = step, loss, accuracy
         if math.isfinite(loss) and (self.best_loss is None or loss <= self.best_loss):
             self.best_loss, self.best_step = loss, step
 

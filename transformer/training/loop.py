@@ -9,6 +9,8 @@ import tempfile
 import time
 from pathlib import Path
 
+import jax
+
 from transformer.data import check_batch
 from transformer.training import processes
 from transformer.training.checkpoint import Checkpointer
@@ -22,7 +24,8 @@ from transformer.training.recipe import Recipe, build_model, to_json
 from transformer.training.report import append_samples, cut_samples, device_line, report, samples
 from transformer.training.runs import begin, checkpoint_data, load_run, open_run, record_run, shared_facts
 from transformer.training.signals import StopSignal
-from transformer.training.state import count_parameters, parameter_paths
+from transformer.training.start import Start
+from transformer.training.state import count_parameters, make_usable, parameter_paths
 from transformer.training.summary import (
     Summary,
     read_summary,
@@ -34,10 +37,11 @@ from transformer.training.summary import (
 from transformer.viz.curves import loss_curve
 
 
-def train(recipe: Recipe, workdir: str | os.PathLike, *, command: str = "") -> Summary:
+def train(recipe: Recipe, workdir: str | os.PathLike, *, command: str = "", start: Start | None = None) -> Summary:
     """Trains a recipe in a workdir to its end, or until a signal; called again it goes on as if never stopped.
 
-    `command` is what goes on with this run, as it is shown to the user. A workdir is left with recipe.json, tokenizer/,
+    `start` is a model to begin from instead of at random (`transformer.inference.start_from` makes it of a directory);
+    to go on it need not be given again. `command` is what goes on with this run, as it is shown to the user. A workdir is left with recipe.json, tokenizer/,
     checkpoints/, metrics.jsonl, tensorboard/, samples.txt, loss.png and summary.json. Processes that train together
     (`parallel.coordinator`) all call this alike, with one workdir that all can see.
 
@@ -65,7 +69,8 @@ def train(recipe: Recipe, workdir: str | os.PathLike, *, command: str = "") -> S
         # What to train: recipe, data, model
         print(device_line(), flush=True)
         processes.check_alike("settings", shared_facts(recipe))
-        recipe, dataset = open_run(recipe, workdir, say=print)
+        processes.check_alike("models to start from", "" if start is None else start.fingerprint)
+        recipe, dataset = open_run(recipe, workdir, say=print, start=start)
         processes.check_alike("data", dataset.fingerprint)
         model, steps = build_model(recipe), recipe.training.steps
         placement = place(recipe)
@@ -77,13 +82,17 @@ def train(recipe: Recipe, workdir: str | os.PathLike, *, command: str = "") -> S
         keep = {"keep_last": recipe.checkpoint.keep_last, "keep_best": recipe.checkpoint.keep_best}
         checkpoints = resources.enter_context(Checkpointer(workdir, **keep))
         batches = dataset.train_batches(recipe.training.seed, placement.rows)
-        state, ledger = begin(recipe, dataset, workdir, checkpoints, batches, placement)
+        state, ledger = begin(recipe, dataset, workdir, checkpoints, batches, placement, start)
         step, seconds_before = int(state.step), ledger.seconds
         record_run(recipe, dataset, own)
         cut_samples(own, step)
-        parameters = count_parameters(state.params)
-        summary = Summary(name=recipe.name, workdir=str(workdir), command=command, steps=steps, parameters=parameters)
+        usable = make_usable(recipe)
+        parameters = count_parameters(jax.eval_shape(usable, state))
+        about = {"name": recipe.name, "workdir": str(workdir), "command": command, "task": recipe.task}
+        summary = Summary(**about, steps=steps, parameters=parameters)
         print(f"model: {type(model).__name__}, {parameters:,} parameters, vocabulary of {recipe.model.vocab_size}")
+        if recipe.lora is not None:
+            print(f"LoRA of rank {recipe.lora.rank}: {count_parameters(state.params):,} parameters are trained")
         last = read_summary(workdir) or summary
         if processes.first_decides(lambda: step >= steps and ledger.evaluated >= step and last.step == step):
             print(f"{render(last)}\n{render_finished(dataclasses.replace(last, command=command))}")
@@ -101,12 +110,12 @@ def train(recipe: Recipe, workdir: str | os.PathLike, *, command: str = "") -> S
 
         def evaluate() -> None:
             held_out = dataset.eval_batches()[: recipe.evaluation.batches]
-            params = placement.whole(state).averaged
+            params = usable(placement.whole(state))
             result = evaluate_loss(placement.eval_step, params, held_out, stopping)
             text = "" if stopping() else samples(recipe, model, params, dataset, step)
             if result is None or stopping():
                 return  # it is done again when the run goes on
-            ledger.record_evaluation(step, result.loss)
+            ledger.record_evaluation(step, result.loss, result.accuracy)
             writer.write(step, {"eval/loss": result.loss, "eval/accuracy": result.accuracy})
             progress.print(f"step {step}: eval loss {result.loss:.4f}, accuracy {100 * result.accuracy:.2f} %")
             if text:
@@ -138,7 +147,7 @@ def train(recipe: Recipe, workdir: str | os.PathLike, *, command: str = "") -> S
             if step >= steps or stop_now:
                 break
             batch = next(batches)
-            check_batch(batch, recipe.model.vocab_size, recipe.model.source_vocab_size)
+            check_batch(batch, recipe.model.vocab_size, recipe.model.source_vocab_size, recipe.model.num_classes)
             if not compiled:
                 progress.print("compiling the training step ...")
             before = time.perf_counter()
@@ -157,11 +166,12 @@ def train(recipe: Recipe, workdir: str | os.PathLike, *, command: str = "") -> S
             tokens_per_s=ledger.tokens_per_s,
             skipped=ledger.skipped,
             eval_loss=ledger.eval_loss,
+            eval_accuracy=ledger.eval_accuracy,
             best_loss=ledger.best_loss,
             best_step=ledger.best_step,
         )
         if not stopping():
-            params, shown = placement.whole(state).averaged, step
+            params, shown = usable(placement.whole(state)), step
             if recipe.checkpoint.keep_best and ledger.best_step not in (None, step):
                 best = load_run(workdir)
                 params, shown = best.params, best.step

@@ -59,7 +59,9 @@ def _seq2seq(model: nn.Module, variables: Any, batch: Batch, **kwargs) -> Any:
 
 
 def _classifier(model: nn.Module, variables: Any, batch: Batch, **kwargs) -> Any:
-    return model.apply(variables, batch["tokens"], mask=Mask.lengths(batch["lengths"]), **kwargs)
+    types = None if model.config.token_types is None else batch.get("token_types")
+    mask = Mask.lengths(batch["lengths"])
+    return model.apply(variables, batch["tokens"], mask=mask, token_types=types, **kwargs)
 
 
 FORWARD: dict[str, Forward] = {"causal_lm": _causal_lm, "seq2seq": _seq2seq, "classifier": _classifier}

@@ -15,6 +15,7 @@ from pathlib import Path
 import tyro
 
 from transformer.config import ConfigError, nearest
+from transformer.lora import LoRA
 from transformer.training.recipe import Recipe
 from transformer.training.serial import flatten
 
@@ -75,7 +76,7 @@ def load_recipe_file(path: str | os.PathLike) -> tuple[Recipe, str]:
 
 
 def override(recipe: Recipe, arguments: Sequence[str], *, program: str, description: str = "") -> Recipe:
-    """The recipe with fields set as by `--model.num-layers 4`.
+    """The recipe with fields set as by `--model.num-layers 4`; any option of `lora` gives a recipe without one a LoRA.
 
     `program` is what usage and errors call the command, `description` what --help begins with.
 
@@ -83,6 +84,8 @@ def override(recipe: Recipe, arguments: Sequence[str], *, program: str, descript
         ConfigError: an unknown option (with the nearest right one), a wrong value, or fields that don't fit.
         SystemExit: --help, after it was printed (code 0).
     """
+    if recipe.lora is None and any(word.startswith("--lora.") for word in arguments):
+        recipe = dataclasses.replace(recipe, lora=LoRA())  # any of its options turns it on
     captured = io.StringIO()
     unknown = _unknown_option(recipe, arguments)
     if unknown:
@@ -119,7 +122,8 @@ def fast(recipe: Recipe) -> Recipe:
 
 def _options(recipe: Recipe) -> list[str]:
     names = [f"--{field.replace('_', '-')}" for field in flatten(recipe)]
-    return [*names, "--help", "--list", "--fast", "--workdir", "--debug"]
+    names += [f"--lora.{field.name}" for field in dataclasses.fields(LoRA)]
+    return [*dict.fromkeys(names), "--help", "--list", "--fast", "--workdir", "--init", "--debug"]
 
 
 def _unknown_option(recipe: Recipe, arguments: Sequence[str]) -> str | None:

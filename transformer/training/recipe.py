@@ -13,6 +13,7 @@ import flax.linen as nn
 
 from transformer.config import ConfigError, Execution, TransformerConfig, check_choice
 from transformer.data.configs import PLACES, DataConfig
+from transformer.lora import LoRA
 from transformer.models import CausalLM, Classifier, Seq2Seq
 from transformer.sharding import ParallelConfig
 from transformer.training.serial import decode, encode, flatten
@@ -41,6 +42,7 @@ MAY_CHANGE = (
     "training.accumulation",
     "training.nan_policy",
     "data.eval_batch_size",
+    "origin.source",
     *sorted(f"data.{field}" for field in PLACES),
 )
 """Fields, or groups of them, that may differ when a run goes on. All others shape its result: they must match."""
@@ -198,6 +200,20 @@ class LoggingConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Origin:
+    """Where a run's first parameters came from. Training fills it in; no recipe gives it."""
+
+    source: str
+    """directory or name that was given; it may have moved since"""
+    model: str
+    """what was there"""
+    fingerprint: str
+    """SHA-256 of the parameters that were taken"""
+    new: tuple[str, ...] = ()
+    """paths of the parameters that were not there: they were initialized, and are trained whole"""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Recipe:
     """A whole run.
 
@@ -225,6 +241,10 @@ class Recipe:
     """what is kept to go on from"""
     logging: LoggingConfig = LoggingConfig()
     """what is written down"""
+    lora: LoRA | None = None
+    """train low-rank updates of a pretrained model instead of all of it; any --lora option turns it on"""
+    origin: Origin | None = None
+    """where the first parameters came from; train.py fills it in for --init"""
 
     def __post_init__(self):
         if not self.name or self.name != os.path.basename(self.name):
@@ -273,6 +293,22 @@ def with_vocabulary(recipe: Recipe, vocab_size: int) -> Recipe:
             f"filled in."
         )
     return recipe
+
+
+def with_labels(recipe: Recipe, labels: tuple[str, ...]) -> Recipe:
+    """The recipe with data.labels and model.num_classes filled in from the labels of the data.
+
+    Raises:
+        ConfigError: a model.num_classes that is not their number.
+    """
+    given = recipe.model.num_classes
+    if given not in (None, len(labels)):
+        raise ConfigError(
+            f"model.num_classes is {given}, but the data has {len(labels)} labels ({', '.join(labels)}). Leave it out: "
+            f"it is filled in."
+        )
+    model = recipe.model.replace(num_classes=len(labels))
+    return dataclasses.replace(recipe, model=model, data=dataclasses.replace(recipe.data, labels=labels))
 
 
 def to_json(recipe: Recipe) -> dict[str, Any]:

@@ -29,9 +29,11 @@ def device_line() -> str:
 
 
 def samples(recipe: Recipe, model: nn.Module, params: Any, dataset: Dataset, step: int) -> str:
-    """What the model writes now: sources and their translations, or prompts continued; "" when none are wanted."""
+    """What the model writes now: sources and their translations, or prompts continued; "" when none are wanted, and of
+    a classifier, which writes nothing.
+    """
     wanted = recipe.evaluation.samples
-    if not wanted:
+    if not wanted or recipe.task == "classifier":
         return ""
     if recipe.task == "seq2seq":
         return "\n".join(
@@ -64,6 +66,8 @@ def report(
     recipe: Recipe, model: nn.Module, params: Any, dataset: Dataset, summary: Summary, should_stop: Callable[[], bool]
 ) -> Summary:
     """The summary with what only the model can tell: scores and translations, or a text. As it was if `should_stop`."""
+    if recipe.task == "classifier":
+        return dataclasses.replace(summary, prompt=_first_words(dataset.prompts()[0], 60))
     if recipe.task != "seq2seq":
         prompt = dataset.prompts()[0]
         text = _continued(recipe, model, params, dataset, [prompt], recipe.training.steps)[0]

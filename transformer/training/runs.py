@@ -16,6 +16,7 @@ import flax.linen as nn
 from transformer.config import ConfigError
 from transformer.data import PLACES, Dataset, Tokenizer, load_tokenizer
 from transformer.data import prepare as prepare_data
+from transformer.data.labeled import LabeledDataset
 from transformer.training import processes
 from transformer.training.checkpoint import Checkpointer, CheckpointError, load_params
 from transformer.training.journal import Ledger
@@ -30,9 +31,11 @@ from transformer.training.recipe import (
     load_recipe,
     save_recipe,
     to_json,
+    with_labels,
     with_vocabulary,
 )
-from transformer.training.state import TrainState
+from transformer.training.start import Start, begun_from, told, with_new_parameters, with_recipe_s
+from transformer.training.state import TrainState, model_params
 
 TOKENIZER = "tokenizer"
 
@@ -53,7 +56,8 @@ class Run:
 
 
 def load_run(workdir: str | os.PathLike, step: Literal["best", "newest"] | int = "best") -> Run:
-    """What a workdir holds: averaged parameters where the run kept them; "best" is the lowest eval/loss.
+    """What a workdir holds: averaged parameters where the run kept them, with LoRA its updates merged into the base;
+    "best" is the lowest eval/loss.
 
     Where no checkpoint can be called best, or the best one is damaged, the newest valid one is taken, with a warning.
 
@@ -71,35 +75,56 @@ def load_run(workdir: str | os.PathLike, step: Literal["best", "newest"] | int =
             raise
         warnings.warn(f"{error} Taking the newest valid checkpoint.", stacklevel=2)
         params, found = load_params(workdir, step="newest", names=names)
+    if recipe.lora is not None:
+        base, _ = load_params(workdir, step=found, names="base")
+        params = model_params(recipe, {"new": {}, **params}, base)  # what is empty is not saved
     return Run(recipe, build_model(recipe), params, tokenizer, found)
 
 
-def open_run(recipe: Recipe, workdir: str | os.PathLike, say: Callable[[str], None]) -> tuple[Recipe, Dataset]:
-    """The recipe with its vocabulary filled in, and its data, for a new run or to go on with the one in the workdir.
+def open_run(
+    recipe: Recipe, workdir: str | os.PathLike, say: Callable[[str], None], start: Start | None = None
+) -> tuple[Recipe, Dataset]:
+    """The recipe with what data and `start` decide filled in, and its data, for a new run or to go on with the one in
+    the workdir, which knows what it started from.
 
     Nothing is written. What may change between two calls of a run and did is told to `say`.
 
     Raises:
-        WorkdirError: the workdir holds checkpoints of another model, data, optimizer or seed; shows the difference.
+        WorkdirError: the workdir holds checkpoints of another model, data, optimizer, start or seed; shows the
+            difference. Or it was to start from a model, and has no checkpoint yet, and no `start` is given.
         ValueError: data that can't be read, or that doesn't fit the model.
     """
     workdir = Path(workdir)
-    tokenizer = None
+    tokenizer = None if start is None else start.tokenizer
+    recipe = recipe if start is None else start.applied_to(recipe)
+    old = load_recipe(workdir) if (workdir / FILE).exists() and (has_checkpoints(workdir) or not start) else None
     if has_checkpoints(workdir):
-        if (workdir / FILE).exists():
-            for change in _refuse_other_run(load_recipe(workdir), recipe, workdir):
+        if old is not None:
+            recipe = _filled_in(recipe, old)
+            for change in _refuse_other_run(old, recipe, workdir):
                 say(f"changed since the last call: {change}")
         if (workdir / TOKENIZER).exists():
             tokenizer = load_tokenizer(workdir / TOKENIZER)
+    elif start is None and old is not None and old.origin is not None:
+        raise WorkdirError(
+            f"{workdir} was to start from {old.origin.source} and has no checkpoint yet: nothing of it is here. Give "
+            f"--init {old.origin.source} again."
+        )
     dataset = prepare_data(recipe.data, tokenizer=tokenizer)
     recipe = with_vocabulary(recipe, dataset.tokenizer.vocab_size)
+    if isinstance(dataset, LabeledDataset):
+        recipe = with_labels(recipe, dataset.labels)
     _check_lengths(recipe, dataset)
+    if start is not None:
+        recipe = with_new_parameters(recipe, start)
+    if recipe.lora is not None and recipe.origin is None:
+        raise ConfigError("lora updates a model that was trained before, but there is none: name one with --init DIR.")
     return recipe, dataset
 
 
 def record_run(recipe: Recipe, dataset: Dataset, workdir: str | os.PathLike) -> None:
     """Writes what `load_run` needs beside the checkpoints: recipe.json and the tokenizer."""
-    dataset.tokenizer.save(Path(workdir) / TOKENIZER)
+    dataset.tokenizer.save_alone(Path(workdir) / TOKENIZER)
     save_recipe(recipe, workdir)
 
 
@@ -110,15 +135,20 @@ def begin(
     checkpoints: Checkpointer,
     batches: Any,
     placement: Placement,
+    start: Start | None = None,
 ) -> tuple[TrainState, Ledger]:
-    """The newest valid checkpoint, with `batches` set to where it was; a new state when there is no checkpoint.
+    """The newest valid checkpoint, with `batches` set to where it was; a new state, from `start` where one is given,
+    when there is no checkpoint.
 
     Raises:
         CheckpointError: checkpoints, but none that is valid and fits.
         WorkdirError: one of another recipe, or of other data.
     """
     if not processes.first_decides(lambda: has_checkpoints(workdir)):
-        return placement.new_state(), Ledger()
+        if start is None:
+            return placement.new_state(), Ledger()
+        print(told(recipe, start))
+        return begun_from(start, placement.new_state()), Ledger()
     restored = checkpoints.restore_newest(placement.abstract_state())
     _refuse_other_run(from_json(restored.recipe, f"the recipe in {restored.path}"), recipe, workdir)
     if restored.data["fingerprint"] != dataset.fingerprint:
@@ -147,6 +177,8 @@ def shared_facts(recipe: Recipe) -> str:
         del values["parallel"][field]
     for field in PLACES:
         values["data"].pop(field, None)
+    if values["origin"] is not None:
+        del values["origin"]["source"]
     return json.dumps(values, sort_keys=True)
 
 
@@ -158,9 +190,7 @@ def has_checkpoints(workdir: str | os.PathLike) -> bool:
 
 def _refuse_other_run(old: Recipe, new: Recipe, workdir: str | os.PathLike) -> list[Change]:
     """Raises WorkdirError for fields that must match; returns the others that differ."""
-    if new.model.vocab_size is None and old.model.vocab_size is not None:
-        new = with_vocabulary(new, old.model.vocab_size)
-    must_match, may_change = difference(old, new)
+    must_match, may_change = difference(old, _filled_in(new, old))
     if must_match:
         listed = "; ".join(map(str, must_match))
         raise WorkdirError(
@@ -168,6 +198,26 @@ def _refuse_other_run(old: Recipe, new: Recipe, workdir: str | os.PathLike) -> l
             f"another --workdir to start anew."
         )
     return may_change
+
+
+def _filled_in(new: Recipe, old: Recipe) -> Recipe:
+    """The new recipe with what it leaves open as the run had it: what data or a start decided."""
+    if old.origin is not None and new.origin is None:
+        new = dataclasses.replace(new, model=with_recipe_s(old.model, new.model), origin=old.origin)
+    elif old.origin is not None:
+        new = dataclasses.replace(new, origin=dataclasses.replace(new.origin, new=old.origin.new))
+    if new.model.vocab_size is None and old.model.vocab_size is not None:
+        new = with_vocabulary(new, old.model.vocab_size)
+    if new.task == old.task == "classifier" and (not new.data.labels or new.model.num_classes is None):
+        new = with_labels(new, new.data.labels or old.data.labels)
+    return new
+
+
+_LENGTHS = {
+    "seq2seq": "data.max_source_length and data.max_target_length",
+    "causal_lm": "data.sequence_length",
+    "classifier": "data.max_length",
+}
 
 
 def _check_lengths(recipe: Recipe, dataset: Dataset) -> None:
@@ -179,5 +229,5 @@ def _check_lengths(recipe: Recipe, dataset: Dataset) -> None:
     if longest > limit:
         raise ConfigError(
             f"model.max_length ({limit}) is below the longest sequence of the data ({longest} tokens): there is no "
-            f"learned position for its end. Raise it, or lower data.max_source_length and data.max_target_length."
+            f"learned position for its end. Raise it, or lower {_LENGTHS[recipe.task]}."
         )

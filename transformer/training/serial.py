@@ -19,7 +19,7 @@ TAG = "class"
 LATER = {
     "LayerKind": ("self_attention", "moe", "attention_norm"),
     "ParallelConfig": ("coordinator", "num_processes", "process_id", "patience"),
-    "Recipe": ("parallel",),
+    "Recipe": ("parallel", "lora", "origin"),
     "RotaryScaling": ("attention_factor", "truncate"),
     "TransformerConfig": (
         *("attention_biases", "embedding_norm", "source_max_length", "position_table_per_layer", "token_types"),

@@ -13,7 +13,7 @@ import optax
 from transformer.training.losses import Batch, batch_logits, correct, cross_entropy, logits_and_router_loss
 from transformer.training.optimizers import make_optimizer, make_schedule
 from transformer.training.recipe import Recipe, build_model
-from transformer.training.state import TrainState
+from transformer.training.state import TrainState, model_params
 
 Metrics = dict[str, jax.Array]
 """scalars by name"""
@@ -42,25 +42,26 @@ def make_train_step(recipe: Recipe, axis_name: str | None = None) -> TrainStep:
     training, task = recipe.training, recipe.task
     dropout = recipe.model.dropout_rate > 0 or recipe.model.attention_dropout_rate > 0
 
-    def loss(params, batch, key):
+    def loss(trained, base, batch, key):
+        params = model_params(recipe, trained, base)
         logits, router_loss = logits_and_router_loss(task, model, params, batch, key if dropout else None)
         loss_sum, weight = cross_entropy(logits, batch["targets"], batch["weights"], training.label_smoothing)
         if router_loss is None:
             return loss_sum, {"weight": weight}
         return loss_sum + router_loss, {"weight": weight, "router_loss": router_loss}
 
-    def summed_gradients(params, batch, key):
-        """(loss sum, other sums), gradient of the loss sum."""
+    def summed_gradients(params, base, batch, key):
+        """(loss sum, other sums), gradient of the loss sum by what is trained."""
         gradients = jax.value_and_grad(loss, has_aux=True)
         if training.accumulation == 1:
-            return gradients(params, batch, key)
+            return gradients(params, base, batch, key)
 
         def micro_batch(total, item):
             index, rows = item
-            return jax.tree.map(jnp.add, total, gradients(params, rows, jax.random.fold_in(key, index))), None
+            return jax.tree.map(jnp.add, total, gradients(params, base, rows, jax.random.fold_in(key, index))), None
 
         parts = jnp.arange(training.accumulation), jax.tree.map(split_rows, dict(batch))
-        sums = jax.eval_shape(loss, params, jax.tree.map(lambda array: array[0], parts[1]), key)
+        sums = jax.eval_shape(loss, params, base, jax.tree.map(lambda array: array[0], parts[1]), key)
         zero = jax.tree.map(jnp.zeros_like, (sums, params))
         return jax.lax.scan(micro_batch, zero, parts)[0]
 
@@ -72,7 +73,7 @@ def make_train_step(recipe: Recipe, axis_name: str | None = None) -> TrainStep:
         key = jax.random.fold_in(jax.random.key(training.seed), state.step)
         if axis_name is not None:
             key = jax.random.fold_in(key, jax.lax.axis_index(axis_name))
-        (loss_sum, sums), gradients = summed_gradients(state.params, batch, key)
+        (loss_sum, sums), gradients = summed_gradients(state.params, state.base, batch, key)
         if axis_name is not None:
             loss_sum, sums, gradients = jax.lax.psum((loss_sum, sums, gradients), axis_name)
         weight = sums["weight"]
@@ -96,6 +97,7 @@ def make_train_step(recipe: Recipe, axis_name: str | None = None) -> TrainStep:
             opt_state=kept(opt_state, state.opt_state),
             ema=None if state.ema is None else kept(_averaged(training.ema_decay, state, params), state.ema),
             skipped=state.skipped + (~applied).astype(jnp.int32),
+            base=state.base,
         )
         metrics = {
             "loss_sum": loss_sum,

@@ -24,6 +24,8 @@ class Summary:
     workdir: str
     command: str
     """what goes on with this run"""
+    task: str = "causal_lm"
+    """what the model does: seq2seq, causal_lm or classifier"""
     step: int = 0
     """updates done"""
     steps: int = 0
@@ -39,6 +41,8 @@ class Summary:
     """batches passed over because they were not finite"""
     eval_loss: float | None = None
     """nats a target, at the last evaluation"""
+    eval_accuracy: float | None = None
+    """share of targets that were the likeliest, there"""
     best_loss: float | None = None
     """nats a target, lowest of all evaluations"""
     best_step: int | None = None
@@ -108,13 +112,17 @@ def render(summary: Summary) -> str:
     if summary.eval_loss is not None:
         best = f", best {summary.best_loss:.4f} at step {summary.best_step}" if summary.best_loss is not None else ""
         lines.append(f"eval loss: {summary.eval_loss:.4f}{best}")
+    if summary.task == "classifier" and summary.eval_accuracy is not None:
+        lines.append(f"accuracy on held-out texts, at the end: {100 * summary.eval_accuracy:.2f} %")
     if summary.skipped:
         lines.append(f"batches passed over because loss or gradient was not finite: {summary.skipped}")
-    lines.append(f"speed: {summary.tokens_per_s:,.0f} target tokens/s while training")
+    what = "texts" if summary.task == "classifier" else "target tokens"
+    lines.append(f"speed: {summary.tokens_per_s:,.0f} {what}/s while training")
     lines.append(f"loss curve: {workdir / 'loss.png'}   checkpoints: {workdir / 'checkpoints'}")
     lines.append("try it:")
+    verb, option = ("classify", "--text") if summary.task == "classifier" else ("generate", "--prompt")
     lines.append(
-        f"  {python()} -m transformer generate {shlex.quote(str(workdir))} --prompt {shlex.quote(summary.prompt)}"
+        f"  {python()} -m transformer {verb} {shlex.quote(str(workdir))} {option} {shlex.quote(summary.prompt)}"
     )
     return "\n".join(lines)
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from transformer.config import TransformerConfig
 from transformer.models import Seq2Seq
-from transformer.weights.rules import MATRIX, MERGED, Relation, Rule, Shape, linear, norm
+from transformer.weights.rules import MERGED, Relation, Rule, Shape, linear, norm
 from transformer.zoo.family import Family, Head, Variant
 from transformer.zoo.fields import ACTIVATIONS, Codec, Field, FieldError, Fixed, Unread
 from transformer.zoo.roberta import WithoutFirst
@@ -71,12 +71,8 @@ def _rules(config: TransformerConfig) -> Sequence[Rule]:
     ]
 
 
-LOGITS = (
-    Rule("lm_head.weight", "output/kernel", MATRIX),
-    Rule("final_logits_bias", "output_bias", OneRow()),
-    Rule("final_logits_bias", "output/bias", OneRow()),
-)
-"""rules of a head with a bias of the logits, tied or not"""
+LOGITS_BIAS = Rule("final_logits_bias", "output_bias", OneRow())
+"""of the head"""
 
 
 @dataclass(frozen=True)
@@ -136,7 +132,8 @@ def bart_fields() -> tuple[Codec, ...]:
         BothStacks("attention_heads", "num_heads"),
         Field("activation_function", "activation", "gelu", ACTIVATIONS),
         Field("scale_embedding", "scale_embeddings", False),
-        Field("tie_word_embeddings", "tie_embeddings", True),
+        # Untied, some readers share one table between the stacks, and others give each stack its own.
+        Fixed("tie_word_embeddings", (True,)),
         Field("dropout", "dropout_rate", 0.1),
         Field("attention_dropout", "attention_dropout_rate", 0.0),
         Field("init_std", "initializer_range", 0.02),
@@ -174,7 +171,7 @@ BART = Family(
     title="BART",
     citation="Lewis et al. 2019, arXiv 1910.13461",
     heads={
-        "BartForConditionalGeneration": Head(model=Seq2Seq, constants={"output_bias": True}, rules=LOGITS),
+        "BartForConditionalGeneration": Head(model=Seq2Seq, constants={"output_bias": True}, rules=(LOGITS_BIAS,)),
         # Published without a bias, which is of zeros where there is one.
         "BartModel": Head(model=Seq2Seq, base=True),
     },

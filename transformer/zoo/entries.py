@@ -12,9 +12,11 @@ from transformer.zoo.gpt2 import GPT2
 from transformer.zoo.llama import LLAMA
 from transformer.zoo.marian import MARIAN
 from transformer.zoo.mistral import MISTRAL
+from transformer.zoo.mixtral import MIXTRAL
 from transformer.zoo.modernbert import MODERNBERT
 from transformer.zoo.qwen2 import QWEN2
 from transformer.zoo.qwen3 import QWEN3
+from transformer.zoo.qwen3_moe import QWEN3_MOE
 from transformer.zoo.roberta import ROBERTA
 from transformer.zoo.t5 import T5
 from transformer.zoo.umt5 import UMT5
@@ -38,6 +40,8 @@ ENTRIES: dict[str, Family] = {
         QWEN3,
         GEMMA2,
         GEMMA3,
+        MIXTRAL,
+        QWEN3_MOE,
         UMT5,
     )
 }

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from transformer.config import ConfigError, LayerKind, TransformerConfig, nearest
-from transformer.models import Seq2Seq, VisionClassifier
+from transformer.models import Embedder, Seq2Seq, VisionClassifier
 from transformer.weights.rules import Link, Rule, layer_kinds, layer_places, link
 from transformer.zoo.fields import FIXED_EVERYWHERE, NEUTRAL, Codec, FieldError
 
@@ -135,7 +135,8 @@ class Family:
         for codec in (*self.fields, *head.fields):
             values |= codec.write(config)
         again = self.read(values, head)
-        mine, theirs = canonical(config), canonical(again)
+        pools = head.model is Embedder
+        mine, theirs = (canonical(c) | ({"pooling": c.pooling} if pools else {}) for c in (config, again))
         differing = [name for name in mine if mine[name] != theirs[name]]
         if differing:
             told = "; ".join(f"{name} is {mine[name]!r}, {self.title} has {theirs[name]!r}" for name in differing)

@@ -27,7 +27,8 @@ GEMMA_CONSTANTS = DECODER_CONSTANTS | {
     "scale_embeddings": True,
 }
 """what Gemma 2 and 3 have in common"""
-GELU = Field("hidden_activation", "activation", "gelu_pytorch_tanh", ACTIVATIONS)
+# First the name by which the reference's Gemma computes: others differ from it in rounding.
+GELU = Field("hidden_activation", "activation", "gelu_pytorch_tanh", {"gelu_pytorch_tanh": "gelu_tanh"} | ACTIVATIONS)
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from transformer.config import TransformerConfig
 from transformer.models import CausalLM, Classifier
 from transformer.weights.rules import MATRIX, MERGED, Rule, linear, norm
 from transformer.zoo.family import Family, Head, Variant
-from transformer.zoo.fields import ACTIVATIONS, Biases, Field, Labels, Rope, Unread
+from transformer.zoo.fields import ACTIVATIONS, Biases, Codec, Field, Labels, Rope, Unread
 
 DECODER_CONSTANTS = {
     "norm": "rms_norm",
@@ -69,6 +71,32 @@ def decoder_rules(config: TransformerConfig) -> Sequence[Rule]:
     return [*attention_rules(), *norm_rules(), *feed_forward_rules()]
 
 
+@dataclass(frozen=True)
+class Heads(Codec):
+    """`num_key_value_heads` and `head_dim`, with what they are where the file doesn't have them; null is as in Llama:
+    as many as heads of queries, and an even share of the width. Read after those.
+    """
+
+    kv_heads: int | None
+    head_dim: int | None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return ("num_key_value_heads", "head_dim")
+
+    def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+        width, heads = changes["d_model"], changes["num_heads"]
+        kv_heads, head_dim = values.get("num_key_value_heads", self.kv_heads), values.get("head_dim", self.head_dim)
+        return {
+            "num_kv_heads": None if kv_heads == heads else kv_heads,
+            "head_dim": None if head_dim is not None and head_dim * heads == width else head_dim,
+        }
+
+    def write(self, config: TransformerConfig) -> dict[str, Any]:
+        # Numbers, not null: not all of the reference's models know what null means here.
+        return {"num_key_value_heads": config.kv_heads, "head_dim": config.size_of_head}
+
+
 SILU = Field("hidden_act", "activation", "silu", ACTIVATIONS)
 
 
@@ -87,8 +115,7 @@ def decoder_fields(
         Field("intermediate_size", "d_ff"),
         Field("num_hidden_layers", "num_layers"),
         Field("num_attention_heads", "num_heads"),
-        Field("num_key_value_heads", "num_kv_heads", kv_heads),
-        Field("head_dim", "head_dim", head_dim),
+        Heads(kv_heads, head_dim),
         activation,
         Field("rms_norm_eps", "norm_epsilon", epsilon),
         Field("tie_word_embeddings", "tie_embeddings", tied),

@@ -9,7 +9,7 @@ from typing import Any
 from transformer.config import TransformerConfig
 from transformer.models import Seq2Seq
 from transformer.weights.rules import Rule
-from transformer.zoo.bart import BART_COPIES, LOGITS, Former, bart_fields, stack_rules
+from transformer.zoo.bart import BART_COPIES, LOGITS_BIAS, Former, bart_fields, stack_rules
 from transformer.zoo.family import Family, Head, Variant
 from transformer.zoo.fields import Codec, FieldError, Unread
 
@@ -55,14 +55,15 @@ def _variant(pair: str, parameters: int, vocab: int) -> Variant:
     sizes = {"vocab_size": vocab, "d_model": 512, "activation_function": "swish", "scale_embedding": True}
     for stack in ("encoder", "decoder"):
         sizes |= {f"{stack}_layers": 6, f"{stack}_ffn_dim": 2048, f"{stack}_attention_heads": 8}
-    return Variant(hub=f"Helsinki-NLP/opus-mt-{pair}", parameters=parameters, fields=sizes)
+    # The published numbers count no bias of the logits.
+    return Variant(hub=f"Helsinki-NLP/opus-mt-{pair}", parameters=parameters + vocab, fields=sizes)
 
 
 MARIAN = Family(
     name="marian",
     title="Marian",
     citation="Junczys-Dowmunt et al. 2018, arXiv 1804.00344; Tiedemann & Thottingal 2020, OPUS-MT",
-    heads={"MarianMTModel": Head(model=Seq2Seq, constants={"output_bias": True}, rules=LOGITS)},
+    heads={"MarianMTModel": Head(model=Seq2Seq, constants={"output_bias": True}, rules=(LOGITS_BIAS,))},
     constants={"norm": "layer_norm", "norm_epsilon": 1e-5, "norm_position": "post", "use_bias": True}
     | {"position": "sinusoidal_halves"},
     fields=(
@@ -79,7 +80,7 @@ MARIAN = Family(
     ignored=(r"model\.(encoder|decoder)\.embed_positions\.weight",),
     copies=BART_COPIES,
     variants={
-        # The published numbers count computed tables of positions, and no bias of the logits.
-        "opus-mt-en-de": _variant("en-de", 73_886_208 + 58_101, 58_101),
+        "opus-mt-en-de": _variant("en-de", 73_886_208, 58_101),
+        "opus-mt-en-fr": _variant("en-fr", 74_609_664, 59_514),
     },
 )

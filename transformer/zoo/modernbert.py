@@ -76,7 +76,9 @@ def _turning(values: Mapping[str, Any], name: str) -> Any:
         raise FieldError(
             f"partial_rotary_factor of {name} is {parameters['partial_rotary_factor']}, and not built here"
         )
-    return read_rotary(parameters, values.get(old) or default, values.get("max_position_embeddings"))
+    # Where windows are said to have no base of their own, they have the other layers'.
+    base = values.get(old, default) or values.get(*_BASES[_FULL])
+    return read_rotary(parameters, base, values.get("max_position_embeddings"))
 
 
 @dataclass(frozen=True)

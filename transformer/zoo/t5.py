@@ -21,7 +21,7 @@ T5_CONSTANTS = {
 }
 """what all versions of T5 have in common"""
 
-T5_COPIES = {name: "shared.weight" for name in ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")} | {
+T5_COPIES = dict.fromkeys(("encoder.embed_tokens.weight", "decoder.embed_tokens.weight"), "shared.weight") | {
     "lm_head.weight": "shared.weight"
 }
 """tensors that are the one table, where the output map is"""

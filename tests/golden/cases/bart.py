@@ -20,11 +20,4 @@ SCALED = SIZES | {"scale_embedding": True, "decoder_layers": 1, "activation_func
 CASES = {
     "lm": Case("BartForConditionalGeneration", "BartConfig", SIZES, left_padding=False),
     "scaled": Case("BartForConditionalGeneration", "BartConfig", SCALED, left_padding=False, golden=False),
-    "untied": Case(
-        "BartForConditionalGeneration",
-        "BartConfig",
-        SIZES | {"tie_word_embeddings": False},
-        left_padding=False,
-        golden=False,
-    ),
 }

@@ -9,7 +9,7 @@ SIZES = {
     "num_attention_heads": 6,
     "num_key_value_heads": 2,
     "head_dim": 4,
-    "query_pre_attn_scalar": 7,
+    "query_pre_attn_scalar": 61,
     "sliding_window": 4,
 }
 ROTARY = {

@@ -25,7 +25,4 @@ CASES = {
     "two_tables": Case(
         "MarianMTModel", "MarianConfig", TWO | {"scale_embedding": False}, left_padding=False, golden=False
     ),
-    "untied": Case(
-        "MarianMTModel", "MarianConfig", TWO | {"tie_word_embeddings": False}, left_padding=False, golden=False
-    ),
 }

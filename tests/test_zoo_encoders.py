@@ -1,0 +1,228 @@
+"""Encoder families: what published files and configs contain beside a new one's, and what is refused."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from golden import case as golden_case
+from golden import ours
+
+from transformer.config import LayerKind
+from transformer.masks import Mask
+from transformer.models import Classifier, Embedder, MaskedLM
+from transformer.weights.files import WeightFiles, write_weights
+from transformer.zoo import ENTRIES, abstract_params, build, choose_family, load_pretrained, save_pretrained
+from transformer.zoo.bert import Repeated
+from transformer.zoo.roberta import WithoutFirst
+from transformer.zoo.vit import Convolution, Row
+
+
+def tensors_of(record):
+    return {name: golden_case.numbers(name, tuple(shape)) for name, shape in record["tensors"].items()}
+
+
+def same(left, right):
+    jax.tree.map(np.testing.assert_array_equal, left, right)
+
+
+def first_release(tensors):
+    """A masked language model's tensors as bert-base-uncased has them: old names, copies, heads that are not needed."""
+    old = {
+        name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): tensor
+        for name, tensor in tensors.items()
+    }
+    more = {
+        "bert.pooler.dense.weight": np.ones((12, 12), np.float32),
+        "bert.pooler.dense.bias": np.ones(12, np.float32),
+        "cls.seq_relationship.weight": np.ones((2, 12), np.float32),
+        "cls.seq_relationship.bias": np.ones(2, np.float32),
+        "bert.embeddings.position_ids": np.arange(13)[None],
+        "cls.predictions.decoder.weight": old["bert.embeddings.word_embeddings.weight"],
+        "cls.predictions.decoder.bias": old["cls.predictions.bias"],
+    }
+    return old | more
+
+
+def test_files_of_the_first_bert(tmp_path):
+    record = golden_case.golden("bert")["masked_lm"]
+    tensors = tensors_of(record)
+    write_weights(tmp_path / "new", record["config"], tensors)
+    write_weights(tmp_path / "old", record["config"], first_release(tensors))
+    new, old = load_pretrained(tmp_path / "new"), load_pretrained(tmp_path / "old")
+    same(old.params, new.params)
+    base = load_pretrained(tmp_path / "old", architecture="BertModel")
+    assert isinstance(base.model, Embedder)
+    same(base.params, {name: new.params[name] for name in ("embedding", "token_type_embedding", "encoder")})
+    with pytest.raises(ValueError, match=r"2 missing: classifier.weight, classifier.bias"):
+        load_pretrained(tmp_path / "old", architecture="BertForSequenceClassification")
+
+
+def test_what_a_masked_lm_needs_is_not_ignored(tmp_path):
+    record = golden_case.golden("bert")["masked_lm"]
+    tensors = first_release(tensors_of(record))
+    tensors["cls.predictions.transform.LayerNorm.weight"] = np.ones(12, np.float32)
+    tensors["cls.predictions.decoder.bias"] = np.ones(37, np.float32)
+    tensors["classifier.weight"] = np.ones((3, 12), np.float32)
+    write_weights(tmp_path / "odd", record["config"], tensors)
+    with pytest.raises(ValueError, match=r"cls.predictions.decoder.bias differs from cls.predictions.bias") as error:
+        load_pretrained(tmp_path / "odd")
+    assert "2 not understood: classifier.weight, cls.predictions.transform.LayerNorm.gamma" in str(error.value)
+
+
+def test_a_base_model_s_files_have_no_prefix_and_are_read_with_one(tmp_path):
+    record = golden_case.golden("bert")["base"]
+    loaded = load_pretrained(ours.write(tmp_path / "bare", record))
+    write_weights(
+        tmp_path / "prefixed", record["config"], {f"bert.{name}": t for name, t in tensors_of(record).items()}
+    )
+    same(load_pretrained(tmp_path / "prefixed").params, loaded.params)
+    save_pretrained(loaded.model, loaded.params, tmp_path / "saved")
+    assert "embeddings.word_embeddings.weight" in WeightFiles(tmp_path / "saved").tensors
+
+
+def test_an_embedder_s_vectors_are_the_mean_of_real_tokens(tmp_path):
+    record = golden_case.golden("bert")["base"]
+    loaded, case = load_pretrained(ours.write(tmp_path / "base", record)), golden_case.cases("bert")["base"]
+    (tokens,), named = ours.inputs_of(loaded.model, case, "right")
+
+    @jax.jit
+    def run(params, tokens, named):
+        hidden = loaded.model.apply({"params": params}, tokens, **named, method="hidden")
+        return hidden, loaded.model.apply({"params": params}, tokens, **named)
+
+    hidden, vectors = run(loaded.params, tokens, named)
+    expected = np.asarray(record["results"]["hidden"])[0].mean(0)  # the row that is not padded, as the reference has it
+    np.testing.assert_allclose(vectors[0], expected, atol=1e-5)
+    np.testing.assert_allclose(vectors[1], np.asarray(hidden)[1, : case.length - golden_case.PADDED].mean(0), atol=1e-6)
+
+
+def test_rows_that_stand_for_no_position(tmp_path):
+    record = golden_case.golden("roberta")["masked_lm"]
+    name = "roberta.embeddings.position_embeddings.weight"
+    table = tensors_of(record)[name]
+    loaded = load_pretrained(ours.write(tmp_path / "theirs", record))
+    np.testing.assert_array_equal(loaded.params["encoder"]["position_table"], table[2:])
+    save_pretrained(loaded.model, loaded.params, tmp_path / "ours", family="roberta")
+    saved = WeightFiles(tmp_path / "ours").read(name)
+    np.testing.assert_array_equal(saved, np.concatenate([np.zeros((2, 12)), table[2:]]))
+
+
+@pytest.mark.parametrize(
+    ("relation", "shape", "tensors"),
+    [
+        (Repeated(), (5,), [(5,), (5,)]),
+        (WithoutFirst(2), (5, 3), [(7, 3)]),
+        (Convolution(), (2, 2, 3, 7), [(7, 3, 2, 2)]),
+        (Row(2), (5,), [(1, 1, 5)]),
+    ],
+)
+def test_relations_come_back(relation, shape, tensors):
+    parameter = np.random.RandomState(0).standard_normal(shape).astype(jnp.bfloat16)
+    assert relation.tensor_shapes([shape]) == tensors
+    saved = relation.save([parameter])
+    assert [tensor.shape for tensor in saved] == tensors
+    assert {tensor.dtype for tensor in saved} == {parameter.dtype}
+    np.testing.assert_array_equal(relation.load(saved, [shape])[0], parameter)
+
+
+MODERNBERT = {
+    "architectures": ["ModernBertForMaskedLM"],
+    "classifier_pooling": "mean",
+    "global_attn_every_n_layers": 3,
+    "global_rope_theta": 160000.0,
+    "hidden_size": 768,
+    "layer_norm_eps": 1e-05,
+    "local_attention": 128,
+    "local_rope_theta": 10000.0,
+    "model_type": "modernbert",
+    "num_hidden_layers": 22,
+    "position_embedding_type": "absolute",
+}
+
+
+def test_modernbert_s_published_config_says_what_a_new_one_does():
+    family = ENTRIES["modernbert"]
+    head = family.heads["ModernBertForMaskedLM"]
+    config = family.read(MODERNBERT, head)
+    assert config == build("modernbert-base").config
+    everywhere, window = LayerKind(), LayerKind(window=65, rotary_base=10_000.0)
+    assert config.prefix == (LayerKind(attention_norm=False),)
+    assert config.period == (window, window, everywhere)
+    written = family.write(config, "ModernBertForMaskedLM")
+    assert written["layer_types"] == (["full_attention", "sliding_attention", "sliding_attention"] * 8)[:22]
+    assert written["local_attention"] == 128
+    assert written["rope_parameters"]["full_attention"]["rope_theta"] == 160_000.0
+    assert family.read(MODERNBERT | {"local_rope_theta": None}, head).period[0].rotary_base == 160_000.0
+
+
+REFUSED = [
+    ("bert", {"position_embedding_type": "relative_key"}, "position_embedding_type is 'relative_key'"),
+    ("bert", {"is_decoder": True}, "is_decoder is True"),
+    ("bert", {"hidden_act": "mish"}, "hidden_act is 'mish'"),
+    ("roberta", {"pad_token_id": 0}, "pad_token_id is 0"),
+    ("modernbert", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling is {"),
+    ("modernbert", {"layer_types": ["full_attention"]}, "for each of 22 layers"),
+    ("modernbert", {"layer_types": ["chunked_attention"] * 22}, "layer_types must be full_attention or sliding"),
+    (
+        "modernbert",
+        {"rope_parameters": {"full_attention": {"partial_rotary_factor": 0.5}}},
+        "partial_rotary_factor of full_attention is 0.5",
+    ),
+    ("vit", {"patch_size": [2, 4]}, "only square patches"),
+    ("vit", {"image_size": 225}, "must be a multiple of patch_size"),
+]
+
+
+@pytest.mark.parametrize(("name", "fields", "message"), REFUSED)
+def test_fields_that_are_not_built_are_refused(name, fields, message):
+    family = ENTRIES[name]
+    sizes = {"vocab_size": 37} if name in ("bert", "roberta") else {}
+    head = next(iter(family.heads.values()))
+    family.read(sizes, head)
+    with pytest.raises(ValueError, match=message.replace("{", r"\{")):
+        family.read(sizes | fields, head)
+
+
+def test_a_vision_model_without_a_head_is_refused():
+    with pytest.raises(ValueError, match="the architecture ViTModel of ViT is not built here"):
+        ENTRIES["vit"].head_of({"architectures": ["ViTModel"]})
+
+
+@pytest.mark.parametrize(
+    ("variant", "model", "changes", "message"),
+    [
+        ("bert-base-uncased", Embedder, {"pooling": "first", "head_transform": None}, "pooling is 'first'"),
+        ("bert-base-uncased", MaskedLM, {"activation": "relu"}, "activation is 'relu'"),
+        ("roberta-base", Classifier, {"num_classes": 3, "head_transform": None}, "head_transform is None"),
+        (
+            "modernbert-base",
+            MaskedLM,
+            {"suffix": (LayerKind(window=7),), "num_layers": 23},
+            "layers is",
+        ),
+        ("vit-base-patch16-224", None, {"attention_biases": ("query", "out")}, "attention_biases is"),
+    ],
+)
+def test_models_without_a_counterpart_are_not_saved(variant, model, changes, message):
+    known = build(variant)
+    changed = (model or type(known))(known.config.replace(**changes))
+    family = next(family.name for family in ENTRIES.values() if variant in family.variants)
+    with pytest.raises(ValueError, match=message):
+        choose_family(changed, family)
+
+
+def test_padding_on_the_right_changes_nothing_of_windows(tmp_path):
+    """ModernBERT's windows count places, and padding is behind all of them."""
+    record = golden_case.golden("modernbert")["masked_lm"]
+    loaded = load_pretrained(ours.write(tmp_path / "theirs", record))
+    tokens = jnp.asarray(golden_case.tokens(3, 37, 1, 11))
+    run = jax.jit(lambda tokens, mask: loaded.model.apply({"params": loaded.params}, tokens, mask=mask))
+    padded = run(tokens, Mask.lengths(jnp.asarray([8])))
+    other = run(tokens.at[:, 8:].set(0), Mask.lengths(jnp.asarray([8])))
+    np.testing.assert_allclose(padded[:, :8], other[:, :8], atol=1e-6)
+    assert np.abs(padded[:, :8] - run(tokens, Mask.lengths(jnp.asarray([11])))[:, :8]).max() > 1e-3
+    assert abstract_params(loaded.model)["encoder"]["prefix_0"].keys() == {
+        "feed_forward",
+        "feed_forward_norm",
+        "self_attention",
+    }

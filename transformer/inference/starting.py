@@ -1,0 +1,89 @@
+"""A model to start training from: somebody's weights, or a run's, as the plain value that `training` takes."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import flax.traverse_util
+import jax
+
+from transformer.config import ConfigError, TransformerConfig
+from transformer.inference.opening import Opened, is_workdir, open_model
+from transformer.models import Classifier
+
+if TYPE_CHECKING:
+    from transformer.training import Recipe
+    from transformer.training.start import Start
+
+
+def start_from(source: str | os.PathLike, recipe: Recipe) -> Start:
+    """The model of a directory of weights, a name on the hub or a run's workdir, for `training.loop.train(start=...)`.
+
+    For a recipe that classifies, a family's other models become its classifier: what the files have of it is taken (of
+    BERT the pooler, too), and the old head is left.
+
+    Raises:
+        FileNotFoundError: no such directory, or no checkpoint in it.
+        ConfigError: a model that can't do what the recipe's data asks for.
+        ValueError: files that can't be read or are not understood.
+    """
+    from transformer.training.recipe import MODELS
+    from transformer.training.start import Start
+
+    wanted = MODELS[recipe.task]
+    options = {} if is_workdir(source) else {"dtype": recipe.model.param_dtype}
+    opened = open_model(source, **options)
+    config, params, left = opened.model.config, opened.params, ()
+    if type(opened.model) is not wanted:
+        if wanted is not Classifier or opened.pretrained is None:
+            raise ConfigError(
+                f"{source} holds a {type(opened.model).__name__}, but this recipe's data is for a {wanted.__name__}. "
+                f"Start from one, or take a recipe with other data."
+            )
+        config, params, left = _as_classifier(opened, recipe)
+    return Start(str(source), _told(opened), config, params, opened.vocabulary, left)
+
+
+def _told(opened: Opened) -> str:
+    if opened.pretrained is not None:
+        return f"{opened.pretrained.family.title}, {opened.pretrained.architecture}"
+    return f"{type(opened.model).__name__}, step {opened.run.step}"
+
+
+def _as_classifier(opened: Opened, recipe: Recipe) -> tuple[TransformerConfig, Any, tuple[str, ...]]:
+    """Config and parameters of the family's classifier, as far as the files have them, and what is not of it."""
+    from transformer.weights.files import WeightFiles
+    from transformer.weights.loading import load_params, parameter_shapes
+    from transformer.zoo import abstract_params
+    from transformer.zoo.family import rename
+
+    found = opened.pretrained
+    family = found.family
+    name, head = next(((name, head) for name, head in family.heads.items() if head.model is Classifier), (None, None))
+    if head is None:
+        raise ConfigError(f"{opened.directory} is a {family.title}, a family without a classifier: take another one.")
+    files = WeightFiles(opened.directory)
+    fields = {field: value for field, value in files.config.items() if field not in ("id2label", "label2id")}
+    fields |= {"architectures": [name], "num_labels": recipe.model.num_classes or 2}
+    config = family.read(fields, head).replace(dtype=recipe.model.dtype, param_dtype=recipe.model.param_dtype)
+    model = Classifier(config)
+    shapes = parameter_shapes(abstract_params(model))
+    links = rename(family.links(model, name, shapes), functools.partial(family.name_in, files.tensors))
+    there = [one for one in links if all(tensor in files.tensors for tensor in one.tensors)]
+    params = load_params(files, there, shapes, config.param_dtype, lambda path, array: jax.device_put(array))
+    left = _left(found.params, params, old_transform=config.head_transform != found.model.config.head_transform)
+    return config, params, left
+
+
+def _left(old: Any, new: Any, *, old_transform: bool) -> tuple[str, ...]:
+    """Paths of what is not taken. A decoder's layers are a classifier's encoder; a transform may be another."""
+
+    def paths(params: Any) -> Iterable[str]:
+        return (re.sub(r"^decoder/", "encoder/", path) for path in flax.traverse_util.flatten_dict(params, sep="/"))
+
+    taken = set(paths(new))
+    return tuple(sorted(p for p in paths(old) if p not in taken or (old_transform and p.startswith("head_transform/"))))
