@@ -19,7 +19,7 @@ from transformer.config import (
     transformer_base,
     transformer_big,
 )
-from transformer.models import CausalLM, Classifier, Embedder, MaskedLM, Seq2Seq, VisionClassifier
+from transformer.models import CausalLM, Classifier, Embedder, MaskedLM, Seq2Seq, SpeechToText, VisionClassifier
 
 TINY = TransformerConfig(vocab_size=11, d_model=12, num_layers=2, num_heads=2, d_ff=7)
 ROTARY = {"position": "rotary"}
@@ -80,6 +80,7 @@ CHANGES = {
     "causal": (Embedder, {}, True),
     "normalize_embeddings": (Embedder, {}, True),
     "patches": (VisionClassifier, IMAGES, Patches(image_height=6, image_width=4, patch_size=1)),
+    "mel_bins": (SpeechToText, {"mel_bins": 3}, 2),
     "dtype": (CausalLM, {}, "bfloat16"),
     "param_dtype": (CausalLM, {}, "bfloat16"),
     "prefix": (CausalLM, {}, (LayerKind(window=2),)),
@@ -95,6 +96,9 @@ def program(model: type, config: TransformerConfig) -> str:
     if model is VisionClassifier:
         patches = config.patches
         inputs = (jnp.zeros((2, patches.image_height, patches.image_width, patches.channels)),)
+
+    if model is SpeechToText:
+        inputs = (jnp.zeros((2, 5, config.mel_bins)), inputs[0])
 
     def run(key):
         params = model(config).init(key, *inputs)
@@ -173,6 +177,12 @@ def test_every_field_of_patches_is_read(field, value):
         ("capacity_factor", 0.5),
         ("load_balance_weight", 0.5),
         ("router_z_weight", 0.5),
+        ("router_bias", True),
+        ("scoring", "sigmoid"),
+        ("selection_bias", True),
+        ("num_groups", 2),
+        ("top_groups", 2),
+        ("weights_scale", 2.0),
     ],
 )
 def test_every_field_of_a_routed_feed_forward_is_read(field, value):
@@ -183,7 +193,10 @@ def test_every_field_of_a_routed_feed_forward_is_read(field, value):
 
         return jax.jit(run).lower(jax.random.key(0), jnp.zeros((2, 5), jnp.int32)).as_text()
 
-    assert program(ROUTED) != program(dataclasses.replace(ROUTED, **{field: value}))
+    base = dataclasses.replace(ROUTED, num_experts=6, num_groups=3) if field == "top_groups" else ROUTED
+    if field == "num_groups":
+        base = dataclasses.replace(ROUTED, num_experts=4)
+    assert program(base) != program(dataclasses.replace(base, **{field: value}))
 
 
 @pytest.mark.parametrize(("field", "value"), [("scan", False), ("remat", "full"), ("attention", "chunked")])
@@ -205,6 +218,7 @@ def test_every_field_of_execution_is_read(field, value):
         ({"d_model": 10, "num_heads": 3}, r"d_model \(10\) must be a multiple of num_heads \(3\) .* Give head_dim"),
         ({"num_heads": 8, "num_kv_heads": 3}, r"num_heads \(8\) must be a multiple of num_kv_heads \(3\)"),
         ({"activation": "gelu_tan"}, r"activation must be one of .*got 'gelu_tan'. Did you mean 'gelu_tanh'\?"),
+        ({"activation": "swiglu_clamped"}, r"a function of a gate .* gated is False. Take gated=True, or another"),
         ({"norm": "layernorm"}, r"Did you mean 'layer_norm'\?"),
         ({"position": "rotery"}, r"Did you mean 'rotary'\?"),
         ({"d_model": 0}, r"d_model must be a whole number of at least 1, got 0"),
@@ -274,6 +288,12 @@ def test_an_impossible_model_says_what_to_change(changes, message):
         (lambda: MoE(num_experts=0), r"num_experts must be a whole number of at least 1, got 0"),
         (lambda: MoE(num_experts=2, top_k=3), r"top_k \(3\) must be at most num_experts \(2\). Change one"),
         (lambda: MoE(num_experts=2, top_k=1), r"the weight is always 1, and no router learns. Drop one"),
+        (lambda: MoE(num_experts=2, scoring="sigmod"), r"scoring must be one of .* Did you mean 'sigmoid'\?"),
+        (lambda: MoE(num_experts=6, num_groups=4), r"num_experts \(6\) must be num_groups \(4\) times at least 2: a"),
+        (lambda: MoE(num_experts=3, num_groups=3), r"num_experts \(3\) must be num_groups \(3\) times at least 2: a"),
+        (lambda: MoE(num_experts=4, num_groups=2, top_groups=3), r"top_groups \(3\) must be at most num_groups \(2\)"),
+        (lambda: MoE(num_experts=4, num_groups=2, top_k=3), r"top_k \(3\) must be at most the 2 experts in top_groups"),
+        (lambda: MoE(num_experts=2, weights_scale=0.0), r"weights_scale must be a number .* got 0.0"),
         (lambda: MoE(num_experts=2, capacity_factor=0.0), r"capacity_factor must be a number .* got 0.0"),
         (lambda: MoE(num_experts=2, shared_experts=-1), r"shared_experts must be a whole number of at least 0"),
         (lambda: MoE(num_experts=2, router_z_weight=-0.1), r"router_z_weight must be a number of at least 0.0, got"),

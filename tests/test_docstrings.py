@@ -27,7 +27,8 @@ MODELS = {f"models/{name}.py" for name in ("base", "causal_lm", "seq2seq", "enco
 
 # Files whose functions take and return arrays of a layout.
 NUMERIC = {
-    *("attention.py", "blocks.py", "layers.py", "masks.py", "moe.py", "partitioning.py", "positions.py", "stacks.py"),
+    *("attention.py", "blocks.py", "layers.py", "masks.py", "mla.py", "moe.py"),
+    *("partitioning.py", "positions.py", "stacks.py"),
     *("generate/decoding.py", "generate/layers.py", "generate/sampling.py"),
     *MODELS,
     *("kernels/chunked.py", "kernels/contract.py", "kernels/reference.py", "kernels/ring.py", "kernels/splash.py"),
@@ -45,7 +46,7 @@ ANY_SHAPE = re.compile(r"any (?:shape|rank)|same shape")
 
 # Files that implement what others have published: each public class and function says who.
 PUBLISHED = {
-    *("attention.py", "blocks.py", "layers.py", "moe.py", "positions.py"),
+    *("attention.py", "blocks.py", "layers.py", "mla.py", "moe.py", "positions.py"),
     *MODELS,
     *("generate/sampling.py", "kernels/chunked.py", "kernels/reference.py", "kernels/ring.py", "kernels/splash.py"),
     *("training/losses.py", "training/optimizers.py"),

@@ -226,3 +226,17 @@ def test_padding_on_the_right_changes_nothing_of_windows(tmp_path):
         "feed_forward_norm",
         "self_attention",
     }
+
+
+@pytest.mark.parametrize(("name", "head"), [("bert", "cls.predictions."), ("roberta", "lm_head.")])
+def test_an_untied_head_s_bias_is_written_twice(tmp_path, name, head):
+    """The reference keeps a second one beside the map's own, which it reads in tied models alone."""
+    family, values = ENTRIES[name], golden_case.golden(name)["masked_lm"]["config"] | {"tie_word_embeddings": False}
+    model = MaskedLM(family.read(values, family.heads[values["architectures"][0]]))
+    params = jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), abstract_params(model))
+    params["output"]["bias"] = jnp.arange(37.0)
+    save_pretrained(model, params, tmp_path / "ours", family=name)
+    files = WeightFiles(tmp_path / "ours")
+    for tensor in ("decoder.bias", "bias"):
+        np.testing.assert_array_equal(files.read(head + tensor), np.arange(37.0))
+    same(load_pretrained(tmp_path / "ours").params, params)

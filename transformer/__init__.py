@@ -15,7 +15,7 @@ from transformer.config import (
     transformer_big,
 )
 from transformer.masks import Mask
-from transformer.models import CausalLM, Classifier, Embedder, MaskedLM, Seq2Seq, VisionClassifier
+from transformer.models import CausalLM, Classifier, Embedder, MaskedLM, Seq2Seq, SpeechToText, VisionClassifier
 from transformer.positions import ALiBi, Learned, NoPosition, Rotary, Sinusoidal, SinusoidalHalves, T5Bias
 from transformer.stacks import Decoder, Encoder
 
@@ -48,6 +48,7 @@ __all__ = [
     "Seq2Seq",
     "Sinusoidal",
     "SinusoidalHalves",
+    "SpeechToText",
     "T5Bias",
     "TransformerConfig",
     "VisionClassifier",

@@ -13,9 +13,10 @@ import jax.numpy as jnp
 
 from transformer.attention import ContextCache, KVCache, MultiHeadAttention
 from transformer.axes import Hidden, Leaf
-from transformer.config import ConfigError, Execution, LayerKind, TransformerConfig
+from transformer.config import MLA, ConfigError, Execution, LayerKind, TransformerConfig
 from transformer.layers import NORMS, FeedForward, Initializer
 from transformer.masks import Mask
+from transformer.mla import LatentAttention
 from transformer.moe import RoutedFeedForward
 from transformer.partitioning import constrain
 from transformer.positions import ALiBi, Learned, NoPosition, Rotary, Sinusoidal, SinusoidalHalves, T5Bias
@@ -56,7 +57,10 @@ class LayerCache:
     @staticmethod
     def create(config: TransformerConfig, kind: LayerKind, batch: int, length: int, *, cross: bool) -> LayerCache:
         """An empty cache of `length` tokens for each of `batch` rows. Without self-attention it only counts them."""
-        sizes = (config.kv_heads, config.size_of_head, config.size_of_value) if kind.self_attention else (0, 0, 0)
+        sizes = (config.kv_heads, config.size_of_head, config.size_of_value)
+        if config.mla is not None:
+            sizes = (1, config.mla.kv_rank + config.mla.rotary_dim, 0)  # the latent and the turned key
+        sizes = sizes if kind.self_attention else (0, 0, 0)
         return LayerCache(
             self_attention=KVCache.create(batch, length, *sizes, jnp.dtype(config.dtype)),
             cross_attention=ContextCache() if cross else None,
@@ -144,14 +148,15 @@ class Block(nn.Module):
         table = inputs.position_table
         if self.config.position_table_per_layer:
             table = self.param("position_table", *table_parameter(self.config, scheme))
-        return self._attention("self_attention", scheme)(
-            x,
-            mask=inputs.mask & window,
-            positions=inputs.positions,
-            position_table=table,
-            cache=None if cache is None else cache.self_attention,
-            deterministic=inputs.deterministic,
-        )
+        given = {
+            "mask": inputs.mask & window,
+            "positions": inputs.positions,
+            "cache": None if cache is None else cache.self_attention,
+            "deterministic": inputs.deterministic,
+        }
+        if self.config.mla is not None:
+            return self._latent_attention("self_attention", self.config.mla, scheme)(x, **given)
+        return self._attention("self_attention", scheme)(x, position_table=table, **given)
 
     def cross_attention(
         self, x: Hidden, inputs: LayerInputs, cache: LayerCache | None
@@ -159,8 +164,10 @@ class Block(nn.Module):
         """x (B, T, D) attends to the context (B, S, Dc) or what the cache kept of it; returns (B, T, D) and the cache.
 
         Raises:
-            ValueError: neither a context nor a cache.
+            ValueError: neither a context nor a cache; ConfigError: a config with mla.
         """
+        if self.config.mla is not None:
+            raise ConfigError("mla is for self-attention alone: leave it out for an encoder-decoder.")
         if inputs.context is None and cache is None:
             raise ValueError("cross-attention has nothing to attend to: give a context, or a cache filled with one.")
         return self._attention("cross_attention", NoPosition())(
@@ -194,7 +201,6 @@ class Block(nn.Module):
     def _attention(self, name: str, scheme: NoPosition) -> MultiHeadAttention:
         config = self.config
         return MultiHeadAttention(
-            num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
             value_dim=config.value_dim,
@@ -203,19 +209,31 @@ class Block(nn.Module):
             qk_norm=config.qk_norm,
             qk_norm_scope=config.qk_norm_scope,
             qk_norm_kind=config.norm if config.norm == "zero_centered_rms_norm" else "rms_norm",
-            scale=config.attention_scale,
-            softcap=config.attention_softcap,
             sinks=config.attention_sinks,
-            dropout_rate=config.attention_dropout_rate,
-            position=scheme,
             norm_epsilon=config.norm_epsilon,
-            kernel_init=kernel_init(config),
-            output_init=output_init(config),
-            implementation=self.execution.attention,
-            dtype=config.dtype,
-            param_dtype=config.param_dtype,
-            name=name,
+            **self._any_attention(name, scheme),
         )
+
+    def _latent_attention(self, name: str, mla: MLA, scheme: NoPosition) -> LatentAttention:
+        biases = self.config.attention_biases
+        use_bias = self.config.use_bias if biases is None else bool(biases)
+        return LatentAttention(mla=mla, use_bias=use_bias, **self._any_attention(name, scheme))
+
+    def _any_attention(self, name: str, scheme: NoPosition) -> dict[str, Any]:
+        config = self.config
+        return {
+            "num_heads": config.num_heads,
+            "scale": config.attention_scale,
+            "softcap": config.attention_softcap,
+            "dropout_rate": config.attention_dropout_rate,
+            "position": scheme,
+            "kernel_init": kernel_init(config),
+            "output_init": output_init(config),
+            "implementation": self.execution.attention,
+            "dtype": config.dtype,
+            "param_dtype": config.param_dtype,
+            "name": name,
+        }
 
     def _finish(
         self,

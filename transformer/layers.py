@@ -27,6 +27,23 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 """nonlinearities by name (GELU: Hendrycks & Gimpel 2016, arXiv 1606.08415, by tanh and exact)"""
 
 
+def _swiglu_clamped(gate: jax.Array, up: jax.Array) -> jax.Array:
+    gate, up = jnp.minimum(gate, 7.0), jnp.clip(up, -7.0, 7.0)
+    return (up + 1.0) * (gate * jax.nn.sigmoid(1.702 * gate))
+
+
+GATED: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {"swiglu_clamped": _swiglu_clamped}
+"""functions of (gate, up) that are no activation of the gate times up; swiglu_clamped is gpt-oss's (OpenAI 2025, arXiv
+2508.10925)"""
+
+
+def activate(activation: str, up: Float[Array, "..."], gate: Float[Array, "..."] | None = None) -> Float[Array, "..."]:
+    """What a feed-forward's last map reads: act(up), or with a gate act(gate) * up, or that of `GATED`."""
+    if gate is None:
+        return ACTIVATIONS[activation](up)
+    return GATED[activation](gate, up) if activation in GATED else ACTIVATIONS[activation](gate) * up
+
+
 def linear(
     x: Float[Array, "..."], kernel: Float[Array, "..."], bias: Float[Array, "..."] | None = None, *, contract: int = 1
 ) -> Float[Array, "..."]:
@@ -157,9 +174,9 @@ NORMS: dict[str, type[nn.Module]] = {
 
 class FeedForward(nn.Module):
     """max(0, x W_1 + b_1) W_2 + b_2 (Vaswani et al. 2017, section 3.3), with any activation; gated: act(x W_g) * (x
-    W_1) before W_2 (Shazeer 2020, arXiv 2002.05202). Parameters `up` (D, F), `down` (F, D) and, if gated, `gate`
-    (D, F); F is `width`. With `use_bias`, each has one. `kernel_init`, and for `down` `output_init`: None is Glorot
-    uniform.
+    W_1) before W_2 (Shazeer 2020, arXiv 2002.05202), or what `GATED` makes of the two. Parameters `up` (D, F), `down`
+    (F, D) and, if gated, `gate` (D, F); F is `width`. With `use_bias`, each has one. `kernel_init`, and for `down`
+    `output_init`: None is Glorot uniform.
     """
 
     width: int
@@ -178,12 +195,9 @@ class FeedForward(nn.Module):
         def project(name, features, init):
             return Linear((features,), 1, self.use_bias, init, self.dtype, self.param_dtype, name=name)
 
-        hidden = project("up", self.width, self.kernel_init)(x)
-        activate = ACTIVATIONS[self.activation]
-        if self.gated:
-            hidden = activate(project("gate", self.width, self.kernel_init)(x)) * hidden
-        else:
-            hidden = activate(hidden)
+        up = project("up", self.width, self.kernel_init)(x)
+        gate = project("gate", self.width, self.kernel_init)(x) if self.gated else None
+        hidden = activate(self.activation, up, gate)
         hidden = constrain(hidden, "batch", "length", "feed_forward")
         hidden = checkpoint_name(hidden, "feed_forward_hidden")
         return project("down", x.shape[-1], self.output_init)(hidden)

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 
 from transformer.axes import Array, DType, Hidden
 from transformer.config import MoE
-from transformer.layers import ACTIVATIONS, FeedForward, Initializer, Linear, glorot_uniform
+from transformer.layers import FeedForward, Initializer, activate, glorot_uniform, linear
 from transformer.masks import Mask
 from transformer.partitioning import constrain, mapped, mesh_axes
 
@@ -27,12 +27,14 @@ from transformer.partitioning import constrain, mapped, mesh_axes
 class RoutedFeedForward(nn.Module):
     """y = sum over the k likeliest experts e of w_e FeedForward_e(x), with w = softmax(x W_r) of the chosen, made to
     sum to 1 with `moe.normalize_weights` (Shazeer et al. 2017, arXiv 1701.06538; Jiang et al. 2024, arXiv 2401.04088),
-    plus shared experts that every token passes through (Dai et al. 2024, arXiv 2401.06066).
+    plus shared experts that every token passes through (Dai et al. 2024, arXiv 2401.06066). Normalized, w is also the
+    softmax over the logits of the chosen alone.
 
-    Parameters: `router/kernel` (D, E); `experts/up`, `experts/gate` if gated, `experts/down` with `kernel` (E, D, F) or
-    (E, F, D) and, with `use_bias`, `bias`; `shared`, a `FeedForward`. F is `width`, that of one expert. The router
-    computes in float32. With a capacity, a copy over it is dropped: of the token remain its other experts. `activation`
-    is a name of `ACTIVATIONS`. `kernel_init`, and for `down` `output_init`: None is Glorot uniform.
+    Parameters: `router/kernel` (D, E) and, as `moe` says, `router/bias` and `router/selection_bias` (E,); `experts/up`,
+    `experts/gate` if gated, `experts/down` with `kernel` (E, D, F) or (E, F, D) and, with `use_bias`, `bias`; `shared`,
+    a `FeedForward`. F is `width`, that of one expert. The router computes in float32. With a capacity, a copy over it
+    is dropped: of the token remain its other experts. `activation` is a name of `ACTIVATIONS` or, gated, of `GATED`.
+    `kernel_init`, and for `down` `output_init`: None is Glorot uniform.
     """
 
     moe: MoE
@@ -51,16 +53,8 @@ class RoutedFeedForward(nn.Module):
         and packed sequences, which count in the losses alone.
         """
         moe = self.moe
-        router = Linear((moe.num_experts,), 1, False, self.kernel_init, jnp.float32, self.param_dtype, name="router")
-        logits = router(x)
-        probabilities = jax.nn.softmax(logits)
-        # Not every compiler can split top_k: one that can't would make the probabilities of all rows whole.
-        names = ("batch", "length", None)
-        chosen = mapped(lambda p: jax.lax.top_k(p, moe.top_k)[1], [names], names)(jax.lax.stop_gradient(probabilities))
-        weights = jnp.take_along_axis(probabilities, chosen, axis=-1)
-        if moe.normalize_weights:
-            weights = weights / weights.sum(-1, keepdims=True)
-        balance, z = router_losses(logits, chosen, mask)
+        logits, chosen, weights = _Router(moe, self.kernel_init, self.param_dtype, name="router")(x)
+        balance, z = router_losses(logits, chosen, mask, moe.scoring)
         aux = {"load_balance": moe.load_balance_weight * balance, "router_z": moe.router_z_weight * z}
 
         if moe.capacity_factor is not None:
@@ -92,6 +86,52 @@ class RoutedFeedForward(nn.Module):
             )
             y = y + shared(x)
         return y, aux
+
+
+class _Router(nn.Module):
+    """Owns the router's parameters; a call gives logits (B, T, E), the chosen (B, T, k) and their weights (B, T, k)."""
+
+    moe: MoE
+    kernel_init: Initializer | None
+    param_dtype: DType
+
+    @nn.compact
+    def __call__(self, x: Hidden) -> tuple[Array, Array, Array]:
+        moe, experts = self.moe, self.moe.num_experts
+        zeros = nn.initializers.zeros
+        kernel = self.param("kernel", self.kernel_init or glorot_uniform(), (x.shape[-1], experts), self.param_dtype)
+        bias = self.param("bias", zeros, (experts,), self.param_dtype) if moe.router_bias else None
+        logits = linear(*nn.dtypes.promote_dtype(x, kernel, bias, dtype=jnp.float32))
+        scores = router_scores(logits, moe.scoring)
+        chooses = jax.lax.stop_gradient(scores)
+        if moe.selection_bias:
+            # float32 whatever the others are: it is large beside the differences between scores.
+            selection_bias = self.param("selection_bias", zeros, (experts,), jnp.float32)
+            chooses = chooses + jax.lax.stop_gradient(selection_bias)[None, None]
+        # Not every compiler can split top_k: one that can't would make the scores of all rows whole.
+        names = ("batch", "length", None)
+        chosen = mapped(functools.partial(choose, moe), [names], names)(chooses)
+        weights = jnp.take_along_axis(scores, chosen, axis=-1)
+        if moe.normalize_weights:
+            weights = weights / (weights.sum(-1, keepdims=True) + (1e-20 if moe.scoring == "sigmoid" else 0.0))
+        return logits, chosen, weights * moe.weights_scale
+
+
+def router_scores(logits: Array, scoring: str) -> Array:
+    """An expert's share of softmax(logits), or sigmoid(logits), each for itself: (B, T, E) -> (B, T, E)."""
+    return jax.nn.sigmoid(logits) if scoring == "sigmoid" else jax.nn.softmax(logits)
+
+
+def choose(moe: MoE, scores: Array) -> Array:
+    """The `top_k` experts of the highest scores (B, T, E) -> (B, T, k), of equals the first. With groups only those of
+    the `top_groups` whose two best together are highest (DeepSeek-AI 2024, arXiv 2412.19437, section 2.1.2).
+    """
+    if moe.top_groups < moe.num_groups:
+        groups = scores.reshape(*scores.shape[:-1], moe.num_groups, -1)
+        best = jax.lax.top_k(jax.lax.top_k(groups, 2)[0].sum(-1), moe.top_groups)[1]
+        among = jax.nn.one_hot(best, moe.num_groups, dtype=bool).any(-2)
+        scores = jnp.where(among[..., None], groups, -jnp.inf).reshape(scores.shape)
+    return jax.lax.top_k(scores, moe.top_k)[1]
 
 
 class _Experts(nn.Module):
@@ -141,11 +181,12 @@ class _Projection(nn.Module):
         return params
 
 
-def router_losses(logits: Array, chosen: Array, mask: Mask = Mask()) -> tuple[Array, Array]:
+def router_losses(logits: Array, chosen: Array, mask: Mask = Mask(), scoring: str = "softmax") -> tuple[Array, Array]:
     """Load balance and router z loss of logits (B, T, E) and choices (B, T, k), each (B,): sums over the real tokens.
 
     For a sequence of n tokens: n E sum_e f_e p_e with f_e the share of choices that fell on expert e and p_e its mean
-    probability (Fedus et al. 2021, arXiv 2101.03961, section 2.2), which is n where all are alike; and the sum of
+    probability (Fedus et al. 2021, arXiv 2101.03961, section 2.2; with scoring "sigmoid" its share of a token's scores,
+    arXiv 2412.19437, section 2.1.2), which is n where all are alike; and the sum of
     logsumexp(logits)^2 (Zoph et al. 2022, arXiv 2202.08906, section 3). Sequences are the rows, or the segments of the
     mask: what else is in the batch changes nothing.
     """
@@ -162,7 +203,9 @@ def router_losses(logits: Array, chosen: Array, mask: Mask = Mask()) -> tuple[Ar
         total = jax.vmap(functools.partial(jax.ops.segment_sum, num_segments=length))
         total = functools.partial(total, segment_ids=number)
     share = total(jax.nn.one_hot(chosen, experts).mean(2) * real[:, :, None])
-    probability = total(jax.nn.softmax(logits) * real[:, :, None])
+    scores = router_scores(logits, scoring)
+    scores = scores / scores.sum(-1, keepdims=True) if scoring == "sigmoid" else scores
+    probability = total(scores * real[:, :, None])
     tokens = jnp.maximum(total(real), 1.0)
     balance = (experts * (share * probability).sum(2) / tokens).sum(1)
     return balance, (real * jnp.square(jax.nn.logsumexp(logits, axis=2))).sum(1)
@@ -240,9 +283,8 @@ def routed(x: Array, chosen: Array, weights: Array, experts: Any, num_experts: i
     each = jnp.broadcast_to(x[:, :, None], (batch, length, chosen.shape[-1], features)).reshape(copies, features)
     laid_out = jnp.zeros((blocks * rows, features), x.dtype).at[slot].set(each, mode="drop")
     laid_out = laid_out.reshape(blocks, rows, features)
-    hidden = project("up", laid_out)
-    activate = ACTIVATIONS[activation]
-    hidden = activate(project("gate", laid_out)) * hidden if "gate" in experts else activate(hidden)
+    gate = project("gate", laid_out) if "gate" in experts else None
+    hidden = activate(activation, project("up", laid_out), gate)
     hidden = constrain(hidden, None, None, "feed_forward")
     hidden = checkpoint_name(hidden, "feed_forward_hidden")
     y = project("down", hidden).reshape(blocks * rows, features)

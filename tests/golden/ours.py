@@ -9,7 +9,7 @@ import numpy as np
 from golden.case import Case, numbers, real_tokens, tokens
 
 from transformer.masks import Mask
-from transformer.models import Classifier, Embedder, MaskedLM, Seq2Seq, VisionClassifier
+from transformer.models import Classifier, Embedder, MaskedLM, Seq2Seq, SpeechToText, VisionClassifier
 from transformer.weights.files import write_weights
 
 
@@ -38,6 +38,10 @@ def inputs_of(model: Any, case: Case, padding: str, pad_id: int = 0) -> tuple[tu
     if padding == "left":
         mask = Mask.segments(jnp.asarray(real))
         named["positions"] = jnp.asarray(np.maximum(real.cumsum(1) - 1, 0))
+    if isinstance(model, SpeechToText):
+        frames = np.random.RandomState(5).standard_normal((2, config.mel_bins, 2 * config.longest_source))
+        target = tokens(2, config.vocab_size, 2, case.length - 4)
+        return (jnp.asarray(frames.astype(np.float32).transpose(0, 2, 1)), jnp.asarray(target)), {}
     if isinstance(model, Seq2Seq):
         target = tokens(2, config.vocab_size, 2, case.length - 4)
         return (ids, jnp.asarray(target)), {"source_mask": mask}

@@ -49,6 +49,11 @@ def inputs_of(model, case: Case, padding: str) -> dict[str, torch.Tensor]:
         size = config.image_size if isinstance(config.image_size, list | tuple) else (config.image_size,) * 2
         pixels = np.random.RandomState(5).standard_normal((2, config.num_channels, *size)).astype(np.float32)
         return {"pixel_values": torch.tensor(pixels)}
+    if model.main_input_name == "input_features":
+        shape = (2, config.num_mel_bins, 2 * config.max_source_positions)
+        frames = np.random.RandomState(5).standard_normal(shape).astype(np.float32)
+        target = torch.tensor(tokens(2, config.vocab_size, 2, case.length - 4), dtype=torch.long)
+        return {"input_features": torch.tensor(frames), "decoder_input_ids": target}
     real = real_tokens(padding, 2, case.length)
     ids = tokens(1, config.vocab_size, 2, case.length) * real + (1 - real) * (config.pad_token_id or 0)
     given = {"input_ids": torch.tensor(ids, dtype=torch.long)}
@@ -102,8 +107,14 @@ def generated(model, case: Case) -> list[list[int]]:
     given = inputs_of(model, case, "none")
     given.pop("decoder_input_ids", None)
     start = given.get("input_ids")
-    out = model.generate(
-        **given, max_new_tokens=case.new_tokens, min_new_tokens=case.new_tokens, do_sample=False, eos_token_id=None
+    # Whisper's own `generate` cuts sound up and suppresses tokens; what is compared is what all have below it.
+    out = transformers.GenerationMixin.generate(
+        model,
+        **given,
+        max_new_tokens=case.new_tokens,
+        min_new_tokens=case.new_tokens,
+        do_sample=False,
+        eos_token_id=None,
     )
     written = out[:, 1:] if model.config.is_encoder_decoder else out[:, start.shape[1] :]
     return written.tolist()

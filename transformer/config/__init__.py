@@ -14,13 +14,24 @@ from transformer.config.model import (
     TransformerConfig,
 )
 from transformer.config.papers import transformer_base, transformer_big
-from transformer.config.parts import Activation, HeadTransform, LayerKind, MoE, Patches, RotaryScaling
+from transformer.config.parts import (
+    MLA,
+    Activation,
+    FeedForwardActivation,
+    HeadTransform,
+    LayerKind,
+    MoE,
+    Patches,
+    RotaryScaling,
+)
 
 __all__ = [
+    "MLA",
     "Activation",
     "ConfigError",
     "Dtype",
     "Execution",
+    "FeedForwardActivation",
     "HeadTransform",
     "LayerKind",
     "MoE",

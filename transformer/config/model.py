@@ -15,7 +15,7 @@ from transformer.config.checks import (
     check_whole,
     nearest,
 )
-from transformer.config.parts import Activation, HeadTransform, LayerKind, Patches, RotaryScaling
+from transformer.config.parts import MLA, FeedForwardActivation, HeadTransform, LayerKind, Patches, RotaryScaling
 
 Norm = Literal["layer_norm", "rms_norm", "zero_centered_rms_norm", "layer_norm_without_bias"]
 NormPosition = Literal["pre", "post", "pre_without_residual", "sandwich", "reordered", "parallel"]
@@ -57,8 +57,9 @@ class TransformerConfig:
     """size of a value head; None: head_dim"""
     d_ff: int | None = None
     """F, inner width of the feed-forward; None: 4 d_model"""
-    activation: Activation = "relu"
-    """feed-forward nonlinearity"""
+    activation: FeedForwardActivation = "relu"
+    """feed-forward nonlinearity; swiglu_clamped (gpt-oss's) is (up + 1) gate sigmoid(1.702 gate) of gate cut off above
+    7 and up beyond 7 either way, with gated alone"""
     gated: bool = False
     """feed-forward multiplies by a second, activated projection (GLU variants: SwiGLU is silu + gated)"""
     use_bias: bool = True
@@ -120,6 +121,8 @@ class TransformerConfig:
     """what qk_norm normalizes: each head, or all heads of a token together"""
     attention_sinks: bool = False
     """one learnt logit a head that takes weight and gives no value"""
+    mla: MLA | None = None
+    """self-attention through a latent; None: queries, keys and values of x"""
     initializer_range: float | None = None
     """standard deviation of a normal initializer (output projections over sqrt(2 L)); None: Glorot uniform"""
     num_classes: int | None = None
@@ -132,6 +135,8 @@ class TransformerConfig:
     """an Embedder's vectors have length 1"""
     patches: Patches | None = None
     """how a VisionClassifier cuts up its images"""
+    mel_bins: int | None = None
+    """numbers of each frame that a SpeechToText hears"""
     dtype: Dtype = "float32"
     """of activations and matrix products"""
     param_dtype: Dtype = "float32"
@@ -144,19 +149,19 @@ class TransformerConfig:
     """kinds of the last layers"""
 
     def __post_init__(self):
-        check_choices(self, activation=Activation, norm=Norm, norm_position=NormPosition, position=Position)
+        check_choices(self, activation=FeedForwardActivation, norm=Norm, norm_position=NormPosition, position=Position)
         check_choices(self, pooling=Pooling, dtype=Dtype, param_dtype=Dtype, qk_norm_scope=NormScope)
         for projection in self.attention_biases or ():
             check_choice("attention_biases", projection, Projection.__args__)
         check_whole(self, "vocab_size", "source_vocab_size", "d_model", "num_layers", "num_encoder_layers")
         check_whole(self, "num_decoder_layers", "num_heads", "num_kv_heads", "head_dim", "value_dim", "d_ff")
         check_whole(self, "max_length", "rotary_dim", "relative_max_distance", "num_classes", "token_types")
-        check_whole(self, "source_max_length")
+        check_whole(self, "source_max_length", "mel_bins")
         check_whole(self, "relative_buckets", least=4)
         check_positive(self, "norm_epsilon", "rotary_base", "attention_scale", "attention_softcap")
         check_positive(self, "logit_softcap", "logit_scale", "initializer_range")
         check_range(self, 0.0, 1.0, "dropout_rate", "attention_dropout_rate")
-        if self.head_dim is None and self.d_model % self.num_heads:
+        if self.mla is None and self.head_dim is None and self.d_model % self.num_heads:
             raise ConfigError(
                 f"d_model ({self.d_model}) must be a multiple of num_heads ({self.num_heads}) when head_dim is not "
                 f"given. Give head_dim, or change one of them."
@@ -166,6 +171,12 @@ class TransformerConfig:
                 f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self.kv_heads}): each key head "
                 f"serves equally many query heads. Change one of them."
             )
+        if self.activation == "swiglu_clamped" and not self.gated:
+            raise ConfigError(
+                "activation='swiglu_clamped' is a function of a gate and what it lets through, but gated is False. "
+                "Take gated=True, or another activation."
+            )
+        self._check_latent()
         self._check_position()
         self._check_norms()
         for stack, layers in self._stack_sizes().items():
@@ -187,7 +198,7 @@ class TransformerConfig:
                 f"max_length ({self.max_length}) must be {1 + self.patches.count}: a class token and "
                 f"{self.patches.count} patches. Change it, or patches."
             )
-        if self.position == "rotary":
+        if self.position == "rotary" and self.mla is None:
             turned = self.size_of_head if self.rotary_dim is None else self.rotary_dim
             if turned % 2 or turned > self.size_of_head:
                 raise ConfigError(
@@ -205,6 +216,29 @@ class TransformerConfig:
             raise ConfigError(
                 f"position_table_per_layer gives each layer its own table of the t5 bias, but position is "
                 f"{self.position!r}. Leave it out, or take position='t5'."
+            )
+
+    def _check_latent(self):
+        if self.mla is None:
+            return
+        if self.position != "rotary":
+            raise ConfigError(
+                f"mla has a part of each head that turns, but position is {self.position!r}. Take position='rotary', "
+                f"or leave mla out."
+            )
+        sizes = ("num_kv_heads", "head_dim", "value_dim", "rotary_dim")
+        given = [name for name in sizes if getattr(self, name) is not None]
+        given += [name for name in ("qk_norm", "attention_sinks") if getattr(self, name)]
+        if given:
+            raise ConfigError(
+                f"{given[0]} is {getattr(self, given[0])}, but mla makes keys and values of a latent: it says their "
+                f"sizes, norms the latent and has no sinks. Leave {given[0]} out, or mla."
+            )
+        biased = set(self.attention_biases or ())
+        if biased and biased != set(Projection.__args__):
+            raise ConfigError(
+                f"attention_biases is {self.attention_biases}, but mla has a bias in each map out of x and back, or in "
+                f"none: name all of {', '.join(Projection.__args__)}, or none."
             )
 
     def _check_norms(self):
@@ -239,12 +273,16 @@ class TransformerConfig:
 
     @property
     def size_of_head(self) -> int:
-        """H: head_dim, or d_model / num_heads."""
+        """H: that of mla, head_dim, or d_model / num_heads."""
+        if self.mla is not None:
+            return self.mla.head_dim
         return self.d_model // self.num_heads if self.head_dim is None else self.head_dim
 
     @property
     def size_of_value(self) -> int:
-        """Size of a value head: value_dim, or that of the key head."""
+        """Size of a value head: that of mla, value_dim, or that of the key head."""
+        if self.mla is not None:
+            return self.mla.value_dim
         return self.size_of_head if self.value_dim is None else self.value_dim
 
     @property

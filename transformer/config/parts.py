@@ -8,6 +8,7 @@ from typing import Literal
 from transformer.config.checks import ConfigError, check_choices, check_positive, check_range, check_whole
 
 Activation = Literal["relu", "gelu_tanh", "gelu_erf", "silu", "tanh"]
+FeedForwardActivation = Literal[Activation, "swiglu_clamped"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +68,8 @@ class MoE:
     `normalize_weights` makes the weights of the chosen sum to 1. `capacity_factor` c: an expert takes at most c times
     its even share of each row, first come first served; None: all. Two terms are added to the training loss, times
     `load_balance_weight` (Fedus et al. 2021, arXiv 2101.03961) and `router_z_weight` (Zoph et al. 2022, arXiv
-    2202.08906). Raises ConfigError: a number out of range, more chosen than there are, or weights that are always 1.
+    2202.08906). Raises ConfigError: a number out of range, more chosen than there are, groups that experts don't fill,
+    or weights that are always 1.
     """
 
     num_experts: int
@@ -78,16 +80,85 @@ class MoE:
     capacity_factor: float | None = None
     load_balance_weight: float = 0.01
     router_z_weight: float = 0.001
+    router_bias: bool = False
+    """a bias on the router's logits (gpt-oss)"""
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    """what makes scores of the logits; sigmoid: each for itself (DeepSeek-V3, arXiv 2412.19437, section 2.1.2)"""
+    selection_bias: bool = False
+    """a parameter on the scores that says who is chosen and not with what weight (DeepSeek-V3); its gradient is zero"""
+    num_groups: int = 1
+    """groups of equally many experts, one after the other"""
+    top_groups: int = 1
+    """groups that a token may choose from: those whose two best experts have the highest scores together"""
+    weights_scale: float = 1.0
+    """factor on the weights of the chosen"""
 
     def __post_init__(self):
         check_whole(self, "num_experts", "top_k", "d_ff")
         check_whole(self, "shared_experts", least=0)
         check_positive(self, "capacity_factor")
         check_range(self, 0.0, float("inf"), "load_balance_weight", "router_z_weight")
+        check_choices(self, scoring=Literal["softmax", "sigmoid"])
+        check_whole(self, "num_groups", "top_groups")
+        check_positive(self, "weights_scale")
         if self.top_k > self.num_experts:
             raise ConfigError(f"top_k ({self.top_k}) must be at most num_experts ({self.num_experts}). Change one.")
         if self.top_k == 1 and self.normalize_weights:
             raise ConfigError("top_k=1 with normalize_weights: the weight is always 1, and no router learns. Drop one.")
+        self._check_groups()
+
+    def _check_groups(self):
+        size, rest = divmod(self.num_experts, self.num_groups)
+        if self.num_groups > 1 and (rest or size < 2):
+            raise ConfigError(
+                f"num_experts ({self.num_experts}) must be num_groups ({self.num_groups}) times at least 2: a group is "
+                f"judged by its two best experts. Change one."
+            )
+        if self.top_groups > self.num_groups:
+            raise ConfigError(
+                f"top_groups ({self.top_groups}) must be at most num_groups ({self.num_groups}). Change one."
+            )
+        if self.top_k > self.top_groups * size:
+            raise ConfigError(
+                f"top_k ({self.top_k}) must be at most the {self.top_groups * size} experts in top_groups "
+                f"({self.top_groups}). Change one."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLA:
+    """Attention through a latent: keys and values of all heads are made of one short vector a token, which with one
+    turned key of all heads is what a cache holds (DeepSeek-AI 2024, arXiv 2405.04434, section 2.1).
+
+    Raises:
+        ConfigError: a size below 1, or an odd number of dimensions that turn.
+    """
+
+    kv_rank: int
+    """numbers of the latent"""
+    plain_dim: int
+    """dimensions of a head's queries and keys that don't turn"""
+    rotary_dim: int
+    """those that turn, in front of which the others stand; the turned key is the same for all heads"""
+    value_dim: int
+    """size of a value head"""
+    query_rank: int | None = None
+    """numbers of a latent that queries are made of; None: they are made of x"""
+    norm_epsilon: float = 1e-6
+    """of the RMSNorm of each latent"""
+
+    def __post_init__(self):
+        check_whole(self, "kv_rank", "plain_dim", "rotary_dim", "value_dim", "query_rank")
+        check_positive(self, "norm_epsilon")
+        if self.rotary_dim % 2:
+            raise ConfigError(
+                f"rotary positions turn pairs of dimensions: rotary_dim ({self.rotary_dim}) must be even."
+            )
+
+    @property
+    def head_dim(self) -> int:
+        """Size of a query or key head."""
+        return self.plain_dim + self.rotary_dim
 
 
 @dataclass(frozen=True, kw_only=True)

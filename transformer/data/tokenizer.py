@@ -354,7 +354,7 @@ def build_tokenizer(
 
 
 def load_tokenizer(directory: str | os.PathLike) -> Tokenizer:
-    """The tokenizer saved alone in a directory. FileNotFoundError if there is none, ValueError if its file is broken."""
+    """The tokenizer saved in a directory alone. FileNotFoundError if there is none, ValueError if it is broken."""
     path = Path(directory) / TOKENIZER_FILE
     if not path.is_file():
         raise FileNotFoundError(f"no tokenizer in {directory}: expected a file {path}. Name the folder save() wrote.")

@@ -23,9 +23,9 @@ class Rows:
     """Rows of token ids of unlike lengths, padded on the right."""
 
     tokens: Leaf
-    """(B, T); what stands behind a row's end must be ids that the row may hold"""
+    """(B, T); what stands behind a row's end must be ids that the row may hold. Of a SpeechToText's source: frames"""
     lengths: Leaf
-    """(B,)"""
+    """(B,); of frames: positions of the encoder"""
 
 
 def prefill(

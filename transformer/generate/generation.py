@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from transformer.generate.decoding import Written, decode
+from transformer.generate.decoding import Rows, Written, decode
 from transformer.generate.prompts import (
     Ids,
     bucket,
@@ -18,13 +18,15 @@ from transformer.generate.prompts import (
     check_lengths,
     check_new_tokens,
     check_rows,
+    check_source_lengths,
+    frame_rows,
     pad,
     row_seeds,
     vocabulary,
 )
 from transformer.generate.sampling import PLAIN, Choice, Sampling
 from transformer.kernels import SPLIT_KERNELS, TPU_KERNELS
-from transformer.models import CausalLM, Seq2Seq
+from transformer.models import CausalLM, Seq2Seq, SpeechToText
 
 TRAINING_KERNELS = (*TPU_KERNELS, *SPLIT_KERNELS)
 """kernels for whole sequences"""
@@ -39,7 +41,7 @@ def generate(
     sampling: Sampling = PLAIN,
     eos_id: SupportsIndex | Sequence[SupportsIndex] | None = None,
     seed: SupportsIndex | Sequence[SupportsIndex] = 0,
-    sources: Sequence[Ids] | None = None,
+    sources: Sequence[Ids] | np.ndarray | jax.Array | None = None,
     bos_id: SupportsIndex | None = None,
 ) -> list[list[int]]:
     """Continues each prompt: returns the new tokens of each row, without `eos_id`.
@@ -49,7 +51,7 @@ def generate(
     temperature compiles nothing.
 
     Args:
-        model: a `CausalLM` or a `Seq2Seq`.
+        model: a `CausalLM`, a `Seq2Seq` or a `SpeechToText`.
         params: its parameters, without the outer "params".
         prompts: token ids of each row. Seq2Seq: where the target begins; None: `[bos_id]` for each source.
         max_new_tokens: at most so many a row.
@@ -58,7 +60,7 @@ def generate(
         seed: row b draws the token at position p from the key `fold_in(fold_in(key(seed), b), p)`; so a text that is
             continued with the same seed goes on as if it had not been interrupted. Given one seed a row, row b draws
             from `fold_in(fold_in(key(seed[b]), 0), p)`: as if it were alone with that seed, at whatever place.
-        sources: Seq2Seq only: token ids of each source.
+        sources: Seq2Seq only: token ids of each source; of a SpeechToText frames, (B, F, M).
 
     Raises:
         ValueError: ids out of range, empty or missing prompts or sources, too much for a learned position table, or
@@ -74,23 +76,23 @@ def generate(
     for end in ends:
         check_id("eos_id", end, vocab_size)
     check_id("bos_id", bos_id, vocab_size)
-    source_rows = _sources(model, sources, vocab_size)
-    prompt_rows = check_rows("prompt", _prompts(prompts, source_rows, bos_id), vocab_size)
-    if source_rows is not None and len(source_rows) != len(prompt_rows):
-        raise ValueError(f"there must be as many prompts as sources, got {len(prompt_rows)} and {len(source_rows)}.")
-    check_lengths(model.config, prompt_rows, source_rows, limit)
+    source = _source(model, sources, vocab_size)
+    prompt_rows = check_rows("prompt", _prompts(prompts, source, bos_id), vocab_size)
+    if source is not None and len(source.lengths) != len(prompt_rows):
+        raise ValueError(f"there must be as many prompts as sources, got {len(prompt_rows)} and {len(source.lengths)}.")
+    check_lengths(model.config, prompt_rows, limit)
 
     if model.execution.attention in TRAINING_KERNELS:  # which refuse a cache: decoding chooses its own
         model = model.clone(execution=dataclasses.replace(model.execution, attention="auto"))
     # Almost every target begins with one token: no 15 more beside it.
-    single = source_rows is not None and all(len(row) == 1 for row in prompt_rows)
+    single = source is not None and all(len(row) == 1 for row in prompt_rows)
     prompt_slots = 1 if single else _slots(prompt_rows, model.config.max_length)
     new_slots = bucket(limit)
     written = decode(
         model,
         params,
         pad(prompt_rows, prompt_slots),
-        None if source_rows is None else pad(source_rows, _slots(source_rows, model.config.longest_source)),
+        source,
         _row_keys(*row_seeds(seed, len(prompt_rows))),
         Choice.of(sampling, vocab_size),
         np.array([-1 if end is None else end for end in ends or [None]], np.int32),
@@ -109,26 +111,28 @@ def _slots(rows: Sequence[np.ndarray], longest: int | None) -> int:
     return slots if longest is None else min(slots, longest)
 
 
-def _sources(model: Any, sources: Sequence[Ids] | None, vocab_size: int) -> list[np.ndarray] | None:
+def _source(model: Any, sources: Any, vocab_size: int) -> Rows | None:
     if isinstance(model, CausalLM):
         if sources is not None:
             raise ValueError("sources are for a Seq2Seq: a CausalLM has no encoder. Put the text into prompts.")
         return None
     if sources is None:
         raise ValueError("sources is missing: a Seq2Seq writes from a source. prompts only say how the target begins.")
-    return check_rows("source", sources, model.config.source_vocab_size or vocab_size)
+    if isinstance(model, SpeechToText):
+        return frame_rows(model.config, sources)
+    rows = check_rows("source", sources, model.config.source_vocab_size or vocab_size)
+    check_source_lengths(model.config, rows)
+    return pad(rows, _slots(rows, model.config.longest_source))
 
 
-def _prompts(
-    prompts: Sequence[Ids] | None, sources: Sequence[np.ndarray] | None, bos_id: SupportsIndex | None
-) -> Sequence[Ids]:
+def _prompts(prompts: Sequence[Ids] | None, source: Rows | None, bos_id: SupportsIndex | None) -> Sequence[Ids]:
     if prompts is not None:
         return prompts
-    if sources is None:
+    if source is None:
         raise ValueError("prompts is missing: give a list of token ids for each row.")
     if bos_id is None:
         raise ValueError("bos_id is missing: give the id that a target begins with, or prompts.")
-    return [[bos_id]] * len(sources)
+    return [[bos_id]] * len(source.lengths)
 
 
 @jax.jit

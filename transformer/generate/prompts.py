@@ -10,6 +10,7 @@ import numpy as np
 
 from transformer.config import ConfigError, TransformerConfig
 from transformer.generate.decoding import Rows
+from transformer.models.speech import FRAMES_A_POSITION, check_frames
 
 Ids: TypeAlias = Any
 """token ids of one row: a list or an array of whole numbers; looked at by `check_rows`, which says what is wrong"""
@@ -96,22 +97,38 @@ def row_seeds(seed: SupportsIndex | Sequence[SupportsIndex], batch: int) -> tupl
     return np.array(seeds, np.uint32), np.arange(batch) if single else np.zeros(batch, int)
 
 
-def check_lengths(
-    config: TransformerConfig, prompts: Sequence[np.ndarray], sources: Sequence[np.ndarray] | None, max_new_tokens: int
-) -> None:
-    """Raises ValueError where a learned position table has too few rows for a source, or a prompt and what follows."""
+def frame_rows(config: TransformerConfig, sources: Any) -> Rows:
+    """Sources of a SpeechToText, frames (B, F, M), with the encoder's positions as lengths. ValueError: another shape,
+    or pieces of unlike lengths.
+    """
+    try:
+        frames = np.asarray(sources)
+    except ValueError as error:
+        raise ValueError("sources of a SpeechToText must be frames, an array (batch, frames, mel bins).") from error
+    check_frames(config, frames)
+    positions = -(-frames.shape[1] // FRAMES_A_POSITION)
+    return Rows(tokens=frames.astype(np.float32), lengths=np.full(len(frames), positions, np.int32))
+
+
+def check_source_lengths(config: TransformerConfig, sources: Sequence[np.ndarray]) -> None:
+    """Raises ValueError where a learned position table has too few rows for a source."""
     if config.position != "learned":
         return
-
-    def table(field: str, rows: int) -> str:
-        return f"the model's learned position table ends at {rows} ({field})"
-
     field = "max_length" if config.source_max_length is None else "source_max_length"
-    for number, row in enumerate(sources or ()):
+    for number, row in enumerate(sources):
         if len(row) > config.longest_source:
-            raise ValueError(
-                f"source {number} has {len(row)} tokens, but {table(field, config.longest_source)}. Shorten the source."
-            )
+            table = _table(field, config.longest_source)
+            raise ValueError(f"source {number} has {len(row)} tokens, but {table}. Shorten the source.")
+
+
+def _table(field: str, rows: int) -> str:
+    return f"the model's learned position table ends at {rows} ({field})"
+
+
+def check_lengths(config: TransformerConfig, prompts: Sequence[np.ndarray], max_new_tokens: int) -> None:
+    """Raises ValueError where a learned position table has too few rows for a prompt and what follows."""
+    if config.position != "learned":
+        return
     for number, row in enumerate(prompts):
         total = len(row) + max_new_tokens
         if total > config.max_length:
@@ -119,7 +136,7 @@ def check_lengths(
             remedy = f"Ask for at most {room} new tokens, or shorten the prompt." if room > 0 else "Shorten the prompt."
             raise ValueError(
                 f"prompt {number} has {len(row)} tokens, with {max_new_tokens} new ones {total}, but "
-                f"{table('max_length', config.max_length)}. {remedy}"
+                f"{_table('max_length', config.max_length)}. {remedy}"
             )
 
 

@@ -173,8 +173,12 @@ def export(
         family = opened.pretrained.family.name if family is None else family
         kept = {name: value for name, value in opened.pretrained.fields.items() if name in KEPT_FIELDS}
     elif opened.vocabulary is not None:
-        kept = {f"{name}_token_id": getattr(opened.vocabulary, f"{name}_id") for name in ("pad", "bos", "eos")}
+        ids = {f"{name}_token_id": getattr(opened.vocabulary, f"{name}_id") for name in ("pad", "bos", "eos")}
+        kept = {name: number for name, number in ids.items() if number is not None}
         kept |= {"decoder_start_token_id": opened.bos_id} if isinstance(model, Seq2Seq) else {}
+        if names := opened.labels:
+            kept |= {"id2label": {str(i): name for i, name in enumerate(names)}}
+            kept |= {"label2id": {name: i for i, name in enumerate(names)}}
     tokenizer = opened.vocabulary
     given = tokenizer if isinstance(tokenizer, PretrainedTokenizer) else None
     save_pretrained(

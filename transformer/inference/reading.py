@@ -18,7 +18,7 @@ from transformer.inference.opening import Opened
 from transformer.inference.sentences import SentenceSettings
 from transformer.kernels import SPLIT_KERNELS, TPU_KERNELS
 from transformer.masks import Mask
-from transformer.models import CausalLM, Classifier, Seq2Seq, VisionClassifier
+from transformer.models import CausalLM, Classifier, Seq2Seq, SpeechToText, VisionClassifier
 from transformer.models.encoders import pool
 
 BATCH = 16
@@ -189,11 +189,16 @@ def _of_targets(logits: jax.Array, targets: jax.Array) -> jax.Array:
     return chosen - jax.nn.logsumexp(logits, axis=-1)
 
 
+_OTHERS = {VisionClassifier: "images", SpeechToText: "sound"}
+"""models that read no text, and what they read"""
+
+
 def _reading(opened: Opened) -> Any:
     """The model, with a kernel that fits any length."""
     model = opened.model
-    if isinstance(model, VisionClassifier):
-        raise ConfigError(f"{opened.directory} holds a VisionClassifier, which reads images and no text.")
+    read = next((what for kind, what in _OTHERS.items() if isinstance(model, kind)), None)
+    if read is not None:
+        raise ConfigError(f"{opened.directory} holds a {type(model).__name__}, which reads {read} and no text.")
     if model.execution.attention in (*TPU_KERNELS, *SPLIT_KERNELS):
         return model.clone(execution=dataclasses.replace(model.execution, attention="auto"))
     return model

@@ -3,6 +3,7 @@
 from transformer.models.causal_lm import CausalLM
 from transformer.models.encoders import Classifier, Embedder, MaskedLM
 from transformer.models.seq2seq import Seq2Seq
+from transformer.models.speech import SpeechToText
 from transformer.models.vision import VisionClassifier
 
-__all__ = ["CausalLM", "Classifier", "Embedder", "MaskedLM", "Seq2Seq", "VisionClassifier"]
+__all__ = ["CausalLM", "Classifier", "Embedder", "MaskedLM", "Seq2Seq", "SpeechToText", "VisionClassifier"]

@@ -21,16 +21,23 @@ class Seq2Seq(Model):
     def setup(self):
         config = self.config
         self.embedding = self._table(config.vocab_size)
-        if config.source_vocab_size is not None:
-            self.source_embedding = self._table(config.source_vocab_size, "source_vocab_size")
+        self._setup_source()
         source = config if config.source_max_length is None else config.replace(max_length=config.source_max_length)
         self.encoder = Encoder(source, config.encoder_layers, execution=self.execution)
         self.decoder = Decoder(config, config.decoder_layers, cross=True, execution=self.execution)
         self._setup_head(config.vocab_size, tied=config.tie_embeddings)
 
+    def _setup_source(self) -> None:
+        """Makes what `_embed_source` needs."""
+        if self.config.source_vocab_size is not None:
+            self.source_embedding = self._table(self.config.source_vocab_size, "source_vocab_size")
+
+    def _embed_source(self, source):
+        return self._embed(self.embedding if self.config.source_vocab_size is None else self.source_embedding, source)
+
     def __call__(
         self,
-        source: Int[Array, "B S"] | None,
+        source: Array | None,
         target: Tokens,
         source_positions: Int[Array, "B S"] | None = None,
         positions: Positions | None = None,
@@ -42,7 +49,7 @@ class Seq2Seq(Model):
         """Source (B, S) and target (B, T) -> logits (B, T, V) float32, or (logits, cache) when a cache is given.
 
         Args:
-            source: None in later calls with a cache, which then holds the cross-attention's keys and values.
+            source: token ids; None in later calls with a cache, which then holds the cross-attention's keys and values.
             source_mask: which source tokens are real: `Mask.lengths(...)`; also in later calls.
             mask: of the target, beyond causality.
         """
@@ -51,7 +58,7 @@ class Seq2Seq(Model):
 
     def hidden(
         self,
-        source: Int[Array, "B S"] | None,
+        source: Array | None,
         target: Tokens,
         source_positions: Int[Array, "B S"] | None = None,
         positions: Positions | None = None,
@@ -66,7 +73,7 @@ class Seq2Seq(Model):
 
     def encode(
         self,
-        source: Int[Array, "B S"],
+        source: Array,
         source_positions: Int[Array, "B S"] | None = None,
         source_mask: Mask | None = None,
         deterministic: bool = True,
@@ -75,8 +82,7 @@ class Seq2Seq(Model):
         return self._encode(source, source_positions, source_mask, deterministic)[0]
 
     def _encode(self, source, source_positions, source_mask, deterministic):
-        table = self.embedding if self.config.source_vocab_size is None else self.source_embedding
-        x = self._embed(table, source)
+        x = self._embed_source(source)
         x, _, aux = self.encoder(x, positions=source_positions, mask=source_mask, deterministic=deterministic)
         return x, aux
 

@@ -41,9 +41,10 @@ def train(recipe: Recipe, workdir: str | os.PathLike, *, command: str = "", star
     """Trains a recipe in a workdir to its end, or until a signal; called again it goes on as if never stopped.
 
     `start` is a model to begin from instead of at random (`transformer.inference.start_from` makes it of a directory);
-    to go on it need not be given again. `command` is what goes on with this run, as it is shown to the user. A workdir is left with recipe.json, tokenizer/,
-    checkpoints/, metrics.jsonl, tensorboard/, samples.txt, loss.png and summary.json. Processes that train together
-    (`parallel.coordinator`) all call this alike, with one workdir that all can see.
+    to go on it need not be given again. `command` is what goes on with this run, as it is shown to the user. A workdir
+    is left with recipe.json, tokenizer/, checkpoints/, metrics.jsonl, tensorboard/, samples.txt, loss.png and
+    summary.json. Processes that train together (`parallel.coordinator`) all call this alike, with one workdir that all
+    can see.
 
     Raises:
         ValueError: a recipe or data that can't be, or a workdir of another run.

@@ -97,7 +97,7 @@ def open_run(
     workdir = Path(workdir)
     tokenizer = None if start is None else start.tokenizer
     recipe = recipe if start is None else start.applied_to(recipe)
-    old = load_recipe(workdir) if (workdir / FILE).exists() and (has_checkpoints(workdir) or not start) else None
+    old = load_recipe(workdir) if (workdir / FILE).exists() and (has_checkpoints(workdir) or start is None) else None
     if has_checkpoints(workdir):
         if old is not None:
             recipe = _filled_in(recipe, old)

@@ -18,12 +18,14 @@ TAG = "class"
 
 LATER = {
     "LayerKind": ("self_attention", "moe", "attention_norm"),
+    "MoE": ("router_bias", "scoring", "selection_bias", "num_groups", "top_groups", "weights_scale"),
     "ParallelConfig": ("coordinator", "num_processes", "process_id", "patience"),
     "Recipe": ("parallel", "lora", "origin"),
     "RotaryScaling": ("attention_factor", "truncate"),
     "TransformerConfig": (
         *("attention_biases", "embedding_norm", "source_max_length", "position_table_per_layer", "token_types"),
         *("head_transform", "output_bias", "logit_scale", "qk_norm_scope", "causal", "normalize_embeddings", "patches"),
+        *("mel_bins",),
     ),
 }
 """fields that a class got after files of it were written; a file without one means its default"""

@@ -30,7 +30,7 @@ class OneRow(Relation):
         return [parameter[None] for parameter in parameters]
 
 
-_UNUSED_ROWS = 2
+UNUSED_ROWS = 2
 """of a position table: the first position is row 2"""
 
 
@@ -62,7 +62,7 @@ def attention_rules(tensor: str, parameter: str) -> list[Rule]:
 
 
 def _rules(config: TransformerConfig) -> Sequence[Rule]:
-    stacks, table = ("encoder", "decoder"), WithoutFirst(_UNUSED_ROWS)
+    stacks, table = ("encoder", "decoder"), WithoutFirst(UNUSED_ROWS)
     return [
         Rule("model.shared.weight", "embedding/embedding"),
         *(Rule(f"model.{stack}.embed_positions.weight", f"{stack}/position_table", table) for stack in stacks),
@@ -77,7 +77,9 @@ LOGITS_BIAS = Rule("final_logits_bias", "output_bias", OneRow())
 
 @dataclass(frozen=True)
 class BothStacks(Codec):
-    """A size that config.json gives for either stack and that is one here. FieldError: they differ."""
+    """A size that config.json gives for either stack, by `name` after "encoder_" and "decoder_", and that is one here,
+    `attribute`. FieldError: they differ.
+    """
 
     name: str
     attribute: str
@@ -161,7 +163,7 @@ def _variant(name: str, parameters: int, architecture: str, vocab: int, width: i
     for stack in ("encoder", "decoder"):
         sizes |= {f"{stack}_layers": layers, f"{stack}_ffn_dim": 4 * width, f"{stack}_attention_heads": heads}
     # The published numbers count the rows that stand for no position, and no bias of the logits.
-    parameters -= 2 * _UNUSED_ROWS * width
+    parameters -= 2 * UNUSED_ROWS * width
     parameters += vocab if architecture == "BartForConditionalGeneration" else 0
     return Variant(hub=f"facebook/{name}", parameters=parameters, fields=sizes, architecture=architecture)
 

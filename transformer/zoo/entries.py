@@ -4,16 +4,23 @@ from __future__ import annotations
 
 from transformer.zoo.bart import BART
 from transformer.zoo.bert import BERT
+from transformer.zoo.bloom import BLOOM
+from transformer.zoo.deepseek_v3 import DEEPSEEK_V3
 from transformer.zoo.distilbert import DISTILBERT
 from transformer.zoo.family import Family
 from transformer.zoo.gemma2 import GEMMA2
 from transformer.zoo.gemma3 import GEMMA3
 from transformer.zoo.gpt2 import GPT2
+from transformer.zoo.gpt_neox import GPT_NEOX
+from transformer.zoo.gpt_oss import GPT_OSS
 from transformer.zoo.llama import LLAMA
 from transformer.zoo.marian import MARIAN
 from transformer.zoo.mistral import MISTRAL
 from transformer.zoo.mixtral import MIXTRAL
 from transformer.zoo.modernbert import MODERNBERT
+from transformer.zoo.olmo2 import OLMO2
+from transformer.zoo.opt import OPT
+from transformer.zoo.phi3 import PHI3
 from transformer.zoo.qwen2 import QWEN2
 from transformer.zoo.qwen3 import QWEN3
 from transformer.zoo.qwen3_moe import QWEN3_MOE
@@ -21,6 +28,7 @@ from transformer.zoo.roberta import ROBERTA
 from transformer.zoo.t5 import T5
 from transformer.zoo.umt5 import UMT5
 from transformer.zoo.vit import VIT
+from transformer.zoo.whisper import WHISPER
 
 ENTRIES: dict[str, Family] = {
     family.name: family
@@ -35,14 +43,28 @@ ENTRIES: dict[str, Family] = {
         MODERNBERT,
         BART,
         MARIAN,
+        BLOOM,
         DISTILBERT,
+        OPT,
         QWEN2,
         QWEN3,
         GEMMA2,
         GEMMA3,
         MIXTRAL,
         QWEN3_MOE,
+        GPT_NEOX,
+        OLMO2,
+        PHI3,
+        GPT_OSS,
+        DEEPSEEK_V3,
         UMT5,
+        WHISPER,
     )
 }
 """families by name; a model that several can hold is saved as the first of them"""
+
+REFUSED = {
+    "gemma3": "the models of Gemma 3 that see images, too, are not built here. The text models are gemma3_text: load "
+    "one of those, such as google/gemma-3-1b-pt, or save the language model of this one by itself, as gemma3_text."
+}
+"""model_types that are taken for one of these families, and what to do instead"""

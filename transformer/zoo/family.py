@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from transformer.config import ConfigError, LayerKind, TransformerConfig, nearest
-from transformer.models import Embedder, Seq2Seq, VisionClassifier
+from transformer.models import Embedder, Seq2Seq, SpeechToText, VisionClassifier
+from transformer.models.speech import FRAMES_A_POSITION
 from transformer.weights.rules import Link, Rule, layer_kinds, layer_places, link
 from transformer.zoo.fields import FIXED_EVERYWHERE, NEUTRAL, Codec, FieldError
 
@@ -246,6 +247,9 @@ def example_inputs(model: Any) -> tuple[Any, ...]:
     if isinstance(model, VisionClassifier):
         patches = model.config.patches
         return (jnp.zeros((1, patches.image_height, patches.image_width, patches.channels)),)
+    if isinstance(model, SpeechToText):
+        positions = model.config.longest_source or 1
+        return (jnp.zeros((1, FRAMES_A_POSITION * positions, model.config.mel_bins)), tokens)
     return (tokens, tokens) if isinstance(model, Seq2Seq) else (tokens,)
 
 

@@ -34,6 +34,7 @@ NEUTRAL = frozenset(
 FIXED_EVERYWHERE: dict[str, tuple[Any, ...]] = {
     "pruned_heads": ({}, None),
     "is_decoder": (False,),
+    "is_encoder_decoder": (False,),
     "add_cross_attention": (False,),
     "cross_attention_hidden_size": (None,),
     "sparse_attention": (None,),

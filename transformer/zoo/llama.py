@@ -106,7 +106,7 @@ def decoder_fields(
     tied: bool = False,
     kv_heads: int | None = None,
     head_dim: int | None = None,
-    activation: Field = SILU,
+    activation: Codec = SILU,
 ) -> tuple[Field, ...]:
     """The fields that Llama and those after it share, with the defaults that differ."""
     return (

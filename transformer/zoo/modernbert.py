@@ -24,6 +24,7 @@ from transformer.zoo.fields import (
     write_rotary,
 )
 
+# Sorts of layers, as `layer_types` has them, and where older files have the base of each.
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _BASES = {_FULL: ("global_rope_theta", 160_000.0), _SLIDING: ("local_rope_theta", 10_000.0)}
 

@@ -21,9 +21,16 @@ from transformer.data.pretrained_tokenizer import PretrainedTokenizer, load_pret
 from transformer.sharding import check_model, parameter_spec
 from transformer.weights.files import WeightFiles, write_weights
 from transformer.weights.hub import fetch
-from transformer.weights.loading import check_complete, load_params, parameter_shapes, saved_tensors
+from transformer.weights.loading import (
+    check_complete,
+    load_params,
+    parameter_dtypes,
+    parameter_shapes,
+    saved_tensors,
+)
+from transformer.weights.quantized import plain_files
 from transformer.weights.rules import uncovered
-from transformer.zoo.entries import ENTRIES
+from transformer.zoo.entries import ENTRIES, REFUSED
 from transformer.zoo.family import Family, Head, Variant, abstract_params, canonical, rename
 from transformer.zoo.fields import NEUTRAL
 
@@ -51,6 +58,8 @@ def find_family(values: Mapping[str, Any]) -> Family:
     for family in ENTRIES.values():
         if kind == family.name or kind in family.aliases:
             return family
+    if kind in REFUSED:
+        raise ConfigError(f"model_type is {kind!r} in config.json: {REFUSED[kind]}")
     names = [name for family in ENTRIES.values() for name in (family.name, *family.aliases)]
     raise ConfigError(
         f"model_type is {kind!r} in config.json, which no family here reads.{nearest(str(kind), names)} There are "
@@ -104,7 +113,7 @@ def load_pretrained(
     """
     variant = find_variant(str(source)) if not Path(source).is_dir() else None
     directory = fetch(source if variant is None else variant[1].hub, revision)
-    files = WeightFiles(directory)
+    files = plain_files(WeightFiles(directory))
     values = {name: value for name, value in files.config.items() if name not in ignore_fields}
     family = find_family(values)
     if architecture is not None:
@@ -119,7 +128,7 @@ def load_pretrained(
     tokenizer = None
     if (directory / "tokenizer.json").exists():
         tokenizer = load_pretrained_tokenizer(directory, config.vocab_size)
-    params = _read_params(files, family, name, model, dtype, mesh)
+    params = _read_params(files, family, name, model, mesh)
     return Pretrained(model, params, family, name, files.config, directory, tokenizer)
 
 
@@ -130,10 +139,11 @@ def _is_untied(files: WeightFiles, family: Family, head: Head) -> bool:
     return not np.array_equal(files.read(name), files.read(family.copies[name]))
 
 
-def _read_params(
-    files: WeightFiles, family: Family, architecture: str, model: nn.Module, dtype: str, mesh: Mesh | None
-) -> Any:
-    shapes = parameter_shapes(abstract_params(model))
+def _read_params(files: WeightFiles, family: Family, architecture: str, model: nn.Module, mesh: Mesh | None) -> Any:
+    expected_params = abstract_params(model)
+    shapes = parameter_shapes(expected_params)
+    # Not all are of the config's type: there are some that only float32 can hold.
+    dtypes = parameter_dtypes(expected_params)
     links = family.links(model, architecture, shapes)
     if faults := uncovered(links, shapes):
         raise ConfigError(
@@ -152,13 +162,13 @@ def _read_params(
     ignored = (*family.ignored, *family.heads[architecture].ignored)
     check_complete(files, links, shapes, ignored, copies)
     if mesh is None:
-        return load_params(files, links, shapes, dtype, lambda path, array: jax.device_put(array))
+        return load_params(files, links, shapes, dtypes, lambda path, array: jax.device_put(array))
     check_model(model.config, mesh.shape)
 
     def place(path: str, array: np.ndarray) -> jax.Array:
         return jax.device_put(array, NamedSharding(mesh, parameter_spec(path, array.shape, mesh.shape)))
 
-    return load_params(files, links, shapes, dtype, place)
+    return load_params(files, links, shapes, dtypes, place)
 
 
 def _check_dtype(dtype: str) -> str:

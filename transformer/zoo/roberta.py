@@ -39,7 +39,9 @@ class WithoutFirst(Relation):
 
 @dataclass(frozen=True)
 class LengthWithRows(Codec):
-    """Rows of a position table, of which the first `rows` stand for no position."""
+    """Rows of a position table by `name` (`default` where it is missing), the first `rows` of which stand for no
+    position.
+    """
 
     name: str
     rows: int

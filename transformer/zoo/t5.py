@@ -65,7 +65,7 @@ def _attention(tensor: str, parameter: str) -> list[Rule]:
 @dataclass(frozen=True)
 class FeedForwardKind(Codec):
     """`feed_forward_proj` says activation and gate together; `dense_act_fn` and `is_gated_act`, where they are there,
-    have the last word.
+    have the last word; `default` stands in for a missing one. FieldError: an activation that is not built.
     """
 
     default: str

@@ -17,16 +17,16 @@ from transformer.zoo.fields import ACTIVATIONS, Codec, Field, FieldError, Labels
 
 @dataclass(frozen=True)
 class Convolution(Relation):
-    """The map of patches (p, p, channels, D) is a convolution (D, channels, p, p)."""
+    """A kernel (*sizes, channels, D), such as the map of patches, is the one (D, channels, *sizes) of a convolution."""
 
     def tensor_shapes(self, shapes: Sequence[Shape]) -> list[Shape]:
         return [(features, channels, *sides) for *sides, channels, features in shapes]
 
     def load(self, tensors: Sequence[np.ndarray], shapes: Sequence[Shape]) -> list[np.ndarray]:
-        return [tensor.transpose(2, 3, 1, 0) for tensor in tensors]
+        return [np.moveaxis(tensor, (0, 1), (-1, -2)) for tensor in tensors]
 
     def save(self, parameters: Sequence[np.ndarray]) -> list[np.ndarray]:
-        return [parameter.transpose(3, 2, 0, 1) for parameter in parameters]
+        return [np.moveaxis(parameter, (-1, -2), (0, 1)) for parameter in parameters]
 
 
 @dataclass(frozen=True)
@@ -80,17 +80,15 @@ def _pair(size: Any) -> tuple[int, int]:
 class InputBiases(Codec):
     """Whether queries, keys and values have a bias; the map behind attention always has one."""
 
-    name: str = "qkv_bias"
-
     @property
     def names(self) -> tuple[str, ...]:
-        return (self.name,)
+        return ("qkv_bias",)
 
     def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-        return {"attention_biases": None if values.get(self.name, True) else ("out",)}
+        return {"attention_biases": None if values.get("qkv_bias", True) else ("out",)}
 
     def write(self, config: TransformerConfig) -> dict[str, Any]:
-        return {self.name: config.attention_biases is None or "query" in config.attention_biases}
+        return {"qkv_bias": config.attention_biases is None or "query" in config.attention_biases}
 
 
 def _rules(config: TransformerConfig) -> Sequence[Rule]:

@@ -5,7 +5,7 @@ from golden.case import Case
 SIZES = {
     "vocab_size": 37,
     "hidden_size": 12,
-    "intermediate_size": 7,
+    "intermediate_size": 8,
     "num_hidden_layers": 2,
     "num_attention_heads": 6,
     "num_key_value_heads": 3,

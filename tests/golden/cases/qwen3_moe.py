@@ -6,7 +6,7 @@ SIZES = {
     "vocab_size": 37,
     "hidden_size": 12,
     "intermediate_size": 19,
-    "moe_intermediate_size": 7,
+    "moe_intermediate_size": 8,
     "num_attention_heads": 6,
     "num_key_value_heads": 3,
     "head_dim": 4,

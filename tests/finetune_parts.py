@@ -1,0 +1,102 @@
+"""A tiny directory of BERT weights, learnable labeled texts, and recipes: what several tests of fine-tuning share."""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import tokenizers
+
+from transformer.config import Execution, TransformerConfig
+from transformer.data import SST2
+from transformer.lora import LoRA
+from transformer.models import MaskedLM
+from transformer.sharding import ParallelConfig
+from transformer.training import (
+    CheckpointConfig,
+    EvaluationConfig,
+    LoggingConfig,
+    OptimizerConfig,
+    Recipe,
+    TrainingConfig,
+)
+from transformer.zoo import abstract_params, save_pretrained
+from transformer.zoo.bert import BERT
+
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "good", "bad", "film", "a", "the", "very", "not", "##s"]
+SIZES = {
+    "vocab_size": len(WORDS),
+    "hidden_size": 12,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 3,
+    "intermediate_size": 10,
+    "max_position_embeddings": 19,
+    "initializer_range": 0.3,
+}
+
+
+def bert_directory(folder):
+    """A model with random weights and the files that the hub has of one: config.json, safetensors, tokenizer.json."""
+    head = BERT.heads["BertForMaskedLM"]
+    model = MaskedLM(BERT.read(SIZES | {"model_type": "bert", "architectures": ["BertForMaskedLM"]}, head))
+    random = np.random.default_rng(3)
+    shapes = jax.tree_util.tree_leaves_with_path(abstract_params(model))
+    leaves = [
+        random.normal(float(path[-1].key == "scale"), 0.4, leaf.shape).astype(np.float32) for path, leaf in shapes
+    ]
+    params = jax.tree.unflatten(jax.tree.structure(abstract_params(model)), leaves)
+    save_pretrained(model, params, folder, fields={"pad_token_id": 0})
+    write_tokenizer(folder)
+    return folder
+
+
+def write_tokenizer(folder):
+    """WordPiece with BERT's template, as transformers saves it."""
+    library = tokenizers.Tokenizer(
+        tokenizers.models.WordPiece({word: i for i, word in enumerate(WORDS)}, unk_token="[UNK]")
+    )
+    library.normalizer = tokenizers.normalizers.BertNormalizer(lowercase=True)
+    library.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
+    library.post_processor = tokenizers.processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    library.save(str(folder / "tokenizer.json"))
+    names = {"pad_token": "[PAD]", "unk_token": "[UNK]", "mask_token": "[MASK]"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(names))
+
+
+def write_sst2(folder, train=48, dev=16):
+    """train.tsv and dev.tsv, and an unlabeled test.tsv; the class of a sentence is one of its words."""
+    rows = []
+    for number in range(train + dev):
+        kind = number % 2
+        filling = ["the", "a", "very", "film", "films"]
+        words = [filling[(number // 2 + i) % 5] for i in range(number % 3)]
+        words.insert(number % (len(words) + 1), ("bad", "good")[kind])
+        rows.append(f"{' '.join(words)} \t{kind}\n")
+    folder.mkdir(exist_ok=True)
+    (folder / "train.tsv").write_text("sentence\tlabel\n" + "".join(rows[:train]))
+    (folder / "dev.tsv").write_text("sentence\tlabel\n" + "".join(rows[train:]))
+    (folder / "test.tsv").write_text("index\tsentence\n0\ta film\n")
+    return folder
+
+
+def finetuning(data, *, lora=None, steps=30, **groups):
+    """A recipe that learns these texts in 30 steps."""
+    recipe = Recipe(
+        name="tiny",
+        model=TransformerConfig(num_classes=2, dropout_rate=0.05),
+        data=SST2(manual_dir=str(data), max_length=9, batch_size=8, eval_batch_size=16),
+        execution=Execution(scan=False),
+        parallel=ParallelConfig(devices=1),
+        optimizer=OptimizerConfig(learning_rate=2e-2, warmup_steps=2, schedule="constant"),
+        training=TrainingConfig(steps=steps),
+        evaluation=EvaluationConfig(every=10),
+        checkpoint=CheckpointConfig(every=10),
+        logging=LoggingConfig(every=10, tensorboard=False, progress="lines"),
+        lora=lora,
+    )
+    return dataclasses.replace(recipe, **groups)
+
+
+SMALL_LORA = LoRA(rank=3, alpha=6.0, targets=("query", "value", "out", "up"))

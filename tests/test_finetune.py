@@ -1,0 +1,349 @@
+"""Fine-tuning: labeled texts as data, a run that starts from a model, whole or by low-rank updates, what it leaves."""
+
+import dataclasses
+import json
+import shutil
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from finetune_parts import SMALL_LORA, bert_directory, finetuning, write_sst2
+from flax.traverse_util import flatten_dict
+from training_recipes import text_recipe
+
+from transformer.__main__ import main
+from transformer.config import ConfigError
+from transformer.data import SST2, LabeledText, TokenizerConfig, load_tokenizer, prepare
+from transformer.data.pretrained_tokenizer import load_pretrained_tokenizer
+from transformer.inference import classify, export, open_model, start_from
+from transformer.masks import Mask
+from transformer.models import CausalLM, Classifier
+from transformer.sharding import ParallelConfig
+from transformer.training.checkpoint import Checkpointer
+from transformer.training.loop import train
+from transformer.training.parallel import place
+from transformer.training.recipe import from_json, load_recipe, to_json
+from transformer.training.runs import WorkdirError, load_run, open_run
+from transformer.training.start import Start, begun_from, check_options, told
+from transformer.training.state import abstract_state, initial_params
+from transformer.zoo import load_pretrained
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compile_once(tmp_path_factory):
+    """Each call of `train` compiles anew; here they share what was compiled."""
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("compiled")))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    yield
+    jax.config.update("jax_compilation_cache_dir", None)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """`bert`, a directory of weights, and `sst2`, one of texts."""
+    folder = tmp_path_factory.mktemp("finetune")
+    bert_directory(folder / "bert")
+    write_sst2(folder / "sst2")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def adapted(folder):
+    """A run of low-rank updates, all of it."""
+    recipe = finetuning(folder / "sst2", lora=SMALL_LORA)
+    train(recipe, folder / "adapted", start=start_from(folder / "bert", recipe))
+    return folder / "adapted"
+
+
+# Labeled texts
+
+
+def labeled(tmp_path, text, **fields):
+    path = tmp_path / "texts.tsv"
+    path.write_text(text)
+    return LabeledText(path=str(path), **({"tokenizer": TokenizerConfig(kind="byte")} | fields))
+
+
+def test_a_batch_has_tokens_lengths_and_a_class_a_row(folder):
+    tokenizer = load_pretrained_tokenizer(folder / "bert", 13)
+    dataset = prepare(SST2(manual_dir=str(folder / "sst2"), batch_size=5, eval_batch_size=7), tokenizer=tokenizer)
+    assert (dataset.task, dataset.labels, dataset.splits) == (
+        "classifier",
+        ("negative", "positive"),
+        ("train", "validation"),
+    )
+    first, _, last = dataset.eval_batches()
+    assert {name: array.shape for name, array in first.items()} == {
+        "tokens": (7, dataset.longest),
+        **dict.fromkeys(("lengths", "targets", "weights"), (7,)),
+    }
+    text = dataset.examples("validation")[0]
+    assert (text.source, text.target) == ("bad", "negative")
+    assert first["tokens"][0, : first["lengths"][0]].tolist() == [2, 6, 3]
+    assert last["weights"].tolist() == [1, 1, 0, 0, 0, 0, 0]
+    assert next(dataset.train_batches(0))["tokens"].shape == (5, dataset.longest)
+    assert next(dataset.train_batches(0, np.array([1, 3])))["targets"].shape == (2,)
+    assert dataset.describe().startswith("sst2: 48 train, 16 validation texts of 2 classes (negative, positive)")
+
+
+def test_a_long_text_is_cut_before_its_last_token(folder):
+    tokenizer = load_pretrained_tokenizer(folder / "bert", 13)
+    dataset = prepare(SST2(manual_dir=str(folder / "sst2"), max_length=3), tokenizer=tokenizer)
+    batch = dataset.eval_batches()[0]
+    assert batch["tokens"].shape[1] == 3
+    assert set(batch["tokens"][:, 0]) == {2}
+    assert set(batch["tokens"][:, 2]) == {3}
+    assert "texts were cut" in dataset.describe()
+
+
+def test_labels_are_those_of_the_training_file_in_order(tmp_path):
+    rows = "id\tlabel\tsentence\n1\twet\train\n2\tdry\tdesert\n\n3\twet\tsea\n4\tdry\tsand\n"
+    dataset = prepare(labeled(tmp_path, rows, validation_share=0.4))
+    assert dataset.labels == ("dry", "wet")
+    assert [(e.source, e.target) for e in dataset.examples("train")] == [("rain", "wet"), ("desert", "dry")]
+    named = prepare(labeled(tmp_path, rows, validation_share=0.4, labels=("wet", "dry")))
+    assert named.eval_batches()[0]["targets"][:2].tolist() == [0, 1]
+    assert named.fingerprint != dataset.fingerprint
+    other = labeled(tmp_path, rows, validation_path=str(tmp_path / "texts.tsv"), max_length=5)
+    assert prepare(other).longest == 5
+
+
+@pytest.mark.parametrize(
+    ("text", "fields", "message"),
+    [
+        ("text\tlabel\na\tb\n", {}, "has no column 'sentence': its first line names 'text', 'label'"),
+        ("sentence\tlabel\na\n", {}, "line 2: expected 2 columns as in the first line, with a sentence and a label"),
+        ("sentence\tlabel\na\t \n", {}, "line 2: expected 2 columns"),
+        ("sentence\tlabel\n", {}, "has a first line and nothing below it"),
+        ("sentence\tlabel\na\tx\nb\tx\n", {}, "has one label, 'x': there is nothing to tell apart"),
+        ("sentence\tlabel\na\tx\nb\ty\n", {"labels": ("x", "z")}, "has the label 'y': expected x, z"),
+    ],
+)
+def test_a_file_that_is_no_labeled_text_says_where(tmp_path, text, fields, message):
+    with pytest.raises(ValueError, match=message):
+        prepare(labeled(tmp_path, text, **fields))
+
+
+def test_sst2_says_what_to_put_where(tmp_path):
+    with pytest.raises(
+        FileNotFoundError, match=r"no folder of SST-2 is named: get SST-2\.zip .* --data.manual-dir FOLDER"
+    ):
+        prepare(SST2())
+    write_sst2(tmp_path)
+    (tmp_path / "dev.tsv").unlink()
+    with pytest.raises(FileNotFoundError, match=r"no dev\.tsv in .*put its train\.tsv and dev\.tsv"):
+        prepare(SST2(manual_dir=str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "message"),
+    [
+        (LabeledText, {"path": "x", "labels": ("one",)}, "labels must be at least two, all different, got 'one'"),
+        (LabeledText, {"path": "x", "labels": ("a", "a")}, "all different, got 'a', 'a'"),
+        (LabeledText, {"path": "x", "text_column": "label"}, "must name two columns, got 'label' and 'label'"),
+        (LabeledText, {"path": "x", "max_length": 1}, "max_length must be a whole number of at least 2, got 1"),
+        (SST2, {"labels": ("a", "b", "c")}, "labels must be two, for 0 and 1 in the files, got 3"),
+    ],
+)
+def test_impossible_labeled_data_says_what_to_change(kind, fields, message):
+    with pytest.raises(ConfigError, match=message):
+        kind(**fields)
+
+
+def test_a_pretrained_tokenizer_is_the_same_from_a_workdir(folder, tmp_path):
+    """Also what config.json alone says of it: a number for the end, and what a decoder starts with."""
+    source = tmp_path / "source"
+    shutil.copytree(folder / "bert", source)
+    (source / "config.json").write_text('{"eos_token_id": 3, "decoder_start_token_id": 4, "hidden_size": 12}')
+    tokenizer = load_pretrained_tokenizer(source, 17)
+    tokenizer.save_alone(tmp_path / "alone")
+    again = load_tokenizer(tmp_path / "alone")
+    assert again.state() == tokenizer.state()
+    assert (again.vocab_size, again.eos_id, again.begin_id, again.pad_id) == (17, 3, 4, 0)
+    assert again.encode_model("a good film") == tokenizer.encode_model("a good film")
+    (tmp_path / "alone" / "config.json").write_text('{"vocab_size": "many"}')
+    with pytest.raises(ValueError, match="has a vocab_size that is no whole number"):
+        load_tokenizer(tmp_path / "alone")
+
+
+# A model to start from
+
+
+def opened_run(folder, recipe, workdir="nowhere", start=None):
+    start = start_from(folder / "bert", recipe) if start is None else start
+    return open_run(recipe, folder / workdir, say=print, start=start)[0], start
+
+
+def test_what_is_there_is_taken_and_the_new_head_is_initialized(folder):
+    recipe, start = opened_run(folder, finetuning(folder / "sst2"))
+    assert recipe.model.replace(dropout_rate=0.1) == start.config.replace(num_classes=2, attention_dropout_rate=0.0)
+    assert (recipe.model.dropout_rate, recipe.model.vocab_size, recipe.data.labels) == (0.05, 13, SST2().labels)
+    placement = place(recipe)
+    new = placement.new_state()
+    state = begun_from(start, new)
+    before, after, given = (flatten_dict(of, sep="/") for of in (new.params, state.params, start.params))
+    theirs = flatten_dict(load_pretrained(folder / "bert").params, sep="/")
+    head = ("head_transform/dense/bias", "head_transform/dense/kernel", "output/bias", "output/kernel")
+    assert recipe.origin.new == head
+    assert given.keys() == after.keys() - set(head)
+    for path, leaf in after.items():
+        np.testing.assert_array_equal(leaf, before[path] if path in head else theirs[path])
+        assert leaf.sharding == before[path].sharding
+    line = told(recipe, start)
+    assert f"from {folder / 'bert'} (BERT, BertForMaskedLM): " in line
+    assert f"182 new: {', '.join(head)}; not taken: head_transform/dense/bias, " in line
+
+
+def test_a_pooler_in_the_files_is_taken(folder, tmp_path):
+    """As BERT was published: the model is named BertForMaskedLM, the pooler is there."""
+    recipe = finetuning(folder / "sst2")
+    model = Classifier(start_from(folder / "bert", recipe).config)
+    params = jax.jit(model.init)(jax.random.key(0), np.zeros((1, 1), np.int32))["params"]
+    export(_opened(model, params, folder), tmp_path / "out")
+    found = start_from(tmp_path / "out", recipe)
+    chex.assert_trees_all_equal(found.params, params)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    config["architectures"] = ["BertModel"]
+    (tmp_path / "out" / "config.json").write_text(json.dumps(config))
+    chex.assert_trees_all_equal(start_from(tmp_path / "out", recipe).params, params)
+
+
+def _opened(model, params, folder):
+    opened = open_model(folder / "bert")
+    return dataclasses.replace(opened, model=model, params=params)
+
+
+def test_begun_over_a_mesh_each_parameter_lies_in_its_place(folder):
+    """fsdp 2 x tensor 1 over two of the simulated devices; with an average, which begins there, too."""
+    recipe = finetuning(folder / "sst2", parallel=ParallelConfig(devices=2, data=1, fsdp=2), lora=SMALL_LORA)
+    recipe = dataclasses.replace(recipe, training=dataclasses.replace(recipe.training, ema_decay=0.9))
+    recipe, start = opened_run(folder, recipe)
+    placement = place(recipe)
+    state = begun_from(start, placement.new_state())
+    wanted = placement.abstract_state()
+    assert jax.tree.map(lambda leaf: leaf.sharding, state) == jax.tree.map(lambda leaf: leaf.sharding, wanted)
+    chex.assert_trees_all_equal(jax.device_get(state.base), jax.device_get(start.params))
+    chex.assert_trees_all_equal(jax.device_get(state.ema), jax.device_get(state.params))
+    assert not state.base["embedding"]["embedding"].is_fully_replicated
+
+
+def test_what_does_not_fit_is_refused(folder, tmp_path):
+    recipe = finetuning(folder / "sst2")
+    start = start_from(folder / "bert", recipe)
+    params = start.params | {"output": {"kernel": np.zeros((12, 3)), "bias": np.zeros(3)}}
+    three = dataclasses.replace(start, params=params)
+    with pytest.raises(ConfigError, match=r"don't fit: output/bias is \(3,\) there, \(2,\) in the recipe's model"):
+        opened_run(folder, recipe, start=three)
+    empty = Start("a", "b", start.config, {"other": {"kernel": np.zeros(2)}}, start.tokenizer)
+    with pytest.raises(ConfigError, match="has no parameter of the recipe's model"):
+        opened_run(folder, recipe, start=empty)
+    with pytest.raises(ConfigError, match="holds a MaskedLM, but this recipe's data is for a CausalLM"):
+        start_from(folder / "bert", text_recipe(tmp_path))
+    with pytest.raises(ConfigError, match="num_classes is 3, but the data has 2 labels"):
+        opened_run(folder, dataclasses.replace(recipe, model=recipe.model.replace(num_classes=3)))
+    with pytest.raises(ConfigError, match=r"--model.num-layers can't be given: the model is that of x\."):
+        check_options(recipe, dataclasses.replace(recipe, model=recipe.model.replace(num_layers=3)), "x")
+    check_options(recipe, dataclasses.replace(recipe, model=recipe.model.replace(dropout_rate=0.3)), "x")
+    with pytest.raises(ConfigError, match="lora updates a model that was trained before, but there is none"):
+        open_run(finetuning(folder / "sst2", lora=SMALL_LORA), tmp_path / "none", say=print)
+
+
+def test_a_classifier_counts_its_classes_by_itself(folder):
+    recipe = finetuning(folder / "sst2")
+    open_, _ = opened_run(folder, dataclasses.replace(recipe, model=recipe.model.replace(num_classes=None)))
+    assert open_.model.num_classes == 2
+    assert from_json(to_json(open_)) == open_
+
+
+@pytest.mark.slow
+def test_a_writer_starts_from_a_run(tmp_path):
+    """A causal model on text, from the workdir of another run: the first loss is the last one of that."""
+    recipe = text_recipe(tmp_path)
+    train(recipe, tmp_path / "first")
+    again = dataclasses.replace(recipe, name="again", training=dataclasses.replace(recipe.training, steps=4))
+    start = start_from(tmp_path / "first", again)
+    assert start.model.startswith("CausalLM, step ")
+    train(again, tmp_path / "second", start=start)
+    assert isinstance(load_run(tmp_path / "second").model, CausalLM)
+    assert load_recipe(tmp_path / "second").origin.new == ()
+    assert load_tokenizer(tmp_path / "second" / "tokenizer").state() == start.tokenizer.state()
+
+
+# Whole runs
+
+
+def test_low_rank_updates_learn_and_the_run_stands_alone(adapted, capsys):
+    recipe = load_recipe(adapted)
+    assert recipe.origin.model == "BERT, BertForMaskedLM"
+    summary = json.loads((adapted / "summary.json").read_text())
+    assert summary["eval_accuracy"] > 0.85
+    assert summary["eval_loss"] < 0.5
+    run = load_run(adapted)
+    assert jax.tree.map(np.shape, run.params) == jax.tree.map(np.shape, jax.eval_shape(lambda: initial_params(recipe)))
+    found = classify(open_model(adapted), ["a good film", "the bad films"])
+    assert [one.label for one in found] == ["positive", "negative"]
+    assert main(["classify", str(adapted), "--text", "very good"]) == 0
+    assert capsys.readouterr().out.startswith("positive\t0.")
+    assert main(["evaluate", str(adapted), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["accuracy"] == summary["eval_accuracy"]
+    assert main(["generate", str(adapted), "--prompt", "very good"]) == 2
+    assert "Classifier, which reads no prompt" in capsys.readouterr().err
+
+
+def test_a_converted_run_gives_the_same_logits_by_its_merged_weights(adapted, tmp_path, capsys):
+    assert main(["convert", str(adapted), str(tmp_path / "out")]) == 0
+    assert "BERT: Devlin" in capsys.readouterr().out
+    loaded, run = load_pretrained(tmp_path / "out"), load_run(adapted)
+    assert loaded.fields["id2label"] == {"0": "negative", "1": "positive"}
+    tokens, mask = jnp.array([[2, 5, 7, 3, 0]]), Mask.lengths(jnp.array([4]))
+    ours, theirs = (one.model.apply({"params": one.params}, tokens, mask=mask) for one in (run, loaded))
+    np.testing.assert_array_equal(ours, theirs)
+    assert loaded.tokenizer.state() == run.tokenizer.state()
+
+
+def test_another_start_is_refused_and_the_same_elsewhere_is_not(adapted, folder, tmp_path, capsys):
+    recipe = finetuning(folder / "sst2", lora=SMALL_LORA)
+    start = start_from(folder / "bert", recipe)
+    moved = Start("elsewhere", start.model, start.config, start.params, start.tokenizer, start.left)
+    open_run(recipe, adapted, say=print, start=moved)
+    assert "changed since the last call: origin.source: " in capsys.readouterr().out
+    other = jax.tree.map(lambda leaf: leaf + 1, start.params)
+    changed = Start(start.source, start.model, start.config, other, start.tokenizer)
+    with pytest.raises(WorkdirError, match=r"differs from this one in origin\.fingerprint"):
+        open_run(recipe, adapted, say=print, start=changed)
+    with pytest.raises(WorkdirError, match=r"differs from this one in .*lora"):
+        open_run(finetuning(folder / "sst2"), adapted, say=print)
+    (tmp_path / "begun").mkdir()
+    shutil.copy(adapted / "recipe.json", tmp_path / "begun")
+    with pytest.raises(WorkdirError, match=r"was to start from .* has no checkpoint yet.*Give --init .* again"):
+        open_run(recipe, tmp_path / "begun", say=print)
+
+
+def final_state(workdir, step):
+    with Checkpointer(workdir) as checkpoints:
+        restored = checkpoints.restore_newest(abstract_state(load_recipe(workdir)))
+    assert restored.step == step
+    return jax.device_get(restored.state)
+
+
+@pytest.mark.slow
+def test_stopped_and_gone_on_with_equals_never_stopped(adapted, folder):
+    """Stopped after ten of thirty steps; the start is not named again."""
+    recipe = finetuning(folder / "sst2", lora=SMALL_LORA)
+    short = dataclasses.replace(recipe.training, steps=10)
+    start = start_from(folder / "bert", recipe)
+    train(dataclasses.replace(recipe, training=short), folder / "stopped", start=start)
+    train(recipe, folder / "stopped")
+    chex.assert_trees_all_equal(final_state(folder / "stopped", 30), final_state(adapted, 30))
+
+
+@pytest.mark.slow
+def test_a_whole_model_learns(folder):
+    recipe = finetuning(folder / "sst2")
+    summary = train(recipe, folder / "whole", start=start_from(folder / "bert", recipe))
+    assert summary.eval_accuracy == 1.0
+    assert (folder / "whole" / "metrics.jsonl").read_text().count("eval/accuracy") == 3
+    assert not (folder / "whole" / "samples.txt").exists()

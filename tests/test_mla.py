@@ -1,0 +1,201 @@
+"""Attention through a latent: both orders of its products are one formula, and a cache holds latents only."""
+
+import jax
+import jax.export as export
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from transformer.attention import KVCache, cache_length, set_cache_length
+from transformer.config import MLA, ConfigError, LayerKind, TransformerConfig
+from transformer.generate import Sampling, generate
+from transformer.masks import Mask
+from transformer.mla import LatentAttention, absorbed_attention, absorbs, expanded_attention
+from transformer.models import CausalLM, Seq2Seq
+from transformer.positions import Rotary
+from transformer.sharding import make_mesh, parameter_spec
+
+B, T, D, N = 2, 7, 10, 3
+SIZES = MLA(kv_rank=6, plain_dim=5, rotary_dim=4, value_dim=3, query_rank=11)
+DEEPSEEK_V3 = MLA(kv_rank=512, plain_dim=128, rotary_dim=64, value_dim=128, query_rank=1536)
+TINY = TransformerConfig(
+    vocab_size=13, d_model=D, num_layers=2, num_heads=N, d_ff=7, position="rotary", norm="rms_norm", mla=SIZES
+)
+
+
+def normal(seed, *shape):
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+def layer(mla=SIZES, **options):
+    """A layer, parameters that are all random, and its input."""
+    module, x = LatentAttention(num_heads=N, mla=mla, **options), normal(0, B, T, D)
+    params = jax.jit(module.init)(jax.random.key(1), x)["params"]
+    return module, jax.tree.map(lambda leaf: leaf + 0.3 * normal(leaf.size, *leaf.shape), params), x
+
+
+def language_model(**changes):
+    model = CausalLM(TINY.replace(**changes))
+    return model, jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
+
+
+def test_both_orders_give_the_same_values_and_gradients():
+    latents = (normal(0, B, T, N, 9), normal(1, B, T, 1, 10), normal(2, 6, N, 5), normal(3, 6, N, 3))
+    mask, wanted = Mask.causal() & Mask.lengths(jnp.array([7, 4])), normal(4, B, T, N, 3)
+
+    @jax.jit
+    def run(attend, *arrays):
+        def weighted(*arrays):
+            out, weights = attend(*arrays, mask=mask, scale=0.4, softcap=2.0, return_weights=True)
+            return (out * wanted).sum(), (out, weights)
+
+        return jax.value_and_grad(weighted, argnums=(0, 1, 2, 3), has_aux=True)(*arrays)
+
+    ours, theirs = (run(jax.tree_util.Partial(attend), *latents) for attend in (expanded_attention, absorbed_attention))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-5), ours, theirs)
+    assert all(np.abs(leaf).max() > 0.1 for leaf in jax.tree.leaves(ours))
+
+
+@pytest.mark.parametrize("query_rank", [None, 11])
+def test_it_is_the_formula(query_rank):
+    """Equations 9 to 19 of DeepSeek-V2 and 37 to 47 (arXiv 2405.04434), one token and head after the other."""
+    mla = MLA(kv_rank=6, plain_dim=5, rotary_dim=4, value_dim=3, query_rank=query_rank)
+    module, params, x = layer(mla, position=Rotary(base=9.0))
+    got, _ = jax.jit(lambda: module.apply({"params": params}, x, mask=Mask.causal()))()
+    p = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
+
+    def rms(name, vector):
+        return p[name]["scale"] * vector / np.sqrt((vector**2).mean() + 1e-6)
+
+    def turn(pairs, position):
+        angle = position * 9.0 ** -np.array([0.0, 0.5])
+        first, second = pairs[:2], pairs[2:]
+        return np.concatenate(
+            [first * np.cos(angle) - second * np.sin(angle), second * np.cos(angle) + first * np.sin(angle)]
+        )
+
+    expected = np.zeros((B, T, D))
+    for b in range(B):
+        row = np.asarray(x[b], np.float64)
+        latents = [rms("latent_norm", one @ p["latent"]["kernel"]) for one in row]
+        turned = [turn(one @ p["rotary_key"]["kernel"], s) for s, one in enumerate(row)]
+        for t, one in enumerate(row):
+            source = one if query_rank is None else rms("query_norm", one @ p["query_latent"]["kernel"])
+            for n in range(N):
+                query = source @ p["query"]["kernel"][:, n]
+                query = np.concatenate([query[:5], turn(query[5:], t)])
+                keys = [np.concatenate([latents[s] @ p["key"]["kernel"][:, n], turned[s]]) for s in range(t + 1)]
+                weights = np.exp(np.array(keys) @ query / 3.0)
+                values = np.array(latents[: t + 1]) @ p["value"]["kernel"][:, n]
+                expected[b, t] += weights / weights.sum() @ values @ p["out"]["kernel"][n]
+    np.testing.assert_allclose(got, expected, rtol=0, atol=2e-5)
+
+
+def test_parameters_are_public():
+    _, params, _ = layer(use_bias=True)
+    shapes = {
+        jax.tree_util.keystr(k, simple=True, separator="/"): v.shape for k, v in jax.tree.leaves_with_path(params)
+    }
+    assert shapes == {
+        "query_latent/kernel": (10, 11),
+        "query_latent/bias": (11,),
+        "query_norm/scale": (11,),
+        "query/kernel": (11, 3, 9),
+        "latent/kernel": (10, 6),
+        "latent/bias": (6,),
+        "latent_norm/scale": (6,),
+        "rotary_key/kernel": (10, 4),
+        "rotary_key/bias": (4,),
+        "key/kernel": (6, 3, 5),
+        "value/kernel": (6, 3, 3),
+        "out/kernel": (3, 3, 10),
+        "out/bias": (10,),
+    }
+
+
+def test_nothing_depends_on_what_comes_after_and_only_distances_count():
+    module, params, x = layer()
+    run = jax.jit(lambda x, shift: module.apply({"params": params}, x, mask=Mask.causal(), positions=shift)[0])
+    positions = jnp.broadcast_to(jnp.arange(T), (B, T))
+    slopes = jax.jacobian(lambda x: run(x, positions)[0].sum(-1))(x)[:, 0]
+    for t in range(T):
+        assert np.abs(slopes[t, : t + 1]).max(-1).min() > 1e-4
+        np.testing.assert_array_equal(slopes[t, t + 1 :], 0.0)
+    np.testing.assert_allclose(run(x, positions + 40), run(x, positions), atol=1e-5)
+    assert np.abs(run(x, 2 * positions) - run(x, positions)).max() > 1e-2
+
+
+def test_a_cache_filled_in_parts_equals_the_whole_and_holds_latents():
+    """One token at a time the latents themselves are attended to; many at once, keys and values are made of them."""
+    wide = MLA(kv_rank=17, plain_dim=5, rotary_dim=4, value_dim=3)
+    assert [absorbs(width, T, wide) for width in (1, T - 1, T)] == [True, False, False]
+    module, params, x = layer(wide)
+    run = jax.jit(lambda x, cache: module.apply({"params": params}, x, mask=Mask.causal(), cache=cache))
+    whole, _ = run(x, None)
+    for widths in ((1, T - 1), (T - 1, 1), (T,)):
+        cache, parts = KVCache.create(B, T, 1, 17 + 4, 0, jnp.float32), []
+        for width in widths:
+            start = sum(part.shape[1] for part in parts)
+            part, cache = run(x[:, start : start + width], cache)
+            parts.append(part)
+        np.testing.assert_allclose(np.concatenate(parts, 1), whole, atol=1e-5)
+    assert cache_length(cache).tolist() == [T, T]
+    back = set_cache_length(cache, jnp.array([2, 2]))
+    np.testing.assert_allclose(run(x[:, 2:3], back)[0], whole[:, 2:3], atol=1e-5)
+
+
+def test_decoding_is_absorbed_and_training_is_not():
+    assert absorbs(1, 4096, DEEPSEEK_V3)
+    assert not absorbs(4096, 4096, DEEPSEEK_V3)
+    (open_length,) = export.symbolic_shape("T")
+    assert not absorbs(open_length, open_length, DEEPSEEK_V3)
+
+
+def test_a_model_s_cache_holds_the_latent_and_the_turned_key_alone():
+    model = CausalLM(TINY.replace(mla=DEEPSEEK_V3))
+    cache = jax.eval_shape(lambda: model.init_cache(1, 10))
+    assert sum(leaf.size for leaf in jax.tree.leaves(cache) if leaf.dtype == jnp.float32) == 2 * 10 * (512 + 64)
+
+
+def test_prompts_of_different_lengths_go_on_as_each_alone():
+    model, params = language_model(num_layers=1, period=(LayerKind(window=5),))
+    prompts, greedy = [[3, 1, 4, 1, 5], [9, 2]], Sampling(temperature=0.0)
+    together = generate(model, params, prompts=prompts, max_new_tokens=6, sampling=greedy)
+    run = jax.jit(model.apply)
+    for prompt, row in zip(prompts, together, strict=True):
+        tokens = list(prompt)
+        for _ in row:
+            logits = run({"params": params}, jnp.array([tokens + [0] * (11 - len(tokens))]))
+            tokens.append(int(logits[0, len(tokens) - 1].argmax()))
+        assert tokens[len(prompt) :] == row
+
+
+def test_weights_are_kept_when_asked_for_and_dropout_drops():
+    module, params, x = layer(dropout_rate=0.5)
+    _, kept = module.apply({"params": params}, x, mask=Mask.causal(), mutable="intermediates")
+    weights = kept["intermediates"]["weights"][0]
+    assert weights.shape == (B, N, T, T)
+    np.testing.assert_allclose(weights.sum(-1), 1.0, atol=1e-6)
+    plain = module.apply({"params": params}, x)[0]
+    dropped = module.apply({"params": params}, x, deterministic=False, rngs={"dropout": jax.random.key(3)})[0]
+    assert np.abs(plain - dropped).max() > 1e-2
+
+
+def test_on_a_mesh_the_numbers_are_the_same():
+    model, params = language_model(num_layers=1, num_heads=4)
+    tokens = jnp.arange(8).reshape(2, 4)
+    run = jax.jit(model.apply)
+    expected = run({"params": params}, tokens)
+    mesh = make_mesh({"fsdp": 2, "tensor": 4})
+    with jax.set_mesh(mesh):
+        np.testing.assert_allclose(run({"params": params}, tokens), expected, atol=1e-5)
+    place = "decoder/layers/slot_0/self_attention/"
+    assert parameter_spec(f"{place}key/kernel", (1, 6, 4, 5), mesh.shape) == jax.P(None, "fsdp", "tensor", None)
+    assert parameter_spec(f"{place}rotary_key/kernel", (1, 10, 4), mesh.shape) == jax.P(None, "fsdp", None)
+    assert parameter_spec(f"{place}query_latent/kernel", (1, 10, 11), mesh.shape) == jax.P(None, "fsdp", None)
+
+
+def test_cross_attention_is_refused():
+    tokens = jnp.zeros((1, 2), jnp.int32)
+    with pytest.raises(ConfigError, match=r"mla is for self-attention alone: leave it out for an encoder-decoder"):
+        jax.eval_shape(Seq2Seq(TINY).init, jax.random.key(0), tokens, tokens)

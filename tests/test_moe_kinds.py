@@ -1,0 +1,183 @@
+"""Kinds of routers and of experts, each against a plain loop over tokens in numpy, and its gradients against JAX's."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from transformer.config import MoE
+from transformer.layers import FeedForward
+from transformer.moe import RoutedFeedForward, choose, router_losses
+
+X = jax.random.normal(jax.random.key(0), (2, 7, 6))
+GPT_OSS = MoE(num_experts=5, top_k=2, router_bias=True)
+DEEPSEEK = MoE(
+    num_experts=12,
+    top_k=3,
+    shared_experts=1,
+    scoring="sigmoid",
+    selection_bias=True,
+    num_groups=4,
+    top_groups=2,
+    weights_scale=2.5,
+)
+CASES = {
+    "gpt-oss": (GPT_OSS, {"activation": "swiglu_clamped", "gated": True}),
+    "deepseek": (DEEPSEEK, {"activation": "silu", "gated": True, "use_bias": False}),
+    "not-normalized": (dataclasses.replace(DEEPSEEK, normalize_weights=False, num_groups=3), {"activation": "relu"}),
+    "groups-of-softmax": (MoE(num_experts=6, top_k=2, num_groups=3, weights_scale=0.5), {"activation": "relu"}),
+}
+
+
+def layer(moe, **changes):
+    return RoutedFeedForward(moe, **({"width": 5} | changes))
+
+
+def parameters(module, x=X, scale=1.0):
+    """Biases too are unlike each other."""
+    leaves, tree = jax.tree.flatten(jax.eval_shape(module.init, jax.random.key(1), x))
+    random = np.random.RandomState(2)
+    return tree.unflatten([jnp.asarray(scale * random.standard_normal(leaf.shape), leaf.dtype) for leaf in leaves])
+
+
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+def by_hand(module, params, x):
+    """Numpy, one token after the other: (B, T, D), and who was chosen (B, T, k) in the order of their numbers."""
+    moe, params = module.moe, jax.tree.map(np.float64, params["params"])
+    act = {"relu": lambda x: np.maximum(x, 0), "silu": lambda x: x * sigmoid(x)}
+
+    def feed_forward(p, x):
+        up = x @ p["up"]["kernel"] + p["up"].get("bias", 0)
+        if not module.gated:
+            hidden = act[module.activation](up)
+        else:
+            gate = x @ p["gate"]["kernel"] + p["gate"].get("bias", 0)
+            if module.activation == "swiglu_clamped":
+                gate, up = np.minimum(gate, 7), np.clip(up, -7, 7)
+                hidden = (up + 1) * gate * sigmoid(1.702 * gate)
+            else:
+                hidden = act[module.activation](gate) * up
+        return hidden @ p["down"]["kernel"] + p["down"].get("bias", 0)
+
+    def one(token):
+        router = params["router"]
+        logits = token @ router["kernel"] + router.get("bias", 0)
+        scores = sigmoid(logits) if moe.scoring == "sigmoid" else np.exp(logits) / np.exp(logits).sum()
+        chooses = scores + router.get("selection_bias", 0)
+        size = moe.num_experts // moe.num_groups
+        together = [np.sort(chooses[g * size : (g + 1) * size])[-2:].sum() for g in range(moe.num_groups)]
+        groups = range(moe.num_groups) if moe.num_groups == 1 else np.argsort(together)[-moe.top_groups :]
+        among = [g * size + i for g in groups for i in range(size)]
+        chosen = sorted(among, key=lambda e: -chooses[e])[: moe.top_k]
+        total = scores[chosen].sum() if moe.normalize_weights else 1.0
+        y = feed_forward(params["shared"], token) if moe.shared_experts else 0.0
+        for e in chosen:
+            expert = jax.tree.map(lambda leaf, e=e: leaf[e], params["experts"])
+            y = y + moe.weights_scale * scores[e] / total * feed_forward(expert, token)
+        return y, sorted(chosen)
+
+    rows = [[one(token) for token in row] for row in np.float64(x)]
+    return np.array([[y for y, _ in row] for row in rows]), np.array([[c for _, c in row] for row in rows])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_values_are_those_of_a_loop_over_tokens(name):
+    """Weights are wide enough for the clamp of gpt-oss to cut, and for biases to change who is chosen."""
+    moe, changes = CASES[name]
+    module = layer(moe, **changes)
+    params = parameters(module, scale=2.0 if name == "gpt-oss" else 1.0)
+    expected, _ = by_hand(module, params, X)
+    got = jax.jit(module.apply)(params, X)[0]
+    np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["gpt-oss", "deepseek"])
+def test_gradients_are_those_of_all_experts_weighted(name):
+    """JAX's own gradient of the sum over all experts, the unchosen with weight 0; none reaches the selection bias."""
+    moe, changes = CASES[name]
+    module = layer(moe, **changes)
+    params = parameters(module)
+    chosen = by_hand(module, params, X)[1]
+    one_hot = jnp.asarray(np.eye(moe.num_experts)[chosen].sum(2))
+    dense = FeedForward(module.width, module.activation, module.gated, module.use_bias)
+
+    def all_experts(params, x):
+        params = params["params"]
+        logits = x @ params["router"]["kernel"] + params["router"].get("bias", jnp.zeros(moe.num_experts))[None, None]
+        scores = (jax.nn.sigmoid(logits) if moe.scoring == "sigmoid" else jax.nn.softmax(logits)) * one_hot
+        weights = moe.weights_scale * scores / scores.sum(-1, keepdims=True)
+        each = jax.vmap(lambda expert: dense.apply({"params": expert}, x), out_axes=2)(params["experts"])
+        y = (each * weights[..., None]).sum(2)
+        if moe.shared_experts:
+            shared = FeedForward(moe.shared_experts * module.width, module.activation, module.gated, module.use_bias)
+            y = y + shared.apply({"params": params["shared"]}, x)
+        return y
+
+    def loss(forward):
+        return jax.jit(jax.grad(lambda params, x: jnp.sin(forward(params, x)).sum(), (0, 1)))
+
+    expected = loss(all_experts)(params, X)
+    found = loss(lambda params, x: module.apply(params, x)[0])(params, X)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), found, expected)
+    if moe.selection_bias:
+        np.testing.assert_array_equal(found[0]["params"]["router"]["selection_bias"], 0)
+
+
+def test_normalized_weights_are_a_softmax_of_the_chosen_logits():
+    """Of all experts and made to sum to 1, or of the chosen alone, as gpt-oss has it: the same."""
+    logits = 5 * jax.random.normal(jax.random.key(0), (11, 7))
+    best, chosen = jax.lax.top_k(logits, 3)
+    of_all = jnp.take_along_axis(jax.nn.softmax(logits), chosen, axis=-1)
+    np.testing.assert_allclose(of_all / of_all.sum(-1, keepdims=True), jax.nn.softmax(best), rtol=1e-5)
+
+
+def test_a_group_is_judged_by_its_two_best():
+    """Group 0 has the best expert, group 2 the best pair; scores may be negative, for a selection bias may."""
+    scores = jnp.array([[[9.0, -9.0, -9.0, 1.0, 2.0, 1.0, 5.0, 4.0, -8.0]]]) - 20.0
+    moe = MoE(num_experts=9, top_k=3, num_groups=3, top_groups=1)
+    np.testing.assert_array_equal(choose(moe, scores)[0, 0], [6, 7, 8])
+    two = dataclasses.replace(moe, top_groups=2)
+    np.testing.assert_array_equal(choose(two, scores)[0, 0], [6, 7, 4])
+    every = dataclasses.replace(moe, top_groups=3)
+    np.testing.assert_array_equal(choose(every, scores)[0, 0], [0, 6, 7])
+
+
+def test_the_balance_loss_of_sigmoids_is_of_their_shares():
+    """n where all are alike; else n E sum f p, with p of each token's scores made to sum to 1."""
+    even = router_losses(jnp.zeros((1, 5, 5)), jnp.arange(5)[None, :, None], scoring="sigmoid")[0]
+    np.testing.assert_allclose(even, [5.0], rtol=1e-6)
+    logits = np.random.RandomState(0).standard_normal((1, 7, 5)).astype(np.float32)
+    chosen = np.argsort(-logits)[..., :2]
+    share = np.bincount(chosen.ravel(), minlength=5) / 14
+    scores = sigmoid(logits[0])
+    expected = 7 * 5 * (share * (scores / scores.sum(-1, keepdims=True)).mean(0)).sum()
+    got = router_losses(jnp.asarray(logits), jnp.asarray(chosen), scoring="sigmoid")[0]
+    np.testing.assert_allclose(got, [expected], rtol=1e-5)
+
+
+def test_parameters_of_a_router():
+    """None that is not asked for; the selection bias is float32, in which alone its differences can be told."""
+    plain = jax.eval_shape(layer(MoE(num_experts=5)).init, jax.random.key(0), X)["params"]["router"]
+    assert set(plain) == {"kernel"}
+    moe = dataclasses.replace(DEEPSEEK, router_bias=True)
+    module = layer(moe, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
+    router = jax.eval_shape(module.init, jax.random.key(0), X)["params"]["router"]
+    found = {name: (leaf.shape, str(leaf.dtype)) for name, leaf in router.items()}
+    assert found == {
+        "bias": ((12,), "bfloat16"),
+        "kernel": ((6, 12), "bfloat16"),
+        "selection_bias": ((12,), "float32"),
+    }
+
+
+def test_the_clamp_of_a_dense_feed_forward():
+    """The same function there: one number through, by hand."""
+    params = {name: {"kernel": jnp.ones((1, 1))} for name in ("gate", "up", "down")}
+    for x, gate, up in ((9.0, 7.0, 7.0), (-9.0, -9.0, -7.0), (0.5, 0.5, 0.5)):
+        got = FeedForward(1, "swiglu_clamped", True, False).apply({"params": params}, jnp.full((1, 1, 1), x))
+        np.testing.assert_allclose(got[0, 0, 0], (up + 1) * gate * sigmoid(1.702 * gate), rtol=1e-5)

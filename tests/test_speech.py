@@ -1,0 +1,156 @@
+"""Speech to text: frames through two convolutions, then a Seq2Seq; text from frames."""
+
+import functools
+import re
+
+import flax.traverse_util
+import jax
+import jax.numpy as jnp
+import jaxtyping
+import numpy as np
+import pytest
+from golden import case as golden_case
+from golden import ours
+
+from transformer.config import ConfigError, TransformerConfig
+from transformer.generate import Sampling, generate
+from transformer.inference import Opened, embed
+from transformer.models import Seq2Seq, SpeechToText
+from transformer.models.speech import Convolution
+from transformer.sharding import PARAMETER_RULES
+from transformer.weights.files import write_weights
+from transformer.zoo import abstract_params, load_pretrained
+
+KEY = jax.random.key(0)
+CONFIG = TransformerConfig(vocab_size=23, d_model=12, num_layers=1, num_heads=3, d_ff=17, mel_bins=5)
+CONFIG = CONFIG.replace(tie_embeddings=False, initializer_range=0.6)  # what is written depends on what was heard
+MODEL = SpeechToText(CONFIG.replace(position="learned", max_length=19, source_max_length=7))
+FRAMES = jax.random.normal(jax.random.key(1), (2, 14, 5))
+TARGET = jnp.asarray([[3, 1, 4, 1], [5, 9, 2, 6]])
+GREEDY = Sampling(temperature=0.0)
+
+
+@pytest.fixture(scope="module")
+def variables():
+    return jax.jit(MODEL.init)(KEY, FRAMES, TARGET)
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+def test_a_convolution_sums_three_neighbors(stride):
+    module = Convolution(7, stride)
+    params = module.init(KEY, FRAMES)["params"] | {"bias": jnp.arange(7.0)}
+    params = jax.tree.map(np.asarray, params)
+    padded = np.pad(FRAMES, ((0, 0), (1, 1), (0, 0)))
+    expected = sum(np.einsum("btm,md->btd", padded[:, i : i + 14], params["kernel"][i]) for i in range(3))
+    got = module.apply({"params": params}, FRAMES)
+    np.testing.assert_allclose(got, expected[:, ::stride] + params["bias"], atol=1e-5)
+
+
+def test_a_position_hears_five_frames(variables):
+    """Before attention: position s hears frames 2s - 2 to 2s + 2, all of them and no others."""
+
+    @jax.jit
+    def heard(frames):
+        return MODEL.apply(variables, frames, method=lambda module, frames: module._embed_source(frames))[0, :, 0]
+
+    reach = np.abs(jax.jacobian(heard)(FRAMES)[:, 0]).max(2)
+    distance = np.arange(14)[None, :] - 2 * np.arange(7)[:, None]
+    np.testing.assert_array_equal(reach > 0, np.abs(distance) <= 2)
+
+
+def test_it_is_a_seq2seq_whose_sources_are_half_as_long():
+    """With a scheme that has no table, of any length; an odd one is rounded up."""
+    assert issubclass(SpeechToText, Seq2Seq)
+    free = SpeechToText(CONFIG)
+    params = abstract_params(free)
+    encode = functools.partial(free.apply, method=SpeechToText.encode)
+    for length, positions in ((1, 1), (8, 4), (9, 5)):
+        frames = jax.ShapeDtypeStruct((2, length, 5), jnp.float32)
+        assert jax.eval_shape(encode, {"params": params}, frames).shape == (2, positions, 12)
+
+
+def test_cached_is_uncached(variables):
+    step = jax.jit(lambda cache, source, target: MODEL.apply(variables, source, target, cache=cache))
+    whole, _ = step(MODEL.init_cache(2, 4), FRAMES, TARGET)
+    np.testing.assert_allclose(jax.jit(MODEL.apply)(variables, FRAMES, TARGET), whole, atol=1e-5)
+    first, cache = step(MODEL.init_cache(2, 4), FRAMES, TARGET[:, :3])
+    last, _ = step(cache, None, TARGET[:, 3:])
+    np.testing.assert_allclose(jnp.concatenate([first, last], 1), whole, atol=1e-5)
+
+
+def test_text_from_frames_is_what_the_uncached_model_would_write(variables):
+    """From prompts of several tokens, frames as an array or as lists; other speech, other text."""
+    params = variables["params"]
+    prompts = [[3, 1], [5, 9]]
+    rows = generate(MODEL, params, prompts, sources=FRAMES, max_new_tokens=5, sampling=GREEDY)
+    target = jnp.asarray([prompt + row for prompt, row in zip(prompts, rows, strict=True)])
+    likeliest = jnp.argmax(jax.jit(MODEL.apply)(variables, FRAMES, target), -1)
+    assert likeliest[:, 1:-1].tolist() == rows
+    turned = np.asarray(FRAMES[::-1]).tolist()
+    assert generate(MODEL, params, prompts, sources=turned, max_new_tokens=5, sampling=GREEDY) != rows
+
+
+@pytest.fixture
+def _as_a_user_has_it():
+    """Without the type checker of these tests, which would speak first."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.mark.usefixtures("_as_a_user_has_it")
+@pytest.mark.parametrize(
+    ("model", "frames", "message"),
+    [
+        (MODEL, FRAMES[0], r"of shape \(batch, 14, 5\): batch, frames, mel bins; got float32 of shape \(14, 5\)"),
+        (MODEL, FRAMES[:, :12], r"got float32 of shape \(2, 12, 5\). Pad the sound with silence"),
+        (MODEL, FRAMES.swapaxes(1, 2), r"got float32 of shape \(2, 5, 14\). .* swap the two axes"),
+        (MODEL, FRAMES.astype(int), r"frames must be floating numbers .* got int32"),
+        (SpeechToText(CONFIG), FRAMES[:, :, :3], r"of shape \(batch, any, 5\)"),
+        (SpeechToText(CONFIG.replace(mel_bins=None)), FRAMES, r"mel_bins is not set: a SpeechToText needs to know"),
+        (SpeechToText(CONFIG.replace(source_vocab_size=9)), FRAMES, r"source_vocab_size is for sources of tokens, .*"),
+    ],
+)
+def test_what_cannot_be_heard_says_so(model, frames, message):
+    with pytest.raises((ValueError, ConfigError), match=message):
+        jax.eval_shape(model.init, KEY, frames, TARGET)
+
+
+@pytest.mark.parametrize(
+    ("sources", "message"),
+    [
+        ([[3, 4], [5]], r"sources of a SpeechToText must be frames, an array \(batch, frames, mel bins\)"),
+        ([[3, 4], [5, 6]], r"frames must be floating numbers of shape \(batch, 14, 5\)"),
+        (FRAMES[:1], r"as many prompts as sources, got 2 and 1"),
+        (None, r"sources is missing"),
+    ],
+)
+def test_sources_that_are_no_frames_are_errors(sources, message):
+    with pytest.raises(ValueError, match=message):
+        generate(MODEL, {}, [[1], [2]], sources=sources, max_new_tokens=2)
+
+
+def test_it_reads_no_texts(tmp_path):
+    opened = Opened(MODEL, {}, tmp_path, vocabulary=None, context=None, bos_id=None)
+    with pytest.raises(ConfigError, match=r"holds a SpeechToText, which reads sound and no text"):
+        embed(opened, ["one"])
+
+
+def test_every_parameter_has_its_place():
+    for path, leaf in flax.traverse_util.flatten_dict(abstract_params(MODEL), sep="/").items():
+        names = next(names for pattern, names in PARAMETER_RULES if re.search(pattern, path))
+        assert leaf.ndim - len(names) == ("/layers/" in path), (path, leaf.shape, names)
+
+
+def test_files_may_repeat_the_tied_table_and_lack_nothing(tmp_path):
+    record = golden_case.golden("whisper")["lm"]
+    table = "model.decoder.embed_tokens.weight"
+    tensors = {name: golden_case.numbers(name, tuple(shape)) for name, shape in record["tensors"].items()}
+    write_weights(tmp_path / "tied", record["config"], tensors | {"proj_out.weight": tensors[table]})
+    assert load_pretrained(tmp_path / "tied").model.config.tie_embeddings
+    write_weights(tmp_path / "other", record["config"], tensors | {"proj_out.weight": tensors[table] + 1})
+    with pytest.raises(ValueError, match=r"proj_out.weight differs from model.decoder.embed_tokens.weight"):
+        load_pretrained(tmp_path / "other")
+    directory = ours.write(tmp_path / "uneven", record | {"config": record["config"] | {"decoder_attention_heads": 2}})
+    with pytest.raises(ValueError, match=r"encoder_attention_heads is 3 and decoder_attention_heads is 2"):
+        load_pretrained(directory)

@@ -1,0 +1,201 @@
+"""What published files of T5, umT5, BART, Marian, OPT and BLOOM hold beside the usual, and what is refused."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from golden import case as golden_case
+from golden.case import numbers
+
+from transformer.config import ConfigError
+from transformer.weights.files import WeightFiles, write_weights
+from transformer.zoo import ENTRIES, load_pretrained, save_pretrained
+
+
+def record_of(family, name="lm"):
+    """config.json and tensors of a golden case."""
+    record = golden_case.golden(family)[name]
+    return record["config"], {name: numbers(name, tuple(shape)) for name, shape in record["tensors"].items()}
+
+
+def opened(directory, config, tensors, **options):
+    write_weights(directory, config, tensors)
+    return load_pretrained(directory, **options)
+
+
+def same(loaded, expected):
+    jax.tree.map(np.testing.assert_array_equal, loaded.params, expected.params)
+
+
+def test_t5_files_repeat_the_table_and_hold_one_that_nothing_reads(tmp_path):
+    config, tensors = record_of("t5")
+    plain = opened(tmp_path / "plain", config, tensors)
+    table = tensors["shared.weight"]
+    copies = dict.fromkeys(("encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight"), table)
+    unread = {"decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight": numbers("unread", (8, 3))}
+    # As first published: without the field that came later.
+    del config["scale_decoder_outputs"], config["tie_word_embeddings"]
+    full = opened(tmp_path / "full", config, tensors | copies | unread)
+    assert full.model.config == plain.model.config
+    same(full, plain)
+
+    del tensors["shared.weight"]
+    same(opened(tmp_path / "alone", config, tensors | {"decoder.embed_tokens.weight": table}), plain)
+    copies["encoder.embed_tokens.weight"] = table + 1
+    with pytest.raises(
+        ValueError, match=r"encoder.embed_tokens.weight differs from shared.weight, to which it is tied"
+    ):
+        opened(tmp_path / "unlike", config, tensors | copies | {"shared.weight": table})
+
+
+@pytest.mark.parametrize("family", ["t5", "umt5"])
+def test_an_output_map_of_its_own_is_used_whatever_config_json_says_of_tying(tmp_path, family):
+    config, tensors = record_of(family)
+    config |= {"tie_word_embeddings": True} | ({"scale_decoder_outputs": False} if family == "t5" else {})
+    own = {"lm_head.weight": numbers("own", (37, 12))}
+    loaded = opened(tmp_path / "own", config, tensors | own)
+    assert not loaded.model.config.tie_embeddings
+    np.testing.assert_array_equal(loaded.params["output"]["kernel"], own["lm_head.weight"].T)
+    equal = opened(tmp_path / "equal", config, tensors | {"lm_head.weight": tensors["shared.weight"]})
+    assert equal.model.config.tie_embeddings
+    assert loaded.model.config == equal.model.config.replace(tie_embeddings=False)
+
+
+def test_an_untied_t5_does_not_scale_what_its_output_map_reads():
+    for name in ("t5-small", "flan-t5-small", "umt5-small"):
+        family = ENTRIES["umt5" if name.startswith("u") else "t5"]
+        config = family.read(family.variants[name].fields, next(iter(family.heads.values())))
+        assert (config.tie_embeddings, config.logit_scale) == (
+            (True, 512**-0.5) if name == "t5-small" else (False, None)
+        )
+
+
+def test_the_encoder_of_a_whole_t5_is_read_alone(tmp_path):
+    config, tensors = record_of("t5", "second")
+    whole = opened(tmp_path / "whole", config, tensors)
+    encoder = load_pretrained(tmp_path / "whole", architecture="T5EncoderModel")
+    assert encoder.params.keys() == {"embedding", "encoder"}
+    jax.tree.map(np.testing.assert_array_equal, encoder.params, {name: whole.params[name] for name in encoder.params})
+    with pytest.raises(ValueError, match=r"1 missing: encoder.final_layer_norm.weight"):
+        opened(
+            tmp_path / "broken",
+            config,
+            {name: tensor for name, tensor in tensors.items() if name != "encoder.final_layer_norm.weight"},
+            architecture="T5EncoderModel",
+        )
+
+
+@pytest.mark.parametrize(
+    ("fields", "activation", "gated"),
+    [
+        ({}, "relu", False),
+        ({"feed_forward_proj": "gated-gelu"}, "gelu_tanh", True),
+        ({"feed_forward_proj": "gated-silu"}, "silu", True),
+        ({"feed_forward_proj": "gelu"}, "gelu_erf", False),
+        ({"feed_forward_proj": "gated-gelu", "dense_act_fn": "gelu", "is_gated_act": True}, "gelu_erf", True),
+    ],
+)
+def test_t5_feed_forward_is_read_both_ways(fields, activation, gated):
+    family = ENTRIES["t5"]
+    sizes = {"vocab_size": 11, "d_model": 6, "d_ff": 7, "num_layers": 1, "num_heads": 2}
+    config = family.read(sizes | fields, family.heads["T5ForConditionalGeneration"])
+    assert (config.activation, config.gated) == (activation, gated)
+    family.write(config, "T5ForConditionalGeneration")
+
+
+def test_bart_files_leave_the_prefix_and_the_bias_out(tmp_path):
+    config, tensors = record_of("bart")
+    full = opened(tmp_path / "full", config, tensors)
+    bias = tensors.pop("final_logits_bias")
+    np.testing.assert_array_equal(full.params["output_bias"], bias[0])
+    short = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    more = {"encoder.version": numbers("version", (1,)), "encoder.embed_tokens.weight": short["shared.weight"]}
+    former = {"normalize_before": False, "normalize_embedding": True, "num_hidden_layers": 2, "extra_pos_embeddings": 2}
+    base = opened(tmp_path / "base", config | former | {"architectures": ["BartModel"]}, short | more)
+    same(base, full.__class__(**vars(full) | {"params": {n: p for n, p in full.params.items() if n != "output_bias"}}))
+
+    save_pretrained(base.model, base.params, tmp_path / "saved")
+    saved = WeightFiles(tmp_path / "saved")
+    assert saved.config["architectures"] == ["BartModel"]
+    table = saved.read("encoder.embed_positions.weight")
+    assert not table[:2].any()
+    np.testing.assert_array_equal(table[2:], short["encoder.embed_positions.weight"][2:])
+
+
+def test_marian_files_hold_tables_that_are_computed(tmp_path):
+    config, tensors = record_of("marian")
+    plain = opened(tmp_path / "plain", config, tensors)
+    more = {f"model.{stack}.embed_positions.weight": numbers(stack, (61, 12)) for stack in ("encoder", "decoder")}
+    names = ("lm_head.weight", "model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight")
+    former = {"static_position_embeddings": True, "normalize_embedding": False, "add_bias_logits": False}
+    same(
+        opened(
+            tmp_path / "full",
+            config | former,
+            tensors | more | dict.fromkeys(names, tensors["model.shared.weight"]),
+        ),
+        plain,
+    )
+
+
+def test_opt_and_bloom_files_leave_the_prefix_out(tmp_path):
+    for family, prefix in {"opt": "model.", "bloom": "transformer."}.items():
+        config, tensors = record_of(family)
+        plain = opened(tmp_path / family, config, tensors)
+        if family == "bloom":  # as it was published
+            config["n_embed"], config["num_attention_heads"] = config.pop("hidden_size"), config.pop("n_head")
+            config |= {"is_encoder_decoder": False, "n_inner": None, "seq_length": 2048, "skip_bias_add": True}
+        short = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+        same(opened(tmp_path / f"{family}_short", config, short), plain)
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "message"),
+    [
+        (
+            "t5",
+            {"feed_forward_proj": "gated-mish", "dense_act_fn": "mish"},
+            "feed_forward_proj is 'gated-mish', of whose",
+        ),
+        ("t5", {"is_encoder_decoder": False}, "is_encoder_decoder is False"),
+        ("bart", {"encoder_ffn_dim": 23}, "encoder_ffn_dim is 23 and decoder_ffn_dim is 19: here both stacks have"),
+        ("bart", {"decoder_attention_heads": 4}, "encoder_attention_heads is 3 and decoder_attention_heads is 4"),
+        ("bart", {"num_hidden_layers": 5}, "num_hidden_layers is 5, but encoder_layers is 2"),
+        ("bart", {"normalize_before": True}, "normalize_before is True"),
+        ("bart", {"normalize_embedding": False}, "normalize_embedding is False"),
+        ("bart", {"tie_word_embeddings": False}, "tie_word_embeddings is False"),
+        (
+            "marian",
+            {"decoder_vocab_size": 41},
+            "decoder_vocab_size is 41, but the table is shared, and vocab_size is 37",
+        ),
+        ("marian", {"normalize_embedding": True}, "normalize_embedding is True"),
+        ("opt", {"word_embed_proj_dim": 6}, "word_embed_proj_dim is 6, but hidden_size is 12: maps between the two"),
+        ("opt", {"_remove_final_layer_norm": True}, "_remove_final_layer_norm is True"),
+        ("opt", {"layer_norm_elementwise_affine": False}, "layer_norm_elementwise_affine is False"),
+        (
+            "bloom",
+            {"apply_residual_connection_post_layernorm": True},
+            "apply_residual_connection_post_layernorm is True",
+        ),
+        ("bloom", {"is_encoder_decoder": True}, "is_encoder_decoder is True"),
+        ("bloom", {"slow_but_exact": True}, "slow_but_exact is True"),
+        ("bloom", {"n_embed": 20}, "hidden_size is 15 but n_embed is 20"),
+    ],
+)
+def test_what_is_not_built_is_refused_by_name(family, fields, message):
+    family, config = ENTRIES[family], golden_case.golden(family)["lm"]["config"]
+    head = next(iter(family.heads.values()))
+    family.read(config, head)
+    with pytest.raises(ConfigError, match=message):
+        family.read(config | fields, head)
+
+
+def test_sizes_of_bart_s_stacks_are_written_and_a_model_that_marian_can_hold_is_saved_as_it(tmp_path):
+    config, tensors = record_of("marian")
+    loaded = opened(tmp_path / "theirs", config, tensors)
+    save_pretrained(loaded.model, loaded.params, tmp_path / "ours")
+    written = json.loads((tmp_path / "ours" / "config.json").read_text())
+    assert written["model_type"] == "marian"
+    assert (written["encoder_ffn_dim"], written["decoder_ffn_dim"], written["decoder_attention_heads"]) == (19, 19, 3)
