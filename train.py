@@ -38,7 +38,7 @@ def main(arguments: list[str]) -> int:
     try:
         own, rest = parser.parse_known_args(arguments)
     except argparse.ArgumentError as error:
-        raise ConfigError(f"{error}. --workdir and --init take a directory, such as runs/mine.") from None
+        raise ConfigError(f"{error}. --workdir takes a directory, such as runs/mine, and so does --init.") from None
     if own.list:
         return list_recipes()
     if rest and rest[0] in ("-h", "--help"):

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from transformer.config import (
+    MLA,
     ConfigError,
     Execution,
     HeadTransform,
@@ -28,6 +29,7 @@ LLAMA3 = RotaryScaling(kind="llama3", factor=4.0, original_length=64)
 ROUTED = MoE(num_experts=3, capacity_factor=1.0)
 T5 = {"position": "t5"}
 TANH = HeadTransform(activation="tanh", norm=False)
+LATENT = MLA(kv_rank=5, plain_dim=3, rotary_dim=4, value_dim=2)
 IMAGES = {"patches": Patches(image_height=6, image_width=4, patch_size=2), "num_classes": 3, "pooling": "first"}
 
 # field -> (model, changes common to both sides, the change)
@@ -74,6 +76,7 @@ CHANGES = {
     "qk_norm": (CausalLM, {}, True),
     "qk_norm_scope": (CausalLM, {"qk_norm": True}, "all"),
     "attention_sinks": (CausalLM, {}, True),
+    "mla": (CausalLM, ROTARY, LATENT),
     "initializer_range": (CausalLM, {}, 0.02),
     "num_classes": (Classifier, {"num_classes": 3}, 4),
     "pooling": (Classifier, {"num_classes": 3}, "first"),
@@ -148,6 +151,15 @@ def test_every_field_of_rotary_scaling_is_read(scaling, field, value):
 def test_every_field_of_a_layer_kind_is_read(field, value):
     base = TINY.replace(**ROTARY)
     assert program(CausalLM, base) != program(CausalLM, base.replace(period=(LayerKind(**{field: value}),)))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("kv_rank", 7), ("plain_dim", 5), ("rotary_dim", 6), ("value_dim", 3), ("query_rank", 5), ("norm_epsilon", 0.1)],
+)
+def test_every_field_of_a_latent_is_read(field, value):
+    base = TINY.replace(**ROTARY, mla=LATENT)
+    assert program(CausalLM, base) != program(CausalLM, base.replace(mla=dataclasses.replace(LATENT, **{field: value})))
 
 
 @pytest.mark.parametrize(("field", "value"), [("activation", "relu"), ("norm", True), ("use_bias", False)])
@@ -251,6 +263,14 @@ def test_every_field_of_execution_is_read(field, value):
             {"norm_position": "reordered", "period": (LayerKind(attention_norm=False),)},
             r"attention_norm=False leaves out .* norm_position='reordered' has none there. Leave it out, or take",
         ),
+        (
+            {"mla": LATENT},
+            r"mla has a part of each head that turns, but position is 'sinusoidal'. Take position='rotary'",
+        ),
+        (ROTARY | {"mla": LATENT, "qk_norm": True}, r"qk_norm is True, but mla .* Leave qk_norm out, or mla"),
+        (ROTARY | {"mla": LATENT, "attention_sinks": True}, r"attention_sinks is True, but mla .* has no sinks"),
+        (ROTARY | {"mla": LATENT, "num_kv_heads": 2}, r"num_kv_heads is 2, but mla makes keys and values of a latent"),
+        (ROTARY | {"mla": LATENT, "attention_biases": ("key",)}, r"attention_biases is \('key',\), .* or none"),
         ({"num_encoder_layers": 3, "period": (LayerKind(), LayerKind())}, r"num_encoder_layers \(3\) must be prefix"),
     ],
 )
@@ -297,6 +317,14 @@ def test_an_impossible_model_says_what_to_change(changes, message):
         (lambda: MoE(num_experts=2, capacity_factor=0.0), r"capacity_factor must be a number .* got 0.0"),
         (lambda: MoE(num_experts=2, shared_experts=-1), r"shared_experts must be a whole number of at least 0"),
         (lambda: MoE(num_experts=2, router_z_weight=-0.1), r"router_z_weight must be a number of at least 0.0, got"),
+        (
+            lambda: MLA(kv_rank=5, plain_dim=3, rotary_dim=3, value_dim=2),
+            r"turn pairs .* rotary_dim \(3\) must be even",
+        ),
+        (
+            lambda: MLA(kv_rank=0, plain_dim=3, rotary_dim=4, value_dim=2),
+            r"kv_rank must be a whole number of at least 1",
+        ),
         (lambda: Execution(remat="dot"), r"Did you mean 'dots'\?"),
     ],
 )

@@ -66,9 +66,11 @@ def test_impossible_data_says_what_to_change(kind, fields, message):
 
 
 def test_kinds_by_tag():
-    assert list(DATA) == ["number_words", "tiny_shakespeare", "text_file", "json_lines", "parallel_text"]
+    kinds = ["number_words", "tiny_shakespeare", "text_file", "json_lines", "parallel_text", "labeled_text", "sst2"]
+    assert list(DATA) == kinds
     assert {kind: config.kind for kind, config in DATA.items()} == {kind: kind for kind in DATA}
     assert {kind for kind, config in DATA.items() if config.task == "seq2seq"} == {"number_words", "parallel_text"}
+    assert {kind for kind, config in DATA.items() if config.task == "classifier"} == {"labeled_text", "sst2"}
     fields = {field.name for config in DATA.values() for field in dataclasses.fields(config)}
     assert fields >= PLACES, "names of places are names of fields"
     assert {name for name in fields if name.endswith(("path", "dir"))} == PLACES

@@ -1,11 +1,12 @@
 """Whoever asks help() of a public name is told: what it is, shapes by axis letters, units, errors, and the source.
 
 Public is what has no leading underscore, in any file of transformer/. Nothing is imported, but where help() itself is
-tested. A method without a docstring of its own has that of the base class in its file, as help() shows it. Dunder
+tested. A method without a docstring of its own has that of the base class, as help() shows it. Dunder
 methods need none, but for `__call__` of a module; `setup` is Flax's. The class may speak for its methods and fields.
 """
 
 import ast
+import functools
 import inspect
 import pydoc
 import re
@@ -20,9 +21,7 @@ import transformer
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "transformer"
 
-# Fields that are the same in every module of Flax: the dtype of products, and that of parameters.
-SAME_EVERYWHERE = {"dtype", "param_dtype"}
-
+SAME_EVERYWHERE = {"dtype", "param_dtype"}  # fields of every module of Flax: of products, and of parameters
 MODELS = {f"models/{name}.py" for name in ("base", "causal_lm", "seq2seq", "encoders", "vision")}
 
 # Files whose functions take and return arrays of a layout.
@@ -71,8 +70,7 @@ UNITS = {
     r"bytes|memory": r"bytes|[KMG]iB",
 }
 
-Check = Callable[["Member"], str]
-"""what is missing in the words about a name; "" where nothing is"""
+Check = Callable[["Member"], str]  # what is missing in the words about a name; "" where nothing is
 
 
 @dataclass(frozen=True)
@@ -99,12 +97,19 @@ def written_after(body: list[ast.stmt], place: int) -> str:
     return str(follower.value.value) if is_string else ""
 
 
+@functools.cache
+def package_classes() -> dict[str, ast.ClassDef]:
+    """Classes at the top of any file, by name: what a class may inherit from."""
+    trees = [ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))]
+    return {node.name: node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)}
+
+
 def is_public(name: str) -> bool:
     return not name.startswith("_")
 
 
 def with_bases(cls: ast.ClassDef, classes: dict[str, ast.ClassDef], own: Callable) -> dict[str, str]:
-    """`own(class)` of a class and of its bases in the same file; the nearest that says something counts."""
+    """`own(class)` of a class and of its bases; the nearest that says something counts."""
     found: dict[str, str] = {}
     for base in reversed([ast.unparse(base) for base in cls.bases]):
         if base in classes:
@@ -134,7 +139,7 @@ def class_members(cls: ast.ClassDef, classes: dict[str, ast.ClassDef]) -> Iterat
 def members(source: str) -> list[Member]:
     """The public names of a file: the module itself, constants, functions, classes with their fields and methods."""
     tree, lines = ast.parse(source), ["", *source.splitlines()]
-    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+    classes = package_classes() | {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
     found = [Member("module", tree, ast.get_docstring(tree) or "")]
     for place, node in enumerate(tree.body):
         if isinstance(node, ast.ClassDef) and is_public(node.name):
@@ -172,14 +177,14 @@ def missing_field(member: Member) -> str:
 
 
 def missing_constant(member: Member) -> str:
-    """A constant is told after it or in a comment, unless its value says it: a string, Literal[...], Float[...]."""
+    """A constant is told after it or in a comment, unless its value says it: a string, Literal[...], Family(...)."""
     if not isinstance(member.node, ast.Assign | ast.AnnAssign) or is_field(member) or member.doc:
         return ""
     value = member.node.value
     if isinstance(value, ast.Constant) and isinstance(value.value, str):
         return ""
     head = value.value if isinstance(value, ast.Subscript) else value.func if isinstance(value, ast.Call) else value
-    plain = ast.unparse(head) in {"Literal", "TypeVar", *JAXTYPING}
+    plain = ast.unparse(head) in {"Literal", "TypeVar", "Family", *JAXTYPING}
     return "" if plain else "a constant nobody tells: a docstring after it, or a comment"
 
 

@@ -172,12 +172,16 @@ def test_prompts_of_different_lengths_go_on_as_each_alone():
 
 def test_weights_are_kept_when_asked_for_and_dropout_drops():
     module, params, x = layer(dropout_rate=0.5)
-    _, kept = module.apply({"params": params}, x, mask=Mask.causal(), mutable="intermediates")
-    weights = kept["intermediates"]["weights"][0]
+
+    @jax.jit
+    def run(key):
+        (plain, _), kept = module.apply({"params": params}, x, mutable="intermediates")
+        dropped, _ = module.apply({"params": params}, x, deterministic=False, rngs={"dropout": key})
+        return plain, dropped, kept["intermediates"]["weights"][0]
+
+    plain, dropped, weights = run(jax.random.key(3))
     assert weights.shape == (B, N, T, T)
     np.testing.assert_allclose(weights.sum(-1), 1.0, atol=1e-6)
-    plain = module.apply({"params": params}, x)[0]
-    dropped = module.apply({"params": params}, x, deterministic=False, rngs={"dropout": jax.random.key(3)})[0]
     assert np.abs(plain - dropped).max() > 1e-2
 
 

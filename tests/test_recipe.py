@@ -10,7 +10,7 @@ import pytest
 from training_recipes import change, tiny_recipe
 
 from transformer.config import ConfigError, LayerKind, RotaryScaling, TransformerConfig
-from transformer.data.configs import DATA, JsonLines, NumberWords, ParallelText, TextFile, TinyShakespeare
+from transformer.data import DATA, SST2, JsonLines, LabeledText, NumberWords, ParallelText, TextFile, TinyShakespeare
 from transformer.models import CausalLM, Seq2Seq
 from transformer.training import (
     CheckpointConfig,
@@ -26,13 +26,13 @@ from transformer.training import (
     to_json,
 )
 from transformer.training.overrides import fast, find_recipe, load_recipe_file, override, recipe_files
-from transformer.training.recipe import FILE, MAY_CHANGE, save_recipe, with_vocabulary
+from transformer.training.recipe import FILE, MAY_CHANGE, Origin, save_recipe, with_vocabulary
 from transformer.training.serial import flatten
 
 ROOT = Path(__file__).resolve().parent.parent
 LINES = JsonLines(path="a.jsonl", field="body")
 PAIRS = ParallelText(source_path="a", target_path="b", batch_size=12)
-ALL_DATA = [NumberWords(), TinyShakespeare(), TextFile(path="a.txt"), LINES, PAIRS]
+ALL_DATA = [NumberWords(), TinyShakespeare(), TextFile(path="a.txt"), LINES, PAIRS, SST2(), LabeledText(path="b")]
 
 
 def rich_recipe(data=None):
@@ -234,7 +234,8 @@ def test_another_pattern_of_layers_must_match():
 
 def test_what_may_change_exists():
     """A field that is renamed must not fall out of the list silently."""
-    known = set().union(*(flatten(rich_recipe(data)) for data in ALL_DATA))
+    origin = flatten(Origin(source="", model="", fingerprint=""), "origin")
+    known = set(origin).union(*(flatten(rich_recipe(data)) for data in ALL_DATA))
     for entry in MAY_CHANGE:
         assert any(field == entry or field.startswith(f"{entry}.") for field in known), entry
 

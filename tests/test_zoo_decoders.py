@@ -4,6 +4,7 @@ import itertools
 import math
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from golden import case as golden_case
@@ -235,9 +236,9 @@ def test_the_load_balance_loss_is_the_reference_s_for_one_layer(tmp_path):
     case = golden_case.Case(case.architecture, case.config, case.values | {"num_hidden_layers": 1})
     theirs, _ = reference.fill(reference.build(case), case, tmp_path)
     loaded = load_pretrained(tmp_path)
-    tokens = golden_case.tokens(1, 37, 1, case.length)
+    tokens = jnp.asarray(golden_case.tokens(1, 37, 1, case.length))
     with torch.no_grad():
-        expected = theirs(torch.tensor(tokens, dtype=torch.long), output_router_logits=True).aux_loss
+        expected = theirs(torch.tensor(np.asarray(tokens), dtype=torch.long), output_router_logits=True).aux_loss
     _, aux = loaded.model.apply({"params": loaded.params}, tokens, method="with_aux")
     # Theirs is a mean, to be multiplied by the coefficient; ours a sum over tokens, multiplied already.
     got = aux["load_balance"][0] / case.length

@@ -10,12 +10,22 @@ from transformer.config import (
     MoE,
     Patches,
     RotaryScaling,
+    Series,
     TransformerConfig,
     transformer_base,
     transformer_big,
 )
 from transformer.masks import Mask
-from transformer.models import CausalLM, Classifier, Embedder, MaskedLM, Seq2Seq, SpeechToText, VisionClassifier
+from transformer.models import (
+    CausalLM,
+    Classifier,
+    Embedder,
+    Forecaster,
+    MaskedLM,
+    Seq2Seq,
+    SpeechToText,
+    VisionClassifier,
+)
 from transformer.positions import ALiBi, Learned, NoPosition, Rotary, Sinusoidal, SinusoidalHalves, T5Bias
 from transformer.stacks import Decoder, Encoder
 
@@ -30,6 +40,7 @@ __all__ = [
     "Embedder",
     "Encoder",
     "Execution",
+    "Forecaster",
     "HeadTransform",
     "KVCache",
     "LayerInputs",
@@ -46,6 +57,7 @@ __all__ = [
     "Rotary",
     "RotaryScaling",
     "Seq2Seq",
+    "Series",
     "Sinusoidal",
     "SinusoidalHalves",
     "SpeechToText",

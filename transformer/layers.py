@@ -38,7 +38,9 @@ GATED: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {"swiglu_clamped
 
 
 def activate(activation: str, up: Float[Array, "..."], gate: Float[Array, "..."] | None = None) -> Float[Array, "..."]:
-    """What a feed-forward's last map reads: act(up), or with a gate act(gate) * up, or that of `GATED`."""
+    """What a feed-forward's last map reads, of `up` (..., F) and perhaps `gate` (..., F): act(up), or act(gate) * up
+    (Shazeer 2020, arXiv 2002.05202, section 2), or what `GATED` makes of them -> (..., F).
+    """
     if gate is None:
         return ACTIVATIONS[activation](up)
     return GATED[activation](gate, up) if activation in GATED else ACTIVATIONS[activation](gate) * up
@@ -159,6 +161,27 @@ class ZeroCenteredRMSNorm(nn.Module):
         return (y * (1.0 + _row(scale, x))).astype(self.dtype)
 
 
+class FrozenBatchNorm(nn.Module):
+    """gamma (x - mean) / sqrt(variance + epsilon) + beta with a `mean` and `variance` of each feature that are given,
+    in float32: a batch normalization after its training (Ioffe & Szegedy 2015, arXiv 1502.03167, algorithm 2). They
+    get no gradient, and no training here changes them: new ones, 0 and 1, normalize nothing.
+    """
+
+    epsilon: float = 1e-6
+    dtype: DType = jnp.float32
+    param_dtype: DType = jnp.float32
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
+        """(..., D) -> (..., D), in `dtype`."""
+        ones, zeros = nn.initializers.ones, nn.initializers.zeros
+        initial = {"scale": ones, "bias": zeros, "mean": zeros, "variance": ones}
+        rows = {name: _row(self.param(name, init, x.shape[-1:], self.param_dtype), x) for name, init in initial.items()}
+        mean, variance = jax.lax.stop_gradient((rows["mean"], rows["variance"]))
+        y = (x.astype(jnp.float32) - mean) * jax.lax.rsqrt(variance + self.epsilon)
+        return (y * rows["scale"] + rows["bias"]).astype(self.dtype)
+
+
 def _row(vector: jax.Array, like: jax.Array) -> jax.Array:
     return vector.astype(jnp.float32).reshape((1,) * (like.ndim - 1) + (-1,))
 
@@ -168,6 +191,7 @@ NORMS: dict[str, type[nn.Module]] = {
     "rms_norm": RMSNorm,
     "zero_centered_rms_norm": ZeroCenteredRMSNorm,
     "layer_norm_without_bias": LayerNormWithoutBias,
+    "frozen_batch_norm": FrozenBatchNorm,
 }
 """normalizations by name"""
 

@@ -6,6 +6,8 @@ head that don't turn, Hr that do, H = Hp + Hr.
 
 from __future__ import annotations
 
+from typing import Any
+
 import flax.linen as nn
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
@@ -175,12 +177,13 @@ def absorbed_attention(
     return out if weights is None else (out, weights)
 
 
-def absorbs(queries: int, keys: int, mla: MLA) -> bool:
+def absorbs(queries: Any, keys: Any, mla: MLA) -> bool:
     """Whether `absorbed_attention` takes fewer multiplications for so many queries and keys: for the few queries of
-    decoding it does, for as many as there are keys hardly ever (arXiv 2405.04434, section 2.1).
+    decoding it does, for as many as there are keys hardly ever (arXiv 2405.04434, section 2.1). False for lengths that
+    are no numbers yet (jax.export).
     """
     if not isinstance(queries, int) or not isinstance(keys, int):
-        return False  # a length left open (jax.export)
+        return False
     maps = mla.kv_rank * (mla.plain_dim + mla.value_dim)
     expanded = keys * maps + queries * keys * (mla.head_dim + mla.value_dim)
     absorbed = queries * maps + queries * keys * (2 * mla.kv_rank + mla.rotary_dim)

@@ -118,7 +118,9 @@ class _Router(nn.Module):
 
 
 def router_scores(logits: Array, scoring: str) -> Array:
-    """An expert's share of softmax(logits), or sigmoid(logits), each for itself: (B, T, E) -> (B, T, E)."""
+    """softmax(logits), or with scoring "sigmoid" each logit's own (DeepSeek-AI 2024, arXiv 2412.19437, section 2.1.2):
+    (B, T, E) -> (B, T, E).
+    """
     return jax.nn.sigmoid(logits) if scoring == "sigmoid" else jax.nn.softmax(logits)
 
 

@@ -33,6 +33,9 @@ PARAMETER_RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r"patch_embedding/kernel$", (None, None, None, "embed")),
     (r"class_token$", ("embed",)),
     (r"conv_\d/kernel$", (None, None, "embed")),
+    (r"series_embedding/kernel$", (None, "embed")),
+    (r"channel_embedding/kernel$", (None, None, "embed")),
+    (r"channel_embedding/bias$", (None, "embed")),
     (r"position_table$", (None, None)),
     (r"(latent|rotary_key)/kernel$", ("embed", None)),
     (r"(query|key|value)/kernel$", ("embed", "heads", None)),
@@ -51,7 +54,7 @@ PARAMETER_RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r"head_transform/dense/kernel$", ("embed", None)),
     (r"output/kernel$", ("embed", "vocab")),
     (r"output(/|_)bias$", ("vocab",)),
-    (r"(scale|bias)$", ("embed",)),
+    (r"(scale|bias|norm/mean|norm/variance)$", ("embed",)),
 )
 """path of a parameter (its end; the first match counts) -> what its axes are, a leading axis of layers apart"""
 

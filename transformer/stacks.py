@@ -152,7 +152,7 @@ class Stack(nn.Module):
             auxes.append(jax.tree.map(lambda a: a.sum(0), aux))
         for i, kind in enumerate(config.suffix):
             x = run_one(f"suffix_{i}", kind, x)
-        if config.norm_position != "post":
+        if config.final_norm and config.norm_position != "post":
             x = make_norm(config, "final_norm")(x)
         return x, None if cache is None else caches, sum_aux(auxes)
 

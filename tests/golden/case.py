@@ -60,7 +60,7 @@ def numbers(name: str, shape: tuple[int, ...]) -> np.ndarray:
     drawn = np.random.RandomState(zlib.crc32(name.encode())).standard_normal(shape)
     if len(shape) < 2:
         # Scales of norms around 1; biases, sinks and the like around 0.
-        return (drawn * 0.2 + (1.0 if name.endswith((".weight", ".gamma")) else 0.0)).astype(np.float32)
+        return (drawn * 0.2 + (1.0 if name.endswith((".weight", ".gamma", ".running_var")) else 0.0)).astype(np.float32)
     return (drawn * 1.2 / np.sqrt(np.prod(shape[1:]))).astype(np.float32)
 
 
@@ -77,6 +77,12 @@ def golden(family: str) -> dict[str, Any]:
 def tokens(seed: int, vocab_size: int, *shape: int) -> np.ndarray:
     """Ids that are never one of the first four, which families keep for padding and the like."""
     return np.random.RandomState(seed).randint(4, vocab_size, shape).astype(np.int32)
+
+
+def past_values(steps: int, channels: int) -> np.ndarray:
+    """Two series (2, steps, channels), channels of unlike scales."""
+    drawn = np.random.RandomState(5).standard_normal((2, steps, channels))
+    return (drawn * (1 + np.arange(channels)) - 0.7).astype(np.float32)
 
 
 def real_tokens(padding: str, rows: int, length: int) -> np.ndarray:

@@ -6,10 +6,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from golden.case import Case, numbers, real_tokens, tokens
+from golden.case import Case, numbers, past_values, real_tokens, tokens
 
 from transformer.masks import Mask
-from transformer.models import Classifier, Embedder, MaskedLM, Seq2Seq, SpeechToText, VisionClassifier
+from transformer.models import Classifier, Embedder, Forecaster, MaskedLM, Seq2Seq, SpeechToText, VisionClassifier
 from transformer.weights.files import write_weights
 
 
@@ -38,6 +38,8 @@ def inputs_of(model: Any, case: Case, padding: str, pad_id: int = 0) -> tuple[tu
     if padding == "left":
         mask = Mask.segments(jnp.asarray(real))
         named["positions"] = jnp.asarray(np.maximum(real.cumsum(1) - 1, 0))
+    if isinstance(model, Forecaster):
+        return (jnp.asarray(past_values(config.series.context_length, config.series.channels)),), {}
     if isinstance(model, SpeechToText):
         frames = np.random.RandomState(5).standard_normal((2, config.mel_bins, 2 * config.longest_source))
         target = tokens(2, config.vocab_size, 2, case.length - 4)

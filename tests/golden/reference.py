@@ -6,7 +6,7 @@ import json
 import numpy as np
 import torch
 import transformers
-from golden.case import Case, numbers, real_tokens, tokens
+from golden.case import Case, numbers, past_values, real_tokens, tokens
 from transformers.core_model_loading import revert_weight_conversion
 
 
@@ -49,6 +49,8 @@ def inputs_of(model, case: Case, padding: str) -> dict[str, torch.Tensor]:
         size = config.image_size if isinstance(config.image_size, list | tuple) else (config.image_size,) * 2
         pixels = np.random.RandomState(5).standard_normal((2, config.num_channels, *size)).astype(np.float32)
         return {"pixel_values": torch.tensor(pixels)}
+    if model.main_input_name == "past_values":
+        return {"past_values": torch.tensor(past_values(config.context_length, config.num_input_channels))}
     if model.main_input_name == "input_features":
         shape = (2, config.num_mel_bins, 2 * config.max_source_positions)
         frames = np.random.RandomState(5).standard_normal(shape).astype(np.float32)
@@ -87,15 +89,19 @@ def run(model, case: Case, padding: str) -> dict[str, np.ndarray]:
     with torch.no_grad():
         results = {"hidden": hidden_states(model, given)}
         output = model(**given)
-    if getattr(output, "logits", None) is not None:
-        results["logits"] = output.logits
+    if (logits := _logits(output)) is not None:
+        results["logits"] = logits
     return {name: value.float().numpy() for name, value in results.items()}
+
+
+def _logits(output):
+    return getattr(output, "prediction_outputs", getattr(output, "logits", None))
 
 
 def gradients(model, case: Case) -> dict[str, np.ndarray]:
     """Gradient of the mean of logits x fixed numbers with respect to every tensor, by its name on disk."""
     model.zero_grad()
-    logits = model(**inputs_of(model, case, "none")).logits
+    logits = _logits(model(**inputs_of(model, case, "none")))
     direction = np.random.RandomState(3).standard_normal(tuple(logits.shape)).astype(np.float32)
     (torch.nn.functional.log_softmax(logits, -1) * torch.tensor(direction)).mean().backward()
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}

@@ -23,6 +23,7 @@ from transformer.config.parts import (
     MoE,
     Patches,
     RotaryScaling,
+    Series,
 )
 
 __all__ = [
@@ -44,6 +45,7 @@ __all__ = [
     "Projection",
     "Remat",
     "RotaryScaling",
+    "Series",
     "TransformerConfig",
     "check_choice",
     "nearest",

@@ -15,9 +15,17 @@ from transformer.config.checks import (
     check_whole,
     nearest,
 )
-from transformer.config.parts import MLA, FeedForwardActivation, HeadTransform, LayerKind, Patches, RotaryScaling
+from transformer.config.parts import (
+    MLA,
+    FeedForwardActivation,
+    HeadTransform,
+    LayerKind,
+    Patches,
+    RotaryScaling,
+    Series,
+)
 
-Norm = Literal["layer_norm", "rms_norm", "zero_centered_rms_norm", "layer_norm_without_bias"]
+Norm = Literal["layer_norm", "rms_norm", "zero_centered_rms_norm", "layer_norm_without_bias", "frozen_batch_norm"]
 NormPosition = Literal["pre", "post", "pre_without_residual", "sandwich", "reordered", "parallel"]
 Position = Literal["sinusoidal", "sinusoidal_halves", "learned", "rotary", "alibi", "t5", "none"]
 Projection = Literal["query", "key", "value", "out"]
@@ -73,6 +81,8 @@ class TransformerConfig:
     norm_position: NormPosition = "pre"
     """pre: x + f(norm(x)); post: norm(x + f(x)), the paper's; pre_without_residual: f(norm(x)), an ablation; sandwich:
     x + norm(f(norm(x))); reordered: x + norm(f(x)); parallel: x + attention(norm(x)) + feed_forward(norm(x))"""
+    final_norm: bool = True
+    """a norm behind the last layer, but with norm_position=post"""
     embedding_norm: bool = False
     """a norm of embeddings plus positions, before their dropout"""
     position: Position = "sinusoidal"
@@ -137,6 +147,8 @@ class TransformerConfig:
     """how a VisionClassifier cuts up its images"""
     mel_bins: int | None = None
     """numbers of each frame that a SpeechToText hears"""
+    series: Series | None = None
+    """what a Forecaster looks back at and forecasts"""
     dtype: Dtype = "float32"
     """of activations and matrix products"""
     param_dtype: Dtype = "float32"
@@ -197,6 +209,11 @@ class TransformerConfig:
             raise ConfigError(
                 f"max_length ({self.max_length}) must be {1 + self.patches.count}: a class token and "
                 f"{self.patches.count} patches. Change it, or patches."
+            )
+        if self.series is not None and self.max_length not in (None, self.series.positions):
+            raise ConfigError(
+                f"max_length ({self.max_length}) must be {self.series.positions}, the positions of a channel of the "
+                f"series. Change it, or series."
             )
         if self.position == "rotary" and self.mla is None:
             turned = self.size_of_head if self.rotary_dim is None else self.rotary_dim

@@ -1,4 +1,4 @@
-"""What a model may have several of, or none: rotary scaling, routed feed-forward, kinds of layers, head, patches."""
+"""What a model may have several of, or none: rotary scaling, routed feed-forward, kinds of layers, head, patches, series."""
 
 from __future__ import annotations
 
@@ -242,3 +242,53 @@ class Patches:
     def count(self) -> int:
         """Patches of an image."""
         return (self.image_height // self.patch_size) * (self.image_width // self.patch_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Series:
+    """How a time series becomes sequences, one a channel, and what is forecast of it: its last steps are cut into
+    patches, the last of which ends with the series (Nie et al. 2022, arXiv 2211.14730, section 3.1).
+
+    Raises:
+        ConfigError: a size below 1, a patch longer than what it is cut from, or a pooling beside a class token.
+    """
+
+    channels: int
+    """numbers a step, each forecast from its own past"""
+    context_length: int
+    """steps that are looked back at"""
+    horizon: int
+    """steps that are forecast"""
+    patch_length: int
+    """steps of a patch"""
+    patch_stride: int
+    """steps from one patch to the next"""
+    scaling: Literal["std", "mean", "none"] = "std"
+    """of each channel by its look-back, undone in the forecast: std: less its mean, over its standard deviation; mean:
+    over its mean magnitude; none"""
+    shared_embedding: bool = True
+    """one map of patches for all channels; false: one for each"""
+    class_token: bool = False
+    """a token in front of the patches, which alone the head reads"""
+    pooling: Literal["flatten", "mean", "max"] = "flatten"
+    """what the head reads of a channel: its patches side by side, their mean, or the largest of each feature"""
+
+    def __post_init__(self):
+        check_choices(self, scaling=Literal["std", "mean", "none"], pooling=Literal["flatten", "mean", "max"])
+        check_whole(self, "channels", "context_length", "horizon", "patch_length", "patch_stride")
+        if self.patch_length > self.context_length:
+            raise ConfigError(
+                f"patch_length ({self.patch_length}) must be at most context_length ({self.context_length}). Change one."
+            )
+        if self.class_token and self.pooling != "flatten":
+            raise ConfigError(f"pooling={self.pooling!r} is of patches, but the head reads the class_token. Drop one.")
+
+    @property
+    def patches(self) -> int:
+        """Patches of a channel."""
+        return (self.context_length - self.patch_length) // self.patch_stride + 1
+
+    @property
+    def positions(self) -> int:
+        """Patches of a channel, and the class token."""
+        return self.patches + self.class_token

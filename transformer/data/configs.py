@@ -246,7 +246,11 @@ class ParallelText(PairConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class LabeledConfig:
-    """What every kind of labeled text has: a text to be read, and the class it is of."""
+    """What every kind of labeled text has: a text to be read, and the class it is of.
+
+    Raises:
+        ConfigError: a number out of range, or labels that are one, empty or twice the same.
+    """
 
     task: ClassVar[str] = "classifier"
 
@@ -273,7 +277,11 @@ class LabeledConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LabeledText(LabeledConfig):
-    """Texts of one's own and their classes: a tab-separated file (UTF-8) whose first line names its columns."""
+    """Texts of one's own and their classes: a tab-separated file (UTF-8) whose first line names its columns.
+
+    Raises:
+        ConfigError: an empty path, a share out of range, or one column for both.
+    """
 
     kind: ClassVar[str] = "labeled_text"
 
@@ -303,6 +311,9 @@ class LabeledText(LabeledConfig):
 class SST2(LabeledConfig):
     """Phrases and sentences of movie reviews, negative or positive (Socher et al. 2013), in the files of GLUE (Wang et
     al. 2018, arXiv 1804.07461): 67,349 of train.tsv to train on, 872 of dev.tsv to evaluate on.
+
+    Raises:
+        ConfigError: other than two labels.
     """
 
     kind: ClassVar[str] = "sst2"

@@ -284,7 +284,7 @@ def load_pretrained_tokenizer(directory: str | os.PathLike, vocab_size: int | No
 
 
 def load_saved_alone(directory: str | os.PathLike) -> PretrainedTokenizer:
-    """What `PretrainedTokenizer.save_alone` wrote. Raises as `load_pretrained_tokenizer`."""
+    """What `PretrainedTokenizer.save_alone` wrote. FileNotFoundError and ValueError as `load_pretrained_tokenizer`."""
     path = Path(directory) / "config.json"
     files = {"config.json": path.read_bytes()} if path.is_file() else {}
     size = _object("config.json", files).get("vocab_size")

@@ -98,7 +98,8 @@ def open_model(
 
     Raises:
         FileNotFoundError: no such directory, or no checkpoint in it.
-        ValueError: something in it that can't be read or isn't understood; options that don't belong to it.
+        ConfigError: a directory of neither, or options that don't belong to it.
+        ValueError: something in it that can't be read or isn't understood.
     """
     if is_workdir(source):
         from transformer.training.runs import load_run

@@ -18,7 +18,7 @@ from transformer.inference.opening import Opened
 from transformer.inference.sentences import SentenceSettings
 from transformer.kernels import SPLIT_KERNELS, TPU_KERNELS
 from transformer.masks import Mask
-from transformer.models import CausalLM, Classifier, Seq2Seq, SpeechToText, VisionClassifier
+from transformer.models import CausalLM, Classifier, Forecaster, Seq2Seq, SpeechToText, VisionClassifier
 from transformer.models.encoders import pool
 
 BATCH = 16
@@ -65,7 +65,7 @@ def embed(opened: Opened, texts: Sequence[str], settings: SentenceSettings | Non
 
 @dataclass(frozen=True)
 class Class:
-    """What a text was found to be."""
+    """What a text was found to be: the `label` of the likeliest class, its `probability`, and those of all."""
 
     label: str
     probability: float
@@ -99,7 +99,7 @@ def classify(opened: Opened, texts: Sequence[str]) -> list[Class]:
 
 @dataclass(frozen=True)
 class Score:
-    """How likely a text is: the sum of log-probabilities of its `tokens`, in nats."""
+    """How likely a text is: `log_likelihood`, the sum of log-probabilities of its `tokens`, in nats."""
 
     log_likelihood: float
     tokens: int
@@ -189,7 +189,7 @@ def _of_targets(logits: jax.Array, targets: jax.Array) -> jax.Array:
     return chosen - jax.nn.logsumexp(logits, axis=-1)
 
 
-_OTHERS = {VisionClassifier: "images", SpeechToText: "sound"}
+_OTHERS = {VisionClassifier: "images", SpeechToText: "sound", Forecaster: "series"}
 """models that read no text, and what they read"""
 
 

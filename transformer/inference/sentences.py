@@ -19,7 +19,9 @@ _NAMED: dict[str, Pooling] = {"cls": "first", "mean": "mean", "lasttoken": "last
 
 @dataclass(frozen=True)
 class SentenceSettings:
-    """How texts become vectors: which tokens are pooled, whether vectors get length 1, how long a text may be."""
+    """How texts become vectors: which tokens are pooled, how long a text may be; `normalize` gives vectors length 1,
+    `lower_case` is done to the text first.
+    """
 
     pooling: Pooling = "mean"
     normalize: bool = False

@@ -92,6 +92,7 @@ def open_run(
     Raises:
         WorkdirError: the workdir holds checkpoints of another model, data, optimizer, start or seed; shows the
             difference. Or it was to start from a model, and has no checkpoint yet, and no `start` is given.
+        ConfigError: LoRA without a model to update, or one that has not the recipe's parameters.
         ValueError: data that can't be read, or that doesn't fit the model.
     """
     workdir = Path(workdir)

@@ -25,7 +25,7 @@ LATER = {
     "TransformerConfig": (
         *("attention_biases", "embedding_norm", "source_max_length", "position_table_per_layer", "token_types"),
         *("head_transform", "output_bias", "logit_scale", "qk_norm_scope", "causal", "normalize_embeddings", "patches"),
-        *("mel_bins",),
+        *("mel_bins", "mla", "series", "final_norm"),
     ),
 }
 """fields that a class got after files of it were written; a file without one means its default"""

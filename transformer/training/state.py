@@ -37,7 +37,7 @@ class TrainState:
 
     @property
     def averaged(self) -> Any:
-        """Of what is trained, that to evaluate and to use: the average where there is one."""
+        """The tree of what is trained, to evaluate and to use: the average where there is one."""
         return self.params if self.ema is None else self.ema
 
 

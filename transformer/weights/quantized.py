@@ -37,7 +37,8 @@ def from_mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
     result = np.empty((experts, groups * _GROUP, out), np.uint16)
     for expert in range(experts):  # one at a time: places in the table take eight times the memory of bytes
         places = scales[expert].astype(np.uint16)[..., None] * np.uint16(256) + blocks[expert]
-        result[expert] = pairs[places].reshape(out, -1).view(np.uint16).T
+        # No place is outside, and "clip" alone takes them without a copy that is checked first: a third of the time.
+        result[expert] = pairs.take(places, mode="clip").reshape(out, -1).view(np.uint16).T
     return result.view(jnp.bfloat16)
 
 

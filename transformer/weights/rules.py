@@ -131,7 +131,7 @@ def norm(tensor: str, parameter: str) -> list[Rule]:
 
 @dataclass(frozen=True)
 class Target:
-    """One parameter, or a part of one that is stacked: `index` on its first axes."""
+    """The parameter at a `path`, or a part of one that is stacked: `index` on its first axes."""
 
     path: str
     index: tuple[int, ...] = ()
@@ -139,7 +139,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Link:
-    """A rule applied to one layer and expert: tensors by name, and the parts of parameters that they are."""
+    """A rule applied to one layer and expert: `tensors` by name, and `targets`, the parts of parameters that they are."""
 
     tensors: tuple[str, ...]
     targets: tuple[Target, ...]

@@ -21,6 +21,7 @@ from transformer.zoo.modernbert import MODERNBERT
 from transformer.zoo.olmo2 import OLMO2
 from transformer.zoo.opt import OPT
 from transformer.zoo.phi3 import PHI3
+from transformer.zoo.patchtst import PATCHTST
 from transformer.zoo.qwen2 import QWEN2
 from transformer.zoo.qwen3 import QWEN3
 from transformer.zoo.qwen3_moe import QWEN3_MOE
@@ -59,6 +60,7 @@ ENTRIES: dict[str, Family] = {
         DEEPSEEK_V3,
         UMT5,
         WHISPER,
+        PATCHTST,
     )
 }
 """families by name; a model that several can hold is saved as the first of them"""

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from transformer.config import ConfigError, LayerKind, TransformerConfig, nearest
-from transformer.models import Embedder, Seq2Seq, SpeechToText, VisionClassifier
+from transformer.models import Embedder, Forecaster, Seq2Seq, SpeechToText, VisionClassifier
 from transformer.models.speech import FRAMES_A_POSITION
 from transformer.weights.rules import Link, Rule, layer_kinds, layer_places, link
 from transformer.zoo.fields import FIXED_EVERYWHERE, NEUTRAL, Codec, FieldError
@@ -24,9 +24,17 @@ FREE = frozenset({"dropout_rate", "attention_dropout_rate", "initializer_range",
 _FREE_OF_EXPERTS = {"load_balance_weight": 0.0, "router_z_weight": 0.0}
 
 
+class NoCounterpart(ConfigError):
+    """A model that a family's config.json can't describe; `differences`: in how many fields."""
+
+    def __init__(self, message: str, differences: int):
+        super().__init__(message)
+        self.differences = differences
+
+
 @dataclass(frozen=True, kw_only=True)
 class Head:
-    """What a family's models of one purpose are: the `architectures` of config.json name it.
+    """What a family's models of one purpose are, of the class `model`: the `architectures` of config.json name it.
 
     `constants` are fields of the TransformerConfig that it has beside the family's, `fields` of config.json likewise.
     """
@@ -66,6 +74,7 @@ class Family:
     name: str
     """model_type in config.json"""
     title: str
+    """what people call it"""
     citation: str
     """authors and year, and where the paper is"""
     heads: Mapping[str, Head]
@@ -85,6 +94,7 @@ class Family:
     old_names: Mapping[str, str] = field(default_factory=dict)
     """parts of names of tensors, and what they are in files of an older release"""
     variants: Mapping[str, Variant] = field(default_factory=dict)
+    """published weights by a short name"""
     aliases: tuple[str, ...] = ()
     """other model_types that are read as this one"""
 
@@ -130,18 +140,21 @@ class Family:
             raise ConfigError(f"config.json of {self.title} describes no model: {error}") from error
 
     def write(self, config: TransformerConfig, architecture: str) -> dict[str, Any]:
-        """A config.json for a model of this family. ConfigError names the fields that have no counterpart there."""
+        """A config.json for a model of this family. NoCounterpart names the fields that it has no word for."""
         head = self.heads[architecture]
         values: dict[str, Any] = {"architectures": [architecture], "model_type": self.name}
         for codec in (*self.fields, *head.fields):
             values |= codec.write(config)
-        again = self.read(values, head)
+        try:
+            again = self.read(values, head)
+        except ConfigError as error:  # a value that has no word there
+            raise NoCounterpart(f"{self.title} can't say what this model is: {error}", 99) from error
         pools = head.model is Embedder
         mine, theirs = (canonical(c) | ({"pooling": c.pooling} if pools else {}) for c in (config, again))
         differing = [name for name in mine if mine[name] != theirs[name]]
         if differing:
             told = "; ".join(f"{name} is {mine[name]!r}, {self.title} has {theirs[name]!r}" for name in differing)
-            raise ConfigError(f"{self.title} has no counterpart for this model: {told}.")
+            raise NoCounterpart(f"{self.title} has no counterpart for this model: {told}.", len(differing))
         return values | {"dtype": config.param_dtype, "initializer_range": config.initializer_range or 0.02}
 
     def without_prefix(self, name: str) -> str:
@@ -211,6 +224,8 @@ def canonical(config: TransformerConfig) -> dict[str, Any]:
         values |= dict.fromkeys(("rotary_base", "rotary_scaling"), "by layer")
     if config.position != "t5":
         values |= dict.fromkeys(("relative_buckets", "relative_max_distance"))
+    if config.norm_position == "post":
+        values["final_norm"] = None
     if not config.qk_norm:
         values["qk_norm_scope"] = None
     if config.source_max_length == config.max_length:
@@ -247,6 +262,8 @@ def example_inputs(model: Any) -> tuple[Any, ...]:
     if isinstance(model, VisionClassifier):
         patches = model.config.patches
         return (jnp.zeros((1, patches.image_height, patches.image_width, patches.channels)),)
+    if isinstance(model, Forecaster):
+        return (jnp.zeros((1, model.config.series.context_length, model.config.series.channels)),)
     if isinstance(model, SpeechToText):
         positions = model.config.longest_source or 1
         return (jnp.zeros((1, FRAMES_A_POSITION * positions, model.config.mel_bins)), tokens)

@@ -81,7 +81,7 @@ class Codec:
 
 @dataclass(frozen=True)
 class Field(Codec):
-    """One field for one; `values` translates where the words differ."""
+    """One field for one: `name` in config.json, `attribute` of a TransformerConfig, `default` where it is missing."""
 
     name: str
     attribute: str
@@ -113,7 +113,7 @@ class Field(Codec):
 
 @dataclass(frozen=True)
 class Fixed(Codec):
-    """A field that must have one of these values, the first where it is missing."""
+    """The field `name`, which must have one of the `choices`, the first where it is missing."""
 
     name: str
     choices: tuple[Any, ...]
@@ -134,7 +134,7 @@ class Fixed(Codec):
 
 @dataclass(frozen=True)
 class Unread(Codec):
-    """Fields that change nothing of what a trained model computes: dropout of other places, losses, limits."""
+    """`fields` that change nothing of what a trained model computes: dropout of other places, losses, limits."""
 
     fields: tuple[str, ...]
     written: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -279,14 +279,18 @@ def write_rotary(base: float, scaling: RotaryScaling | None) -> dict[str, Any]:
 class Rope(Codec):
     """Rotary positions: `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (before).
 
-    Read after the sizes of heads, of which `partial_rotary_factor` is a share.
+    Read after the sizes of heads, of which `partial_rotary_factor` is a share. `share_name` and `base_name` are what a
+    family calls that and the base, which is `default_base` where the file doesn't say.
     """
 
     default_base: float = 10_000.0
+    """where the file doesn't say"""
     default_share: float | None = None
     """what part of a head turns where the file doesn't say; None: a family that always turns all of it"""
     share_name: str = "partial_rotary_factor"
+    """field of the share, beside `rope_parameters`"""
     base_name: str = "rope_theta"
+    """field of the base, beside `rope_parameters`"""
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -27,8 +27,8 @@ GEMMA_CONSTANTS = DECODER_CONSTANTS | {
     "scale_embeddings": True,
 }
 """what Gemma 2 and 3 have in common"""
-# First the name by which the reference's Gemma computes: others differ from it in rounding.
 GELU = Field("hidden_activation", "activation", "gelu_pytorch_tanh", {"gelu_pytorch_tanh": "gelu_tanh"} | ACTIVATIONS)
+"""the activation; other names of the same mean another rounding to the reference"""
 
 
 @dataclass(frozen=True)
@@ -114,3 +114,4 @@ GEMMA2 = Family(
         ),
     },
 )
+"""Gemma 2"""

@@ -26,6 +26,9 @@ class LocalAndGlobal(Codec):
 
     Rotary: `rope_parameters` by kind of layer (transformers 5); or before, `rope_theta` and `rope_scaling` of the
     global ones and `rope_local_base_freq`.
+
+    Raises:
+        FieldError: (reading) layers or rotary fields that are not of this form.
     """
 
     @property
@@ -112,3 +115,4 @@ GEMMA3 = Family(
         "gemma-3-1b": _variant("gemma-3-1b-pt", 999_885_952, 1152, 6912, 26),
     },
 )
+"""Gemma 3, the text models"""

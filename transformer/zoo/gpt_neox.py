@@ -78,3 +78,4 @@ GPT_NEOX = Family(
         "gpt-neox-20b": _variant("gpt-neox-20b", 20_554_567_680, 6144, 44, 64, 50_432),
     },
 )
+"""GPT-NeoX 20B and Pythia"""

@@ -78,7 +78,9 @@ class Heads(Codec):
     """
 
     kv_heads: int | None
+    """None: as null"""
     head_dim: int | None
+    """None: as null"""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -98,6 +100,7 @@ class Heads(Codec):
 
 
 SILU = Field("hidden_act", "activation", "silu", ACTIVATIONS)
+"""the activation, where a family says nothing else"""
 
 
 def decoder_fields(
@@ -192,3 +195,4 @@ LLAMA = Family(
         ),
     },
 )
+"""Llama 1 to 3.2"""

@@ -25,6 +25,7 @@ class SameWindow(Codec):
     """`sliding_window`, of all layers; null: none."""
 
     default: int | None
+    """where the file doesn't say"""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -67,3 +68,4 @@ MISTRAL = Family(
         ),
     },
 )
+"""Mistral 7B"""

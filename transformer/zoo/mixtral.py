@@ -122,3 +122,4 @@ MIXTRAL = Family(
         ),
     },
 )
+"""Mixtral 8x7B and 8x22B"""

@@ -16,7 +16,7 @@ from transformer.zoo.mistral import SameWindow
 
 @dataclass(frozen=True)
 class UnscaledRope(Rope):
-    """Rotary positions without scaling: the only one that this family knows, longrope, is not built."""
+    """Rotary positions without scaling: FieldError (reading) for longrope, all that this family knows."""
 
     def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
         given = values.get("rope_scaling") or values.get("rope_parameters") or {}
@@ -78,3 +78,4 @@ PHI3 = Family(
         "phi-4": _variant("phi-4", 14_659_507_200, 5120, 17_920, 40, 40, 10, vocab_size=100_352, rope_theta=250_000.0),
     },
 )
+"""Phi-3 and Phi-4 without longrope"""

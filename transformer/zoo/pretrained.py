@@ -31,7 +31,7 @@ from transformer.weights.loading import (
 from transformer.weights.quantized import plain_files
 from transformer.weights.rules import uncovered
 from transformer.zoo.entries import ENTRIES, REFUSED
-from transformer.zoo.family import Family, Head, Variant, abstract_params, canonical, rename
+from transformer.zoo.family import Family, Head, NoCounterpart, Variant, abstract_params, canonical, rename
 from transformer.zoo.fields import NEUTRAL
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -40,7 +40,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class Pretrained:
-    """A model as its directory has it: `params` without the outer "params", `fields` of its config.json."""
+    """A model as its directory has it: `params` without the outer "params", `fields` of config.json and `architecture`."""
 
     model: nn.Module
     params: Any
@@ -194,23 +194,20 @@ def choose_family(model: nn.Module, family: str | None = None) -> tuple[Family, 
     """
     if family is not None and family not in ENTRIES:
         raise ConfigError(f"there is no family {family!r}.{nearest(family, ENTRIES)} There are {', '.join(ENTRIES)}.")
-    refusals: list[tuple[int, str]] = []
+    refusals: list[NoCounterpart] = []
     for one in ENTRIES.values() if family is None else [ENTRIES[family]]:
         for name, head in one.heads.items():
             if head.model is not type(model):
                 continue
             try:
                 return one, name, one.write(model.config, name)
-            except ConfigError as error:
-                refusals.append((str(error).count(" is "), str(error)))
+            except NoCounterpart as error:
+                refusals.append(error)
     if not refusals:
         where = f"{ENTRIES[family].title} has" if family else "no family here has"
         raise ConfigError(f"{where} a model of the kind {type(model).__name__}, so that it can't be saved as one.")
-    return _refuse(refusals)
-
-
-def _refuse(refusals: list[tuple[int, str]]) -> Any:
-    raise ConfigError(f"the model can't be saved for others to read. The nearest: {min(refusals)[1]}")
+    nearest_one = min(refusals, key=lambda refusal: refusal.differences)
+    raise ConfigError(f"the model can't be saved for others to read. The nearest: {nearest_one}")
 
 
 def save_pretrained(

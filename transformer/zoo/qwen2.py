@@ -103,3 +103,4 @@ QWEN2 = Family(
         ),
     },
 )
+"""Qwen 2 and 2.5, the dense ones"""

@@ -51,3 +51,4 @@ QWEN3 = Family(
         "qwen3-32b": _variant("Qwen3-32B", 32_762_123_264, 5120, 25_600, 64, 64, tied=False),
     },
 )
+"""Qwen 3, the dense ones"""

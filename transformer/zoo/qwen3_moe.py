@@ -107,3 +107,4 @@ QWEN3_MOE = Family(
         "qwen3-235b-a22b": _variant("Qwen3-235B-A22B", 235_093_634_560, 4096, 12_288, 94, 64, 1536),
     },
 )
+"""Qwen 3, the routed ones"""
