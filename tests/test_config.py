@@ -16,11 +16,21 @@ from transformer.config import (
     MoE,
     Patches,
     RotaryScaling,
+    Series,
     TransformerConfig,
     transformer_base,
     transformer_big,
 )
-from transformer.models import CausalLM, Classifier, Embedder, MaskedLM, Seq2Seq, SpeechToText, VisionClassifier
+from transformer.models import (
+    CausalLM,
+    Classifier,
+    Embedder,
+    Forecaster,
+    MaskedLM,
+    Seq2Seq,
+    SpeechToText,
+    VisionClassifier,
+)
 
 TINY = TransformerConfig(vocab_size=11, d_model=12, num_layers=2, num_heads=2, d_ff=7)
 ROTARY = {"position": "rotary"}
@@ -31,6 +41,7 @@ T5 = {"position": "t5"}
 TANH = HeadTransform(activation="tanh", norm=False)
 LATENT = MLA(kv_rank=5, plain_dim=3, rotary_dim=4, value_dim=2)
 IMAGES = {"patches": Patches(image_height=6, image_width=4, patch_size=2), "num_classes": 3, "pooling": "first"}
+SERIES = Series(channels=2, context_length=7, horizon=2, patch_length=3, patch_stride=2)
 
 # field -> (model, changes common to both sides, the change)
 CHANGES = {
@@ -83,6 +94,8 @@ CHANGES = {
     "causal": (Embedder, {}, True),
     "normalize_embeddings": (Embedder, {}, True),
     "patches": (VisionClassifier, IMAGES, Patches(image_height=6, image_width=4, patch_size=1)),
+    "final_norm": (CausalLM, {}, False),
+    "series": (Forecaster, {"series": SERIES}, dataclasses.replace(SERIES, horizon=3)),
     "mel_bins": (SpeechToText, {"mel_bins": 3}, 2),
     "dtype": (CausalLM, {}, "bfloat16"),
     "param_dtype": (CausalLM, {}, "bfloat16"),
@@ -100,6 +113,8 @@ def program(model: type, config: TransformerConfig) -> str:
         patches = config.patches
         inputs = (jnp.zeros((2, patches.image_height, patches.image_width, patches.channels)),)
 
+    if model is Forecaster:
+        inputs = (jnp.zeros((2, config.series.context_length, config.series.channels)),)
     if model is SpeechToText:
         inputs = (jnp.zeros((2, 5, config.mel_bins)), inputs[0])
 
@@ -176,6 +191,25 @@ def test_every_field_of_patches_is_read(field, value):
     base = TINY.replace(**IMAGES)
     changed = base.replace(patches=dataclasses.replace(base.patches, **{field: value}))
     assert program(VisionClassifier, base) != program(VisionClassifier, changed)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("channels", 3),
+        ("context_length", 8),
+        ("horizon", 3),
+        ("patch_length", 2),
+        ("patch_stride", 1),
+        ("scaling", "mean"),
+        ("shared_embedding", False),
+        ("class_token", True),
+        ("pooling", "max"),
+    ],
+)
+def test_every_field_of_series_is_read(field, value):
+    changed = dataclasses.replace(SERIES, **{field: value})
+    assert program(Forecaster, TINY.replace(series=SERIES)) != program(Forecaster, TINY.replace(series=changed))
 
 
 @pytest.mark.parametrize(
@@ -260,6 +294,11 @@ def test_every_field_of_execution_is_read(field, value):
         ({"position": "sinusoidal_halves", "d_model": 9, "num_heads": 3}, r"d_model \(9\) must be even"),
         (IMAGES | {"position": "learned", "max_length": 6}, r"max_length \(6\) must be 7: a class token and 6 patches"),
         (
+            {"series": SERIES, "position": "learned", "max_length": 6},
+            r"max_length \(6\) must be 3, the positions of a channel of the series. Change it, or series",
+        ),
+        ({"mel_bins": 0}, r"mel_bins must be a whole number of at least 1, got 0"),
+        (
             {"norm_position": "reordered", "period": (LayerKind(attention_norm=False),)},
             r"attention_norm=False leaves out .* norm_position='reordered' has none there. Leave it out, or take",
         ),
@@ -324,6 +363,16 @@ def test_an_impossible_model_says_what_to_change(changes, message):
         (
             lambda: MLA(kv_rank=0, plain_dim=3, rotary_dim=4, value_dim=2),
             r"kv_rank must be a whole number of at least 1",
+        ),
+        (
+            lambda: dataclasses.replace(SERIES, patch_length=8),
+            r"patch_length \(8\) must be at most context_length \(7\)",
+        ),
+        (lambda: dataclasses.replace(SERIES, scaling="sdt"), r"Did you mean 'std'\?"),
+        (lambda: dataclasses.replace(SERIES, horizon=0), r"horizon must be a whole number of at least 1, got 0"),
+        (
+            lambda: dataclasses.replace(SERIES, class_token=True, pooling="mean"),
+            r"pooling='mean' is of patches, but the head reads the class_token. Drop one",
         ),
         (lambda: Execution(remat="dot"), r"Did you mean 'dots'\?"),
     ],

@@ -6,10 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
 from transformer.config import MoE
 from transformer.layers import FeedForward
 from transformer.moe import RoutedFeedForward, choose, router_losses
+from transformer.sharding import parameter_spec
 
 X = jax.random.normal(jax.random.key(0), (2, 7, 6))
 GPT_OSS = MoE(num_experts=5, top_k=2, router_bias=True)
@@ -181,3 +183,11 @@ def test_the_clamp_of_a_dense_feed_forward():
     for x, gate, up in ((9.0, 7.0, 7.0), (-9.0, -9.0, -7.0), (0.5, 0.5, 0.5)):
         got = FeedForward(1, "swiglu_clamped", True, False).apply({"params": params}, jnp.full((1, 1, 1), x))
         np.testing.assert_allclose(got[0, 0, 0], (up + 1) * gate * sigmoid(1.702 * gate), rtol=1e-5)
+
+
+def test_biases_of_a_router_lie_whole():
+    """They are as small as experts are few, and every device reads all of them."""
+    sizes = {"data": 1, "fsdp": 2, "expert": 2, "context": 1, "tensor": 2}
+    for name in ("bias", "selection_bias"):
+        path = f"decoder/layers/slot_0/feed_forward/router/{name}"
+        assert parameter_spec(path, (2, 12), sizes) == PartitionSpec(None, None)

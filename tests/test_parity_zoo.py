@@ -1,5 +1,6 @@
 """Every family against the reference itself: transformers on torch, tiny random models in float32."""
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from golden import case as golden_case
@@ -89,3 +90,44 @@ def test_greedy_generation(pair, reference):
         loaded.model, loaded.params, **given, max_new_tokens=case.new_tokens, sampling=Sampling(temperature=0.0)
     )
     assert got == reference.generated(theirs, case)
+
+
+def test_what_was_trained_here_opens_there(reference, tmp_path):
+    """A run's workdir, converted: the same logits, the same ids of a text."""
+    import torch
+    import transformers
+
+    from transformer.config import Execution, TransformerConfig
+    from transformer.data.configs import TextFile
+    from transformer.inference import export, open_model
+    from transformer.sharding import ParallelConfig
+    from transformer.training import EvaluationConfig, LoggingConfig, Recipe, TrainingConfig
+    from transformer.training.loop import train
+
+    (tmp_path / "text.txt").write_text("ROMEO: But soft, what light through yonder window breaks?\n" * 30)
+    recipe = Recipe(
+        name="text",
+        model=TransformerConfig(
+            d_model=12, num_heads=3, num_layers=2, d_ff=17, position="rotary", tie_embeddings=False
+        ),
+        data=TextFile(path=str(tmp_path / "text.txt"), sequence_length=16, batch_size=4, eval_batch_size=4),
+        execution=Execution(scan=False),
+        parallel=ParallelConfig(devices=1),
+        training=TrainingConfig(steps=3),
+        evaluation=EvaluationConfig(every=None, samples=0, batches=1),
+        logging=LoggingConfig(tensorboard=False, progress="none"),
+    )
+    train(recipe, tmp_path / "run")
+    opened = open_model(tmp_path / "run")
+    assert opened.model.config.scale_embeddings  # which no family of this form has: the table holds it
+    assert export(opened, tmp_path / "out").name == "gpt_neox"
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    text = "what light"
+    ids = opened.tokenizer.encode(text)
+    assert tokenizer(text, add_special_tokens=False).input_ids == ids
+    with torch.no_grad():
+        expected = theirs(torch.tensor([ids])).logits.numpy()
+    got = opened.model.apply({"params": opened.params}, jnp.asarray([ids]))
+    np.testing.assert_allclose(got, expected, atol=1e-4)
+    assert tokenizer.decode(ids) == text

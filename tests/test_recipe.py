@@ -56,8 +56,7 @@ def rich_recipe(data=None):
 @pytest.mark.parametrize("data", ALL_DATA, ids=lambda data: data.kind)
 def test_json_and_back_is_the_same_recipe(data):
     recipe = rich_recipe(data)
-    text = json.dumps(to_json(recipe), allow_nan=False)
-    again = from_json(json.loads(text))
+    again = from_json(json.loads(json.dumps(to_json(recipe), allow_nan=False)))
     assert again == recipe
     assert type(again.data) is type(data)
 

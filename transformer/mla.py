@@ -1,12 +1,10 @@
 """Attention through a latent: keys and values of all heads are made of one short vector a token.
 
-Letters beside those of axes.py: R numbers of the latent of keys and values, Rq of that of queries; Hp dimensions of a
-head that don't turn, Hr that do, H = Hp + Hr.
+Letters beside those of axes.py: R numbers of the latent of keys and values, Rq of that of queries; Hp or h dimensions
+of a head that don't turn, Hr that do, H = Hp + Hr; W = R + Hr numbers that are kept of a token.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -143,8 +141,8 @@ class _Kernel(nn.Module):
 
 def expanded_attention(
     query: Float[Array, "B T N H"],
-    held: Float[Array, "B S 1 C"],
-    key_kernel: Float[Array, "R N P"],
+    held: Float[Array, "B S 1 W"],
+    key_kernel: Float[Array, "R N h"],
     value_kernel: Float[Array, "R N Hv"],
     **options,
 ) -> Array | tuple[Array, Array]:
@@ -160,8 +158,8 @@ def expanded_attention(
 
 def absorbed_attention(
     query: Float[Array, "B T N H"],
-    held: Float[Array, "B S 1 C"],
-    key_kernel: Float[Array, "R N P"],
+    held: Float[Array, "B S 1 W"],
+    key_kernel: Float[Array, "R N h"],
     value_kernel: Float[Array, "R N Hv"],
     **options,
 ) -> Array | tuple[Array, Array]:
@@ -177,13 +175,10 @@ def absorbed_attention(
     return out if weights is None else (out, weights)
 
 
-def absorbs(queries: Any, keys: Any, mla: MLA) -> bool:
+def absorbs(queries: int, keys: int, mla: MLA) -> bool:
     """Whether `absorbed_attention` takes fewer multiplications for so many queries and keys: for the few queries of
-    decoding it does, for as many as there are keys hardly ever (arXiv 2405.04434, section 2.1). False for lengths that
-    are no numbers yet (jax.export).
+    decoding it does, for as many as there are keys hardly ever (arXiv 2405.04434, section 2.1).
     """
-    if not isinstance(queries, int) or not isinstance(keys, int):
-        return False
     maps = mla.kv_rank * (mla.plain_dim + mla.value_dim)
     expanded = keys * maps + queries * keys * (mla.head_dim + mla.value_dim)
     absorbed = queries * maps + queries * keys * (2 * mla.kv_rank + mla.rotary_dim)

@@ -60,7 +60,9 @@ def numbers(name: str, shape: tuple[int, ...]) -> np.ndarray:
     drawn = np.random.RandomState(zlib.crc32(name.encode())).standard_normal(shape)
     if len(shape) < 2:
         # Scales of norms around 1; biases, sinks and the like around 0.
-        return (drawn * 0.2 + (1.0 if name.endswith((".weight", ".gamma", ".running_var")) else 0.0)).astype(np.float32)
+        return np.asarray(
+            drawn * 0.2 + (1.0 if name.endswith((".weight", ".gamma", ".running_var")) else 0.0), np.float32
+        )
     return (drawn * 1.2 / np.sqrt(np.prod(shape[1:]))).astype(np.float32)
 
 

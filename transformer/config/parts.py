@@ -1,4 +1,4 @@
-"""What a model may have several of, or none: rotary scaling, routed feed-forward, kinds of layers, head, patches, series."""
+"""What a model may have several of, or none: rotary scaling, experts, kinds of layers, head, patches, series."""
 
 from __future__ import annotations
 
@@ -278,7 +278,8 @@ class Series:
         check_whole(self, "channels", "context_length", "horizon", "patch_length", "patch_stride")
         if self.patch_length > self.context_length:
             raise ConfigError(
-                f"patch_length ({self.patch_length}) must be at most context_length ({self.context_length}). Change one."
+                f"patch_length ({self.patch_length}) must be at most context_length ({self.context_length}): change "
+                f"one of them."
             )
         if self.class_token and self.pooling != "flatten":
             raise ConfigError(f"pooling={self.pooling!r} is of patches, but the head reads the class_token. Drop one.")

@@ -163,13 +163,15 @@ def export(
         ConfigError: no family has all of it; the message names what has no counterpart.
         WeightsError: the directory is not empty.
     """
-    from transformer.data.pretrained_tokenizer import PretrainedTokenizer
-    from transformer.zoo import choose_family, save_pretrained
+    from transformer.data.tokenizer_files import as_pretrained
+    from transformer.zoo import choose_family, save_pretrained, with_plain_embeddings
 
     model, params, kept = opened.model, opened.params, {}
     if dtype is not None:
         model = model.clone(config=model.config.replace(dtype=dtype, param_dtype=dtype))
         params = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
+    if opened.run is not None:
+        model, params = with_plain_embeddings(model, params)
     if opened.pretrained is not None:
         family = opened.pretrained.family.name if family is None else family
         kept = {name: value for name, value in opened.pretrained.fields.items() if name in KEPT_FIELDS}
@@ -180,15 +182,13 @@ def export(
         if names := opened.labels:
             kept |= {"id2label": {str(i): name for i, name in enumerate(names)}}
             kept |= {"label2id": {name: i for i, name in enumerate(names)}}
-    tokenizer = opened.vocabulary
-    given = tokenizer if isinstance(tokenizer, PretrainedTokenizer) else None
+    tokenizer, written = opened.vocabulary, None
+    if tokenizer is not None:
+        try:
+            written = as_pretrained(tokenizer)
+        except ValueError as error:
+            warnings.warn(f"the tokenizer was not written: {error}", stacklevel=2)
     save_pretrained(
-        model, params, directory, family=family, fields=kept, tokenizer=given, max_shard_bytes=max_shard_bytes
+        model, params, directory, family=family, fields=kept, tokenizer=written, max_shard_bytes=max_shard_bytes
     )
-    if tokenizer is not None and given is None:
-        warnings.warn(
-            f"the tokenizer of {opened.directory} ({tokenizer.kind}) is not one of those that other programs read: it "
-            f"was not written. Its file is in {opened.directory}.",
-            stacklevel=2,
-        )
     return choose_family(model, family)[0]

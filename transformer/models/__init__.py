@@ -1,4 +1,4 @@
-"""Whole models: most of them tokens in, logits out. `hidden` and `head` apart, so that a loss can avoid (B, T, V) at once."""
+"""Whole models: inputs in, logits out. `hidden` and `head` apart, so that a loss can avoid (B, T, V) at once."""
 
 from transformer.models.causal_lm import CausalLM
 from transformer.models.encoders import Classifier, Embedder, MaskedLM

@@ -39,7 +39,7 @@ def look_back_scale(
     return none, none + 1.0
 
 
-def cut_series(values: Values, series: Series) -> Float[Array, "B channels P steps"]:
+def cut_series(values: Values, series: Series) -> Float[Array, "B channels patches length"]:
     """Values (B, steps, channels) -> patches (B, channels, P, patch_length). The last one ends with the look-back; what
     no patch reaches is at its beginning.
     """
@@ -49,8 +49,8 @@ def cut_series(values: Values, series: Series) -> Float[Array, "B channels P ste
 
 
 class Forecaster(Model):
-    """An encoder over the patches of a time series, each channel a sequence of its own, and a linear map from what comes
-    out to the future (PatchTST; Nie et al. 2022, arXiv 2211.14730, section 3.1).
+    """An encoder over the patches of a time series, each channel a sequence of its own, and a linear map from its output
+    to the future (PatchTST; Nie et al. 2022, arXiv 2211.14730, section 3.1).
 
     Parameters beside the encoder's: `series_embedding/kernel` (patch_length, D), or one for each channel,
     `channel_embedding/kernel` (channels, patch_length, D); `class_token` (D,) where there is one; `output/`.
@@ -81,7 +81,7 @@ class Forecaster(Model):
         """
         return self.with_aux(values, deterministic)[0]
 
-    def hidden(self, values: Array, deterministic: bool = True) -> Float[Array, "B channels P D"]:
+    def hidden(self, values: Array, deterministic: bool = True) -> Float[Array, "B channels patches D"]:
         """Values (B, context_length, channels) -> the encoder's output (B, channels, patches, D), a class token
         first.
         """
@@ -115,7 +115,7 @@ class Forecaster(Model):
         aux = {name: one.reshape(batch, channels).sum(1) for name, one in aux.items()}
         return x.reshape(batch, channels, *x.shape[1:]), (shift, scale), aux
 
-    def head(self, hidden: Float[Array, "B channels P D"]) -> Values:
+    def head(self, hidden: Float[Array, "B channels patches D"]) -> Values:
         """The encoder's output (B, channels, patches, D) -> the forecast before it is scaled back (B, horizon,
         channels), float32.
         """

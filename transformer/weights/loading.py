@@ -162,7 +162,7 @@ def saved_tensors(links: Iterable[Link], params: Any) -> Iterator[tuple[str, Cal
 
     def make(one: Link, number: int) -> np.ndarray:
         parts = [on_host(target.path)[target.index] for target in one.targets]
-        return np.ascontiguousarray(one.relation.save(parts)[number])
+        return np.asarray(one.relation.save(parts)[number], order="C")
 
     for one in links:
         for number, name in enumerate(one.tensors):

@@ -10,6 +10,7 @@ from transformer.zoo.pretrained import (
     find_variant,
     load_pretrained,
     save_pretrained,
+    with_plain_embeddings,
 )
 
 __all__ = [
@@ -26,4 +27,5 @@ __all__ = [
     "find_variant",
     "load_pretrained",
     "save_pretrained",
+    "with_plain_embeddings",
 ]

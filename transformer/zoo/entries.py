@@ -20,8 +20,8 @@ from transformer.zoo.mixtral import MIXTRAL
 from transformer.zoo.modernbert import MODERNBERT
 from transformer.zoo.olmo2 import OLMO2
 from transformer.zoo.opt import OPT
-from transformer.zoo.phi3 import PHI3
 from transformer.zoo.patchtst import PATCHTST
+from transformer.zoo.phi3 import PHI3
 from transformer.zoo.qwen2 import QWEN2
 from transformer.zoo.qwen3 import QWEN3
 from transformer.zoo.qwen3_moe import QWEN3_MOE

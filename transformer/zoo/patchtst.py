@@ -1,4 +1,4 @@
-"""PatchTST: forecasts of time series from patches, each channel for itself; batch norms with statistics of their files."""
+"""PatchTST: forecasts of time series, each channel cut into patches for itself; batch norms with given statistics."""
 
 from __future__ import annotations
 
@@ -48,35 +48,36 @@ class Counted(Relation):
         return [parameters[0], np.zeros((), np.int64)]
 
 
+_PLAIN = {
+    "num_input_channels": ("channels", 1),
+    "context_length": ("context_length", 32),
+    "prediction_length": ("horizon", 24),
+    "patch_length": ("patch_length", 1),
+    "patch_stride": ("patch_stride", 1),
+    "share_embedding": ("shared_embedding", True),
+    "use_cls_token": ("class_token", False),
+}
+_SCALINGS = {"std": "std", "mean": "mean", None: "none", True: "mean", False: "none"}
+_POOLINGS = {None: "flatten", "mean": "mean", "max": "max", False: "flatten"}
+
+
 @dataclass(frozen=True)
 class SeriesSizes(Codec):
     """What is looked back at and forecast, and how it is cut and scaled."""
 
-    _PLAIN = {
-        "num_input_channels": ("channels", 1),
-        "context_length": ("context_length", 32),
-        "prediction_length": ("horizon", 24),
-        "patch_length": ("patch_length", 1),
-        "patch_stride": ("patch_stride", 1),
-        "share_embedding": ("shared_embedding", True),
-        "use_cls_token": ("class_token", False),
-    }
-    _SCALINGS = {"std": "std", "mean": "mean", None: "none", True: "mean", False: "none"}
-    _POOLINGS = {None: "flatten", "mean": "mean", "max": "max", False: "flatten"}
-
     @property
     def names(self) -> tuple[str, ...]:
-        return (*self._PLAIN, "scaling", "pooling_type")
+        return (*_PLAIN, "scaling", "pooling_type")
 
     def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-        fields = {ours: values.get(name, default) for name, (ours, default) in self._PLAIN.items()}
+        fields = {ours: values.get(name, default) for name, (ours, default) in _PLAIN.items()}
         scaling, pooling = values.get("scaling", "std"), values.get("pooling_type", "mean")
-        for name, value, known in (("scaling", scaling, self._SCALINGS), ("pooling_type", pooling, self._POOLINGS)):
+        for name, value, known in (("scaling", scaling, _SCALINGS), ("pooling_type", pooling, _POOLINGS)):
             if value not in known:
                 raise FieldError(f"{name} is {value!r}, of which there are {', '.join(map(str, known))} here")
         # The head reads a class token alone, where there is one.
-        pooling = "flatten" if fields["class_token"] else self._POOLINGS[pooling]
-        series = Series(**fields, scaling=self._SCALINGS[scaling], pooling=pooling)
+        pooling = "flatten" if fields["class_token"] else _POOLINGS[pooling]
+        series = Series(**fields, scaling=_SCALINGS[scaling], pooling=pooling)
         return {"series": series, "max_length": series.positions}
 
     def write(self, config: TransformerConfig) -> dict[str, Any]:
@@ -91,8 +92,8 @@ class SeriesSizes(Codec):
             "patch_stride": series.patch_stride,
             "share_embedding": series.shared_embedding,
             "use_cls_token": series.class_token,
-            "scaling": next(theirs for theirs, ours in self._SCALINGS.items() if ours == series.scaling),
-            "pooling_type": next(theirs for theirs, ours in self._POOLINGS.items() if ours == series.pooling),
+            "scaling": next(theirs for theirs, ours in _SCALINGS.items() if ours == series.scaling),
+            "pooling_type": next(theirs for theirs, ours in _POOLINGS.items() if ours == series.pooling),
         }
 
 

@@ -40,7 +40,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class Pretrained:
-    """A model as its directory has it: `params` without the outer "params", `fields` of config.json and `architecture`."""
+    """A model as its directory has it: `params` without the outer "params", `fields` of config.json."""
 
     model: nn.Module
     params: Any
@@ -208,6 +208,21 @@ def choose_family(model: nn.Module, family: str | None = None) -> tuple[Family, 
         raise ConfigError(f"{where} a model of the kind {type(model).__name__}, so that it can't be saved as one.")
     nearest_one = min(refusals, key=lambda refusal: refusal.differences)
     raise ConfigError(f"the model can't be saved for others to read. The nearest: {nearest_one}")
+
+
+def with_plain_embeddings(model: nn.Module, params: Any) -> tuple[nn.Module, Any]:
+    """The same function, of a model that multiplies its embeddings by sqrt(d_model), with tables that hold the products
+    already, as most families have them. A model that does not, or that makes its logits by the same table, stays.
+    """
+    config = model.config
+    if not config.scale_embeddings or config.tie_embeddings:
+        return model, params
+    scale = np.asarray(config.d_model**0.5, config.dtype)
+    tables = {name: params[name] for name in ("embedding", "source_embedding") if name in params}
+    scaled = {
+        name: jax.tree.map(lambda table: table * scale.astype(table.dtype), tree) for name, tree in tables.items()
+    }
+    return model.clone(config=config.replace(scale_embeddings=False)), {**params, **scaled}
 
 
 def save_pretrained(

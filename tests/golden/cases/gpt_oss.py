@@ -29,7 +29,6 @@ CASES = {
         "GptOssForCausalLM",
         "GptOssConfig",
         SIZES | {"num_hidden_layers": 2, "rope_parameters": YARN, "max_position_embeddings": 28},
-        new_tokens=50,
     ),
     "published": Case("GptOssForCausalLM", "GptOssConfig", SIZES | {"num_hidden_layers": 3}, golden=False),
     "layer_types": Case(

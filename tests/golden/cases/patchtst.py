@@ -15,7 +15,7 @@ SIZES = {
     "pooling_type": None,
 }
 TOKEN = {"use_cls_token": True, "share_embedding": False, "norm_type": "layernorm", "pre_norm": False}
-LARGEST = {"pooling_type": "max", "scaling": None, "pre_norm": False, "bias": False, "activation_function": "relu"}
+LARGEST = {"pooling_type": "max", "pre_norm": False, "bias": False, "activation_function": "relu"}
 
 
 def case(golden: bool = False, **values: object) -> Case:
@@ -26,6 +26,6 @@ def case(golden: bool = False, **values: object) -> Case:
 CASES = {
     "forecast": case(golden=True),
     "token": case(**TOKEN, scaling="mean"),
-    "mean": case(pooling_type="mean", norm_type="layernorm", positional_encoding_type="random"),
+    "mean": case(pooling_type="mean", scaling=None, norm_type="layernorm", positional_encoding_type="random"),
     "largest": case(**LARGEST),
 }

@@ -1,0 +1,35 @@
+"""Tokenizers of ours, written for other programs: the same ids, the same text back."""
+
+import pytest
+import tokenizers
+
+from transformer.data.pretrained_tokenizer import load_pretrained_tokenizer
+from transformer.data.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer, WordTokenizer
+from transformer.data.tokenizer_files import as_pretrained
+
+TEXT = "To be, or not to be:\nthat is the  question — ¿señor?\t42"
+OURS = {
+    "char": CharTokenizer(sorted(set(TEXT))),
+    "byte": ByteTokenizer(),
+    "word": WordTokenizer(sorted(set(TEXT.split()))),
+    "word with unknown": WordTokenizer(["be", "to"], unknown=True),
+    "bpe": BPETokenizer.train([TEXT] * 3, 290),
+}
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_the_same_ids_and_text(name, tmp_path):
+    ours = OURS[name]
+    as_pretrained(ours).save(tmp_path)
+    theirs = load_pretrained_tokenizer(tmp_path, ours.vocab_size)
+    plain = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))  # as any other program reads it
+    ids = ours.encode(TEXT)
+    assert theirs.encode(TEXT) == plain.encode(TEXT, add_special_tokens=False).ids == ids
+    assert theirs.decode(ids) == ours.decode(ids)
+    assert (theirs.pad_id, theirs.bos_id, theirs.eos_id, theirs.unk_id) == (0, 1, 2, ours.unk_id)
+    assert theirs.encode_source(TEXT) == ours.encode_source(TEXT)
+
+
+def test_a_normalization_that_it_cannot_say():
+    with pytest.raises(ValueError, match="normalized by 'number_words'"):
+        as_pretrained(ByteTokenizer(normalization="number_words"))
