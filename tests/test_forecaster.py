@@ -1,6 +1,7 @@
 """Forecasts: each channel for itself, on whatever scale; batch norms whose statistics stay."""
 
 import dataclasses
+import functools
 import re
 
 import flax.traverse_util
@@ -88,7 +89,7 @@ def test_the_head_reads_what_pooling_says():
     for name, read in wanted.items():
         model = forecaster(**({name: True} if name == "class_token" else {"pooling": name}))
         kernel, bias = jax.random.normal(KEY, (read.shape[-1], 5)), jnp.arange(5.0)
-        params = {"params": {"output": {"kernel": kernel, "bias": bias}}}
+        params = {"params": {"output": {"kernel": kernel, "bias": bias}, "class_token": bias[:1].repeat(12)}}
         got = model.apply(params, hidden, method=Forecaster.head)
         np.testing.assert_allclose(got, (read @ kernel + bias[None, None]).swapaxes(1, 2), atol=1e-4, err_msg=name)
 
@@ -96,7 +97,7 @@ def test_the_head_reads_what_pooling_says():
 def test_a_class_token_stands_in_front():
     model = forecaster(class_token=True)
     params = abstract_params(model)
-    hidden = jax.eval_shape(lambda v: model.apply({"params": params}, v, method=Forecaster.hidden), VALUES)
+    hidden = jax.eval_shape(functools.partial(model.apply, method=Forecaster.hidden), {"params": params}, VALUES)
     assert hidden.shape == (2, 3, 1 + SERIES.patches, 12)
     assert params["class_token"].shape == (12,)
 

@@ -16,7 +16,7 @@ import pytest
 
 from transformer.__main__ import main
 from transformer.cli.plan_print import decode_lines, duration, here_lines, search_line, search_lines
-from transformer.config import ConfigError, Execution, LayerKind, MoE, TransformerConfig
+from transformer.config import MLA, ConfigError, Execution, LayerKind, MoE, TransformerConfig
 from transformer.data.configs import ParallelText, TextFile
 from transformer.plan import (
     Generation,
@@ -108,6 +108,14 @@ class TestDecode:
         assert plan.token.memory_seconds >= needed / CHIPS.chip.hbm_bandwidth
         assert plan.prefill.compute_seconds > 8 * plan.token.compute_seconds > 0
         assert plan.tokens_per_second == 8 / plan.token.seconds
+
+    def test_devices_that_split_heads_hold_latents_whole(self):
+        mla = MLA(kv_rank=6, plain_dim=4, rotary_dim=4, value_dim=4)
+        model = SMALL.model.replace(num_kv_heads=None, mla=mla)
+        recipe = dataclasses.replace(parallel(SMALL, data=4, tensor=2), model=model)
+        plan = make_decode_plan(recipe, Generation(8, 16, 8), CHIPS, jax.devices())
+        latents = 8 * 24 * (6 + 4) * 4  # rows, slots, numbers of a token, bytes
+        assert latents / 4 <= plan.cache_bytes < 1.2 * latents / 4
 
     def test_a_longer_text_has_a_larger_cache(self):
         short, long = (

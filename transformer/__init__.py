@@ -3,6 +3,7 @@
 from transformer.attention import KVCache, MultiHeadAttention, dot_product_attention
 from transformer.blocks import LayerInputs, PostNormBlock, PreNormBlock
 from transformer.config import (
+    MLA,
     ConfigError,
     Execution,
     HeadTransform,
@@ -32,6 +33,7 @@ from transformer.stacks import Decoder, Encoder
 __version__ = "0.1.0"
 
 __all__ = [
+    "MLA",
     "ALiBi",
     "CausalLM",
     "Classifier",

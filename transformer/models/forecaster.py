@@ -15,8 +15,8 @@ from transformer.layers import Linear
 from transformer.models.base import Model
 from transformer.stacks import Encoder
 
-Values: TypeAlias = Float[Array, "B steps channels"]
-"""of a time series"""
+Values: TypeAlias = Float[Array, "B T C"]
+"""of a time series: T steps, C channels"""
 
 SMALLEST_VARIANCE = 1e-5
 """added to the variance of a look-back"""
@@ -24,9 +24,7 @@ SMALLEST_MAGNITUDE = 1e-10
 """of a look-back"""
 
 
-def look_back_scale(
-    values: Values, series: Series
-) -> tuple[Float[Array, "B 1 channels"], Float[Array, "B 1 channels"]]:
+def look_back_scale(values: Values, series: Series) -> tuple[Float[Array, "B t C"], Float[Array, "B t C"]]:
     """Shift and scale of each channel of `values` (B, steps, channels), (B, 1, channels) each: a model sees (values -
     shift) / scale, and its forecast is scaled back (Kim et al. 2022, Reversible Instance Normalization, without its
     learnt part).
@@ -39,7 +37,7 @@ def look_back_scale(
     return none, none + 1.0
 
 
-def cut_series(values: Values, series: Series) -> Float[Array, "B channels patches length"]:
+def cut_series(values: Values, series: Series) -> Float[Array, "B C P t"]:
     """Values (B, steps, channels) -> patches (B, channels, P, patch_length). The last one ends with the look-back; what
     no patch reaches is at its beginning.
     """
@@ -49,8 +47,8 @@ def cut_series(values: Values, series: Series) -> Float[Array, "B channels patch
 
 
 class Forecaster(Model):
-    """An encoder over the patches of a time series, each channel a sequence of its own, and a linear map from its output
-    to the future (PatchTST; Nie et al. 2022, arXiv 2211.14730, section 3.1).
+    """An encoder over the patches of a time series, each channel a sequence of its own, and a linear map from there to
+    the future (PatchTST; Nie et al. 2022, arXiv 2211.14730, section 3.1).
 
     Parameters beside the encoder's: `series_embedding/kernel` (patch_length, D), or one for each channel,
     `channel_embedding/kernel` (channels, patch_length, D); `class_token` (D,) where there is one; `output/`.
@@ -81,7 +79,7 @@ class Forecaster(Model):
         """
         return self.with_aux(values, deterministic)[0]
 
-    def hidden(self, values: Array, deterministic: bool = True) -> Float[Array, "B channels patches D"]:
+    def hidden(self, values: Array, deterministic: bool = True) -> Float[Array, "B C P D"]:
         """Values (B, context_length, channels) -> the encoder's output (B, channels, patches, D), a class token
         first.
         """
@@ -115,7 +113,7 @@ class Forecaster(Model):
         aux = {name: one.reshape(batch, channels).sum(1) for name, one in aux.items()}
         return x.reshape(batch, channels, *x.shape[1:]), (shift, scale), aux
 
-    def head(self, hidden: Float[Array, "B channels patches D"]) -> Values:
+    def head(self, hidden: Float[Array, "B C P D"]) -> Values:
         """The encoder's output (B, channels, patches, D) -> the forecast before it is scaled back (B, horizon,
         channels), float32.
         """

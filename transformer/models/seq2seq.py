@@ -67,7 +67,9 @@ class Seq2Seq(Model):
         cache: Any = None,
         deterministic: bool = True,
     ) -> Hidden | tuple[Hidden, Any]:
-        """As a call, up to the hidden states (B, T, D) for `head`; a pair with the cache when one is given."""
+        """As a call: source (B, S) and target (B, T) -> the hidden states (B, T, D) for `head`; a pair with the cache
+        when one is given.
+        """
         x, cache, _ = self._run(source, target, source_positions, positions, source_mask, mask, cache, deterministic)
         return x if cache is None else (x, cache)
 

@@ -45,7 +45,7 @@ class Convolution(nn.Module):
     param_dtype: DType = jnp.float32
 
     @nn.compact
-    def __call__(self, x: Float[Array, "B frames M"]) -> Float[Array, "B kept D"]:
+    def __call__(self, x: Float[Array, "B T M"]) -> Float[Array, "B t D"]:
         """(B, n, M) -> (B, ceil(n / stride), D)."""
         init = self.kernel_init or glorot_uniform(2)
         kernel = self.param("kernel", init, (3, x.shape[-1], self.features), self.param_dtype)

@@ -179,8 +179,10 @@ def _lowered(recipe: Recipe, generation: Generation, mesh: Mesh) -> tuple[jax.st
     params = jax.tree.map(lambda leaf, place: leaf.update(sharding=place), shapes, state_shardings(shapes, mesh))
     rows = NamedSharding(mesh, PartitionSpec(BATCH_AXES if row_ways(mesh.shape) > 1 else None))
 
+    whole = NamedSharding(mesh, PartitionSpec())
+
     def array(*shape, dtype=jnp.int32):
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=rows if shape else NamedSharding(mesh, PartitionSpec()))
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=rows if shape else whole)
 
     batch, pairs = generation.rows, recipe.task == "seq2seq"
     read = Rows(array(batch, generation.prompt), array(batch))
@@ -195,7 +197,7 @@ def _lowered(recipe: Recipe, generation: Generation, mesh: Mesh) -> tuple[jax.st
             read if pairs else None,
             array(batch, dtype=keys),
             choice,
-            array(),
+            jax.ShapeDtypeStruct((1,), jnp.int32, sharding=whole),
             array(),
             cache_slots=_slots(recipe, generation),
             new_slots=generation.new,
@@ -247,7 +249,8 @@ def _cache_bytes(recipe: Recipe, generation: Generation, sizes: Mapping[str, int
     if recipe.task == "seq2seq":
         size = config.kv_heads * (config.size_of_head + config.size_of_value) * jnp.dtype(config.dtype).itemsize
         whole += generation.rows * generation.prompt * size * config.decoder_layers
-    heads = sizes["tensor"] if config.kv_heads % sizes["tensor"] == 0 else 1
+    # A latent is one head, which is whole on every device.
+    heads = sizes["tensor"] if config.mla is None and config.kv_heads % sizes["tensor"] == 0 else 1
     return whole // (row_ways(sizes) * heads)
 
 

@@ -324,7 +324,7 @@ def _write_tensor(stream: BinaryIO, info: TensorInfo, source: Source) -> None:
             f"tensor {info.name!r}: expected {info.dtype} of shape {info.shape} as at first, got {array.dtype} of "
             f"{array.shape}. Its function must make the same array each time."
         )
-    stream.write(array.reshape(-1).view(np.uint8))
+    stream.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
 
 
 def _write_shard(path: Path, shard: Mapping[str, TensorInfo], sources: Mapping[str, Source]) -> None:

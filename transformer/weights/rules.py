@@ -139,7 +139,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Link:
-    """A rule applied to one layer and expert: `tensors` by name, and `targets`, the parts of parameters that they are."""
+    """A rule applied to one layer and expert: `tensors` by name, and `targets`, the parts of parameters they are."""
 
     tensors: tuple[str, ...]
     targets: tuple[Target, ...]

@@ -40,7 +40,9 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class Pretrained:
-    """A model as its directory has it: `params` without the outer "params", `fields` of config.json."""
+    """A model as its directory has it: `params` without the outer "params", `architecture` and `fields` as config.json
+    has them.
+    """
 
     model: nn.Module
     params: Any
