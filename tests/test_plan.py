@@ -11,7 +11,8 @@ import pytest
 from transformer.__main__ import main
 from transformer.cli.plan_print import train_lines
 from transformer.config import ConfigError, Execution, LayerKind, MoE, TransformerConfig
-from transformer.data.configs import NumberWords, ParallelText, TextFile, TinyShakespeare, TokenizerConfig
+from transformer.data.configs import LabeledText, NumberWords, ParallelText, TextFile, TinyShakespeare, TokenizerConfig
+from transformer.lora import LoRA
 from transformer.plan import (
     CHIPS,
     Chip,
@@ -158,6 +159,16 @@ class TestFlops:
     def test_loops_and_recomputation_change_nothing(self):
         looped = dataclasses.replace(TEXT, execution=Execution(scan=True, remat="full"))
         assert step_flops(looped) == step_flops(TEXT)
+
+    def test_a_classifier(self):
+        """2 operations a number of each matrix and token, three times; of labels there are two where nobody says."""
+        sizes = {"vocab_size": 11, "d_model": 6, "num_heads": 3, "d_ff": 5, "num_layers": 1}
+        data = LabeledText(path="a.tsv", max_length=7, batch_size=4)
+        recipe, assumed = without_data(Recipe(name="a", model=TransformerConfig(**sizes), data=data))
+        assert assumed == ["2 classes (--model.num-classes)"]
+        assert step_flops(recipe).matrices == 6 * 4 * 7 * (4 * 6 * 6 + 2 * 6 * 5 + 6 * 2)
+        with pytest.raises(ConfigError, match="does not know low-rank updates"):
+            without_data(dataclasses.replace(recipe, lora=LoRA()))
 
 
 class TestRoofline:

@@ -58,6 +58,7 @@ def _as_classifier(opened: Opened, recipe: Recipe) -> tuple[TransformerConfig, A
     """Config and parameters of the family's classifier, as far as the files have them, and what is not of it."""
     from transformer.weights.files import WeightFiles
     from transformer.weights.loading import load_params, parameter_shapes
+    from transformer.weights.quantized import plain_files
     from transformer.zoo import abstract_params
     from transformer.zoo.family import rename
 
@@ -66,7 +67,7 @@ def _as_classifier(opened: Opened, recipe: Recipe) -> tuple[TransformerConfig, A
     name, head = next(((name, head) for name, head in family.heads.items() if head.model is Classifier), (None, None))
     if head is None:
         raise ConfigError(f"{opened.directory} is a {family.title}, a family without a classifier: take another one.")
-    files = WeightFiles(opened.directory)
+    files = plain_files(WeightFiles(opened.directory))
     fields = {field: value for field, value in files.config.items() if field not in ("id2label", "label2id")}
     fields |= {"architectures": [name], "num_labels": recipe.model.num_classes or 2}
     config = family.read(fields, head).replace(dtype=recipe.model.dtype, param_dtype=recipe.model.param_dtype)

@@ -24,9 +24,11 @@ def without_data(recipe: Recipe) -> tuple[Recipe, list[str]]:
     """The recipe with what the data would decide filled in, and a sentence for each of these.
 
     Raises:
-        ConfigError: a vocabulary that nothing but the data can tell.
+        ConfigError: a vocabulary that nothing but the data can tell, or low-rank updates, which no plan knows yet.
     """
     assumed, data = [], recipe.data
+    if recipe.lora is not None:
+        raise ConfigError("a plan does not know low-rank updates (lora) yet. Leave them out: whole training takes more.")
     if recipe.model.vocab_size is None:
         kind = data.tokenizer.kind
         size = (
@@ -38,6 +40,9 @@ def without_data(recipe: Recipe) -> tuple[Recipe, list[str]]:
             )
         recipe = dataclasses.replace(recipe, model=recipe.model.replace(vocab_size=size))
         assumed.append(f"a vocabulary of {size:,} (--model.vocab-size)")
+    if recipe.task == "classifier" and recipe.model.num_classes is None:
+        recipe = dataclasses.replace(recipe, model=recipe.model.replace(num_classes=2))
+        assumed.append("2 classes (--model.num-classes)")
     if recipe.task == "seq2seq":
         free = [field for field in ("max_source_length", "max_target_length") if getattr(data, field) is None]
         length = min(ASSUMED_LENGTH, recipe.model.max_length or ASSUMED_LENGTH)
@@ -49,6 +54,10 @@ def without_data(recipe: Recipe) -> tuple[Recipe, list[str]]:
 def batch_shapes(recipe: Recipe) -> dict[str, jax.ShapeDtypeStruct]:
     """A training batch of a recipe whose lengths are known, as shapes."""
     rows, data = recipe.data.batch_size, recipe.data
+    if recipe.task == "classifier":
+        each = {"lengths": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}
+        shapes = {name: jax.ShapeDtypeStruct((rows,), dtype) for name, dtype in each.items()}
+        return shapes | {"tokens": jax.ShapeDtypeStruct((rows, data.max_length), jnp.int32)}
     pairs = recipe.task == "seq2seq"
     length = data.max_target_length if pairs else data.sequence_length
     shapes = dict.fromkeys(("tokens", "targets"), ((rows, length), jnp.int32))
