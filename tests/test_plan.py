@@ -166,8 +166,8 @@ class TestFlops:
         data = LabeledText(path="a.tsv", max_length=7, batch_size=4)
         recipe, assumed = without_data(Recipe(name="a", model=TransformerConfig(**sizes), data=data))
         assert assumed == ["2 classes (--model.num-classes)"]
-        assert step_flops(recipe).matrices == 6 * 4 * 7 * (4 * 6 * 6 + 2 * 6 * 5 + 6 * 2)
-        with pytest.raises(ConfigError, match="does not know low-rank updates"):
+        assert step_flops(recipe).matrices == 6 * 4 * 7 * (4 * 6 * 6 + 2 * 6 * 5)
+        with pytest.raises(ConfigError, match="knows no low-rank updates"):
             without_data(dataclasses.replace(recipe, lora=LoRA()))
 
 

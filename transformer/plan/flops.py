@@ -28,7 +28,7 @@ def without_data(recipe: Recipe) -> tuple[Recipe, list[str]]:
     """
     assumed, data = [], recipe.data
     if recipe.lora is not None:
-        raise ConfigError("a plan does not know low-rank updates (lora) yet. Leave them out: whole training takes more.")
+        raise ConfigError("a plan knows no low-rank updates (lora) yet. Leave them out: whole training takes more.")
     if recipe.model.vocab_size is None:
         kind = data.tokenizer.kind
         size = (
@@ -116,8 +116,10 @@ def matrix_flops(recipe: Recipe, tokens: int, source_tokens: int) -> int:
     total = 0
     for path, leaf in jax.tree_util.tree_flatten_with_path(abstract_state(recipe).params)[0]:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
-        tied = name == "embedding/embedding" and recipe.model.tie_embeddings
-        if not (tied or name.endswith("kernel")):
+        classifies = recipe.task == "classifier"
+        tied = name == "embedding/embedding" and recipe.model.tie_embeddings and not classifies
+        of_rows = classifies and name.startswith(("output/", "head_transform/"))  # one vector each: next to nothing
+        if of_rows or not (tied or name.endswith("kernel")):
             continue
         reads_source = name.startswith("encoder/") or re.search(r"cross_attention/(key|value)/", name)
         size = leaf.size
