@@ -11,10 +11,10 @@ from transformer.config import LayerKind
 from transformer.masks import Mask
 from transformer.models import Classifier, Embedder, MaskedLM
 from transformer.weights.files import WeightFiles, write_weights
+from transformer.weights.rules import Row, WithoutFirst
 from transformer.zoo import ENTRIES, abstract_params, build, choose_family, load_pretrained, save_pretrained
 from transformer.zoo.bert import Repeated
-from transformer.zoo.roberta import WithoutFirst
-from transformer.zoo.vit import Convolution, Row
+from transformer.zoo.vit import Convolution
 
 
 def tensors_of(record):

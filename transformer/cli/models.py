@@ -48,14 +48,14 @@ class ModelCommand:
         return open_model(source, step=self.step, **options)
 
     def load_writer(self) -> Opened:
-        """The model, which must be one that writes text: ConfigError else."""
+        """The model, which must be one that goes on from text: ConfigError else."""
         from transformer.models import CausalLM, Seq2Seq, SpeechToText
 
         opened = self.load()
         if not isinstance(opened.model, CausalLM | Seq2Seq) or isinstance(opened.model, SpeechToText):
             kind = type(opened.model).__name__
             raise ConfigError(
-                f"{self.directory} holds a model of the kind {kind}, which reads no prompt and writes no text."
+                f"{self.directory} holds a model of the kind {kind}, which reads no prompt to go on from."
             )
         return opened
 

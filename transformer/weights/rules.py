@@ -104,6 +104,65 @@ class Fused(Relation):
 
 
 @dataclass(frozen=True)
+class FusedByHead(Relation):
+    """Several maps with equally many heads (..., N, H), or their biases, are one tensor: of the first head those of
+    all, then of the second, and so on. `each` says what one of them is by itself.
+    """
+
+    each: Relation
+
+    def tensor_shapes(self, shapes: Sequence[Shape]) -> list[Shape]:
+        rows, *rest = self.each.tensor_shapes(shapes)[0]
+        return [(len(shapes) * rows, *rest)]
+
+    def load(self, tensors: Sequence[np.ndarray], shapes: Sequence[Shape]) -> list[np.ndarray]:
+        heads, size = shapes[0][-2:]
+        by_head = tensors[0].reshape(heads, len(shapes), size, *tensors[0].shape[1:])
+        parts = [by_head[:, i].reshape(heads * size, *tensors[0].shape[1:]) for i in range(len(shapes))]
+        return self.each.load(parts, shapes)
+
+    def save(self, parameters: Sequence[np.ndarray]) -> list[np.ndarray]:
+        heads, size = parameters[0].shape[-2:]
+        parts = [part.reshape(heads, size, *part.shape[1:]) for part in self.each.save(parameters)]
+        joined = np.stack(parts, axis=1)
+        return [joined.reshape(len(parts) * heads * size, *joined.shape[3:])]
+
+
+@dataclass(frozen=True)
+class WithoutFirst(Relation):
+    """The first `rows` of the tensor stand for no position: cut off, and zeros where it is written."""
+
+    rows: int
+
+    def tensor_shapes(self, shapes: Sequence[Shape]) -> list[Shape]:
+        return [(length + self.rows, *rest) for length, *rest in shapes]
+
+    def load(self, tensors: Sequence[np.ndarray], shapes: Sequence[Shape]) -> list[np.ndarray]:
+        return [tensor[self.rows :] for tensor in tensors]
+
+    def save(self, parameters: Sequence[np.ndarray]) -> list[np.ndarray]:
+        return [
+            np.concatenate([np.zeros_like(table, shape=(self.rows, *table.shape[1:])), table]) for table in parameters
+        ]
+
+
+@dataclass(frozen=True)
+class Row(Relation):
+    """The tensor has `axes` more axes in front, of size 1."""
+
+    axes: int
+
+    def tensor_shapes(self, shapes: Sequence[Shape]) -> list[Shape]:
+        return [(1,) * self.axes + shape for shape in shapes]
+
+    def load(self, tensors: Sequence[np.ndarray], shapes: Sequence[Shape]) -> list[np.ndarray]:
+        return [tensor.reshape(shape) for tensor, shape in zip(tensors, shapes, strict=True)]
+
+    def save(self, parameters: Sequence[np.ndarray]) -> list[np.ndarray]:
+        return [parameter[(None,) * self.axes] for parameter in parameters]
+
+
+@dataclass(frozen=True)
 class Rule:
     """Which tensors of a file are which parameters: one name each, or several that one relation joins.
 

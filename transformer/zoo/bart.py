@@ -6,29 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from transformer.config import TransformerConfig
 from transformer.models import Seq2Seq
-from transformer.weights.rules import MERGED, Relation, Rule, Shape, linear, norm
+from transformer.weights.rules import MERGED, Row, Rule, WithoutFirst, linear, norm
 from transformer.zoo.family import Family, Head, Variant
 from transformer.zoo.fields import ACTIVATIONS, Codec, Field, FieldError, Fixed, Unread
-from transformer.zoo.roberta import WithoutFirst
-
-
-@dataclass(frozen=True)
-class OneRow(Relation):
-    """The tensor is a matrix (1, n) where the parameter is a vector (n,)."""
-
-    def tensor_shapes(self, shapes: Sequence[Shape]) -> list[Shape]:
-        return [(1, *shape) for shape in shapes]
-
-    def load(self, tensors: Sequence[np.ndarray], shapes: Sequence[Shape]) -> list[np.ndarray]:
-        return [tensor[0] for tensor in tensors]
-
-    def save(self, parameters: Sequence[np.ndarray]) -> list[np.ndarray]:
-        return [parameter[None] for parameter in parameters]
-
 
 UNUSED_ROWS = 2
 """of a position table: the first position is row 2"""
@@ -71,7 +53,7 @@ def _rules(config: TransformerConfig) -> Sequence[Rule]:
     ]
 
 
-LOGITS_BIAS = Rule("final_logits_bias", "output_bias", OneRow())
+LOGITS_BIAS = Rule("final_logits_bias", "output_bias", Row(1))
 """of the head"""
 
 

@@ -6,39 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from transformer.config import TransformerConfig
 from transformer.models import CausalLM
-from transformer.weights.rules import MATRIX, MERGED, VECTOR, Relation, Rule, Shape, linear, norm
+from transformer.weights.rules import MATRIX, MERGED, VECTOR, FusedByHead, Rule, linear, norm
 from transformer.zoo.family import Family, Head, Variant
 from transformer.zoo.fields import Codec, Field, FieldError, Fixed, Unread
 from transformer.zoo.llama import LAST_TOKEN
-
-
-@dataclass(frozen=True)
-class FusedByHead(Relation):
-    """Several maps with equally many heads (..., N, H), or their biases, are one tensor: of the first head those of
-    all, then of the second, and so on. `each` says what one of them is by itself.
-    """
-
-    each: Relation
-
-    def tensor_shapes(self, shapes: Sequence[Shape]) -> list[Shape]:
-        rows, *rest = self.each.tensor_shapes(shapes)[0]
-        return [(len(shapes) * rows, *rest)]
-
-    def load(self, tensors: Sequence[np.ndarray], shapes: Sequence[Shape]) -> list[np.ndarray]:
-        heads, size = shapes[0][-2:]
-        by_head = tensors[0].reshape(heads, len(shapes), size, *tensors[0].shape[1:])
-        parts = [by_head[:, i].reshape(heads * size, *tensors[0].shape[1:]) for i in range(len(shapes))]
-        return self.each.load(parts, shapes)
-
-    def save(self, parameters: Sequence[np.ndarray]) -> list[np.ndarray]:
-        heads, size = parameters[0].shape[-2:]
-        parts = [part.reshape(heads, size, *part.shape[1:]) for part in self.each.save(parameters)]
-        joined = np.stack(parts, axis=1)
-        return [joined.reshape(len(parts) * heads * size, *joined.shape[3:])]
 
 
 @dataclass(frozen=True)

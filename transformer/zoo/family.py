@@ -21,6 +21,13 @@ from transformer.zoo.fields import FIXED_EVERYWHERE, NEUTRAL, Codec, FieldError
 FREE = frozenset({"dropout_rate", "attention_dropout_rate", "initializer_range", "dtype", "param_dtype"})
 """fields of a TransformerConfig that change nothing of what a trained model computes"""
 
+MAX_LAYERS = 1024
+"""of a stack that a config.json may ask for"""
+MAX_EXPERTS = 100_000
+"""of all its layers together: each has tensors by name"""
+MAX_NUMBER = 2**31 - 1
+"""in a config.json: sizes and places are 32 bits wide where they are computed with"""
+
 _FREE_OF_EXPERTS = {"load_balance_weight": 0.0, "router_z_weight": 0.0}
 
 
@@ -101,6 +108,11 @@ class Family:
     def head_of(self, values: Mapping[str, Any]) -> tuple[str, Head]:
         """The architecture that a config.json names, and what it is here."""
         names = values.get("architectures") or [next(iter(self.heads))]
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise ConfigError(
+                f"architectures in config.json must be a list of names such as {next(iter(self.heads))}, got "
+                f"{names!r:.80}. Correct it, or give architecture=."
+            )
         for name in names:
             if name in self.heads:
                 return name, self.heads[name]
@@ -116,6 +128,9 @@ class Family:
         known = set(NEUTRAL)
         for codec in (*self.fields, *head.fields):
             known.update(codec.names)
+            if large := [name for name in codec.names if _is_too_large(values.get(name))]:
+                faults.append(f"{', '.join(large)} is above {MAX_NUMBER}, which no model has")
+                continue
             try:
                 changes |= codec.read(values, changes)
             except FieldError as error:
@@ -124,6 +139,7 @@ class Family:
                 faults.append(
                     f"{', '.join(n for n in codec.names if n in values) or codec.names[0]} can't be read ({error})"
                 )
+            _check_layers(changes)
         for name, choices in FIXED_EVERYWHERE.items():
             if name not in known and values.get(name, choices[0]) not in choices:
                 faults.append(f"{name} is {values[name]!r}, which changes what is computed and is not built here")
@@ -135,9 +151,16 @@ class Family:
                 f"nothing can be taken out of config.json, or named in ignore_fields=."
             )
         try:
-            return TransformerConfig(**changes)
+            config = TransformerConfig(**changes)
         except (ConfigError, TypeError, ValueError) as error:
             raise ConfigError(f"config.json of {self.title} describes no model: {error}") from error
+        kinds = layer_kinds(config, config.num_layers)
+        if (experts := sum(kind.moe.num_experts for kind in kinds if kind.moe is not None)) > MAX_EXPERTS:
+            raise ConfigError(
+                f"config.json of {self.title} asks for {experts} experts in all layers together: expected at most "
+                f"{MAX_EXPERTS}. Correct it."
+            )
+        return config
 
     def write(self, config: TransformerConfig, architecture: str) -> dict[str, Any]:
         """A config.json for a model of this family. NoCounterpart names the fields that it has no word for."""
@@ -256,6 +279,22 @@ def _kind(config: TransformerConfig, kind: LayerKind) -> LayerKind:
     return replace(kind, **changes)
 
 
+def _is_too_large(value: Any) -> bool:
+    """Whether a value of config.json is, or holds, a whole number that no model has."""
+    inside = [value]
+    for one in inside:
+        inside += one.values() if isinstance(one, dict) else one if isinstance(one, list) else ()
+    return any(isinstance(one, int) and abs(one) > MAX_NUMBER for one in inside)
+
+
+def _check_layers(changes: Mapping[str, Any]) -> None:
+    """ConfigError for more layers than any model has, before each of them is looked at."""
+    for name in ("num_layers", "num_encoder_layers", "num_decoder_layers"):
+        layers = changes.get(name)
+        if isinstance(layers, int) and layers > MAX_LAYERS:
+            raise ConfigError(f"config.json asks for {layers} layers: expected at most {MAX_LAYERS}. Correct it.")
+
+
 def example_inputs(model: Any) -> tuple[Any, ...]:
     """The smallest inputs that a model takes."""
     tokens = jnp.zeros((1, 1), jnp.int32)
@@ -272,8 +311,9 @@ def example_inputs(model: Any) -> tuple[Any, ...]:
 
 def abstract_params(model: Any) -> Any:
     """Shapes and types of a model's parameters, a tree; nothing is computed."""
-    inputs = example_inputs(model)
-    return jax.eval_shape(lambda key: model.init(key, *inputs), jax.random.key(0))["params"]
+    # Their shapes alone, too: an image is as large as config.json says.
+    inputs = jax.eval_shape(lambda: example_inputs(model))
+    return jax.eval_shape(lambda key, *inputs: model.init(key, *inputs), jax.random.key(0), *inputs)["params"]
 
 
 def count(params: Any) -> int:

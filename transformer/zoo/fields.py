@@ -344,6 +344,8 @@ def fold(kinds: Sequence[LayerKind]) -> dict[str, tuple[LayerKind, ...]]:
     for size in range(1, count + 1):
         for first in range(count - size + 1):
             last = first + size
+            if best is not None and last > best[0]:  # can't be as brief any more
+                break
             while last + size <= count and list(kinds[last : last + size]) == list(kinds[first : first + size]):
                 last += size
             cost = (first + size + count - last, first, size)

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from transformer.config import TransformerConfig
 from transformer.models import CausalLM
-from transformer.weights.rules import MATRIX, MERGED, VECTOR, Rule, linear, norm
-from transformer.zoo.bloom import FusedByHead
+from transformer.weights.rules import MATRIX, MERGED, VECTOR, FusedByHead, Rule, linear, norm
 from transformer.zoo.family import Family, Head, Variant
 from transformer.zoo.fields import ACTIVATIONS, Field, Rope, Unread
 from transformer.zoo.llama import LAST_TOKEN

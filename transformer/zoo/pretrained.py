@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from transformer.config import ConfigError, Execution, nearest
+from transformer.config import ConfigError, Execution, TransformerConfig, nearest
 from transformer.data.pretrained_tokenizer import PretrainedTokenizer, load_pretrained_tokenizer
 from transformer.sharding import check_model, parameter_spec
 from transformer.weights.files import WeightFiles, write_weights
@@ -60,7 +61,7 @@ def find_family(values: Mapping[str, Any]) -> Family:
     for family in ENTRIES.values():
         if kind == family.name or kind in family.aliases:
             return family
-    if kind in REFUSED:
+    if isinstance(kind, str) and kind in REFUSED:
         raise ConfigError(f"model_type is {kind!r} in config.json: {REFUSED[kind]}")
     names = [name for family in ENTRIES.values() for name in (family.name, *family.aliases)]
     raise ConfigError(
@@ -126,6 +127,7 @@ def load_pretrained(
         config = config.replace(tie_embeddings=False)
     dtype = _check_dtype(dtype) if dtype is not None else _usual_dtype(files)
     config = config.replace(dtype=dtype, param_dtype=dtype)
+    _check_sizes(files, config)
     model = head.model(config, execution)
     tokenizer = None
     if (directory / "tokenizer.json").exists():
@@ -139,6 +141,28 @@ def _is_untied(files: WeightFiles, family: Family, head: Head) -> bool:
     if name not in files.tensors or family.copies[name] not in files.tensors:
         return False
     return not np.array_equal(files.read(name), files.read(family.copies[name]))
+
+
+def _check_sizes(files: WeightFiles, config: TransformerConfig) -> None:
+    """ConfigError for a size that no axis of a tensor can have, before anything is made that is as large."""
+    largest = max((math.prod(tensor.shape) for tensor in files.tensors.values()), default=0)
+    sizes = {
+        "vocab_size": config.vocab_size,
+        "source_vocab_size": config.source_vocab_size,
+        "d_model": config.d_model,
+        "d_ff": config.feed_forward_width,
+        "num_heads x head_dim": config.num_heads * config.size_of_head,
+        "max_length": config.max_length,
+        "source_max_length": config.source_max_length,
+        "num_classes": config.num_classes,
+    }
+    # What is small enough is left to the list of all that doesn't fit.
+    told = [f"{name} is {size}" for name, size in sizes.items() if size is not None and size > max(largest, 2**20)]
+    if told:
+        raise ConfigError(
+            f"config.json in {files.directory} describes a larger model than the tensors beside it: {', '.join(told)}, "
+            f"but the largest tensor has {largest} numbers. Check that the files belong together; nothing was loaded."
+        )
 
 
 def _read_params(files: WeightFiles, family: Family, architecture: str, model: nn.Module, mesh: Mesh | None) -> Any:

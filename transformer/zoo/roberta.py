@@ -6,35 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from transformer.config import HeadTransform, TransformerConfig
 from transformer.models import Classifier, Embedder, MaskedLM
-from transformer.weights.rules import Relation, Rule, Shape, linear
+from transformer.weights.rules import Rule, WithoutFirst, linear
 from transformer.zoo.bert import BERT_CONSTANTS, OLD_NORMS, TANH_POOLER, encoder_fields, encoder_rules, masked_lm_rules
 from transformer.zoo.family import Family, Head, Variant
 from transformer.zoo.fields import Codec, Fixed, Labels
 
 UNUSED_ROWS = 2
 """of a position table: positions count from the padding id, which is 1, plus 1"""
-
-
-@dataclass(frozen=True)
-class WithoutFirst(Relation):
-    """The first `rows` of the tensor stand for no position: cut off, and zeros where it is written."""
-
-    rows: int
-
-    def tensor_shapes(self, shapes: Sequence[Shape]) -> list[Shape]:
-        return [(length + self.rows, *rest) for length, *rest in shapes]
-
-    def load(self, tensors: Sequence[np.ndarray], shapes: Sequence[Shape]) -> list[np.ndarray]:
-        return [tensor[self.rows :] for tensor in tensors]
-
-    def save(self, parameters: Sequence[np.ndarray]) -> list[np.ndarray]:
-        return [
-            np.concatenate([np.zeros_like(table, shape=(self.rows, *table.shape[1:])), table]) for table in parameters
-        ]
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import numpy as np
 
 from transformer.config import Patches, TransformerConfig
 from transformer.models import VisionClassifier
-from transformer.weights.rules import MERGED, Relation, Rule, Shape, linear, norm
+from transformer.weights.rules import MERGED, Relation, Row, Rule, Shape, linear, norm
 from transformer.zoo.family import Family, Head, Variant
 from transformer.zoo.fields import ACTIVATIONS, Codec, Field, FieldError, Labels, Unread
 
@@ -27,22 +27,6 @@ class Convolution(Relation):
 
     def save(self, parameters: Sequence[np.ndarray]) -> list[np.ndarray]:
         return [np.moveaxis(parameter, (-1, -2), (0, 1)) for parameter in parameters]
-
-
-@dataclass(frozen=True)
-class Row(Relation):
-    """The tensor has `axes` more axes in front, of size 1."""
-
-    axes: int
-
-    def tensor_shapes(self, shapes: Sequence[Shape]) -> list[Shape]:
-        return [(1,) * self.axes + shape for shape in shapes]
-
-    def load(self, tensors: Sequence[np.ndarray], shapes: Sequence[Shape]) -> list[np.ndarray]:
-        return [tensor.reshape(shape) for tensor, shape in zip(tensors, shapes, strict=True)]
-
-    def save(self, parameters: Sequence[np.ndarray]) -> list[np.ndarray]:
-        return [parameter[(None,) * self.axes] for parameter in parameters]
 
 
 @dataclass(frozen=True)
