@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,8 +34,8 @@ class Convert(ModelCommand):
 def main(arguments: Sequence[str]) -> None:
     """Prints the files that were written."""
     command = parse(Convert, "convert", arguments)
-    if command.max_shard_gib <= 0:
-        raise ConfigError(f"--max-shard-gib must be above 0, got {command.max_shard_gib}.")
+    if not 0 < command.max_shard_gib < math.inf:
+        raise ConfigError(f"--max-shard-gib must be a number above 0, got {command.max_shard_gib}.")
     from transformer.inference import export
 
     opened = command.load()

@@ -22,6 +22,7 @@ _REMEDIES = {
     errno.EROFS: "Name a place that can be written.",
     errno.EACCES: "Change its permissions, or name another place.",
     errno.EPERM: "Change its permissions, or name another place.",
+    errno.EEXIST: "Name another one.",
     errno.ENOENT: "Check the name.",
     errno.ENOTDIR: "Name a directory.",
     errno.EISDIR: "Name a file.",

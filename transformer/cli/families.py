@@ -45,11 +45,12 @@ def main(arguments: Sequence[str]) -> None:
     if command.markdown:
         print(markdown())
         return
+    width = max(len(name) for family in ENTRIES.values() for name in family.variants)
     for family in ENTRIES.values():
         kinds = dict.fromkeys(head.model.__name__ for head in family.heads.values())
         print(f"{family.title} ({', '.join(kinds)}). {family.citation}")
         for name, variant in family.variants.items():
-            print(f"  {name:24} {size(variant.parameters):>7}  {variant.hub}")
+            print(f"  {name:{width}} {size(variant.parameters):>7}  {variant.hub}")
 
 
 def markdown() -> str:

@@ -15,6 +15,7 @@ from transformer.generate import Sampling, generate
 from transformer.models import Seq2Seq
 
 if TYPE_CHECKING:
+    from transformer.data import Tokenizer
     from transformer.inference import Opened
 
 
@@ -167,7 +168,15 @@ def continue_texts(
             )
             for number, row in zip(numbers, rows, strict=True):
                 texts[number] = texts[number].grown(row, wanted)
-    return [Written(text.prompt, tokenizer.decode(text.new), text.ended) for text in texts]
+    return [Written(text.prompt, _went_on(tokenizer, text), text.ended) for text in texts]
+
+
+def _went_on(tokenizer: Tokenizer, text: _Text) -> str:
+    """What was written, as it stands behind the prompt: of a text alone some decoders take the first blank away."""
+    before = tokenizer.decode(text.ids[: len(text.ids) - len(text.new)])
+    whole = tokenizer.decode(text.ids)
+    # Where the prompt ends within a character, the two don't begin alike.
+    return whole[len(before) :] if whole.startswith(before) else tokenizer.decode(text.new)
 
 
 def shown(text: str) -> str:

@@ -29,6 +29,16 @@ def check_choices(config: object, **kinds: object) -> None:
         check_choice(field, getattr(config, field), kind.__args__)
 
 
+def check_flags(config: object, *fields: str) -> None:
+    """Raises ConfigError unless each field is None (where its default is), True or False."""
+    for field in fields:
+        value = getattr(config, field)
+        if value is None and type(config).__dataclass_fields__[field].default is None:
+            continue
+        if not isinstance(value, bool):
+            raise ConfigError(f"{field} must be true or false, got {value!r}.")
+
+
 def check_whole(config: object, *fields: str, least: int = 1) -> None:
     """Raises ConfigError unless each field is None (where its default is) or a whole number of at least `least`."""
     for field in fields:

@@ -10,6 +10,7 @@ from transformer.config.checks import (
     ConfigError,
     check_choice,
     check_choices,
+    check_flags,
     check_positive,
     check_range,
     check_whole,
@@ -163,6 +164,9 @@ class TransformerConfig:
     def __post_init__(self):
         check_choices(self, activation=FeedForwardActivation, norm=Norm, norm_position=NormPosition, position=Position)
         check_choices(self, pooling=Pooling, dtype=Dtype, param_dtype=Dtype, qk_norm_scope=NormScope)
+        check_flags(self, "gated", "use_bias", "final_norm", "embedding_norm", "scale_embeddings", "tie_embeddings")
+        check_flags(self, "output_bias", "qk_norm", "attention_sinks", "causal", "normalize_embeddings")
+        check_flags(self, "position_table_per_layer")
         for projection in self.attention_biases or ():
             check_choice("attention_biases", projection, Projection.__args__)
         check_whole(self, "vocab_size", "source_vocab_size", "d_model", "num_layers", "num_encoder_layers")

@@ -5,7 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from transformer.config.checks import ConfigError, check_choices, check_positive, check_range, check_whole
+from transformer.config.checks import (
+    ConfigError,
+    check_choices,
+    check_flags,
+    check_positive,
+    check_range,
+    check_whole,
+)
 
 Activation = Literal["relu", "gelu_tanh", "gelu_erf", "silu", "tanh"]
 FeedForwardActivation = Literal[Activation, "swiglu_clamped"]
@@ -101,6 +108,7 @@ class MoE:
         check_choices(self, scoring=Literal["softmax", "sigmoid"])
         check_whole(self, "num_groups", "top_groups")
         check_positive(self, "weights_scale")
+        check_flags(self, "normalize_weights", "router_bias", "selection_bias")
         if self.top_k > self.num_experts:
             raise ConfigError(f"top_k ({self.top_k}) must be at most num_experts ({self.num_experts}). Change one.")
         if self.top_k == 1 and self.normalize_weights:

@@ -17,6 +17,8 @@ MAX_BYTES = 64 * 2**20
 # Beside tokenizer.json: what names special tokens, and what gives their ids.
 _NAMING = ("tokenizer_config.json", "special_tokens_map.json")
 _NUMBERING = ("generation_config.json", "config.json")
+FILES = (TOKENIZER_FILE, *_NAMING, *_NUMBERING)
+"""what is read of a checkpoint's directory"""
 # Files of tokenizers that are not read here; transformers converts them.
 _OTHERS = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "source.spm", "vocab.json", "vocab.txt")
 
@@ -264,7 +266,7 @@ def load_pretrained_tokenizer(directory: str | os.PathLike, vocab_size: int | No
     """
     directory = Path(directory)
     files = {}
-    for name in (TOKENIZER_FILE, *_NAMING, *_NUMBERING):
+    for name in FILES:
         path = directory / name
         if path.exists():
             if not path.is_file() or path.stat().st_size > MAX_BYTES:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 
 from transformer.config import ConfigError
 from transformer.models import Seq2Seq
@@ -69,11 +70,21 @@ class Opened:
 
     @property
     def labels(self) -> list[str]:
-        """Names of a classifier's classes, by number; none where nobody named them."""
+        """Names of a classifier's classes, by number; none where nobody named them. ConfigError: not one for each."""
         if self.run is not None:
             return list(self.run.recipe.data.labels) if self.run.recipe.task == "classifier" else []
         named = {} if self.pretrained is None else self.pretrained.fields.get("id2label") or {}
-        return [str(named[key]) for key in sorted(named, key=int)]
+        classes = self.model.config.num_classes
+        if not named or classes is None:
+            return []
+        numbers = [str(i) for i in range(classes)]
+        names = [str(named[key]) for key in numbers if key in named] if isinstance(named, dict) else []
+        if len(named) != classes or len(set(names)) != classes:
+            raise ConfigError(
+                f"id2label in {self.directory}/config.json must give each of the classes 0 to {classes - 1} a name of "
+                f"its own, got {named!r:.200}. Correct it."
+            )
+        return names
 
     def place(self) -> dict[str, Any]:
         """Where it came from, as JSON values."""
@@ -122,9 +133,20 @@ def open_model(
     if step != "best":
         raise ConfigError(f"{source} is no workdir of a run: it holds one set of weights, and no step {step}.")
     found = load_pretrained(source, **options)
-    context = found.model.config.max_length or found.fields.get("max_position_embeddings")
+    context = found.model.config.max_length or _told_context(found)
     begin = found.fields.get("decoder_start_token_id")
     return Opened(found.model, found.params, found.directory, found.tokenizer, context, begin, pretrained=found)
+
+
+def _told_context(found: Pretrained) -> int | None:
+    """max_position_embeddings, which a model without a table of positions does not need."""
+    length = found.fields.get("max_position_embeddings")
+    if length is not None and (type(length) is not int or length < 1):
+        raise ConfigError(
+            f"max_position_embeddings in {found.directory}/config.json must be a whole number of at least 1, got "
+            f"{length!r:.80}. Correct it."
+        )
+    return length
 
 
 def load(source: str | os.PathLike, **options: Any) -> tuple[nn.Module, Any]:
@@ -145,6 +167,27 @@ def save(model: nn.Module, params: Any, directory: str | os.PathLike, **options:
     return save_pretrained(model, params, directory, **options)
 
 
+def _cast(model: nn.Module, params: Any) -> Any:
+    """The parameters in the types that the model has them in; those that only float32 can hold stay."""
+    from transformer.zoo import abstract_params
+
+    beyond = []
+
+    def cast(path: tuple, leaf: jax.Array, wanted: jax.ShapeDtypeStruct) -> jax.Array:
+        result = leaf.astype(wanted.dtype)
+        if not jnp.isfinite(result).all() and jnp.isfinite(leaf).all():
+            beyond.append("/".join(str(key.key) for key in path))
+        return result
+
+    result = jax.tree_util.tree_map_with_path(cast, params, abstract_params(model))
+    if beyond:
+        raise ConfigError(
+            f"numbers of {', '.join(beyond[:10])} are larger than {model.config.param_dtype} can hold. Take another "
+            f"dtype, such as bfloat16."
+        )
+    return result
+
+
 def export(
     opened: Opened,
     directory: str | os.PathLike,
@@ -160,7 +203,8 @@ def export(
         dtype: of the numbers; None: as they are.
 
     Raises:
-        ConfigError: no family has all of it; the message names what has no counterpart.
+        ConfigError: no family has all of it; the message names what has no counterpart. Or numbers that the dtype
+            can't hold.
         WeightsError: the directory is not empty.
     """
     from transformer.data.tokenizer_files import as_pretrained
@@ -169,7 +213,7 @@ def export(
     model, params, kept = opened.model, opened.params, {}
     if dtype is not None:
         model = model.clone(config=model.config.replace(dtype=dtype, param_dtype=dtype))
-        params = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
+        params = _cast(model, params)
     if opened.run is not None:
         model, params = with_plain_embeddings(model, params)
     if opened.pretrained is not None:

@@ -74,12 +74,24 @@ class Class:
 
 
 def classify(opened: Opened, texts: Sequence[str]) -> list[Class]:
-    """The likeliest class of each text. ConfigError: the model is no classifier. ValueError as `embed`."""
+    """The likeliest class of each text.
+
+    Raises:
+        ConfigError: the model is no classifier, or one whose outputs are no probabilities of one class among several.
+        ValueError: as `embed`.
+    """
     model = _reading(opened)
     if not isinstance(model, Classifier):
         raise ConfigError(
             f"{opened.directory} holds a model of the kind {type(model).__name__}, which knows no classes. Give a "
             f"classifier, or train one: configs/finetune_classifier.py."
+        )
+    problem = None if opened.pretrained is None else opened.pretrained.fields.get("problem_type")
+    if model.config.num_classes == 1 or problem in ("regression", "multi_label_classification"):
+        told = "" if problem is None else f" (problem_type {problem})"
+        raise ConfigError(
+            f"{opened.directory} does not choose one of several classes: it has {model.config.num_classes} "
+            f"outputs{told}, each for itself. Load it (transformer.load) and read its logits."
         )
     names = opened.labels or [str(i) for i in range(model.config.num_classes)]
 
@@ -216,6 +228,12 @@ def _encode(opened: Opened, texts: Sequence[str], limit: int | None = None) -> l
         both = getattr(tokenizer, "encode_model", None)
         ids, types = both(text) if both else (tokenizer.encode_source(text), [])
         types = types or [0] * len(ids)
+        known = opened.model.config.token_types
+        if known is not None and max(types, default=0) >= known:
+            raise ValueError(
+                f"text {number} has the token type {max(types)}, but the model knows {known}: tokenizer.json is not "
+                f"that of this model. Get both anew."
+            )
         if not ids:
             raise ValueError(f"text {number} is empty ({text!r}): give at least one word or character.")
         if len(ids) > limit:

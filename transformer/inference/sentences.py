@@ -36,7 +36,7 @@ def sentence_settings(directory: Path) -> SentenceSettings:
     """What modules.json and the files that it names say; the mean over real tokens where there are none.
 
     Raises:
-        ConfigError: a module or a kind of pooling that is not built here.
+        ConfigError: a module or a kind of pooling that is not built here, or a value that can't be.
         WeightsError: a file that can't be read.
     """
     files = WeightFiles(directory)
@@ -45,12 +45,20 @@ def sentence_settings(directory: Path) -> SentenceSettings:
         return SentenceSettings()
     settings: dict[str, Any] = {}
     for module in modules:
-        kind, path = str(module["type"]).rpartition(".")[2], module.get("path") or ""
+        named = module if isinstance(module, dict) else {}
+        kind, path = named.get("type"), named.get("path", "")
+        if not isinstance(kind, str) or not isinstance(path, str):
+            raise ConfigError(
+                f"modules.json in {directory} must hold objects with a type and a path, got {module!r:.80}. Get it "
+                f"anew."
+            )
+        kind = kind.rpartition(".")[2]
         match kind:
             case "Transformer":
                 settings |= _transformer(files.json(f"{path}/sentence_bert_config.json".lstrip("/")) or {})
             case "Pooling":
-                settings["pooling"] = _pooling(files.json(f"{path}/config.json") or {}, path)
+                values = files.json(f"{path}/config.json") or {}
+                settings |= {"pooling": _pooling(values, path), "include_prompt": values.get("include_prompt", True)}
             case "Normalize":
                 settings["normalize"] = True
             case _:
@@ -59,11 +67,23 @@ def sentence_settings(directory: Path) -> SentenceSettings:
                     f"Transformer, Pooling and Normalize. Its vectors can't be made as its authors meant them."
                 )
     settings["prompt"] = _prompt(files.json("config_sentence_transformers.json") or {})
+    if settings["prompt"] and not settings.pop("include_prompt", True):
+        raise ConfigError(
+            f"{directory} leaves its prompt out of the pooling (include_prompt is false), which is not built here: its "
+            f"vectors can't be made as its authors meant them."
+        )
+    settings.pop("include_prompt", None)
     return SentenceSettings(**settings)
 
 
 def _transformer(values: dict[str, Any]) -> dict[str, Any]:
-    return {"max_length": values.get("max_seq_length"), "lower_case": bool(values.get("do_lower_case"))}
+    length = values.get("max_seq_length")
+    if length is not None and (type(length) is not int or length < 1):
+        raise ConfigError(
+            f"max_seq_length in sentence_bert_config.json must be a whole number of at least 1, got {length!r:.80}. "
+            f"Correct it."
+        )
+    return {"max_length": length, "lower_case": bool(values.get("do_lower_case"))}
 
 
 def _pooling(values: dict[str, Any], path: str) -> Pooling:
@@ -73,7 +93,7 @@ def _pooling(values: dict[str, Any], path: str) -> Pooling:
     else:
         asked = [name for name, value in values.items() if name.startswith("pooling_mode_") and value is True]
         known = _POOLINGS
-    if len(asked) != 1 or asked[0] not in known:
+    if len(asked) != 1 or asked[0] not in list(known):
         raise ConfigError(
             f"{path}/config.json asks for pooling by {', '.join(map(str, asked)) or 'nothing'}: there are "
             f"{', '.join(known)} here, one of them."
@@ -82,5 +102,12 @@ def _pooling(values: dict[str, Any], path: str) -> Pooling:
 
 
 def _prompt(values: dict[str, Any]) -> str:
-    name = values.get("default_prompt_name")
-    return "" if name is None else str(values.get("prompts", {}).get(name, ""))
+    name, prompts = values.get("default_prompt_name"), values.get("prompts")
+    if name is None:
+        return ""
+    if not isinstance(name, str) or not isinstance(prompts, dict) or not isinstance(prompts.get(name), str):
+        raise ConfigError(
+            f"config_sentence_transformers.json asks for the prompt {name!r:.80}, but prompts is {prompts!r:.80}. "
+            f"Correct it."
+        )
+    return prompts[name]

@@ -121,6 +121,17 @@ class WeightFiles:
             np.not_equal(raw, 0, out=array.reshape(-1))
         return array
 
+    def place(self, filename: str) -> Path | None:
+        """The path of an optional file of the directory, None if it is missing. WeightsError: a link that leads out of
+        the directory or nowhere, or no regular file.
+        """
+        if not os.path.lexists(self.directory / filename):
+            return None
+        try:
+            return self._regular(filename)
+        except ValueError as error:
+            raise self._error(str(error)) from None
+
     def json(self, filename: str, expected: type[dict] | type[list] = dict) -> Any:
         """An optional JSON file of the directory ("1_Pooling/config.json"), a tree of plain values; None if missing.
 

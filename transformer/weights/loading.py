@@ -10,6 +10,7 @@ from typing import Any
 
 import flax.traverse_util
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from transformer.weights.files import WeightFiles, WeightsError, first_non_finite
@@ -39,7 +40,7 @@ def check_complete(
     ignored: Sequence[str] = (),
     copies: Mapping[str, str] | None = None,
 ) -> None:
-    """Raises WeightsError with everything that is missing, unexpected or of a wrong shape.
+    """Raises WeightsError with everything that is missing, unexpected, of a wrong shape, or no real numbers.
 
     Args:
         shapes: of the parameters, by path.
@@ -68,6 +69,11 @@ def check_complete(
         "missing": [name + _nearest(name, unexpected) for name in missing],
         "not understood": unexpected,
         "of a wrong shape": misshapen,
+        "no real numbers": [
+            f"{name} of {files.tensors[name].dtype}"
+            for name in expected
+            if name in files.tensors and files.tensors[name].dtype.kind in "biuc"
+        ],
         "not what config.json says": unequal,
     }
     told = [f"{len(found)} {what}: {_listed(found)}" for what, found in faults.items() if found]
@@ -101,7 +107,7 @@ def load_params(
     One tensor and, on CPU, no second copy of anything is held beside the parameters; on other devices one parameter.
 
     Raises:
-        WeightsError: a tensor that holds NaN or infinity, all of them by name.
+        WeightsError: a tensor that holds NaN or infinity, or what the dtype can't hold, all of them by name.
     """
     dtypes = dtype if isinstance(dtype, Mapping) else dict.fromkeys(shapes, dtype)
     waiting: dict[str, int] = {}
@@ -110,6 +116,7 @@ def load_params(
     buffers: dict[str, np.ndarray] = {}
     params: dict[str, jax.Array] = {}
     broken: list[str] = []
+    beyond: list[str] = []
     # By parameter, so that few of them are unfinished at a time.
     for one in sorted(links, key=lambda one: one.targets[0].path):
         tensors = [files.read(name) for name in one.tensors]
@@ -121,6 +128,8 @@ def load_params(
             if buffer is None:
                 buffer = buffers[target.path] = aligned(shapes[target.path], dtypes[target.path])
             _fill(buffer[target.index], part)
+            if overflows(part.dtype, buffer.dtype) and first_non_finite(buffer[target.index]) is not None:
+                beyond.append(f"{', '.join(one.tensors)} ({buffer.dtype})")
             waiting[target.path] -= 1
             if not waiting[target.path]:
                 params[target.path] = place(target.path, buffers.pop(target.path))
@@ -129,13 +138,28 @@ def load_params(
             f"{files.directory} holds numbers that are not finite: {_listed(broken)}. The checkpoint is damaged, or "
             f"its training failed: get it again, or take an earlier one."
         )
+    if beyond:
+        raise WeightsError(
+            f"{files.directory} holds numbers that this dtype can't: {_listed(list(dict.fromkeys(beyond)))}. Give "
+            f"another dtype=, such as bfloat16."
+        )
     return flax.traverse_util.unflatten_dict(params, sep="/")
+
+
+def overflows(given: np.dtype, to: np.dtype) -> bool:
+    """Whether finite numbers of one dtype can be infinite as another (but for the few that rounding takes there)."""
+    return float(jnp.finfo(given).max) > 2 * float(jnp.finfo(to).max)
 
 
 def _fill(to: np.ndarray, values: np.ndarray) -> None:
     """to[...] = values. Of a matrix that was turned round a few columns at a time, which takes a fifth of the time: so
     each line of memory that is read is still at hand for the next row.
     """
+    with np.errstate(over="ignore"):  # `load_params` tells of it
+        _copy(to, values)
+
+
+def _copy(to: np.ndarray, values: np.ndarray) -> None:
     turned = values.ndim > 1 and values.size > 2**16 and values.strides[0] < values.strides[-1]
     if not turned:
         to[...] = values

@@ -26,6 +26,7 @@ from transformer.zoo.qwen2 import QWEN2
 from transformer.zoo.qwen3 import QWEN3
 from transformer.zoo.qwen3_moe import QWEN3_MOE
 from transformer.zoo.roberta import ROBERTA
+from transformer.zoo.starcoder2 import STARCODER2
 from transformer.zoo.t5 import T5
 from transformer.zoo.umt5 import UMT5
 from transformer.zoo.vit import VIT
@@ -61,6 +62,7 @@ ENTRIES: dict[str, Family] = {
         UMT5,
         WHISPER,
         PATCHTST,
+        STARCODER2,
     )
 }
 """families by name; a model that several can hold is saved as the first of them"""

@@ -18,6 +18,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from transformer.config import ConfigError, Execution, TransformerConfig, nearest
+from transformer.data.pretrained_tokenizer import FILES as TOKENIZER_FILES
 from transformer.data.pretrained_tokenizer import PretrainedTokenizer, load_pretrained_tokenizer
 from transformer.sharding import check_model, parameter_spec
 from transformer.weights.files import WeightFiles, write_weights
@@ -130,7 +131,8 @@ def load_pretrained(
     _check_sizes(files, config)
     model = head.model(config, execution)
     tokenizer = None
-    if (directory / "tokenizer.json").exists():
+    places = [files.place(one) for one in TOKENIZER_FILES]  # of all: none may be a link that leads out
+    if places[0] is not None:
         tokenizer = load_pretrained_tokenizer(directory, config.vocab_size)
     params = _read_params(files, family, name, model, mesh)
     return Pretrained(model, params, family, name, files.config, directory, tokenizer)
