@@ -1,6 +1,8 @@
 """Texts in, vectors, classes and scores out; and the verbs that print them, of weights and of runs."""
 
+import dataclasses
 import json
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -9,9 +11,12 @@ import pytest
 import tokenizers
 from golden import case as golden_case
 from golden import ours
-from tokenizers import models, pre_tokenizers, processors
+from tokenizers import decoders, models, pre_tokenizers, processors
 
 from transformer.__main__ import main
+from transformer.cli.texts import continue_texts
+from transformer.data.pretrained_tokenizer import PretrainedTokenizer
+from transformer.generate import Sampling
 from transformer.inference import SentenceSettings, classify, embed, export, open_model, score, sentence_settings
 from transformer.zoo import load_pretrained
 
@@ -48,6 +53,15 @@ def directories(tmp_path_factory):
         made[name] = ours.write(root / name, records[case])
         write_tokenizer(made[name], pair=name not in ("writer", "translator"))
     return made
+
+
+def changed(directory, tmp_path, file, values):
+    """A copy of a directory with these fields, or this array, in one of its JSON files."""
+    copy = shutil.copytree(directory, tmp_path / "changed")
+    (copy / file).parent.mkdir(exist_ok=True)
+    old = json.loads((copy / file).read_text()) if (copy / file).exists() else {}
+    (copy / file).write_text(json.dumps(old | values if isinstance(values, dict) else values))
+    return copy
 
 
 @pytest.fixture
@@ -120,6 +134,45 @@ class TestEmbed:
         code, _, err = run("embed", directory, "--text", SHORT)
         assert "asks for pooling by pooling_mode_max_tokens" in err
 
+    @pytest.mark.parametrize(
+        ("file", "values", "message"),
+        [
+            ("modules.json", [3], "must hold objects with a type and a path, got 3"),
+            ("modules.json", [{"type": "a.Pooling", "path": [1]}], "must hold objects with a type and a path"),
+            ("sentence_bert_config.json", {"max_seq_length": 0}, "must be a whole number of at least 1, got 0"),
+            ("1/config.json", {"pooling_mode": [1]}, "asks for pooling by [1]: there are cls, mean"),
+            (
+                "1/config.json",
+                {"pooling_mode": "mean", "include_prompt": False},
+                "leaves its prompt out of the pooling",
+            ),
+            (
+                "config_sentence_transformers.json",
+                {"default_prompt_name": "q", "prompts": {}},
+                "asks for the prompt 'q'",
+            ),
+        ],
+    )
+    def test_files_that_say_what_can_t_be(self, directories, run, tmp_path, file, values, message):
+        directory = changed(directories["encoder"], tmp_path, file, values)
+        modules = [{"type": "a.Transformer", "path": ""}, {"type": "a.Pooling", "path": "1"}]
+        prompt = {"default_prompt_name": "q", "prompts": {"q": "the "}}
+        others = {"modules.json": modules, "1/config.json": {"pooling_mode": "mean"}}
+        for name, content in (others | {"config_sentence_transformers.json": prompt}).items():
+            if name != file:
+                (directory / name).parent.mkdir(exist_ok=True)
+                (directory / name).write_text(json.dumps(content))
+        code, lines, err = run("embed", directory, "--text", SHORT)
+        assert (code, lines) == (2, [])
+        assert message in err
+
+    @pytest.mark.parametrize("length", [-1, 0, 3.5, "many"])
+    def test_a_context_that_can_t_be(self, tmp_path, length):
+        record = golden_case.golden("llama")["lm"]
+        fields = record["config"] | {"max_position_embeddings": length}
+        with pytest.raises(ValueError, match=f"max_position_embeddings in .* at least 1, got {length!r}"):
+            open_model(ours.write(tmp_path / "odd", record | {"config": fields}))
+
 
 class TestClassify:
     def test_probabilities_are_those_of_the_model(self, directories, run):
@@ -139,6 +192,31 @@ class TestClassify:
         code, _, err = run("classify", directories["writer"], "--text", SHORT)
         assert code == 2
         assert "holds a model of the kind CausalLM, which knows no classes" in err
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"id2label": {"0": "a", "1": "a", "2": "b"}}, "must give each of the classes 0 to 2 a name of its own"),
+            ({"id2label": {"0": "a", "1": "b", "7": "c"}}, "must give each of the classes 0 to 2 a name of its own"),
+            ({"id2label": ["a", "b", "c"]}, "must give each of the classes 0 to 2 a name of its own, got ['a', "),
+            ({"problem_type": "multi_label_classification"}, "does not choose one of several classes: it has 3 "),
+            ({"problem_type": "regression"}, "outputs (problem_type regression), each for itself"),
+        ],
+    )
+    def test_names_and_purpose_are_those_of_classes(self, directories, run, tmp_path, changes, message):
+        directory = changed(directories["classifier"], tmp_path, "config.json", changes)
+        code, lines, err = run("classify", directory, "--text", SHORT)
+        assert (code, lines) == (2, [])
+        assert message in err
+
+    def test_token_types_that_the_model_has_not(self, directories, run, tmp_path):
+        tokenizer = json.loads((directories["classifier"] / "tokenizer.json").read_text())
+        for part in tokenizer["post_processor"]["single"]:
+            next(iter(part.values()))["type_id"] = 2
+        directory = changed(directories["classifier"], tmp_path, "tokenizer.json", tokenizer)
+        code, _, err = run("classify", directory, "--text", SHORT)
+        assert code == 2
+        assert "text 0 has the token type 2, but the model knows 2" in err
 
 
 class TestScore:
@@ -188,6 +266,26 @@ class TestGenerate:
         assert found["architecture"] in ("GPT2LMHeadModel", "T5ForConditionalGeneration")
         assert found["results"][0]["prompt"] == SHORT
 
+    def test_a_blank_between_prompt_and_what_follows(self, directories):
+        """Decoders such as Metaspace take the first blank of a text away."""
+        library = tokenizers.Tokenizer(models.WordLevel({"<unk>": 0, "▁the": 1, "▁cat": 2}, unk_token="<unk>"))
+        library.pre_tokenizer, library.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+        tokenizer = PretrainedTokenizer({"tokenizer.json": library.to_str().encode()}, 37)
+        opened = dataclasses.replace(open_model(directories["writer"]), vocabulary=tokenizer)
+        params = jax.tree.map(jnp.zeros_like, opened.params)
+        table = params["embedding"]["embedding"]
+        params["embedding"]["embedding"] = table.at[2].set(1.0)
+        params["decoder"]["final_norm"]["bias"] = jnp.ones_like(params["decoder"]["final_norm"]["bias"])
+        opened = dataclasses.replace(opened, params=params)  # always the token 2
+        (found,) = continue_texts(opened, ["the cat"], max_new_tokens=2, sampling=Sampling(temperature=0.0), seed=0)
+        assert found.output == " cat cat"
+
+    def test_an_encoder_decoder_without_a_first_token(self, directories, run, tmp_path):
+        directory = changed(directories["translator"], tmp_path, "config.json", {"decoder_start_token_id": None})
+        code, _, err = run("generate", directory, "--prompt", SHORT)
+        assert code == 2
+        assert "names no decoder_start_token_id, with which a target begins. Add it." in err
+
     def test_an_encoder_writes_nothing(self, directories, run):
         code, _, err = run("generate", directories["encoder"], "--prompt", SHORT)
         assert code == 2
@@ -211,6 +309,21 @@ class TestConvert:
         assert code == 2
         assert "half" in err
 
+    def test_what_a_type_can_t_hold(self, directories):
+        opened = open_model(directories["encoder"])
+        params = jax.tree.map(lambda leaf: leaf, opened.params)
+        params["embedding"]["embedding"] = params["embedding"]["embedding"] * 1e6
+        opened = dataclasses.replace(opened, params=params)
+        with pytest.raises(ValueError, match="numbers of embedding/embedding are larger than float16 can hold"):
+            export(opened, directories["encoder"].with_name("narrow"), dtype="float16")
+        assert not directories["encoder"].with_name("narrow").exists()
+
+    @pytest.mark.parametrize("size", ["nan", "inf", "0"])
+    def test_sizes_of_files_are_numbers_above_zero(self, directories, run, tmp_path, size):
+        code, _, err = run("convert", directories["encoder"], tmp_path / "out", "--max-shard-gib", size)
+        assert code == 2
+        assert "--max-shard-gib must be a number above 0, got" in err
+
 
 class TestList:
     def test_families_variants_sizes(self, run):
@@ -219,6 +332,14 @@ class TestList:
         assert any(line.split() == ["gpt2", "124M", "openai-community/gpt2"] for line in lines)
         code, lines, _ = run("list", "--json")
         assert json.loads("\n".join(lines))["llama"]["variants"]["llama-3.1-8b"]["parameters"] == 8_030_261_248
+
+
+@pytest.mark.parametrize(("name", "use"), [("encoder", embed), ("classifier", classify), ("writer", score)])
+def test_numbers_that_are_not_finite_are_no_result(directories, name, use):
+    opened = open_model(directories[name])
+    opened = dataclasses.replace(opened, params=jax.tree.map(lambda leaf: jnp.full_like(leaf, jnp.inf), opened.params))
+    with pytest.raises(ValueError, match=r"numbers of text 0 that are not finite: .* holds float32"):
+        use(opened, [SHORT])
 
 
 def test_no_tokenizer_is_said_where_one_is_needed(directories, run, tmp_path):

@@ -93,7 +93,11 @@ def encode(run: Opened, text: str, what: str) -> list[int]:
 def translate(
     run: Opened, prompts: Sequence[str], *, max_new_tokens: int, sampling: Sampling, seed: int
 ) -> list[Written]:
-    """The target that an encoder-decoder writes for each source."""
+    """The target that an encoder-decoder writes for each source. ConfigError: nothing says what it begins with."""
+    if run.bos_id is None:
+        raise ConfigError(
+            f"config.json in {run.directory} names no decoder_start_token_id, with which a target begins. Add it."
+        )
     tokenizer, limit = run.tokenizer, run.model.config.max_length
     sources = [encode_prompt(run, prompt) for prompt in prompts]
     most = max_new_tokens if limit is None else min(max_new_tokens, limit - 1)

@@ -53,6 +53,7 @@ class RotaryScaling:
         check_choices(self, kind=Literal["linear", "llama3", "yarn"])
         check_range(self, 1.0, float("inf"), "factor")
         check_whole(self, "original_length")
+        check_flags(self, "truncate")
         check_positive(self, "low_frequency_factor", "high_frequency_factor", "beta_fast", "beta_slow")
         check_positive(self, "attention_factor")
         if self.high_frequency_factor <= self.low_frequency_factor:

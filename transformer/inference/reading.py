@@ -38,7 +38,7 @@ def embed(opened: Opened, texts: Sequence[str], settings: SentenceSettings | Non
 
     Raises:
         ConfigError: a model that reads no text.
-        ValueError: a text that the tokenizer can't read, or one without tokens.
+        ValueError: a text that the tokenizer can't read, or one without tokens; or numbers that are not finite.
     """
     model, settings = _reading(opened), settings or SentenceSettings()
     prepared = [settings.prompt + (text.lower() if settings.lower_case else text) for text in texts]
@@ -60,7 +60,7 @@ def embed(opened: Opened, texts: Sequence[str], settings: SentenceSettings | Non
             return pooled
         return pooled / jnp.maximum(jnp.linalg.norm(pooled, axis=-1, keepdims=True), 1e-12)
 
-    return np.stack(_batched(opened, encoded, vectors))
+    return np.stack([_finite(opened, number, row) for number, row in enumerate(_batched(opened, encoded, vectors))])
 
 
 @dataclass(frozen=True)
@@ -102,8 +102,8 @@ def classify(opened: Opened, texts: Sequence[str]) -> list[Class]:
 
     rows = _batched(opened, _encode(opened, texts), probabilities)
     found = []
-    for row in rows:
-        best = int(row.argmax())
+    for number, row in enumerate(rows):
+        best = int(_finite(opened, number, row).argmax())
         every = {name: float(p) for name, p in zip(names, row, strict=True)}
         found.append(Class(names[best], float(row[best]), every))
     return found
@@ -130,7 +130,7 @@ def score(opened: Opened, texts: Sequence[str], sources: Sequence[str] | None = 
 
     Raises:
         ConfigError: a model that gives no such probabilities, or sources where there must be (none).
-        ValueError: a text with nothing to predict, or that the tokenizer can't read.
+        ValueError: a text with nothing to predict, or that the tokenizer can't read; or numbers that are not finite.
     """
     model = _reading(opened)
     if isinstance(model, Seq2Seq):
@@ -147,7 +147,10 @@ def score(opened: Opened, texts: Sequence[str], sources: Sequence[str] | None = 
         logits = model.apply({"params": params}, tokens[:, :-1], mask=Mask.lengths(jnp.maximum(lengths - 1, 0)))
         return _of_targets(logits, tokens[:, 1:])
 
-    return [_score_one(opened, text, likelihoods) for text in texts]
+    scores = [_score_one(opened, text, likelihoods) for text in texts]
+    for number, one in enumerate(scores):
+        _finite(opened, number, np.asarray(one.log_likelihood))
+    return scores
 
 
 def _score_one(opened: Opened, text: str, likelihoods: Callable) -> Score:
@@ -192,8 +195,20 @@ def _score_targets(opened: Opened, model: Seq2Seq, texts: Sequence[str], sources
             raise ValueError("the text is empty: there is nothing to predict.")
         ids = _padded([tokenizer.encode_source(source)])
         row = likelihoods(opened.params, *ids, jnp.asarray([target], jnp.int32))
-        scores.append(Score(float(np.asarray(row, np.float64).sum()), len(target) - 1))
+        total = _finite(opened, len(scores), np.asarray(row, np.float64).sum())
+        scores.append(Score(float(total), len(target) - 1))
     return scores
+
+
+def _finite(opened: Opened, number: int, row: np.ndarray) -> np.ndarray:
+    """What was computed of a text, when all of it is finite. ValueError else."""
+    if not np.isfinite(row).all():
+        raise ValueError(
+            f"the model computed numbers of text {number} that are not finite: {opened.directory} holds "
+            f"{opened.model.config.param_dtype}, beyond which its activations may be. Convert it to another type "
+            f"(python -m transformer convert ... --dtype float32) and take that."
+        )
+    return row
 
 
 def _of_targets(logits: jax.Array, targets: jax.Array) -> jax.Array:

@@ -202,15 +202,17 @@ class WeightFiles:
             return {}, wrong
         tensors: dict[str, TensorInfo] = {}
         problems = []
-        for shard in sorted(set(weight_map.values())):
+        by_shard: dict[str, list[str]] = {}
+        for name, shard in weight_map.items():
+            by_shard.setdefault(shard, []).append(name)
+        for shard, told in sorted(by_shard.items()):
             found, faults = self._tensors_of(shard)
             problems += faults
             for name in sorted(found.keys() & tensors.keys()):
                 problems.append(f"tensor {name!r} is in two files, {tensors[name].file.name} and {shard}")
-            told = {name for name, place in weight_map.items() if place == shard}
-            for name in sorted(told - found.keys()) if not faults else ():
+            for name in sorted(name for name in told if name not in found) if not faults else ():
                 problems.append(f"tensor {name!r} is not in {shard}, where {INDEX_FILE} has it")
-            for name in sorted(found.keys() - weight_map.keys()):
+            for name in sorted(name for name in found if name not in weight_map):
                 problems.append(f"tensor {name!r} of {shard} is not in {INDEX_FILE}")
             tensors |= found
         return tensors, problems

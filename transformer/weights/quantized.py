@@ -128,7 +128,7 @@ class PlainFiles(WeightFiles):
     def __init__(self, files: WeightFiles):
         settings = files.config[FIELD]
         method = settings.get("quant_method") if isinstance(settings, Mapping) else None
-        if method not in METHODS:
+        if not isinstance(method, str) or method not in METHODS:
             raise ConfigError(
                 f"the weights in {files.directory} are quantized by {method or settings!r}, of which there are "
                 f"{', '.join(METHODS)} here. Take the weights that they were made of, or make them plain with "

@@ -28,6 +28,9 @@ MAX_EXPERTS = 100_000
 MAX_NUMBER = 2**31 - 1
 """in a config.json: sizes and places are 32 bits wide where they are computed with"""
 
+MAX_UNKNOWN = 100
+"""fields that are told of, each with the one that it is like"""
+
 _FREE_OF_EXPERTS = {"load_balance_weight": 0.0, "router_z_weight": 0.0}
 
 
@@ -144,7 +147,8 @@ class Family:
             if name not in known and values.get(name, choices[0]) not in choices:
                 faults.append(f"{name} is {values[name]!r}, which changes what is computed and is not built here")
         unknown = sorted(values.keys() - known - FIXED_EVERYWHERE.keys())
-        faults += [f"{name} is not known{nearest(name, known)}" for name in unknown]
+        faults += [f"{name} is not known{nearest(name, known)}" for name in unknown[:MAX_UNKNOWN]]
+        faults += [f"{len(unknown) - MAX_UNKNOWN} more are not known"] if len(unknown) > MAX_UNKNOWN else []
         if faults:
             raise ConfigError(
                 f"config.json of {self.title} is not understood: {'; '.join(faults)}. Fields that are known to change "

@@ -204,7 +204,8 @@ def read_rotary(
     """Base and scaling of `rope_parameters` (or of older files' `rope_scaling` with `rope_theta` put into it); `length`
     stands in for a missing original length. FieldError: a kind that is not built, or fields that are not understood.
     """
-    base = float(parameters.get("rope_theta") or default_base)
+    base = parameters.get("rope_theta")
+    base = float(default_base if base is None else base)
     kind = parameters.get("rope_type", parameters.get("type")) or "default"
     known = {"rope_theta", "rope_type", "type", "partial_rotary_factor"}
     if kind == "default":

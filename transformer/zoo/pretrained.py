@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 from transformer.config import ConfigError, Execution, TransformerConfig, nearest
 from transformer.data.pretrained_tokenizer import FILES as TOKENIZER_FILES
 from transformer.data.pretrained_tokenizer import PretrainedTokenizer, load_pretrained_tokenizer
-from transformer.sharding import check_model, parameter_spec
+from transformer.sharding import AXES, check_model, parameter_spec
 from transformer.weights.files import WeightFiles, write_weights
 from transformer.weights.hub import fetch
 from transformer.weights.loading import (
@@ -191,6 +191,11 @@ def _read_params(files: WeightFiles, family: Family, architecture: str, model: n
     check_complete(files, links, shapes, ignored, copies)
     if mesh is None:
         return load_params(files, links, shapes, dtypes, lambda path, array: jax.device_put(array))
+    if missing := [axis for axis in AXES if axis not in mesh.shape]:
+        raise ConfigError(
+            f"mesh must have the axes {', '.join(AXES)}, got {', '.join(map(str, mesh.shape))}: {', '.join(missing)} "
+            f"missing. Make it with transformer.sharding.make_mesh."
+        )
     check_model(model.config, mesh.shape)
 
     def place(path: str, array: np.ndarray) -> jax.Array:
@@ -200,7 +205,10 @@ def _read_params(files: WeightFiles, family: Family, architecture: str, model: n
 
 
 def _check_dtype(dtype: str) -> str:
-    name = str(jnp.dtype(dtype))
+    try:
+        name = str(jnp.dtype(dtype))
+    except TypeError:  # no dtype at all
+        name = None
     if name not in DTYPES:
         raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}.")
     return name
