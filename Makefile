@@ -92,7 +92,7 @@ train: setup
 test: lint
 	@$(IN_VENV) -m pytest -n auto --maxprocesses 4 $(ARGS)
 
-# torch never enters $(VENV). PIP_ARGS may name where its CPU build is, such as an --extra-index-url.
+# torch never enters $(VENV). PIP_ARGS: more words for pip, which may say where the CPU build of torch is.
 PARITY_VENV ?= .venv-parity
 parity:
 	@$(MAKE) --no-print-directory setup VENV='$(PARITY_VENV)' ACCELERATOR=cpu

@@ -135,7 +135,7 @@ class TestMistakes:
             (("x", "--prompt", "--qqq"), "given as --prompt='--qqq'"),
             (("x", "--prompt=--scale"), "there is no directory x."),
             (("--scale", "--output"), "--output"),
-            ((), "WORKDIR is missing"),
+            ((), "DIR is missing"),
         ],
     )
     def test_wrong_words(self, words, message, fails):

@@ -286,6 +286,23 @@ class TestGenerate:
         assert code == 2
         assert "names no decoder_start_token_id, with which a target begins. Add it." in err
 
+    def test_as_the_authors_want_it_to_write(self, directories, run, tmp_path):
+        """Every target begins with the forced token; a bad word is never written."""
+        words = ("--prompt", SHORT, "--max-new-tokens", 5, "--temperature", 0, "--json")
+        plain = open_model(directories["translator"])
+        directory = changed(directories["translator"], tmp_path, "config.json", {"forced_bos_token_id": 7})
+        opened = open_model(directory)
+        assert opened.target_start == [plain.bos_id, 7]
+        code, lines, _ = run("generate", directory, *words)
+        assert code == 0
+        written = json.loads("\n".join(lines))["results"][0]["output"]
+        (begun,) = opened.tokenizer.tokens(opened.tokenizer.encode(written.split()[0]))[:1]
+        word = opened.tokenizer.encode(begun)[0]
+        (directory / "generation_config.json").write_text(json.dumps({"bad_words_ids": [[word], [1, 2]]}))
+        code, lines, _ = run("generate", directory, *words)
+        assert begun not in json.loads("\n".join(lines))["results"][0]["output"].split()
+        assert open_model(directory).suppressed == (word,)
+
     def test_an_encoder_writes_nothing(self, directories, run):
         code, _, err = run("generate", directories["encoder"], "--prompt", SHORT)
         assert code == 2

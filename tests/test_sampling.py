@@ -148,3 +148,16 @@ def test_low_precision_logits_are_drawn_in_float32():
 def test_values_out_of_range(values, message):
     with pytest.raises(ConfigError, match=message):
         Sampling(**values)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_suppressed_tokens_are_never_chosen(temperature):
+    logits = jnp.asarray([[5.0, 4.0, 3.0, 9.0]] * 2)
+    greedy = sample(logits, jax.random.key(0), Sampling(temperature=0.0, suppress=(3, 0)))
+    assert greedy.tolist() == [1, 1]
+    drawn = [sample(logits, jax.random.key(i), Sampling(temperature=temperature, suppress=(3,))) for i in range(20)]
+    assert 3 not in np.stack(drawn)
+    with pytest.raises(ConfigError, match="ids below 4, the size of the vocabulary, got 4"):
+        sample(logits, jax.random.key(0), Sampling(suppress=(4,)))
+    with pytest.raises(ConfigError, match="suppress must be ids of tokens"):
+        Sampling(suppress=(-1,))

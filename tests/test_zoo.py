@@ -190,3 +190,11 @@ def test_a_trained_model_is_saved_as_the_family_it_equals(tmp_path):
         save_pretrained(odd, params, tmp_path / "odd", family="gpt2")
     assert "norm_position is 'post'" in str(error.value)
     assert "attention_softcap is 3.0" in str(error.value)
+
+
+def test_parameters_that_are_not_finite_are_not_written(tmp_path):
+    loaded, _ = opened(tmp_path, "gpt2", "lm")
+    loaded.params["embedding"]["embedding"] = loaded.params["embedding"]["embedding"].at[3, 1].set(jnp.nan)
+    with pytest.raises(ValueError, match="NaN or infinity, which nobody could load: embedding/embedding"):
+        save_pretrained(loaded.model, loaded.params, tmp_path / "broken")
+    assert not (tmp_path / "broken").exists()

@@ -85,7 +85,7 @@ def _read(command: Inspect, run: Opened) -> tuple[str, str | None, dict[str, lis
     if target is None:
         greedy = Sampling(temperature=0.0)
         target = texts.translate(run, [prompt], max_new_tokens=128, sampling=greedy, seed=0)[0].output
-    return prompt, target, {"source": ids, "target": [run.bos_id, *texts.encode(run, target, "target")]}
+    return prompt, target, {"source": ids, "target": [*run.target_start, *texts.encode(run, target, "target")]}
 
 
 def _watch(model: Any, params: Any, *tokens: Any) -> Any:

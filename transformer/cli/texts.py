@@ -94,21 +94,18 @@ def translate(
     run: Opened, prompts: Sequence[str], *, max_new_tokens: int, sampling: Sampling, seed: int
 ) -> list[Written]:
     """The target that an encoder-decoder writes for each source. ConfigError: nothing says what it begins with."""
-    if run.bos_id is None:
-        raise ConfigError(
-            f"config.json in {run.directory} names no decoder_start_token_id, with which a target begins. Add it."
-        )
+    begin = run.target_start
     tokenizer, limit = run.tokenizer, run.model.config.max_length
     sources = [encode_prompt(run, prompt) for prompt in prompts]
-    most = max_new_tokens if limit is None else min(max_new_tokens, limit - 1)
+    most = max_new_tokens if limit is None else min(max_new_tokens, limit - len(begin))
     rows = generate(
         run.model,
         run.params,
+        [begin] * len(sources),
         sources=sources,
-        bos_id=run.bos_id,
         eos_id=run.eos_ids,
         max_new_tokens=most,
-        sampling=sampling,
+        sampling=dataclasses.replace(sampling, suppress=run.suppressed),
         seed=seed,
     )
     return [Written(prompt, tokenizer.decode(row), len(row) < most) for prompt, row in zip(prompts, rows, strict=True)]
@@ -167,7 +164,7 @@ def continue_texts(
                 [texts[number].piece(context)[0] for number in numbers],
                 eos_id=run.eos_ids,
                 max_new_tokens=wanted,
-                sampling=sampling,
+                sampling=dataclasses.replace(sampling, suppress=run.suppressed),
                 seed=[(seed + 7919 * number + 104_729 * len(texts[number].new)) % 2**32 for number in numbers],
             )
             for number, row in zip(numbers, rows, strict=True):

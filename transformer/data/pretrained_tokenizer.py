@@ -222,6 +222,8 @@ class _SpecialTokens:
         """All tokens that end a text, those that generation uses first."""
         if ids := self._numbered("generation_config.json", "eos"):
             return ids
+        if len(ids := self._numbered("config.json", "eos")) > 1:  # several, of which a name can tell one
+            return ids
         end = self.id_of("eos")
         return () if end is None else (end,)
 

@@ -34,7 +34,12 @@ class Sampling:
     min_p: float | None = None
     """keep tokens at least this share as likely as the likeliest (Nguyen et al. 2024, arXiv 2407.01082)"""
 
+    suppress: tuple[int, ...] = ()
+    """ids of tokens that are never chosen, greedily neither; before all filters"""
+
     def __post_init__(self):
+        if any(not isinstance(i, Integral) or isinstance(i, bool) or i < 0 for i in self.suppress):
+            raise ConfigError(f"suppress must be ids of tokens, whole numbers from 0, got {self.suppress!r}.")
         self._check("temperature", Real, "a finite number of at least 0 (0 is greedy)", lambda x: 0 <= x < math.inf)
         self._check("top_k", Integral, "a whole number of at least 1, or None to keep all tokens", lambda x: x >= 1)
         self._check("top_p", Real, "above 0 and at most 1, or None to keep all tokens", lambda x: 0 < x <= 1)
@@ -67,14 +72,23 @@ class Choice:
     """()"""
     log_min_p: Leaf | None
     """()"""
+    suppressed: Leaf | None = None
+    """(S,), ids"""
     candidates: int | None = field(default=None, metadata={"static": True})
     """how many of the highest logits are sorted; None: none"""
 
     @staticmethod
     def of(sampling: Sampling, vocab_size: int) -> Choice:
-        """The choice that `sampling` makes among `vocab_size` tokens. Filters that keep everything are left out."""
+        """The choice that `sampling` makes among `vocab_size` tokens. Filters that keep everything are left out.
+
+        Raises:
+            ConfigError: a suppressed token that is none of them.
+        """
+        if beyond := [i for i in sampling.suppress if i >= vocab_size]:
+            raise ConfigError(f"suppress must be ids below {vocab_size}, the size of the vocabulary, got {beyond[0]}.")
+        suppressed = np.array(sampling.suppress, np.int32) if sampling.suppress else None
         if sampling.temperature == 0:
-            return Choice(None, None, None, None)
+            return Choice(None, None, None, None, suppressed)
         top_k = None if sampling.top_k is None or sampling.top_k >= vocab_size else int(sampling.top_k)
         top_p = None if sampling.top_p is None or sampling.top_p == 1 else np.float32(sampling.top_p)
         candidates = None if top_p is None else vocab_size
@@ -85,6 +99,7 @@ class Choice:
             top_k=None if top_k is None else np.int32(top_k),
             top_p=top_p,
             log_min_p=np.float32(math.log(sampling.min_p)) if sampling.min_p else None,
+            suppressed=suppressed,
             candidates=candidates,
         )
 
@@ -105,6 +120,8 @@ def choose(logits: Float[Array, "B V"], keys: PRNGKey, choice: Choice) -> Int[Ar
     removes.
     """
     logits = logits.astype(jnp.float32)
+    if choice.suppressed is not None:
+        logits = logits.at[:, choice.suppressed].set(-jnp.inf)
     top = logits.max(-1, keepdims=True)
     if choice.temperature is None:
         tokens = jnp.argmax(logits, -1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -67,6 +67,29 @@ class Opened:
         several = getattr(tokenizer, "eos_ids", None)
         ids = [tokenizer.eos_id] if several is None else list(several)
         return [i for i in ids if i is not None] or None
+
+    @property
+    def target_start(self) -> list[int]:
+        """Tokens with which every target of a Seq2Seq begins. ConfigError: there are none."""
+        if self.bos_id is None:
+            raise ConfigError(
+                f"config.json in {self.directory} names no decoder_start_token_id, with which a target begins. Add it."
+            )
+        forced = self._generation.get("forced_bos_token_id")
+        return [self.bos_id] if forced is None else [self.bos_id, forced]
+
+    @property
+    def suppressed(self) -> tuple[int, ...]:
+        """Tokens that the authors of the weights never want written: `suppress_tokens`, and `bad_words_ids` of one
+        token. (Longer ones are not held back.)
+        """
+        bad = self._generation.get("bad_words_ids") or []
+        single = [ids[0] for ids in bad if isinstance(ids, list) and len(ids) == 1]
+        return tuple(dict.fromkeys([*(self._generation.get("suppress_tokens") or []), *single]))
+
+    @property
+    def _generation(self) -> Mapping[str, Any]:
+        return {} if self.pretrained is None else self.pretrained.generation
 
     @property
     def labels(self) -> list[str]:

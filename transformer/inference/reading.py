@@ -175,10 +175,6 @@ def _score_targets(opened: Opened, model: Seq2Seq, texts: Sequence[str], sources
             f"an encoder-decoder scores a text given its source: {len(texts)} texts need {len(texts)} sources, got "
             f"{given}."
         )
-    if opened.bos_id is None:
-        raise ConfigError(
-            f"config.json in {opened.directory} names no decoder_start_token_id, with which a target begins."
-        )
     tokenizer = opened.tokenizer
     end = list(opened.eos_ids or [])[:1]
 
@@ -190,7 +186,9 @@ def _score_targets(opened: Opened, model: Seq2Seq, texts: Sequence[str], sources
 
     scores = []
     for text, source in zip(texts, sources, strict=True):
-        target = [opened.bos_id, *tokenizer.encode(text), *end]
+        # With what the model was trained to write around a text, which a tokenizer of others adds by itself.
+        ids = [*tokenizer.encode(text), *end] if opened.pretrained is None else tokenizer.encode_source(text)
+        target = [opened.target_start[0], *ids]
         if len(target) < 2:
             raise ValueError("the text is empty: there is nothing to predict.")
         ids = _padded([tokenizer.encode_source(source)])

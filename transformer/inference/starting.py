@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import re
 from collections.abc import Iterable
@@ -73,7 +72,7 @@ def _as_classifier(opened: Opened, recipe: Recipe) -> tuple[TransformerConfig, A
     config = family.read(fields, head).replace(dtype=recipe.model.dtype, param_dtype=recipe.model.param_dtype)
     model = Classifier(config)
     shapes = parameter_shapes(abstract_params(model))
-    links = rename(family.links(model, name, shapes), functools.partial(family.name_in, files.tensors))
+    links = rename(family.links(model, name, shapes), family.names_in(files.tensors))
     there = [one for one in links if all(tensor in files.tensors for tensor in one.tensors)]
     params = load_params(files, there, shapes, config.param_dtype, lambda path, array: jax.device_put(array))
     left = _left(found.params, params, old_transform=config.head_transform != found.model.config.head_transform)

@@ -188,14 +188,18 @@ class Family:
         """The name of a tensor in a file that leaves the prefix out."""
         return name.removeprefix(self.prefix)
 
-    def name_in(self, tensors: Collection[str], name: str) -> str:
-        """What a file with these tensors calls one: without the prefix where none has it, by the old name where it has
+    def names_in(self, tensors: Collection[str]) -> Callable[[str], str]:
+        """What a file with these tensors calls each: without the prefix where none has it, by the old name where it has
         that one alone.
         """
-        if self.prefix and not any(tensor.startswith(self.prefix) for tensor in tensors):
-            name = self.without_prefix(name)
-        old = (name.replace(part, older) for part, older in self.old_names.items())
-        return name if name in tensors else next((one for one in old if one in tensors), name)
+        without_prefix = not any(tensor.startswith(self.prefix) for tensor in tensors)
+
+        def named(name: str) -> str:
+            name = self.without_prefix(name) if without_prefix else name
+            old = (name.replace(part, older) for part, older in self.old_names.items())
+            return name if name in tensors else next((one for one in old if one in tensors), name)
+
+        return named
 
     def links(self, model: Any, architecture: str, shapes: Mapping[str, tuple[int, ...]]) -> list[Link]:
         """The rules applied to this model, whose parameters have these shapes."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import os
 from collections import Counter
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import flax.linen as nn
+import flax.traverse_util
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,7 +21,7 @@ from transformer.config import ConfigError, Execution, TransformerConfig, neares
 from transformer.data.pretrained_tokenizer import FILES as TOKENIZER_FILES
 from transformer.data.pretrained_tokenizer import PretrainedTokenizer, load_pretrained_tokenizer
 from transformer.sharding import AXES, check_model, parameter_spec
-from transformer.weights.files import WeightFiles, write_weights
+from transformer.weights.files import WeightFiles, first_non_finite, write_weights
 from transformer.weights.hub import fetch
 from transformer.weights.loading import (
     check_complete,
@@ -54,6 +54,8 @@ class Pretrained:
     directory: Path
     tokenizer: PretrainedTokenizer | None
     """None: the directory has no tokenizer.json"""
+    generation: Mapping[str, Any]
+    """how its authors want it to write: generation_config.json, or those fields of config.json"""
 
 
 def find_family(values: Mapping[str, Any]) -> Family:
@@ -135,7 +137,8 @@ def load_pretrained(
     if places[0] is not None:
         tokenizer = load_pretrained_tokenizer(directory, config.vocab_size)
     params = _read_params(files, family, name, model, mesh)
-    return Pretrained(model, params, family, name, files.config, directory, tokenizer)
+    generation = files.json("generation_config.json") or files.config
+    return Pretrained(model, params, family, name, files.config, directory, tokenizer, generation)
 
 
 def _is_untied(files: WeightFiles, family: Family, head: Head) -> bool:
@@ -178,7 +181,7 @@ def _read_params(files: WeightFiles, family: Family, architecture: str, model: n
             f"{family.title} has no tensors for these parameters of the model: {', '.join(faults)}. Its config.json "
             f"asks for something that the family doesn't have."
         )
-    named = functools.partial(family.name_in, files.tensors)
+    named = family.names_in(files.tensors)
     links = rename(links, named)
     copies = {named(copy): named(of) for copy, of in family.copies.items()}
     # A file may have a tied tensor under the name of a copy alone.
@@ -280,7 +283,8 @@ def save_pretrained(
         tokenizer: saved beside them.
 
     Raises:
-        ConfigError: no family has all of it, parameters that are not the model's, or fields that are not free.
+        ConfigError: no family has all of it, parameters that are not the model's or not finite, fields that are not
+            free.
         WeightsError: the directory is not empty.
     """
     chosen, architecture, values = choose_family(model, family)
@@ -294,6 +298,12 @@ def save_pretrained(
             if shapes.get(path) != given.get(path)
         )
         raise ConfigError(f"these are not the parameters of this model: {'; '.join(faults[:10])}.")
+    flat = flax.traverse_util.flatten_dict(params, sep="/")
+    if broken := [path for path, leaf in flat.items() if first_non_finite(np.asarray(leaf)) is not None]:
+        raise ConfigError(
+            f"these parameters hold NaN or infinity, which nobody could load: {', '.join(broken[:10])}. Take an "
+            f"earlier checkpoint."
+        )
     links = chosen.links(model, architecture, shapes)
     if faults := uncovered(links, shapes):
         raise ConfigError(f"{chosen.title} has no tensors for {', '.join(faults)}.")
