@@ -164,6 +164,7 @@ def test_la_pizza_walks_through_the_sizes_of_the_paper():
     assert {size.repeats for size in found if "layers" in size.place} == {6}
 
 
+@pytest.mark.slow
 def test_la_sopa_runs_to_its_pictures(tmp_path, capsys):
     """Two steps teach nothing; the whole way is there."""
     module = load("la_sopa")

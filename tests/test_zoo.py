@@ -23,8 +23,8 @@ CASES = [
     for name, case in golden_case.cases(family).items()
     if case.golden
 ]
-# One of each kind of cache and of positions by default; the others are alike and run among the slow tests.
-BY_DEFAULT = {"gpt2", "llama", "gemma3_text", "bloom", "gpt_oss", "deepseek_v3", "t5"}
+# One of each kind of positions, and windows, by default; the others are alike and run among the slow tests.
+BY_DEFAULT = {"gpt2", "gemma3_text", "bloom", "t5"}
 FIRST = [
     pytest.param(
         family, next(iter(golden_case.cases(family))), marks=() if family in BY_DEFAULT else pytest.mark.slow, id=family
