@@ -15,6 +15,20 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
+# Run where there is the extra `zoo` beside them: a model goes out as GPT-2 and comes back.
+OPENING = """
+import jax
+import transformer
+from transformer import CausalLM, TransformerConfig
+
+gpt2 = {"position": "learned", "max_length": 5, "norm_epsilon": 1e-5, "scale_embeddings": False}
+config = TransformerConfig(vocab_size=7, d_model=6, num_heads=2, num_layers=1, activation="gelu_tanh", **gpt2)
+params = CausalLM(config).init(jax.random.key(0), jax.numpy.zeros((1, 1), int))["params"]
+transformer.save(CausalLM(config), params, "saved")
+again = transformer.load("saved")[1]
+print(jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), params, again)))
+"""
+
 # Run where only the base dependencies can be imported: every public name is there, and attention computes.
 PROGRAM = """
 import jax
@@ -100,6 +114,18 @@ def test_import_needs_the_base_dependencies_alone(tmp_path):
     done = run(sys.executable, program, tmp_path, PYTHONPATH=str(ROOT))
     assert done.returncode == 0, done.stderr
     assert done.stdout == "(2, 7, 11) None\n"
+
+
+def test_pretrained_weights_need_the_extra_of_the_zoo_alone(tmp_path):
+    extra = {Requirement(text).name for text in PROJECT["optional-dependencies"]["zoo"]}
+    assert extra == {"huggingface_hub", "tokenizers"}
+    allowed = {canonicalize_name(name) for name in closure(extra)}
+    modules = metadata.packages_distributions()
+    hidden = [name for name in foreign_modules() if not {canonicalize_name(d) for d in modules[name]} & allowed]
+    assert {"grain", "tyro", "safetensors", "tensorflow_datasets"} <= set(hidden)
+    done = run(sys.executable, HIDING.format(hidden=sorted(hidden)) + OPENING, tmp_path, PYTHONPATH=str(ROOT))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "True\n"
 
 
 def test_what_is_hidden_is_not_found(tmp_path):
