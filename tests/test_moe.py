@@ -261,7 +261,7 @@ TOKENS = jax.random.randint(jax.random.key(3), (3, 11), 0, VOCABULARY)
 @pytest.mark.parametrize(
     ("norm_position", "execution"),
     [
-        ("pre", Execution(scan=False)),
+        pytest.param("pre", Execution(scan=False), marks=pytest.mark.slow),
         pytest.param("post", Execution(remat="names"), marks=pytest.mark.slow),
         pytest.param("pre_without_residual", Execution(remat="full"), marks=pytest.mark.slow),
     ],

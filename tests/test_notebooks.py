@@ -149,6 +149,7 @@ assert again.exact_match[""].rate >= 0.99, again.exact_match
 """
 
 
+@pytest.mark.slow
 def test_colab_trains_and_goes_on(execute, folder):
     """Few steps, enough for numbers of two digits; the lock that a lost machine left is in the way."""
     workdir = folder / "runs" / "number_words"
@@ -166,6 +167,7 @@ def test_colab_trains_and_goes_on(execute, folder):
     assert "decoder_cross_layer1.png" in printed(out["attention"])
 
 
+@pytest.mark.slow
 def test_sharding_shows_what_it_promises(execute):
     check = """
 assert count == 8

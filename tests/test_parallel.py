@@ -64,8 +64,7 @@ def alone():
     return get
 
 
-QUICK = {("causal_lm", "fsdp x8"), ("causal_lm", "context x4, data x2")}
-QUICK |= {("seq2seq", "fsdp x2, tensor x2, data x2")}
+QUICK = {("causal_lm", "fsdp x8"), ("seq2seq", "fsdp x2, tensor x2, data x2")}
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,7 @@ def parallel(recipe, **sizes):
     return dataclasses.replace(recipe, parallel=ParallelConfig(**sizes))
 
 
+@pytest.mark.slow
 class TestPmap:
     def test_it_is_the_same_work_as_over_a_mesh(self):
         one, other = (make_plan(parallel(SMALL, kind=kind), CHIPS, jax.devices()) for kind in ("pmap", "mesh"))

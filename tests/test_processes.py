@@ -208,6 +208,7 @@ def test_a_signal_to_one_stops_all(folder):
     assert f"stopped at step {newest}" in told[0]
 
 
+@pytest.mark.slow
 def test_others_that_do_not_come(folder):
     """The first waits for the second, and the second for the first: not for ever, and each says what to do."""
     group = Group(folder, folder / "second", patience=3)

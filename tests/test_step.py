@@ -25,7 +25,9 @@ def run(recipe, batches):
     return state, metrics
 
 
-@pytest.mark.parametrize(("task", "parts"), [("causal_lm", 8), ("causal_lm", 2), ("seq2seq", 4)])
+@pytest.mark.parametrize(
+    ("task", "parts"), [("causal_lm", 8), ("causal_lm", 2), pytest.param("seq2seq", 4, marks=pytest.mark.slow)]
+)
 def test_accumulation_gives_the_same_number_as_one_big_batch(task, parts):
     batches = [tiny_batch(task, seed=seed) for seed in range(3)]
     whole, whole_metrics = run(calm(task, label_smoothing=0.1), batches)
@@ -36,7 +38,7 @@ def test_accumulation_gives_the_same_number_as_one_big_batch(task, parts):
     assert metrics["weight"] == whole_metrics["weight"]
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", ["causal_lm", pytest.param("seq2seq", marks=pytest.mark.slow)])
 def test_pmap_over_an_axis_gives_the_same_number_as_one_device(task):
     recipe = calm(task)
     batch = tiny_batch(task)
@@ -55,6 +57,7 @@ def replicate(tree, number):
     return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf[None], (number, *leaf.shape)), tree)
 
 
+@pytest.mark.slow
 def test_pmap_drops_differently_on_each_device_and_updates_alike():
     recipe = tiny_recipe(model={"dropout_rate": 0.5})
     batch = tiny_batch(rows=1, padding=False)

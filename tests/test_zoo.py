@@ -17,10 +17,11 @@ from transformer.models import CausalLM, Seq2Seq
 from transformer.weights.files import WeightFiles
 from transformer.zoo import ENTRIES, abstract_params, build, count, load_pretrained, save_pretrained
 
+# Of each family the first case and the first variant by default, the others among the slow tests.
 CASES = [
-    pytest.param(family, name, id=f"{family}-{name}")
+    pytest.param(family, name, id=f"{family}-{name}", marks=pytest.mark.slow if number else ())
     for family in golden_case.families()
-    for name, case in golden_case.cases(family).items()
+    for number, (name, case) in enumerate(golden_case.cases(family).items())
     if case.golden
 ]
 # One of each kind of positions, and windows, by default; the others are alike and run among the slow tests.
@@ -33,7 +34,11 @@ FIRST = [
 ]
 WRITERS = [one for one in FIRST if golden_case.golden(one.values[0])[one.values[1]]["generated"]]
 DECODERS = [one for one in FIRST if golden_case.cases(one.values[0])[one.values[1]].left_padding and one in WRITERS]
-VARIANTS = [pytest.param(name, v, id=name) for f in ENTRIES.values() for name, v in f.variants.items()]
+VARIANTS = [
+    pytest.param(name, variant, id=name, marks=pytest.mark.slow if number else ())
+    for family in ENTRIES.values()
+    for number, (name, variant) in enumerate(family.variants.items())
+]
 
 
 def opened(tmp_path, family, name):
@@ -102,9 +107,9 @@ def test_cached_is_uncached(tmp_path, family, name):
         np.testing.assert_allclose(np.concatenate(parts, axis=1)[real], whole[real], atol=2e-5)
 
 
-# umT5 differs from T5, and Marian from BART, in nothing that a cache knows of but where positions come from.
+# The others differ from T5 in nothing that a cache knows of but where positions come from.
 @pytest.mark.parametrize(
-    "family", ["t5", "bart", *(pytest.param(one, marks=pytest.mark.slow) for one in ("umt5", "marian"))]
+    "family", ["t5", *(pytest.param(one, marks=pytest.mark.slow) for one in ("bart", "umt5", "marian"))]
 )
 def test_cached_is_uncached_after_a_source(tmp_path, family):
     """Prefill of 1, 4 and all 7 target tokens, then three at a time; the source padded on the right."""
