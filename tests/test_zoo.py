@@ -11,11 +11,21 @@ from golden import case as golden_case
 from golden import ours
 
 from transformer.attention import cache_length
+from transformer.config import TransformerConfig
 from transformer.generate import Sampling, generate
 from transformer.masks import Mask
 from transformer.models import CausalLM, Seq2Seq
 from transformer.weights.files import WeightFiles
-from transformer.zoo import ENTRIES, abstract_params, build, count, load_pretrained, save_pretrained
+from transformer.zoo import (
+    ENTRIES,
+    abstract_params,
+    build,
+    choose_family,
+    count,
+    load_pretrained,
+    save_pretrained,
+    with_plain_embeddings,
+)
 
 
 def head_of(family, name):
@@ -208,3 +218,16 @@ def test_parameters_that_are_not_finite_are_not_written(tmp_path):
     with pytest.raises(ValueError, match="NaN or infinity, which nobody could load: embedding/embedding"):
         save_pretrained(loaded.model, loaded.params, tmp_path / "broken")
     assert not (tmp_path / "broken").exists()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_embeddings_that_hold_their_scale_give_the_same_logits(tied):
+    sizes = {"vocab_size": 11, "d_model": 6, "num_heads": 3, "num_layers": 1, "d_ff": 5}
+    model = CausalLM(TransformerConfig(**sizes, position="rotary", tie_embeddings=tied))
+    tokens = jnp.asarray([[3, 1, 4, 1, 5]])
+    params = jax.jit(model.init)(jax.random.key(0), tokens)["params"]
+    plain, held = with_plain_embeddings(model, params)
+    assert not plain.config.scale_embeddings
+    expected = jax.jit(model.apply)({"params": params}, tokens)
+    np.testing.assert_allclose(jax.jit(plain.apply)({"params": held}, tokens), expected, rtol=1e-5, atol=1e-6)
+    assert choose_family(plain)[0].name == "gpt_neox"

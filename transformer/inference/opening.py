@@ -238,7 +238,10 @@ def export(
         model = model.clone(config=model.config.replace(dtype=dtype, param_dtype=dtype))
         params = _cast(model, params)
     if opened.run is not None:
-        model, params = with_plain_embeddings(model, params)
+        try:
+            choose_family(model, family)
+        except ConfigError:
+            model, params = with_plain_embeddings(model, params)
     if opened.pretrained is not None:
         family = opened.pretrained.family.name if family is None else family
         kept = {name: value for name, value in opened.pretrained.fields.items() if name in KEPT_FIELDS}
