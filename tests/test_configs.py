@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from transformer.models import count_parameters
 from transformer.training.overrides import load_recipe_file
 from transformer.training.recipe import from_json, to_json, with_vocabulary
-from transformer.training.state import abstract_state, count_parameters
+from transformer.training.state import abstract_state
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = sorted((ROOT / "configs").glob("*.py"))

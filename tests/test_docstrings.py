@@ -59,7 +59,7 @@ NO_SOURCE = {
     **dict.fromkeys(["linear", "Linear"], "a matrix product"),
     **dict.fromkeys(["Choice", "choose"], "`Sampling`, compiled; that cites"),
     "Block": "what the blocks share; they cite",
-    "angles": "arithmetic of our own",
+    **dict.fromkeys(["angles", "count_parameters"], "arithmetic of our own"),
 }
 
 # Quantities by a part of their name, and the unit that must be in the name or in the words.

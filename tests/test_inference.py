@@ -122,6 +122,8 @@ class TestEmbed:
         assert settings == SentenceSettings("first", True, 5, True)
         with pytest.warns(UserWarning, match="is cut to 5"):
             (vector,) = embed(open_model(directory), [LONG.upper()], settings)
+        export(open_model(directory), tmp_path / "again")  # which keeps what the authors asked for
+        assert sentence_settings(tmp_path / "again") == settings
         first = hidden(directories["encoder"], "the big cat")[0]
         np.testing.assert_allclose(vector, first / np.linalg.norm(first), atol=2e-5)
 
@@ -302,6 +304,21 @@ class TestGenerate:
         code, lines, _ = run("generate", directory, *words)
         assert begun not in json.loads("\n".join(lines))["results"][0]["output"].split()
         assert open_model(directory).suppressed == (word,)
+
+    @pytest.mark.parametrize(
+        ("values", "message"),
+        [
+            ({"forced_bos_token_id": "7"}, "forced_bos_token_id in"),
+            ({"suppress_tokens": [-1]}, "suppress_tokens in"),
+            ({"bad_words_ids": 5}, "must give lists of tokens, got 5"),
+            ({"bad_words_ids": [[10**6]]}, "must give tokens, numbers from 0 to 36"),
+        ],
+    )
+    def test_what_is_no_token_is_said(self, directories, run, tmp_path, values, message):
+        directory = changed(directories["translator"], tmp_path, "config.json", values)
+        code, _, err = run("generate", directory, "--prompt", SHORT)
+        assert code == 2
+        assert message in err
 
     def test_an_encoder_writes_nothing(self, directories, run):
         code, _, err = run("generate", directories["encoder"], "--prompt", SHORT)

@@ -14,9 +14,10 @@ from training_recipes import compiled_step, tiny_batch, tiny_recipe
 from transformer import lora
 from transformer.config import ConfigError, LayerKind, MoE
 from transformer.lora import LoRA
+from transformer.models import count_parameters
 from transformer.training.overrides import override
 from transformer.training.recipe import Origin, from_json, to_json
-from transformer.training.state import abstract_state, count_parameters, initial_params, make_state, model_params
+from transformer.training.state import abstract_state, initial_params, make_state, model_params
 from transformer.training.step import make_train_step
 
 CONFIG = LoRA(rank=2, alpha=3.0, targets=("query", "value", "out", "up", "gate", "down"))
@@ -95,8 +96,8 @@ def test_count_is_rank_times_inputs_and_outputs():
     def shapes(config):
         return jax.eval_shape(lambda: lora.init(jax.random.key(0), params, config))
 
-    assert lora.count(shapes(LoRA(rank=3, targets=("query",)))) == 3 * (7 + 15)
-    assert lora.count(shapes(LoRA(rank=2, targets=("value", "gate")))) == 2 * 2 * (7 + 15) + 2 * 2 * 4 * (7 + 11)
+    assert count_parameters(shapes(LoRA(rank=3, targets=("query",)))) == 3 * (7 + 15)
+    assert count_parameters(shapes(LoRA(rank=2, targets=("value", "gate")))) == 2 * 2 * (7 + 15) + 2 * 2 * 4 * (7 + 11)
 
 
 def test_types_are_kept_and_another_alpha_scales_the_update():
@@ -148,7 +149,7 @@ def test_the_state_holds_updates_to_train_and_the_base_once():
     state = abstract_state(recipe)
     whole = jax.eval_shape(lambda: initial_params(recipe))
     expected = 2 * (6 + 6) + 2 * (6 + 5)
-    assert count_parameters(state.params) == lora.count(state.params["updates"]) == expected
+    assert count_parameters(state.params) == count_parameters(state.params["updates"]) == expected
     chex.assert_trees_all_equal_shapes_and_dtypes(state.base, whole)
     moments = [leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim]
     assert sum(leaf.size for leaf in moments) == 2 * expected

@@ -18,6 +18,7 @@ from transformer.__main__ import main
 from transformer.cli.plan_print import decode_lines, duration, here_lines, search_line, search_lines
 from transformer.config import MLA, ConfigError, Execution, LayerKind, MoE, TransformerConfig
 from transformer.data.configs import ParallelText, TextFile
+from transformer.models import count_parameters
 from transformer.plan import (
     Generation,
     Measured,
@@ -38,7 +39,7 @@ from transformer.plan.searching import candidates, meshes
 from transformer.sharding import ParallelConfig
 from transformer.training import Recipe
 from transformer.training.overrides import load_recipe_file, override
-from transformer.training.state import abstract_state, count_parameters
+from transformer.training.state import abstract_state
 
 TEXT = Recipe(
     name="text",

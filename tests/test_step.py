@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from training_recipes import change, compiled_step, start, tiny_batch, tiny_recipe
 
-from transformer.training.state import count_parameters, parameter_paths
+from transformer.models import count_parameters
+from transformer.training.state import parameter_paths
 from transformer.training.step import NonFiniteError, check_finite, make_eval_step, make_train_step
 
 TASKS = ["causal_lm", "seq2seq"]

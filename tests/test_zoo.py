@@ -14,14 +14,13 @@ from transformer.attention import cache_length
 from transformer.config import TransformerConfig
 from transformer.generate import Sampling, generate
 from transformer.masks import Mask
-from transformer.models import CausalLM, Seq2Seq
+from transformer.models import CausalLM, Seq2Seq, count_parameters
 from transformer.weights.files import WeightFiles
 from transformer.zoo import (
     ENTRIES,
     abstract_params,
     build,
     choose_family,
-    count,
     load_pretrained,
     save_pretrained,
     with_plain_embeddings,
@@ -147,7 +146,7 @@ def test_cached_is_uncached_after_a_source(tmp_path, family):
 @pytest.mark.parametrize(("name", "variant"), VARIANTS)
 def test_named_variants_have_their_published_size(name, variant):
     model = build(name)
-    assert count(abstract_params(model)) == variant.parameters
+    assert count_parameters(abstract_params(model)) == variant.parameters
 
 
 def test_loading_says_everything_that_does_not_fit(tmp_path):

@@ -90,11 +90,6 @@ def merge(params: Any, updates: Any, config: LoRA) -> Any:
     return flax.traverse_util.unflatten_dict(merged)
 
 
-def count(updates: Any) -> int:
-    """Numbers in a tree of updates: r (I + O) for each matrix (I, O)."""
-    return sum(leaf.size for leaf in jax.tree.leaves(updates))
-
-
 def _targeted(params: Any, targets: Sequence[str]) -> dict[tuple[str, ...], Any]:
     """Path of each map of these names -> its kernel."""
     flat = flax.traverse_util.flatten_dict(params)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import flax.linen as nn
 import jax
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 
 from transformer.config import ConfigError
 from transformer.models import Seq2Seq
+from transformer.weights.files import WeightFiles
 
 if TYPE_CHECKING:
     from transformer.data import Tokenizer
@@ -27,6 +29,14 @@ KEPT_FIELDS = (
     *("id2label", "label2id", "problem_type", "max_position_embeddings"),
 )
 """fields of config.json that go from one directory to the next: special ids, names, limits"""
+
+COMPANIONS = (
+    "modules.json",
+    "sentence_bert_config.json",
+    "config_sentence_transformers.json",
+    "preprocessor_config.json",
+)
+"""files of settings that go from one directory to the next, beside those that modules.json names"""
 
 RECIPE_FILE = "recipe.json"
 """what tells a workdir from a directory of weights"""
@@ -76,16 +86,33 @@ class Opened:
                 f"config.json in {self.directory} names no decoder_start_token_id, with which a target begins. Add it."
             )
         forced = self._generation.get("forced_bos_token_id")
-        return [self.bos_id] if forced is None else [self.bos_id, forced]
+        begin = self._tokens("decoder_start_token_id", [self.bos_id])
+        return begin if forced is None else begin + self._tokens("forced_bos_token_id", [forced])
 
     @property
     def suppressed(self) -> tuple[int, ...]:
         """Tokens that the authors of the weights never want written: `suppress_tokens`, and `bad_words_ids` of one
         token. (Longer ones are not held back.)
         """
+        suppressed = self._tokens("suppress_tokens", self._generation.get("suppress_tokens") or [])
         bad = self._generation.get("bad_words_ids") or []
-        single = [ids[0] for ids in bad if isinstance(ids, list) and len(ids) == 1]
-        return tuple(dict.fromkeys([*(self._generation.get("suppress_tokens") or []), *single]))
+        if not isinstance(bad, list) or not all(isinstance(ids, list) for ids in bad):
+            self._refuse("bad_words_ids", bad, "lists of tokens")
+        single = self._tokens("bad_words_ids", [ids[0] for ids in bad if len(ids) == 1])
+        return tuple(dict.fromkeys([*suppressed, *single]))
+
+    def _tokens(self, field: str, ids: Any) -> list[int]:
+        """The ids that a field gives, when they are tokens of the model."""
+        size = self.model.config.vocab_size
+        if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < size for i in ids):
+            self._refuse(field, ids, f"tokens, numbers from 0 to {size - 1}")
+        return ids
+
+    def _refuse(self, field: str, value: Any, expected: str) -> NoReturn:
+        raise ConfigError(
+            f"{field} in {self.directory} (generation_config.json, or config.json) must give {expected}, got "
+            f"{value!r:.80}. Correct it."
+        )
 
     @property
     def _generation(self) -> Mapping[str, Any]:
@@ -211,6 +238,18 @@ def _cast(model: nn.Module, params: Any) -> Any:
     return result
 
 
+def _copy_companions(source: Path, target: Path) -> None:
+    """Settings that the authors keep beside the weights: of sentence vectors, of images and sound before the model."""
+    files = WeightFiles(source)
+    modules = files.json("modules.json", list) or []
+    paths = [module["path"] for module in modules if isinstance(module, dict) and module.get("path")]
+    for name in (*COMPANIONS, *(f"{path}/config.json" for path in paths)):
+        values = files.json(name, list if name == "modules.json" else dict)
+        if values is not None:
+            (target / name).parent.mkdir(exist_ok=True)
+            (target / name).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
 def export(
     opened: Opened,
     directory: str | os.PathLike,
@@ -261,4 +300,6 @@ def export(
     save_pretrained(
         model, params, directory, family=family, fields=kept, tokenizer=written, max_shard_bytes=max_shard_bytes
     )
+    if opened.pretrained is not None:
+        _copy_companions(opened.directory, Path(directory))
     return choose_family(model, family)[0]

@@ -1,5 +1,6 @@
 """Whole models: inputs in, logits out. `hidden` and `head` apart, so that a loss can avoid (B, T, V) at once."""
 
+from transformer.models.base import count_parameters
 from transformer.models.causal_lm import CausalLM
 from transformer.models.encoders import Classifier, Embedder, MaskedLM
 from transformer.models.forecaster import Forecaster
@@ -16,4 +17,5 @@ __all__ = [
     "Seq2Seq",
     "SpeechToText",
     "VisionClassifier",
+    "count_parameters",
 ]

@@ -154,3 +154,8 @@ def _check_tokens(tokens: Tokens, vocab_size: int, field: str = "vocab_size") ->
             f"{what} must be from 0 to {vocab_size - 1} ({field} {vocab_size}), got {low if low < 0 else high}. "
             f"Was the text encoded by another tokenizer?"
         )
+
+
+def count_parameters(params: Any) -> int:
+    """Numbers in a tree of parameters, or of their shapes."""
+    return sum(leaf.size for leaf in jax.tree.leaves(params))

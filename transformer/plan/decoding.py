@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from transformer.config import ConfigError
 from transformer.generate.decoding import Rows, decode
 from transformer.generate.sampling import Choice, Sampling
+from transformer.models import count_parameters
 from transformer.plan.chips import Topology
 from transformer.plan.compiling import compile_program
 from transformer.plan.flops import matrix_flops
@@ -32,7 +33,7 @@ from transformer.sharding import (
     told_sizes,
 )
 from transformer.training.recipe import Recipe, build_model
-from transformer.training.state import abstract_state, count_parameters
+from transformer.training.state import abstract_state
 
 USUAL_ROWS = 8
 """rows of a generation that is not told"""

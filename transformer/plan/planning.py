@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from transformer.models import count_parameters
 from transformer.plan.chips import Topology
 from transformer.plan.compiling import compile_program
 from transformer.plan.flops import Flops, batch_shapes, step_flops
@@ -17,7 +18,6 @@ from transformer.plan.programs import program
 from transformer.plan.roofline import Estimate, estimate
 from transformer.sharding import row_ways
 from transformer.training.recipe import Recipe
-from transformer.training.state import count_parameters
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,7 @@ from pathlib import Path
 import jax
 
 from transformer.data import check_batch
+from transformer.models import count_parameters
 from transformer.training import processes
 from transformer.training.checkpoint import Checkpointer
 from transformer.training.evaluation import evaluate_loss
@@ -25,7 +26,7 @@ from transformer.training.report import append_samples, cut_samples, device_line
 from transformer.training.runs import begin, checkpoint_data, load_run, open_run, record_run, shared_facts
 from transformer.training.signals import StopSignal
 from transformer.training.start import Start
-from transformer.training.state import count_parameters, make_usable, parameter_paths
+from transformer.training.state import make_usable, parameter_paths
 from transformer.training.summary import (
     Summary,
     read_summary,

@@ -110,11 +110,6 @@ def example_inputs(recipe: Recipe) -> tuple[jax.Array, ...]:
     return (tokens, tokens) if recipe.task == "seq2seq" else (tokens,)
 
 
-def count_parameters(params: Any) -> int:
-    """Numbers in a tree of arrays."""
-    return sum(leaf.size for leaf in jax.tree.leaves(params))
-
-
 def parameter_paths(params: Any) -> list[str]:
     """Path of each leaf, as `encoder/layers/slot_0/attention/query/kernel`, in the order of `jax.tree.leaves`."""
     paths = jax.tree_util.tree_flatten_with_path(params)[0]

@@ -1,7 +1,7 @@
 """Pretrained families: each one file of data, read and written by the same few functions."""
 
 from transformer.zoo.entries import ENTRIES
-from transformer.zoo.family import Family, Head, Variant, abstract_params, count
+from transformer.zoo.family import Family, Head, Variant, abstract_params
 from transformer.zoo.pretrained import (
     Pretrained,
     build,
@@ -22,7 +22,6 @@ __all__ = [
     "abstract_params",
     "build",
     "choose_family",
-    "count",
     "find_family",
     "find_variant",
     "load_pretrained",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -322,8 +321,3 @@ def abstract_params(model: Any) -> Any:
     # Their shapes alone, too: an image is as large as config.json says.
     inputs = jax.eval_shape(lambda: example_inputs(model))
     return jax.eval_shape(lambda key, *inputs: model.init(key, *inputs), jax.random.key(0), *inputs)["params"]
-
-
-def count(params: Any) -> int:
-    """Numbers in a tree of parameters, or of their shapes."""
-    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))

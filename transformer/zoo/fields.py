@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -62,21 +63,21 @@ class FieldError(ConfigError):
     """A field of config.json whose value is missing or has no counterpart here."""
 
 
-class Codec:
+class Codec(ABC):
     """Some fields of config.json and what they are in a TransformerConfig."""
 
     @property
+    @abstractmethod
     def names(self) -> tuple[str, ...]:
         """The fields of config.json that this reads."""
-        raise NotImplementedError
 
+    @abstractmethod
     def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
         """Fields of a TransformerConfig; `changes` holds those that were read before. FieldError: not understood."""
-        raise NotImplementedError
 
+    @abstractmethod
     def write(self, config: TransformerConfig) -> dict[str, Any]:
         """Fields of a config.json. What can't be said there is left out, and found when it is read back."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)
