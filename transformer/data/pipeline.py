@@ -6,9 +6,11 @@ import numpy as np
 
 from transformer.data import sources
 from transformer.data.configs import DataConfig
-from transformer.data.dataset import Batch, Dataset, PairDataset, TextDataset
+from transformer.data.dataset import Batch, Dataset
 from transformer.data.labeled import LabeledDataset
 from transformer.data.normalization import NORMALIZERS
+from transformer.data.pairs import PairDataset
+from transformer.data.texts import TextDataset
 from transformer.data.tokenizer import Tokenizer, build_tokenizer
 
 

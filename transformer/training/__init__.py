@@ -5,17 +5,19 @@ imported here: a recipe file needs neither Orbax nor matplotlib.
 """
 
 from transformer.training.recipe import (
-    CheckpointConfig,
-    EvaluationConfig,
-    LoggingConfig,
-    OptimizerConfig,
     Recipe,
-    TrainingConfig,
     build_model,
     difference,
     from_json,
     load_recipe,
     to_json,
+)
+from transformer.training.settings import (
+    CheckpointConfig,
+    EvaluationConfig,
+    LoggingConfig,
+    OptimizerConfig,
+    TrainingConfig,
 )
 
 __all__ = [

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import optax
 import optax.contrib
 
-from transformer.training.recipe import OptimizerConfig, Recipe
+from transformer.training.recipe import Recipe
+from transformer.training.settings import OptimizerConfig
 
 Schedule = Callable[[Any], jax.Array]
 """number of updates before this one -> its learning rate"""

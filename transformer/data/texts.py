@@ -1,0 +1,82 @@
+"""Running text as a dataset: windows of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from transformer.data.configs import TextConfig
+from transformer.data.dataset import Batch, Dataset, Example, fingerprint, spread
+from transformer.data.tokenizer import Tokenizer
+
+
+class TextDataset(Dataset):
+    """Running text: training windows start anywhere; evaluation takes each token of the held-out text once.
+
+    Raises:
+        ValueError: a training text shorter than a window, or a held-out one of less than 2 tokens.
+    """
+
+    task = "causal_lm"
+
+    def __init__(self, config: TextConfig, tokenizer: Tokenizer, splits: Mapping[str, Sequence[str]], separate: bool):
+        self.config = config
+        self.tokenizer = tokenizer
+        self._texts = splits
+        end = [tokenizer.eos_id] if separate and tokenizer.eos_id is not None else []
+        self._tokens = {
+            split: np.array([i for text in texts for i in tokenizer.encode(text) + end], np.int32)
+            for split, texts in splits.items()
+        }
+        length = len(self._tokens["train"])
+        if length <= config.sequence_length:
+            raise ValueError(
+                f"the training text is shorter than the context: expected more than sequence_length "
+                f"({config.sequence_length}) tokens, got {length}. Give more text, or a smaller --data.sequence-length."
+            )
+        for split, tokens in self._tokens.items():
+            if len(tokens) < 2:
+                raise ValueError(f"the {split} text is too short: expected at least 2 tokens, got {len(tokens)}.")
+        self.fingerprint = fingerprint(
+            [config.kind, config.sequence_length, tokenizer.state()], splits, self._tokens.values()
+        )
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        """`train` and `validation`."""
+        return tuple(self._tokens)
+
+    def describe(self) -> str:
+        """One line: tokens and vocabulary."""
+        sizes = ", ".join(f"{len(tokens):,} {split} tokens" for split, tokens in self._tokens.items())
+        return f"{self.config.kind}: {sizes}, vocabulary of {self.tokenizer.vocab_size:,} ({self.tokenizer.kind})"
+
+    def examples(self, split: str = "validation", limit: int | None = None) -> list[Example]:
+        """Raises ValueError: running text has no pairs."""
+        raise ValueError(f"{self.config.kind} is running text and has no pairs of source and target. Use prompts().")
+
+    def prompts(self) -> list[str]:
+        """Three beginnings of lines of the held-out text, of at most 40 characters and half a context."""
+        lines = [line for text in self._texts["validation"] for line in text.split("\n") if line.strip()]
+        chosen = []
+        for line in dict.fromkeys(lines[place] for place in spread(len(lines), 3)):
+            start = line if len(line) <= 40 else (line[:40].rsplit(" ", 1)[0] or line[:40])
+            ids = self.tokenizer.encode(start)
+            most = max(1, self.config.sequence_length // 2)
+            chosen.append(start if len(ids) <= most else self.tokenizer.decode(ids[:most]))
+        return chosen
+
+    def _size(self, split: str) -> int:
+        return len(self._tokens[split]) - self.config.sequence_length
+
+    def _eval_rows(self, split: str) -> np.ndarray:
+        return np.arange(0, len(self._tokens[split]) - 1, self.config.sequence_length)
+
+    def _assemble(self, split: str, rows: np.ndarray) -> Batch:
+        """Windows that start at `rows`; places past the end of the text have weight 0."""
+        tokens = self._tokens[split]
+        places = rows[:, None] + np.arange(self.config.sequence_length + 1)
+        inside = places < len(tokens)
+        window = np.where(inside, tokens[np.minimum(places, len(tokens) - 1)], self.tokenizer.pad_id)
+        return {"tokens": window[:, :-1], "targets": window[:, 1:], "weights": inside[:, 1:].astype(np.float32)}
