@@ -8,7 +8,8 @@ import pytest
 
 from transformer import data
 from transformer.data import Example, JsonLines, NumberWords, ParallelText, TextFile, TokenizerConfig
-from transformer.data.dataset import PairDataset, TextDataset
+from transformer.data.pairs import PairDataset
+from transformer.data.texts import TextDataset
 from transformer.data.tokenizer import CharTokenizer, WordTokenizer
 
 TEXT = "".join(chr(ord("a") + i % 23) for i in range(211))
