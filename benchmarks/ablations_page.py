@@ -41,6 +41,11 @@ def filled(text: str, results: Results, labels: Mapping[str, tuple[str, str]]) -
     """The page with what stands between `<!-- made: NAME -->` and `<!-- end -->` made anew. KeyError: unknown NAME."""
     made = {table: _table(results, labels, table) for table in ("main", "blind", "parts", "norm")}
     made |= {"bounds": _bounds(results), "samples": _samples(results, labels), "when": _when(results)}
+    return fill(text, made)
+
+
+def fill(text: str, made: Mapping[str, str]) -> str:
+    """The page with `made[NAME]` between `<!-- made: NAME -->` and `<!-- end -->`. KeyError: unknown NAME."""
 
     def replace(match: re.Match) -> str:
         return f"<!-- made: {match[1]} -->\n{made[match[1]]}\n<!-- end -->"

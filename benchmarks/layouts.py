@@ -96,7 +96,7 @@ def losses(of: Recipe, given: Iterator[Mapping[str, np.ndarray]]) -> tuple[np.nd
     placement = place(of)
     state, found = placement.spread(placement.new_state()), []
     for batch in given:
-        own = {name: array[placement.rows] for name, array in batch.items()}
+        own = {name: array[placement.rows(len(array))] for name, array in batch.items()}
         state, metrics = placement.train_step(state, own)
         found.append(float(metrics["loss_sum"]) / float(metrics["weight"]))
     return np.array(found), placement.whole(state)

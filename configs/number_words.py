@@ -3,7 +3,7 @@
 Usage: python train.py configs/number_words.py
 
 On 2 CPU cores: about 1 minute, data, compilation and report included. Expected: at least 99 % of 1,000 numbers never
-seen right to the letter, over all and for each number of digits (measured: 100 %), and all of 0-20 and d x 10^k.
+seen right to the letter, over all and for each number of digits (measured: 99.9 to 100 %), and all of 0-20, d x 10^k.
 Other languages: --data.source-language fr --data.target-language pt (de and it need --data.tokenizer.kind char).
 """
 

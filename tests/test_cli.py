@@ -113,7 +113,7 @@ class TestVerbs:
     @pytest.mark.parametrize(
         ("words", "message"),
         [
-            ((), "there is no verb. Give one of generate, embed, classify, score"),
+            ((), "there is no verb. Give one of generate, translate, embed, classify"),
             (("generat", "x"), "there is no verb 'generat'. Did you mean 'generate'?"),
             (("generate",), "DIR is missing"),
             (("inspect", "x"), "--prompt is missing"),
@@ -301,11 +301,12 @@ class TestEvaluate:
     def test_another_split_in_words(self, run, fails, pairs):
         code, out, err = run("evaluate", pairs, "--split", "validation", "--examples", 3)
         assert (code, err) == (0, "")
-        first, second, third, fourth = out.splitlines()
+        first, second, third, fourth, *files = out.splitlines()
         assert first.startswith(f"{pairs}, step 40, split validation: ")
         assert re.fullmatch(r"loss: \d+\.\d{4} nats, perplexity [\d.]+, accuracy [\d.]+ %", second)
         assert re.fullmatch(r"exact match: [0-3] of 3 \([\d.]+ %\)", third)
         assert re.fullmatch(r"  digits 2: [0-3] of 3 \([\d.]+ %\)", fourth)
+        assert files == [f"{name}: {pairs}/{name}.validation.txt" for name in ("hypotheses", "references")]
         assert "split must be one of" in fails("evaluate", pairs, "--split", "tset")
 
     def test_text(self, run, text):

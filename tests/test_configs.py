@@ -14,7 +14,7 @@ from transformer.training.state import abstract_state
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = sorted((ROOT / "configs").glob("*.py"))
-NAMES = {"number_words", "shakespeare", "shakespeare_cpu", "text_file", "transformer_base", "transformer_big"}
+NAMES = {"number_words", "shakespeare", "shakespeare_cpu", "text_file", "sentence_pairs", "wmt14_base"}
 
 
 def recipe_of(name):
@@ -35,12 +35,12 @@ def test_a_recipe_says_what_it_is_and_keeps_its_word(file):
     assert from_json(to_json(recipe)) == recipe
     assert ast.get_docstring(ast.parse(file.read_text())).splitlines()[0].endswith(".")
     state = abstract_state(with_vocabulary(recipe, 100))  # the whole model and optimizer, as shapes
-    assert count_parameters(state.params) > 100_000
+    assert count_parameters(state.params) > 40_000
 
 
 def test_the_paper_s_models_have_the_paper_s_sizes():
     """Table 3 of arXiv 1706.03762: 65 and 213 million, with 37,000 tokens; base and big differ in what it says."""
-    for name, millions in (("transformer_base", 65), ("transformer_big", 213)):
+    for name, millions in (("wmt14_base", 65), ("wmt14_big", 213), ("sentence_pairs", 65)):
         recipe = with_vocabulary(recipe_of(name), 37_000)
         parameters = count_parameters(abstract_state(recipe).params)
         assert abs(parameters / 1e6 - millions) < 3, parameters
@@ -49,8 +49,8 @@ def test_the_paper_s_models_have_the_paper_s_sizes():
         assert (optimizer.schedule, optimizer.warmup_steps, optimizer.learning_rate) == ("noam", 4000, 1.0)
         assert (optimizer.beta1, optimizer.beta2, optimizer.epsilon) == (0.9, 0.98, 1e-9)
         assert training.label_smoothing == 0.1
-    assert recipe_of("transformer_base").model.dropout_rate == 0.1
-    assert recipe_of("transformer_big").model.dropout_rate == 0.3
+    assert recipe_of("wmt14_base").model.dropout_rate == 0.1
+    assert recipe_of("wmt14_big").model.dropout_rate == 0.3
 
 
 def test_shakespeare_has_the_sizes_that_were_asked_for():
@@ -60,6 +60,11 @@ def test_shakespeare_has_the_sizes_that_were_asked_for():
     model, data = recipe.model, recipe.data
     assert (model.num_layers, model.num_heads, model.d_model, model.dropout_rate) == (4, 4, 128, 0.0)
     assert (data.sequence_length, data.batch_size, recipe.training.steps) == (64, 12, 2000)
+    recipe = recipe_of("shakespeare_gpu")
+    model, data = recipe.model, recipe.data
+    assert (model.num_layers, model.num_heads, model.d_model, model.dropout_rate) == (6, 6, 384, 0.2)
+    assert (data.sequence_length, data.batch_size, recipe.training.steps) == (256, 64, 5000)
+    assert recipe.checkpoint.keep_best == 1  # the text is read some 80 times: the best model is not the last
 
 
 def test_fast_runs_everything_once(tmp_path):

@@ -10,7 +10,7 @@ from transformer import data
 from transformer.data import Example, JsonLines, NumberWords, ParallelText, TextFile, TokenizerConfig
 from transformer.data.pairs import PairDataset
 from transformer.data.texts import TextDataset
-from transformer.data.tokenizer import CharTokenizer, WordTokenizer
+from transformer.data.vocabularies import CharTokenizer, WordTokenizer
 
 TEXT = "".join(chr(ord("a") + i % 23) for i in range(211))
 
@@ -143,7 +143,12 @@ def test_processes_share_the_global_batch_and_its_state():
     dataset = text_dataset()
     whole = dataset.train_batches(seed=3)
     for count in (2, 3):
-        parts = [dataset.train_batches(seed=3, rows=rows) for rows in np.split(np.arange(6), count)]
+        parts = [
+            dataset.train_batches(
+                seed=3, rows=lambda total, part=part, count=count: np.split(np.arange(total), count)[part]
+            )
+            for part in range(count)
+        ]
         whole.set_state({"next_index": 0})
         for _ in range(3):
             expected = next(whole)
@@ -151,9 +156,6 @@ def test_processes_share_the_global_batch_and_its_state():
             for name, array in expected.items():
                 np.testing.assert_array_equal(np.concatenate([part[name] for part in rows]), array)
         assert [part.get_state() for part in parts] == [whole.get_state()] * count
-    for outside in (np.arange(3, 7), np.arange(0)):
-        with pytest.raises(ValueError, match="rows must be some of 0 to 5"):
-            dataset.train_batches(seed=3, rows=outside)
 
 
 def test_the_fingerprint_knows_contents_tokenizer_and_lengths():

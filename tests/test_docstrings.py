@@ -54,12 +54,12 @@ SOURCE = re.compile(r"et\s+al\.|arXiv|\b[Ss]ection \d|\b[A-Z]\w+(?: & [A-Z]\w+)?
 # Names in those files that have no source, and why.
 NO_SOURCE = {
     **dict.fromkeys(["KVCache", "ContextCache", "cache_length", "set_cache_length"], "bookkeeping"),
-    **dict.fromkeys(["LayerInputs", "LayerCache", "batch_logits", "correct", "table_parameter"], "bookkeeping"),
+    **dict.fromkeys(["LayerInputs", "LayerCache", "correct", "table_parameter"], "bookkeeping"),
     **dict.fromkeys(["position_scheme", "make_norm", "kernel_init", "decay_mask"], "a choice by name"),
     **dict.fromkeys(["linear", "Linear"], "a matrix product"),
     **dict.fromkeys(["Choice", "choose"], "`Sampling`, compiled; that cites"),
     "Block": "what the blocks share; they cite",
-    **dict.fromkeys(["angles", "count_parameters"], "arithmetic of our own"),
+    **dict.fromkeys(["angles", "count_parameters", "squared_error", "absolute_error"], "arithmetic of our own"),
 }
 
 # Quantities by a part of their name, and the unit that must be in the name or in the words.

@@ -104,6 +104,7 @@ def test_activations_are_their_formulas():
     gelu = exact * (1 + erf(exact / np.sqrt(2))) / 2
     tanh = exact * (1 + np.tanh(np.sqrt(2 / np.pi) * (exact + 0.044715 * exact**3))) / 2
     np.testing.assert_allclose(ACTIVATIONS["relu"](x), np.maximum(exact, 0))
+    np.testing.assert_allclose(ACTIVATIONS["relu2"](x), np.maximum(exact, 0) ** 2, rtol=1e-6)
     np.testing.assert_allclose(ACTIVATIONS["gelu_erf"](x), gelu, atol=2e-6)
     np.testing.assert_allclose(ACTIVATIONS["gelu_tanh"](x), tanh, atol=2e-6)
     np.testing.assert_allclose(ACTIVATIONS["tanh"](x), np.tanh(exact), atol=2e-6)

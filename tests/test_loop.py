@@ -96,7 +96,7 @@ def test_the_summary_is_read_again(translated):
 
 
 def test_translations_of_the_summary_are_those_of_the_loaded_model(translated):
-    from transformer.training.evaluation import translate
+    from transformer.training.translating import translate
 
     run = load_run(translated.workdir)
     model, params = transformer.load(translated.workdir)

@@ -9,7 +9,8 @@ from training_recipes import VOCABULARY, initial_params, tiny_batch, tiny_recipe
 
 from transformer.models import Classifier
 from transformer.training import build_model
-from transformer.training.losses import batch_logits, correct, cross_entropy
+from transformer.training.losses import correct, cross_entropy
+from transformer.training.tasks import batch_outputs
 
 LOGITS = jnp.asarray(np.random.default_rng(3).normal(size=(2, 5, 7)) * 3, jnp.float32)
 TARGETS = jnp.array([[0, 6, 3, 3, 1], [2, 2, 5, 0, 6]], jnp.int32)
@@ -28,6 +29,14 @@ def test_equals_its_definition(smoothing):
     total, weight = cross_entropy(LOGITS, TARGETS, WEIGHTS, smoothing)
     np.testing.assert_allclose(total, (expected * WEIGHTS).sum(), rtol=1e-6)
     assert weight == WEIGHTS.sum() == 7.5
+
+
+def test_z_loss_adds_the_square_of_the_log_partition():
+    log_z = np.log(np.exp(np.asarray(LOGITS, np.float64)).sum(-1))
+    plain, _ = cross_entropy(LOGITS, TARGETS, WEIGHTS, 0.1)
+    total, weight = cross_entropy(LOGITS, TARGETS, WEIGHTS, 0.1, z_loss=0.3)
+    np.testing.assert_allclose(total - plain, (0.3 * log_z**2 * WEIGHTS).sum(), rtol=1e-5)
+    assert weight == 7.5
 
 
 def test_gradient_is_softmax_minus_target():
@@ -81,8 +90,8 @@ def test_causal_batches_pass_on_segments_and_positions():
         "segment_ids": jnp.repeat(jnp.array([[1, 2]]), 7, 1),
         "positions": jnp.tile(jnp.arange(7), (1, 2)),
     }
-    together = batch_logits("causal_lm", model, params, packed)
-    alone = batch_logits("causal_lm", model, params, {"tokens": tokens})
+    together = batch_outputs("causal_lm", model, params, packed)
+    alone = batch_outputs("causal_lm", model, params, {"tokens": tokens})
     chex.assert_shape(together, (1, 14, VOCABULARY))
     np.testing.assert_allclose(together.reshape(2, 7, VOCABULARY), alone, atol=1e-5)
 
@@ -91,12 +100,12 @@ def test_pair_batches_hide_padding_of_the_source():
     recipe = tiny_recipe("seq2seq")
     model, batch = build_model(recipe), tiny_batch("seq2seq")
     params = initial_params("seq2seq", recipe.model)
-    logits = batch_logits("seq2seq", model, params, batch)
+    logits = batch_outputs("seq2seq", model, params, batch)
     hidden = jnp.arange(5)[None] >= batch["source_lengths"][:, None]
     changed = batch | {"source": jnp.where(hidden, 9, batch["source"])}
-    np.testing.assert_array_equal(batch_logits("seq2seq", model, params, changed), logits)
+    np.testing.assert_array_equal(batch_outputs("seq2seq", model, params, changed), logits)
     seen = batch | {"source": jnp.where(hidden, batch["source"], 9)}
-    assert np.abs(batch_logits("seq2seq", model, params, seen) - logits).max() > 1e-3
+    assert np.abs(batch_outputs("seq2seq", model, params, seen) - logits).max() > 1e-3
 
 
 def test_classifier_batches_hide_padding():
@@ -104,10 +113,10 @@ def test_classifier_batches_hide_padding():
     model = Classifier(recipe.model, recipe.execution)
     tokens, lengths = tiny_batch()["tokens"], jnp.full(8, 4)
     params = model.init(jax.random.key(0), tokens)["params"]
-    logits = batch_logits("classifier", model, params, {"tokens": tokens, "lengths": lengths})
+    logits = batch_outputs("classifier", model, params, {"tokens": tokens, "lengths": lengths})
     changed = tokens.at[:, 4:].set(5)
     chex.assert_shape(logits, (8, 3))
-    again = batch_logits("classifier", model, params, {"tokens": changed, "lengths": lengths})
+    again = batch_outputs("classifier", model, params, {"tokens": changed, "lengths": lengths})
     np.testing.assert_array_equal(again, logits)
 
 
@@ -115,7 +124,7 @@ def test_dropout_only_with_a_key():
     recipe = tiny_recipe(model={"dropout_rate": 0.5})
     model, batch = build_model(recipe), tiny_batch()
     params = initial_params("causal_lm", recipe.model)
-    plain = batch_logits("causal_lm", model, params, batch)
-    np.testing.assert_array_equal(plain, batch_logits("causal_lm", model, params, batch))
-    one, two = (batch_logits("causal_lm", model, params, batch, jax.random.key(seed)) for seed in (1, 2))
+    plain = batch_outputs("causal_lm", model, params, batch)
+    np.testing.assert_array_equal(plain, batch_outputs("causal_lm", model, params, batch))
+    one, two = (batch_outputs("causal_lm", model, params, batch, jax.random.key(seed)) for seed in (1, 2))
     assert np.abs(one - two).max() > 1e-3

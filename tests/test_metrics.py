@@ -152,6 +152,9 @@ def test_names_are_stable():
         "train/learning_rate",
         "eval/loss",
         "eval/exact_match",
+        "eval/bleu",
+        "eval/chrf",
+        "data/padding",
         "perf/tokens_per_s",
         "perf/step_time_s",
     ]

@@ -20,8 +20,9 @@ from transformer.models import CausalLM, Classifier, Seq2Seq
 from transformer.moe import RoutedFeedForward, grouped_linear, router_losses, within_capacity
 from transformer.stacks import Decoder
 from transformer.training import recipe as recipes
-from transformer.training.losses import batch_logits, cross_entropy, logits_and_router_loss
+from transformer.training.losses import cross_entropy
 from transformer.training.step import make_eval_step
+from transformer.training.tasks import batch_outputs, outputs_and_router_loss
 
 FIVE = MoE(num_experts=5, top_k=2, load_balance_weight=1.0, router_z_weight=1.0)
 X = jax.random.normal(jax.random.key(0), (3, 11, 6))
@@ -346,9 +347,8 @@ def test_the_step_minimizes_both_losses_and_any_split_gives_the_same(task):
         for name in ("loss_sum", "router_loss", "weight", "grad_norm"):
             np.testing.assert_allclose(other_metrics[name], metrics[name], rtol=1e-4)
     model = recipes.build_model(whole)
-    read = jax.jit(functools.partial(logits_and_router_loss, task, model))
-    logits, router_loss = read(state.params, batch)
-    plain = jax.jit(functools.partial(batch_logits, task, model))(state.params, batch)
+    logits, router_loss = jax.jit(functools.partial(outputs_and_router_loss, task, model))(state.params, batch)
+    plain = jax.jit(functools.partial(batch_outputs, task, model))(state.params, batch)
     np.testing.assert_allclose(logits, plain, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(metrics["router_loss"], router_loss, rtol=1e-5)
     sums = jax.jit(make_eval_step(whole))(state.params, batch)
@@ -356,7 +356,7 @@ def test_the_step_minimizes_both_losses_and_any_split_gives_the_same(task):
     assert router_loss > 6 * 7
 
     def mean_loss(params):
-        logits, router_loss = logits_and_router_loss(task, model, params, batch)
+        logits, router_loss = outputs_and_router_loss(task, model, params, batch)
         loss_sum, weight = cross_entropy(logits, batch["targets"], batch["weights"])
         return (loss_sum + router_loss) / weight
 

@@ -8,7 +8,7 @@ import pytest
 from transformer.data import number_words
 from transformer.data.configs import Language
 from transformer.data.normalization import NORMALIZERS
-from transformer.data.sources import NORMALIZATION_OF
+from transformer.data.sources.pairs import NORMALIZATION_OF
 
 KNOWN = {
     "en": {

@@ -9,6 +9,7 @@ import optax
 import pytest
 from training_recipes import start, tiny_batch, tiny_recipe
 
+from transformer.config import ConfigError
 from transformer.training import OptimizerConfig
 from transformer.training.optimizers import decay_mask, make_optimizer, make_schedule, muon_dimensions
 from transformer.training.state import make_state, parameter_paths
@@ -20,7 +21,7 @@ def rates(numbers, **optimizer):
     return [float(schedule(number - 1)) for number in numbers]
 
 
-@pytest.mark.parametrize("schedule", ["constant", "cosine", "rsqrt"])
+@pytest.mark.parametrize("schedule", ["constant", "cosine", "rsqrt", "wsd"])
 def test_warm_up_is_linear_from_zero(schedule):
     np.testing.assert_allclose(rates([1, 2, 3, 4], schedule=schedule), [0.125, 0.25, 0.375, 0.5], rtol=1e-6)
 
@@ -38,6 +39,16 @@ def test_cosine_is_half_way_in_the_middle_and_ends_at_its_fraction():
     got = rates([12, 20, 30], schedule="cosine", final_fraction=0.2)
     np.testing.assert_allclose(got, [0.5 * (0.2 + 0.8 / 2), 0.1, 0.1], rtol=1e-6)
     np.testing.assert_allclose(rates([8], schedule="cosine", decay_steps=8), [0.05], rtol=1e-6)
+
+
+def test_wsd_is_constant_and_then_falls_on_a_line_to_its_fraction():
+    falling = {"schedule": "wsd", "decay_fraction": 0.4, "final_fraction": 0.2}
+    got = rates([4, 8, 12, 14, 16, 20, 30], **falling)  # of 20 steps the last eight
+    np.testing.assert_allclose(got, [0.5, 0.5, 0.5, 0.4, 0.3, 0.1, 0.1], rtol=1e-6)
+    np.testing.assert_allclose(rates([6, 9, 10], **falling, decay_steps=10), [0.5, 0.2, 0.1], rtol=1e-6)
+    assert rates([19], schedule="wsd", decay_fraction=0.0) == [0.5]
+    with pytest.raises(ConfigError, match=r"optimizer.decay_fraction must be a number of at least 0"):
+        OptimizerConfig(decay_fraction=-0.1)
 
 
 def test_rsqrt_halves_when_steps_are_fourfold():

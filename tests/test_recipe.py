@@ -10,7 +10,7 @@ import pytest
 from training_recipes import change, tiny_recipe
 
 from transformer.config import ConfigError, LayerKind, RotaryScaling, TransformerConfig
-from transformer.data import DATA, SST2, JsonLines, LabeledText, NumberWords, ParallelText, TextFile, TinyShakespeare
+from transformer.data import DATA, JsonLines, NumberWords, ParallelText
 from transformer.models import CausalLM, Seq2Seq
 from transformer.training import (
     CheckpointConfig,
@@ -32,7 +32,10 @@ from transformer.training.serial import flatten
 ROOT = Path(__file__).resolve().parent.parent
 LINES = JsonLines(path="a.jsonl", field="body")
 PAIRS = ParallelText(source_path="a", target_path="b", batch_size=12)
-ALL_DATA = [NumberWords(), TinyShakespeare(), TextFile(path="a.txt"), LINES, PAIRS, SST2(), LabeledText(path="b")]
+ALL_DATA = [LINES, PAIRS]
+for kind in DATA.values():
+    needed = [field.name for field in dataclasses.fields(kind) if field.default is dataclasses.MISSING]
+    ALL_DATA.append(kind(**{name: name for name in needed}))
 
 
 def rich_recipe(data=None):
@@ -59,10 +62,6 @@ def test_json_and_back_is_the_same_recipe(data):
     again = from_json(json.loads(json.dumps(to_json(recipe), allow_nan=False)))
     assert again == recipe
     assert type(again.data) is type(data)
-
-
-def test_every_kind_of_data_is_tried():
-    assert {data.kind for data in ALL_DATA} == set(DATA)
 
 
 def test_json_says_kind_and_version():

@@ -12,7 +12,7 @@ from test_source_rows import KEYS, SMALL, B, D, T, X, kernels, softmax, start, w
 from transformer.attention import MultiHeadAttention, dot_product_attention
 from transformer.blocks import LayerInputs, PreNormBlock
 from transformer.config import ConfigError, LayerKind, transformer_base
-from transformer.data.tokenizer import WordTokenizer
+from transformer.data.vocabularies import WordTokenizer
 from transformer.generate import Sampling, generate
 from transformer.layers import FeedForward, LayerNorm
 from transformer.masks import Mask

@@ -204,7 +204,7 @@ def test_grad_norm_is_that_of_the_mean_loss():
 
 def test_evaluation_is_without_smoothing_and_dropout():
     plain = tiny_recipe()
-    other = tiny_recipe(model={"dropout_rate": 0.5}, label_smoothing=0.3)
+    other = tiny_recipe(model={"dropout_rate": 0.5}, label_smoothing=0.3, z_loss=0.1)
     state, step = start(plain)
     batch = tiny_batch()
     sums = jax.jit(make_eval_step(other))(state.params, batch)
@@ -219,3 +219,12 @@ def test_parameters_are_counted_and_named_in_order():
     assert paths[0] == "decoder/final_norm/bias"
     assert paths[-1] == "embedding/embedding"
     assert count_parameters(state.params) == sum(leaf.size for leaf in jax.tree.leaves(state.params))
+
+
+def test_the_z_loss_is_trained_on():
+    """Its term is in the loss of a step, which for a new model is near z_loss ln(V)^2 above that without."""
+    batch = tiny_batch()
+    plain, with_term = (run(tiny_recipe(z_loss=weight), [batch])[1] for weight in (0.0, 0.5))
+    more = (with_term["loss_sum"] - plain["loss_sum"]) / plain["weight"]
+    np.testing.assert_allclose(more, 0.5 * np.log(13) ** 2, rtol=0.5)
+    assert with_term["grad_norm"] != plain["grad_norm"]

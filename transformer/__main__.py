@@ -17,8 +17,20 @@ def _generate(arguments: Sequence[str]) -> int | None:
     return main(arguments)
 
 
+def _translate(arguments: Sequence[str]) -> int | None:
+    from transformer.cli.translate import main
+
+    return main(arguments)
+
+
 def _evaluate(arguments: Sequence[str]) -> int | None:
     from transformer.cli.evaluate import main
+
+    return main(arguments)
+
+
+def _average(arguments: Sequence[str]) -> int | None:
+    from transformer.cli.average import main
 
     return main(arguments)
 
@@ -81,12 +93,14 @@ class Verb:
 
 VERBS = {
     "generate": Verb(_generate, "translate or continue a text with a trained or pretrained model"),
+    "translate": Verb(_translate, "a stream of lines into a stream of translations, by beam search"),
     "embed": Verb(_embed, "one vector a text"),
     "classify": Verb(_classify, "the likeliest class of a text"),
     "score": Verb(_score, "log-likelihood and perplexity of a text"),
     "convert": Verb(_convert, "a trained or pretrained model as config.json and safetensors, for everybody to read"),
     "list": Verb(_list, "pretrained families that are read and written, and their published sizes"),
-    "evaluate": Verb(_evaluate, "loss, perplexity and exact matches of a trained model on held-out data"),
+    "evaluate": Verb(_evaluate, "loss of a trained model on held-out data; of translations BLEU, or exact matches"),
+    "average": Verb(_average, "the mean of a run's last checkpoints, as a model of its own"),
     "inspect": Verb(_inspect, "attention maps of a model, as PNG; what a formula does: --scale, --positions, --memory"),
     "devices": Verb(_devices, "accelerators of this machine, and what JAX computes on"),
     "plan": Verb(_plan, "whether a recipe fits a TPU that is not there: memory, collectives, an estimate of the time"),

@@ -1,10 +1,11 @@
 """The one legend of axis letters, and the array types made of them.
 
 B batch, T query positions, S key positions, D d_model, N query heads, K key/value heads, H head size, Hv value head
-size, F feed-forward width, E experts, L layers, V vocabulary, C classes or channels, P patches, M mel bins, Dc width of
-the context, Do width of an output, R rows and W width of a position table. A small letter is a part of the axis of its
-capital, or 1 in its place. Arrays are laid out (B, T, D) and (B, T, N, H), as in `jax.nn.dot_product_attention`. Inside
-numerics an array of rank 4 and above may carry its axes as a suffix: `scores_BNTS`.
+size, F feed-forward width, E experts, L layers, V vocabulary, C classes or channels, P patches, M mel bins, Z
+hypotheses of a beam, Dc width of the context, Do width of an output, R rows and W width of a position table. A small
+letter is a part of the axis of its capital, or 1 in its place. Arrays are laid out (B, T, D) and (B, T, N, H), as in
+`jax.nn.dot_product_attention`. Inside numerics an array of rank 4 and above may carry its axes as a suffix:
+`scores_BNTS`.
 """
 
 from typing import Any, TypeAlias

@@ -23,8 +23,10 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gelu_erf": lambda x: jax.nn.gelu(x, approximate=False),
     "silu": jax.nn.silu,
     "tanh": jnp.tanh,
+    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
 }
-"""nonlinearities by name (GELU: Hendrycks & Gimpel 2016, arXiv 1606.08415, by tanh and exact)"""
+"""nonlinearities by name (GELU: Hendrycks & Gimpel 2016, arXiv 1606.08415, by tanh and exact; relu2 is the
+square of relu, from Primer: So et al. 2021, arXiv 2109.08668)"""
 
 
 def _swiglu_clamped(gate: jax.Array, up: jax.Array) -> jax.Array:

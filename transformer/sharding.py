@@ -219,14 +219,14 @@ def row_ways(sizes: Mapping[str, int]) -> int:
     return math.prod(sizes[axis] for axis in BATCH_AXES)
 
 
-def check_batch_sizes(batch_size: int, accumulation: int, sizes: Mapping[str, int], length: int | None) -> None:
-    """Raises ConfigError when rows, or the length of sequences, can't be dealt out evenly."""
+def check_batch_sizes(field: str, rows: int, accumulation: int, sizes: Mapping[str, int], length: int | None) -> None:
+    """Raises ConfigError when `rows`, of data.`field`, or the length of sequences, can't be dealt out evenly."""
     ways = row_ways(sizes)
-    if batch_size % (ways * accumulation):
+    if rows % (ways * accumulation):
         micro = f" x training.accumulation ({accumulation})" if accumulation > 1 else ""
         raise ConfigError(
-            f"data.batch_size ({batch_size}) must be a multiple of the {ways} parts that rows are split into "
-            f"(data x fsdp x expert){micro}. The nearest are {_nearest_multiples(batch_size, ways * accumulation)}; or "
+            f"data.{field} ({rows}) must be a multiple of the {ways} parts that rows are split into "
+            f"(data x fsdp x expert){micro}. The nearest are {_nearest_multiples(rows, ways * accumulation)}; or "
             f"let fewer devices share it: --parallel.devices."
         )
     if length is not None and length % sizes["context"]:

@@ -24,7 +24,7 @@ class ModelCommand:
     """workdir of a training run, such as runs/number_words; or a directory of weights (config.json, safetensors); or a
     variant that the hub has, such as gpt2"""
     step: Literal["best", "newest"] | int = "best"
-    """checkpoint of a workdir: that of the lowest eval loss, the newest, or the one of this step"""
+    """checkpoint of a workdir: the best on held-out data, the newest, or the one of this step"""
     json: bool = False
     """print JSON"""
     debug: bool = False

@@ -14,7 +14,7 @@ from transformer.config.checks import (
     check_whole,
 )
 
-Activation = Literal["relu", "gelu_tanh", "gelu_erf", "silu", "tanh"]
+Activation = Literal["relu", "gelu_tanh", "gelu_erf", "silu", "tanh", "relu2"]
 FeedForwardActivation = Literal[Activation, "swiglu_clamped"]
 
 

@@ -5,18 +5,27 @@ from transformer.data.configs import (
     PLACES,
     SST2,
     DataConfig,
+    Digits,
+    ETTh1,
+    ImageFile,
     JsonLines,
     LabeledText,
+    MaskedSST2,
+    MaskedText,
     Multi30k,
     NumberWords,
     ParallelText,
+    SeriesFile,
+    SST2Sentences,
     TextFile,
+    TFDSTranslation,
     TinyShakespeare,
     TokenizerConfig,
 )
-from transformer.data.dataset import Batch, Dataset, Example
+from transformer.data.dataset import Batch, Dataset, Example, padding
 from transformer.data.pipeline import check_batch, prepare
-from transformer.data.tokenizer import Tokenizer, load_tokenizer
+from transformer.data.tokenizer import Tokenizer
+from transformer.data.tokenizer_kinds import load_tokenizer
 
 __all__ = [
     "DATA",
@@ -25,17 +34,26 @@ __all__ = [
     "Batch",
     "DataConfig",
     "Dataset",
+    "Digits",
+    "ETTh1",
     "Example",
+    "ImageFile",
     "JsonLines",
     "LabeledText",
+    "MaskedSST2",
+    "MaskedText",
     "Multi30k",
     "NumberWords",
     "ParallelText",
+    "SST2Sentences",
+    "SeriesFile",
+    "TFDSTranslation",
     "TextFile",
     "TinyShakespeare",
     "Tokenizer",
     "TokenizerConfig",
     "check_batch",
     "load_tokenizer",
+    "padding",
     "prepare",
 ]

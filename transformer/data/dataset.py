@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from transformer.config import nearest
-from transformer.data.configs import LabeledConfig, PairConfig, TextConfig
+from transformer.data.configs import DataConfig
 from transformer.data.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -20,7 +21,11 @@ if TYPE_CHECKING:
 
 Batch = dict[str, np.ndarray]
 """arrays by name: tokens, targets and weights (B, T); of pairs also source (B, S) and source_lengths (B,); of labeled
-texts tokens (B, T) and lengths, targets and weights (B,)"""
+texts tokens (B, T) and lengths, targets and weights (B,); of numbers values (B, ...), targets and weights (B,)"""
+
+
+IN_MEMORY = {"num_threads": 0, "prefetch_buffer_size": 0}
+"""how Grain reads: all is in memory, and a thread of the reader would only take time from the step"""
 
 
 @dataclass(frozen=True)
@@ -35,13 +40,14 @@ class Example:
 
 
 class Dataset(ABC):
-    """What `prepare` gives: batches to train and evaluate on, the tokenizer, and a fingerprint of all of it. `task` is
-    what it asks of a model: "causal_lm", "seq2seq" or "classifier".
+    """What `prepare` gives: batches to train and evaluate on, the tokenizer (None of numbers), and a fingerprint of all
+    of it. `task` is what it asks of a model, one of `training.tasks.TASKS`.
     """
 
     task: str
-    config: TextConfig | PairConfig | LabeledConfig
-    tokenizer: Tokenizer
+    config: DataConfig
+    """what the data decided filled in"""
+    tokenizer: Tokenizer | None = None
     fingerprint: str
 
     @property
@@ -65,22 +71,27 @@ class Dataset(ABC):
     def _eval_rows(self, split: str) -> np.ndarray:
         """Rows that together hold every token of a split once, in order."""
 
-    def train_batches(self, seed: int, rows: np.ndarray | None = None) -> grain.DatasetIterator:
+    def train_batches(self, seed: int, rows: Callable[[int], np.ndarray] | None = None) -> grain.DatasetIterator:
         """An endless iterator over shuffled batches, whose `get_state()` / `set_state()` go on exactly where it was.
 
-        The whole batch is chosen first, and of it a process that trains with others makes its `rows` alone (None: all),
-        so the state (`{"next_index": n}`) does not depend on the number of processes. ValueError for rows outside.
+        The whole batch is chosen first, and of it a process that trains with others makes its own `rows` alone: a
+        function from the number of rows to the places it holds (None: all). So the state (`{"next_index": n}`) does not
+        depend on the number of processes.
         """
         import grain
 
-        total = self.config.batch_size
-        own = np.arange(total) if rows is None else np.asarray(rows)
-        if not own.size or own.min() < 0 or own.max() >= total:
-            raise ValueError(f"rows must be some of 0 to {total - 1}, those of a batch, got {own.tolist()}.")
+        batches = self._train_batches(seed, np.arange if rows is None else rows)
+        if isinstance(batches, grain.MapDataset):
+            batches = batches.to_iter_dataset(grain.ReadOptions(**IN_MEMORY))
+        return iter(batches)
+
+    def _train_batches(self, seed: int, own: Callable[[int], np.ndarray]) -> grain.MapDataset | grain.IterDataset:
+        """All batches to train on, endless, of each the rows that are `own`."""
+        import grain
+
         order = grain.MapDataset.range(self._size("train")).seed(seed).shuffle().repeat()
-        batches = order.batch(total).map(lambda chosen: self._assemble("train", chosen[own]))
-        # All is in memory, and a thread of the reader would only take time from the step.
-        return iter(batches.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)))
+        rows = own(self.config.batch_size)
+        return order.batch(self.config.batch_size).map(lambda chosen: self._assemble("train", chosen[rows]))
 
     def eval_batches(self, split: str = "validation") -> list[Batch]:
         """All of a split in order, in batches of `eval_batch_size`; the last is filled up with rows of weight 0."""
@@ -94,19 +105,38 @@ class Dataset(ABC):
             batches.append(batch)
         return batches
 
-    @abstractmethod
     def examples(self, split: str = "validation", limit: int | None = None) -> list[Example]:
-        """The pairs of a split as text. ValueError for running text, which has none."""
+        """The pairs of a split as text. ValueError for running text and for numbers, which have none."""
+        raise ValueError(f"{self.config.kind} is numbers and has no texts. Use eval_batches().")
 
-    @abstractmethod
     def prompts(self) -> list[str]:
-        """A few held-out texts to give to the model: to continue, to translate or to classify."""
+        """A few held-out texts to give to the model: to continue, to translate or to classify. None of numbers."""
+        return []
 
     def _check_split(self, split: str) -> None:
         if split not in self.splits:
             raise ValueError(
                 f"split must be one of {', '.join(self.splits)}, got {split!r}.{nearest(split, self.splits)}"
             )
+
+
+def padding(batch: Batch) -> tuple[int, int] | None:
+    """How many places for tokens hold padding, rows of weight 0 included, and how many there are; None of a batch that
+    is never padded.
+    """
+    inside = batch["weights"] > 0
+    if "source_lengths" in batch:
+        used = int(batch["source_lengths"][inside.any(1)].sum() + inside.sum())
+        places = batch["source"].size + batch["tokens"].size
+    elif "source_segment_ids" in batch:
+        used = int((batch["source_segment_ids"] > 0).sum() + inside.sum())
+        places = batch["source"].size + batch["tokens"].size
+    elif "lengths" in batch:
+        counted = inside.any(tuple(range(1, inside.ndim))) if inside.ndim > 1 else inside
+        used, places = int(batch["lengths"][counted].sum()), batch["tokens"].size
+    else:
+        return None
+    return places - used, places
 
 
 class Ragged:
@@ -116,8 +146,22 @@ class Ragged:
         rows = list(rows)
         self.lengths = np.array([len(row) for row in rows], np.int32)
         self.starts = np.cumsum(self.lengths) - self.lengths
-        self.values = np.array([i for row in rows for i in row], np.int32)
-        self.longest = int(self.lengths.max())
+        self.values = np.fromiter(itertools.chain.from_iterable(rows), np.int32, int(self.lengths.sum()))
+        self.longest = int(self.lengths.max(initial=0))
+
+    @classmethod
+    def joined(cls, parts: Sequence[Ragged]) -> Ragged:
+        """The rows of all parts, one after the other."""
+        whole = cls([])
+        whole.lengths = np.concatenate([part.lengths for part in parts])
+        whole.starts = np.cumsum(whole.lengths) - whole.lengths
+        whole.values = np.concatenate([part.values for part in parts])
+        whole.longest = max(part.longest for part in parts)
+        return whole
+
+    def row(self, place: int) -> np.ndarray:
+        """One row as it is."""
+        return self.values[self.starts[place] : self.starts[place] + self.lengths[place]]
 
     def padded(self, rows: np.ndarray, width: int, pad: int) -> tuple[np.ndarray, np.ndarray]:
         """These rows, filled up with `pad` to `width`, and their lengths."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -28,7 +29,7 @@ class LabeledDataset(Dataset):
         splits: Mapping[str, Sequence[tuple[str, int]]],
         labels: Sequence[str],
     ):
-        self.config = config
+        self.config = dataclasses.replace(config, labels=tuple(labels))
         self.tokenizer = tokenizer
         self.labels = tuple(labels)
         self._texts = {split: [text for text, _ in rows] for split, rows in splits.items()}
@@ -48,7 +49,7 @@ class LabeledDataset(Dataset):
 
     @property
     def splits(self) -> tuple[str, ...]:
-        """`train` and `validation`."""
+        """`train` and `validation`, and `test` where the data has one."""
         return tuple(self._texts)
 
     def describe(self) -> str:

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from transformer.data.buckets import TokenBatches
 from transformer.data.configs import PairConfig
 from transformer.data.dataset import Batch, Dataset, Example, Ragged, fingerprint, spread
+from transformer.data.packing import packed_batches
 from transformer.data.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    import grain
+
+BLOCK = 4096
+"""pairs that are encoded at once"""
 
 
 class PairDataset(Dataset):
@@ -32,30 +43,50 @@ class PairDataset(Dataset):
         self.config = config
         self.tokenizer = tokenizer
         self._skipped = skipped
-        self._examples: dict[str, list[Example]] = {}
+        self._pairs = splits
+        self._places: dict[str, np.ndarray] = {}  # those that are kept, of all pairs of a split
         self._sources: dict[str, Ragged] = {}
         self._targets: dict[str, Ragged] = {}
-        read, write = _remembering(tokenizer.encode_source), _remembering(tokenizer.encode)
-        for split, examples in splits.items():
-            kept = [
-                example
-                for example in examples
-                if 0 < len(read(example.source)) <= (config.max_source_length or np.inf)
-                and len(write(example.target)) + 1 <= (config.max_target_length or np.inf)
-            ]
-            if not kept:
+        texts = {}
+        for split, pairs in splits.items():
+            digest, places, sources, targets = hashlib.sha256(), [], [], []
+            for start, block in _blocks(pairs):
+                for pair in block:
+                    for text in (pair.source, pair.target):
+                        digest.update(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest())
+                read = tokenizer.encode_sources([pair.source for pair in block])
+                write = tokenizer.encode_all([pair.target for pair in block])
+                kept = [
+                    place
+                    for place in range(len(block))
+                    if 0 < len(read[place]) <= (config.max_source_length or np.inf)
+                    and 0 < len(write[place]) < (config.max_target_length or np.inf)
+                ]
+                places.append(start + np.array(kept, np.int64))
+                sources.append(Ragged(read[place] for place in kept))
+                targets.append(Ragged([*write[place], tokenizer.eos_id] for place in kept))
+            texts[split] = [digest.hexdigest()]
+            self._places[split] = np.concatenate([np.zeros(0, np.int64), *places])
+            if not len(self._places[split]):
                 raise ValueError(
-                    f"no {split} pair is left of {len(examples)}: expected some with sources of 1 to "
+                    f"no {split} pair is left of {len(pairs)}: expected some with sources of 1 to "
                     f"{config.max_source_length} and targets of at most {config.max_target_length} tokens. "
                     "Give larger --data.max-source-length and --data.max-target-length."
                 )
-            self._skipped += len(examples) - len(kept)
-            self._examples[split] = kept
-            self._sources[split] = Ragged(read(example.source) for example in kept)
-            self._targets[split] = Ragged([*write(example.target), tokenizer.eos_id] for example in kept)
+            self._skipped += len(pairs) - len(self._places[split])
+            self._sources[split], self._targets[split] = Ragged.joined(sources), Ragged.joined(targets)
         self.max_source_length = config.max_source_length or max(r.longest for r in self._sources.values())
         self.max_target_length = config.max_target_length or max(r.longest for r in self._targets.values())
-        texts = {split: [part for e in examples for part in (e.source, e.target)] for split, examples in splits.items()}
+        self._check_packing()
+        self._batches: TokenBatches | None = None
+        if config.batch_tokens is not None and config.packed_length is None:
+            self._batches = TokenBatches(
+                self._sources["train"].lengths,
+                self._targets["train"].lengths,
+                batch_tokens=config.batch_tokens,
+                buckets=config.buckets,
+                row_multiple=config.row_multiple,
+            )
         arrays = [ragged.values for side in (self._sources, self._targets) for ragged in side.values()]
         settings = [config.kind, self.max_source_length, self.max_target_length, tokenizer.state()]
         self.fingerprint = fingerprint(settings, texts, arrays)
@@ -63,48 +94,82 @@ class PairDataset(Dataset):
     @property
     def splits(self) -> tuple[str, ...]:
         """`train` and `validation`; for number words also `test` and `basics` (0-20 and d x 10^k)."""
-        return tuple(self._examples)
+        return tuple(self._places)
 
     def describe(self) -> str:
         """One line: pairs, lengths, vocabulary, and how many pairs were left out."""
-        sizes = ", ".join(f"{len(examples):,} {split}" for split, examples in self._examples.items())
+        sizes = ", ".join(f"{len(places):,} {split}" for split, places in self._places.items())
+        packed = self.config.packed_length and self.config.packed_rows
         left_out = f", {self._skipped:,} left out (empty or too long)" if self._skipped else ""
         return (
             f"{self.config.kind}: {sizes} pairs{left_out}; sources up to {self.max_source_length} and targets up to "
             f"{self.max_target_length} tokens, vocabulary of {self.tokenizer.vocab_size:,} ({self.tokenizer.kind})"
+            + ("" if self._batches is None else f"; {self._batches.describe()}")
+            + (f"; packed into {packed} rows of {self.config.packed_length}" if packed else "")
         )
 
     def examples(self, split: str = "validation", limit: int | None = None) -> list[Example]:
         """The pairs of a split; of more than `limit`, as many of each group as there are, evenly spread within it."""
         self._check_split(split)
-        examples = self._examples[split]
-        if limit is None or limit >= len(examples):
-            return list(examples)
+        pairs, kept = self._pairs[split], self._places[split].tolist()
+        if limit is None or limit >= len(kept):
+            return [pairs[place] for place in kept]
         groups = defaultdict(list)
-        for place, example in enumerate(examples):
-            groups[example.group].append(place)
+        for place in kept:
+            groups[pairs[place].group].append(place)
         chosen: list[int] = []
         by_size = sorted(groups.values(), key=len)
         for number, places in enumerate(by_size):
             share = min((limit - len(chosen)) // (len(by_size) - number), len(places))
             chosen += [places[i] for i in spread(len(places), share)]
-        return [examples[place] for place in sorted(chosen)]
+        return [pairs[place] for place in sorted(chosen)]
 
     def prompts(self) -> list[str]:
         """Three held-out sources."""
         return [example.source for example in self.examples(limit=3)]
 
     def _size(self, split: str) -> int:
-        return len(self._examples[split])
+        return len(self._places[split])
 
     def _eval_rows(self, split: str) -> np.ndarray:
         return np.arange(self._size(split))
 
-    def _assemble(self, split: str, rows: np.ndarray) -> Batch:
+    def _check_packing(self) -> None:
+        length = self.config.packed_length
+        longest = max(self._sources["train"].longest, self._targets["train"].longest)
+        if length is not None and length < longest:
+            raise ValueError(
+                f"packed_length ({length}) has no room for the longest pair, {longest} tokens on one side: give at "
+                f"least that, or leave long pairs out (--data.max-source-length, --data.max-target-length)."
+            )
+
+    def _train_batches(self, seed: int, own: Callable[[int], np.ndarray]) -> grain.MapDataset | grain.IterDataset:
+        import grain
+
+        if self.config.packed_length is not None:
+            order = grain.MapDataset.range(self._size("train")).seed(seed).shuffle().repeat()
+            sides = self._sources["train"], self._targets["train"]
+            length, rows = self.config.packed_length, self.config.packed_rows
+            return packed_batches(order, *sides, self.tokenizer, row_length=length, rows=rows, own=own)
+        if self._batches is None:
+            return super()._train_batches(seed, own)
+
+        def assemble(item):
+            bucket, chosen, filled = item
+            rows = own(len(chosen))
+            batch = self._assemble("train", chosen[rows], bucket.source_length, bucket.target_length)
+            batch["weights"][rows >= filled] = 0
+            return batch
+
+        return grain.MapDataset.source(self._batches.seeded(seed)).map(assemble)
+
+    def _assemble(
+        self, split: str, rows: np.ndarray, source_length: int | None = None, target_length: int | None = None
+    ) -> Batch:
         pad = self.tokenizer.pad_id
-        source, source_lengths = self._sources[split].padded(rows, self.max_source_length, pad)
-        targets, lengths = self._targets[split].padded(rows, self.max_target_length, pad)
-        inside = np.arange(self.max_target_length) < lengths[:, None]
+        source, source_lengths = self._sources[split].padded(rows, source_length or self.max_source_length, pad)
+        targets, lengths = self._targets[split].padded(rows, target_length or self.max_target_length, pad)
+        inside = np.arange(targets.shape[1]) < lengths[:, None]
         begun = np.concatenate([np.full((len(rows), 1), self.tokenizer.begin_id, np.int32), targets[:, :-1]], axis=1)
         return {
             "source": source,
@@ -115,13 +180,10 @@ class PairDataset(Dataset):
         }
 
 
-def _remembering(encode: Callable[[str], list[int]]) -> Callable[[str], list[int]]:
-    """The same function, computed once per text."""
-    known: dict[str, list[int]] = {}
-
-    def remembered(text: str) -> list[int]:
-        if text not in known:
-            known[text] = encode(text)
-        return known[text]
-
-    return remembered
+def _blocks(pairs: Iterable[Example]) -> Iterator[tuple[int, list[Example]]]:
+    """The pairs, so many at once that all threads encode them, each time with the place of the first."""
+    rest = iter(pairs)
+    for start in itertools.count(0, BLOCK):
+        if not (block := list(itertools.islice(rest, BLOCK))):
+            return
+        yield start, block

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from transformer.data.tokenizer import _VISIBLE, TOKENIZER_FILE, Tokenizer, _utf8
+from transformer.data.tokenizer import TOKENIZER_FILE, VISIBLE, Tokenizer, utf8
 
 MAX_BYTES = 64 * 2**20
 """bound of each file"""
@@ -40,7 +40,6 @@ class PretrainedTokenizer(Tokenizer):
 
     kind = "pretrained"
     eos_ids: tuple[int, ...]
-    mask_id: int | None
 
     def __init__(self, files: Mapping[str, bytes], vocab_size: int | None = None):
         """`files` are contents by name, of which tokenizer.json must be there; `vocab_size` counts embedding rows."""
@@ -91,6 +90,12 @@ class PretrainedTokenizer(Tokenizer):
     def special_tokens(self) -> tuple[str, ...]:
         """Names of the special tokens, by rising id; unlike elsewhere their ids need not be the first."""
         return tuple(str(self._library.id_to_token(i)) for i in sorted(self._special))
+
+    @property
+    def text_ids(self) -> list[int]:
+        """Ids that stand for text, rising: all that have a token, but special ones and what is put around a text."""
+        ids = set(self._library.get_vocab(with_added_tokens=True).values())
+        return sorted(ids - self._special - set(self.encode_model("", "")[0]))
 
     @property
     def begin_id(self) -> int | None:
@@ -158,7 +163,7 @@ class PretrainedTokenizer(Tokenizer):
 
     def _encoded(self, text: str, pair: str | None, special: bool) -> tuple[list[int], list[int]]:
         for part in (text, pair or ""):
-            _utf8(part)
+            utf8(part)
         with _told("the tokenizers library failed on this text", "Shorten it, or get the tokenizer's file anew"):
             encoding = self._library.encode(text, pair, add_special_tokens=special)
         ids, types = encoding.ids, encoding.type_ids
@@ -190,7 +195,7 @@ class PretrainedTokenizer(Tokenizer):
         if entry in self._special:
             return token
         token = self.decode([entry]) if self._is_byte_level else token.replace("▁", " ")
-        return token.translate(_VISIBLE)
+        return token.translate(VISIBLE)
 
     def _check_post_processor(self) -> None:
         """The special tokens that are added to a text, too, must have a token and be within the vocabulary."""

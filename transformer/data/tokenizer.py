@@ -1,4 +1,4 @@
-"""Text to token ids and back: characters, bytes, words, or learned parts of words; saved as readable JSON."""
+"""Text to token ids and back: what every kind of tokenizer has; saved as readable JSON."""
 
 from __future__ import annotations
 
@@ -6,28 +6,26 @@ import json
 import os
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 from transformer.config import nearest
-from transformer.data.configs import TokenizerConfig
 from transformer.data.normalization import NORMALIZERS
 
-SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")
-"""names by id"""
+SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>", "<mask>")
+"""names in the order of their ids; the first three are always there"""
 TOKENIZER_FILE = "tokenizer.json"
 FORMAT = 1
 """version of that file"""
-DEFAULT_BPE_SIZE = 8192
-"""ids of a bpe vocabulary whose config names no size"""
 
-_VISIBLE = str.maketrans({" ": "␣", "\n": "\\n", "\t": "\\t", "\r": "\\r"})
+VISIBLE = str.maketrans({" ": "␣", "\n": "\\n", "\t": "\\t", "\r": "\\r"})
+"""how blanks and line ends are shown"""
 
 
 class Tokenizer(ABC):
-    """One vocabulary: ids of special tokens first (`pad_id` 0, `bos_id` 1, `eos_id` 2, and `unk_id` 3 where there is an
-    unknown), then text.
+    """One vocabulary: ids of special tokens first (`pad_id` 0, `bos_id` 1, `eos_id` 2, then `unk_id` where there is an
+    unknown and `mask_id` where tokens are to be hidden, else None), then text.
 
     Special tokens have ids but no spelling: `encode("<eos>")` gives the ids of these five characters, never the end
     token, so that no text of a user can end a sequence.
@@ -41,8 +39,11 @@ class Tokenizer(ABC):
     bos_id: int = 1
     eos_id: int = 2
     unk_id: int | None = None
+    mask_id: int | None = None
 
-    def __init__(self, vocabulary: list[str], normalization: str = "none"):
+    def __init__(
+        self, vocabulary: list[str], normalization: str = "none", *, unknown: bool = False, masked: bool = False
+    ):
         if normalization not in NORMALIZERS:
             raise ValueError(
                 f"normalization must be one of {', '.join(NORMALIZERS)}, got {normalization!r}."
@@ -50,11 +51,19 @@ class Tokenizer(ABC):
             )
         self.normalization = normalization
         self.vocabulary = vocabulary
+        self.unk_id = 3 if unknown else None
+        self.mask_id = 3 + unknown if masked else None
 
     @property
     def special_tokens(self) -> tuple[str, ...]:
         """Names of the special tokens, by id."""
-        return SPECIAL_TOKENS[: 3 if self.unk_id is None else 4]
+        ids = 0, 1, 2, self.unk_id, self.mask_id
+        return tuple(name for name, i in zip(SPECIAL_TOKENS, ids, strict=True) if i is not None)
+
+    @property
+    def text_ids(self) -> list[int]:
+        """Ids that stand for text, rising: all but those of special tokens."""
+        return list(range(len(self.special_tokens), self.vocab_size))
 
     @property
     def begin_id(self) -> int | None:
@@ -81,6 +90,14 @@ class Tokenizer(ABC):
     def encode_source(self, text: str) -> list[int]:
         """`encode(normalize(text))`: what every source and prompt goes through, in training and afterwards."""
         return self.encode(self.normalize(text))
+
+    def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+        """`encode` of each, by several threads where the kind of tokenizer can."""
+        return [self.encode(text) for text in texts]
+
+    def encode_sources(self, texts: Sequence[str]) -> list[list[int]]:
+        """`encode_source` of each, likewise."""
+        return [self.encode_source(text) for text in texts]
 
     def tokens(self, ids: Iterable[int]) -> list[str]:
         """One label per id, for a picture: blanks and line ends made visible, special tokens by name."""
@@ -110,7 +127,7 @@ class Tokenizer(ABC):
         }
 
     def _label(self, entry: int) -> str:
-        return self.vocabulary[entry].translate(_VISIBLE)
+        return self.vocabulary[entry].translate(VISIBLE)
 
     def _checked(self, ids: Iterable[int]) -> Iterator[int]:
         for place, i in enumerate(ids):
@@ -128,147 +145,8 @@ class Tokenizer(ABC):
         return (i - first for i in self._checked(ids) if i >= first)
 
 
-class CharTokenizer(Tokenizer):
-    """Every character its own token; a character not in the vocabulary is an error.
-
-    Raises:
-        ValueError: a vocabulary that is empty, or holds something twice or other than single characters.
-    """
-
-    kind = "char"
-
-    def __init__(self, vocabulary: list[str], normalization: str = "none"):
-        super().__init__(vocabulary, normalization)
-        _check_vocabulary(vocabulary)
-        if wrong := [entry for entry in vocabulary if len(entry) != 1]:
-            raise ValueError(f"a char vocabulary holds single characters, got {wrong[0]!r}.")
-        self._ids = {entry: len(self.special_tokens) + i for i, entry in enumerate(vocabulary)}
-
-    def encode(self, text: str) -> list[int]:
-        """One id per character; ValueError names those that the vocabulary lacks."""
-        try:
-            return [self._ids[character] for character in text]
-        except KeyError:
-            missing = sorted({character for character in text if character not in self._ids})
-            raise ValueError(
-                f"the text has {_listed(missing, 'character')} that this tokenizer does not know. It knows "
-                f"{_listed(self.vocabulary, 'character', 100)}."
-            ) from None
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """The characters, joined."""
-        return "".join(self.vocabulary[i] for i in self._entries(ids))
-
-
-class WordTokenizer(Tokenizer):
-    """Whatever blanks separate is a token. Without `unknown`, a word outside the vocabulary is an error.
-
-    Raises:
-        ValueError: a vocabulary that is empty, or holds something twice or words with blanks.
-    """
-
-    kind = "word"
-
-    def __init__(self, vocabulary: list[str], normalization: str = "none", unknown: bool = False):
-        super().__init__(vocabulary, normalization)
-        _check_vocabulary(vocabulary)
-        if wrong := [entry for entry in vocabulary if entry.split() != [entry]]:
-            raise ValueError(f"a word vocabulary holds words without blanks, got {wrong[0]!r}.")
-        self.unk_id = 3 if unknown else None
-        self._ids = {entry: len(self.special_tokens) + i for i, entry in enumerate(vocabulary)}
-
-    def encode(self, text: str) -> list[int]:
-        """One id per word; ValueError names those that the vocabulary lacks, unless there is an unknown token."""
-        words = text.split()
-        if self.unk_id is not None:
-            return [self._ids.get(word, self.unk_id) for word in words]
-        if missing := sorted({word for word in words if word not in self._ids}):
-            hints = "".join(nearest(word, self.vocabulary) for word in missing[:1])
-            raise ValueError(
-                f"the text has {_listed(missing, 'word')} that this tokenizer does not know.{hints} "
-                f"It knows {len(self.vocabulary)} words."
-            )
-        return [self._ids[word] for word in words]
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """The words, one blank between them."""
-        return " ".join(self.vocabulary[i] for i in self._entries(ids))
-
-
-class ByteTokenizer(Tokenizer):
-    """The bytes of UTF-8: knows every text, with the longest sequences."""
-
-    kind = "byte"
-
-    def __init__(self, normalization: str = "none"):
-        super().__init__([f"{byte:02x}" for byte in range(256)], normalization)
-
-    def encode(self, text: str) -> list[int]:
-        """One id per byte."""
-        return [3 + byte for byte in _utf8(text)]
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """The text of the bytes; bytes that are no UTF-8 become U+FFFD."""
-        return bytes(self._entries(ids)).decode("utf-8", errors="replace")
-
-    def state(self) -> dict[str, Any]:
-        """All that makes this tokenizer, as JSON values (its vocabulary goes without saying)."""
-        return {key: value for key, value in super().state().items() if key != "vocabulary"}
-
-    def _label(self, entry: int) -> str:
-        character = chr(entry)
-        return character.translate(_VISIBLE) if entry < 127 and character.isprintable() else f"{entry:02x}"
-
-
-class BPETokenizer(Tokenizer):
-    """Byte-pair encoding over bytes: knows every text, frequent parts of words are one token.
-
-    The `tokenizers` library learns and applies the merges. It is given no special tokens, so none can be found in a
-    text. Files hold vocabulary and merges alone and are checked before the library sees them: it panics on broken ones.
-    """
-
-    kind = "bpe"
-
-    def __init__(self, vocabulary: list[str], merges: list[list[str]], normalization: str = "none"):
-        super().__init__(vocabulary, normalization)
-        _check_vocabulary(vocabulary)
-        self.merges = _checked_merges(merges, vocabulary)
-        self._library = _byte_level(vocabulary, self.merges)
-
-    @classmethod
-    def train(cls, texts: Iterable[str], vocab_size: int, normalization: str = "none") -> BPETokenizer:
-        """Learns merges until there are `vocab_size` ids, special tokens included, or nothing left to merge."""
-        import tokenizers
-
-        library = _byte_level()
-        trainer = tokenizers.trainers.BpeTrainer(
-            vocab_size=vocab_size - 3,
-            initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
-            show_progress=False,
-        )
-        library.train_from_iterator(texts, trainer)
-        model = json.loads(library.to_str())["model"]
-        vocabulary = sorted(model["vocab"], key=model["vocab"].__getitem__)
-        return cls(vocabulary, [list(merge) for merge in model["merges"]], normalization)
-
-    def encode(self, text: str) -> list[int]:
-        """Ids of the learned parts."""
-        _utf8(text)
-        return [3 + i for i in self._library.encode(text, add_special_tokens=False).ids]
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """The text of the parts; bytes that are no UTF-8 become U+FFFD."""
-        return self._library.decode(list(self._entries(ids)), skip_special_tokens=False)
-
-    def state(self) -> dict[str, Any]:
-        """All that makes this tokenizer, as JSON values."""
-        return super().state() | {"merges": [" ".join(merge) for merge in self.merges]}
-
-    def _label(self, entry: int) -> str:
-        return self._library.decode([entry], skip_special_tokens=False).translate(_VISIBLE)
-
-
-def _utf8(text: str) -> bytes:
+def utf8(text: str) -> bytes:
+    """The bytes of a text. ValueError for a lone surrogate."""
     try:
         return text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -278,122 +156,16 @@ def _utf8(text: str) -> bytes:
         ) from None
 
 
-def _listed(entries: list[str], noun: str, limit: int = 10) -> str:
+def listed(entries: list[str], noun: str, limit: int = 10) -> str:
+    """Entries of a vocabulary for an error: characters 'a', 'b' and 3 more."""
     shown = ", ".join(repr(entry) for entry in entries[:limit])
     more = f" and {len(entries) - limit} more" if len(entries) > limit else ""
     return f"{noun}{'s' if len(entries) > 1 else ''} {shown}{more}"
 
 
-def _check_vocabulary(vocabulary: list[str]) -> None:
+def check_vocabulary(vocabulary: list[str]) -> None:
+    """Raises ValueError for a vocabulary that is empty or holds something twice."""
     if not vocabulary:
         raise ValueError("the vocabulary is empty. Give a text with something in it.")
     if twice := [entry for entry, count in Counter(vocabulary).items() if count > 1]:
         raise ValueError(f"the vocabulary holds {twice[0]!r} twice.")
-
-
-def _checked_merges(merges: list[list[str]], vocabulary: list[str]) -> list[tuple[str, str]]:
-    known = set(vocabulary)
-    for number, merge in enumerate(merges):
-        if len(merge) != 2:
-            raise ValueError(f"merge {number} must be two parts, got {merge!r}.")
-        for part in (*merge, "".join(merge)):
-            if part not in known:
-                raise ValueError(
-                    f"merge {number} ({' '.join(merge)!r}) makes or takes {part!r}, not in the vocabulary."
-                )
-    return [(left, right) for left, right in merges]
-
-
-def _byte_level(vocabulary: list[str] | None = None, merges: list[tuple[str, str]] | None = None) -> Any:
-    """A pipeline of the `tokenizers` library: text -> bytes -> merges, with nothing normalized and nothing special."""
-    import tokenizers
-
-    if vocabulary is None:
-        library = tokenizers.Tokenizer(tokenizers.models.BPE())
-    else:
-        if missing := sorted(set(tokenizers.pre_tokenizers.ByteLevel.alphabet()) - set(vocabulary)):
-            raise ValueError(f"a bpe vocabulary holds all 256 bytes, {_listed(missing, 'byte', 3)} missing.")
-        try:
-            model = tokenizers.models.BPE(vocab={entry: i for i, entry in enumerate(vocabulary)}, merges=merges)
-        except BaseException as error:  # the library's PanicException is no Exception
-            if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
-                raise
-            raise ValueError(f"the tokenizers library refuses these merges: {error}.") from error
-        library = tokenizers.Tokenizer(model)
-    library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    library.decoder = tokenizers.decoders.ByteLevel()
-    return library
-
-
-TOKENIZERS: dict[str, type[Tokenizer]] = {
-    kind.kind: kind for kind in (CharTokenizer, ByteTokenizer, WordTokenizer, BPETokenizer)
-}
-"""tokenizers by kind"""
-
-
-def build_tokenizer(
-    config: TokenizerConfig, train: Iterable[str], held_out: Iterable[str] = (), normalization: str = "none"
-) -> Tokenizer:
-    """A tokenizer for these texts.
-
-    A closed vocabulary (char, and word without a size) holds what any of the texts has, so that all of them can be
-    written; what is learned or counted (bpe, word with a size) comes from the training texts alone.
-    """
-    if config.kind == "byte":
-        return ByteTokenizer(normalization)
-    if config.kind == "bpe":
-        return BPETokenizer.train(train, config.vocab_size or DEFAULT_BPE_SIZE, normalization)
-    if config.kind == "char":
-        characters = set().union(*(set(text) for text in train), *(set(text) for text in held_out))
-        return CharTokenizer(sorted(characters), normalization)
-    words = Counter(word for text in train for word in text.split())
-    if config.vocab_size is None:
-        return WordTokenizer(sorted(words.keys() | {word for text in held_out for word in text.split()}), normalization)
-    frequent = sorted(words, key=lambda word: (-words[word], word))[: config.vocab_size - 4]
-    return WordTokenizer(frequent, normalization, unknown=True)
-
-
-def load_tokenizer(directory: str | os.PathLike) -> Tokenizer:
-    """The tokenizer saved in a directory alone. FileNotFoundError if there is none, ValueError if it is broken."""
-    path = Path(directory) / TOKENIZER_FILE
-    if not path.is_file():
-        raise FileNotFoundError(f"no tokenizer in {directory}: expected a file {path}. Name the folder save() wrote.")
-    try:
-        state = json.loads(path.read_bytes())
-        if isinstance(state, dict) and "format" not in state and "model" in state:  # a file of the tokenizers library
-            from transformer.data.pretrained_tokenizer import load_saved_alone
-
-            return load_saved_alone(directory)
-        return _from_state(state)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is no valid tokenizer: {error} Restore it from a copy, or train anew.") from error
-
-
-def _from_state(state: Any) -> Tokenizer:
-    if not isinstance(state, dict):
-        raise ValueError(f"expected a JSON object, got {type(state).__name__}.")
-    if state.get("format") != FORMAT:
-        raise ValueError(f"expected format {FORMAT}, got {state.get('format')!r}.")
-    kind, normalization = state.get("kind"), state.get("normalization")
-    if kind not in TOKENIZERS:
-        raise ValueError(f"kind must be one of {', '.join(TOKENIZERS)}, got {kind!r}.{nearest(str(kind), TOKENIZERS)}")
-    if not isinstance(normalization, str):
-        raise ValueError(f"normalization must be a string, got {normalization!r}.")
-    special = state.get("special_tokens")
-    if special not in (list(SPECIAL_TOKENS[:3]), list(SPECIAL_TOKENS)) or (len(special) == 4 and kind != "word"):
-        raise ValueError(f"special_tokens must be {list(SPECIAL_TOKENS[:3])} (and <unk> for words), got {special!r}.")
-    if kind == "byte":
-        return ByteTokenizer(normalization)
-    vocabulary = _strings(state, "vocabulary")
-    if kind == "char":
-        return CharTokenizer(vocabulary, normalization)
-    if kind == "word":
-        return WordTokenizer(vocabulary, normalization, unknown=len(special) == 4)
-    return BPETokenizer(vocabulary, [merge.split(" ") for merge in _strings(state, "merges")], normalization)
-
-
-def _strings(state: dict, field: str) -> list[str]:
-    value = state.get(field)
-    if not isinstance(value, list) or not all(isinstance(entry, str) for entry in value):
-        raise ValueError(f"{field} must be a list of strings, got {type(value).__name__}.")
-    return value

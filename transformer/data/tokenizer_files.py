@@ -5,15 +5,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from transformer.data.bpe import BPETokenizer
 from transformer.data.pretrained_tokenizer import PretrainedTokenizer
-from transformer.data.tokenizer import (
-    TOKENIZER_FILE,
-    BPETokenizer,
-    ByteTokenizer,
-    CharTokenizer,
-    Tokenizer,
-    WordTokenizer,
-)
+from transformer.data.tokenizer import TOKENIZER_FILE, Tokenizer
+from transformer.data.vocabularies import ByteTokenizer, CharTokenizer, WordTokenizer
 
 
 def as_pretrained(tokenizer: Tokenizer) -> PretrainedTokenizer:
@@ -59,6 +54,7 @@ def as_pretrained(tokenizer: Tokenizer) -> PretrainedTokenizer:
         library.decoder = after
     library.add_special_tokens([tokenizers.AddedToken(token, special=True, normalized=False) for token in special])
     names = {"pad_token": special[0], "bos_token": special[1], "eos_token": special[2], "unk_token": unknown}
+    names |= {} if tokenizer.mask_id is None else {"mask_token": special[tokenizer.mask_id]}
     names |= {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     files = {TOKENIZER_FILE: library.to_str(), "tokenizer_config.json": json.dumps(names)}
     return PretrainedTokenizer({name: text.encode() for name, text in files.items()}, tokenizer.vocab_size)

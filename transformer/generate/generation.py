@@ -2,34 +2,29 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, SupportsIndex
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from transformer.generate.decoding import Rows, Written, decode
+from transformer.generate.decoding import decode
 from transformer.generate.prompts import (
     Ids,
     bucket,
-    check_id,
     check_lengths,
     check_new_tokens,
-    check_rows,
-    check_source_lengths,
-    frame_rows,
+    check_writer,
+    decoding_model,
+    end_ids,
     pad,
     row_seeds,
-    vocabulary,
+    slots_of_prompts,
+    source_rows,
+    target_rows,
 )
 from transformer.generate.sampling import PLAIN, Choice, Sampling
-from transformer.kernels import SPLIT_KERNELS, TPU_KERNELS
-from transformer.models import CausalLM, Seq2Seq, SpeechToText
-
-TRAINING_KERNELS = (*TPU_KERNELS, *SPLIT_KERNELS)
-"""kernels for whole sequences"""
 
 
 def generate(
@@ -66,27 +61,15 @@ def generate(
         ValueError: ids out of range, empty or missing prompts or sources, too much for a learned position table, or
             logits that are not finite (row, position and the parameter to blame are named).
     """
-    if not isinstance(model, CausalLM | Seq2Seq):
-        raise ValueError(f"generate takes a CausalLM or a Seq2Seq, got a {type(model).__name__}, which writes no text.")
-    if isinstance(params, Mapping) and set(params) == {"params"}:
-        raise ValueError('params must be the parameters themselves, got {"params": ...}: pass params["params"].')
-    vocab_size = vocabulary(model.config)
+    vocab_size = check_writer("generate", model, params)
     limit = check_new_tokens(max_new_tokens)
-    ends = [eos_id] if eos_id is None or isinstance(eos_id, SupportsIndex) else list(eos_id)
-    for end in ends:
-        check_id("eos_id", end, vocab_size)
-    check_id("bos_id", bos_id, vocab_size)
-    source = _source(model, sources, vocab_size)
-    prompt_rows = check_rows("prompt", _prompts(prompts, source, bos_id), vocab_size)
-    if source is not None and len(source.lengths) != len(prompt_rows):
-        raise ValueError(f"there must be as many prompts as sources, got {len(prompt_rows)} and {len(source.lengths)}.")
+    ends = end_ids(eos_id, vocab_size)
+    source = source_rows(model, sources, vocab_size)
+    prompt_rows = target_rows(prompts, source, bos_id, vocab_size)
     check_lengths(model.config, prompt_rows, limit)
 
-    if model.execution.attention in TRAINING_KERNELS:  # which refuse a cache: decoding chooses its own
-        model = model.clone(execution=dataclasses.replace(model.execution, attention="auto"))
-    # Almost every target begins with one token: no 15 more beside it.
-    single = source is not None and all(len(row) == 1 for row in prompt_rows)
-    prompt_slots = 1 if single else _slots(prompt_rows, model.config.max_length)
+    model = decoding_model(model)
+    prompt_slots = slots_of_prompts(prompt_rows, source, model.config.max_length)
     new_slots = bucket(limit)
     written = decode(
         model,
@@ -95,44 +78,14 @@ def generate(
         source,
         _row_keys(*row_seeds(seed, len(prompt_rows))),
         Choice.of(sampling, vocab_size),
-        np.array([-1 if end is None else end for end in ends or [None]], np.int32),
+        np.array(ends or [-1], np.int32),
         np.int32(limit),
         cache_slots=prompt_slots + new_slots,
         new_slots=new_slots,
     )
     written = jax.device_get(written)
-    _check_finite(written, prompt_rows, params, model.config.dtype)
+    check_finite(written.failed_at, prompt_rows, params, model.config.dtype)
     return [row[:count].tolist() for row, count in zip(written.tokens, written.counts, strict=True)]
-
-
-def _slots(rows: Sequence[np.ndarray], longest: int | None) -> int:
-    """How long the padded rows are: no longer than a learned position table, which all of them fit."""
-    slots = bucket(max(len(row) for row in rows))
-    return slots if longest is None else min(slots, longest)
-
-
-def _source(model: Any, sources: Any, vocab_size: int) -> Rows | None:
-    if isinstance(model, CausalLM):
-        if sources is not None:
-            raise ValueError("sources are for a Seq2Seq: a CausalLM has no encoder. Put the text into prompts.")
-        return None
-    if sources is None:
-        raise ValueError("sources is missing: a Seq2Seq writes from a source. prompts only say how the target begins.")
-    if isinstance(model, SpeechToText):
-        return frame_rows(model.config, sources)
-    rows = check_rows("source", sources, model.config.source_vocab_size or vocab_size)
-    check_source_lengths(model.config, rows)
-    return pad(rows, _slots(rows, model.config.longest_source))
-
-
-def _prompts(prompts: Sequence[Ids] | None, source: Rows | None, bos_id: SupportsIndex | None) -> Sequence[Ids]:
-    if prompts is not None:
-        return prompts
-    if source is None:
-        raise ValueError("prompts is missing: give a list of token ids for each row.")
-    if bos_id is None:
-        raise ValueError("bos_id is missing: give the id that a target begins with, or prompts.")
-    return [[bos_id]] * len(source.lengths)
 
 
 @jax.jit
@@ -140,11 +93,14 @@ def _row_keys(seeds, rows):
     return jax.vmap(lambda seed, row: jax.random.fold_in(jax.random.key(seed), row))(seeds, rows)
 
 
-def _check_finite(written: Written, prompts: Sequence[np.ndarray], params: Any, dtype: str) -> None:
-    failed = np.flatnonzero(written.failed_at >= 0)
+def check_finite(failed_at: np.ndarray, prompts: Sequence[np.ndarray], params: Any, dtype: str) -> None:
+    """Raises ValueError where `failed_at` (B,) says that the logits of a row were not finite, and at which position
+    (-1: they were): row, position and the parameter to blame are named.
+    """
+    failed = np.flatnonzero(failed_at >= 0)
     if not failed.size:
         return
-    row, position = failed[0], written.failed_at[failed[0]]
+    row, position = failed[0], failed_at[failed[0]]
     broken = next(
         (path for path, leaf in jax.tree_util.tree_leaves_with_path(params) if not jnp.isfinite(leaf).all()), None
     )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
 from numbers import Integral
 from typing import Any, SupportsIndex, TypeAlias
 
@@ -10,10 +11,92 @@ import numpy as np
 
 from transformer.config import ConfigError, TransformerConfig
 from transformer.generate.decoding import Rows
+from transformer.kernels import SPLIT_KERNELS, TPU_KERNELS
+from transformer.models import CausalLM, Seq2Seq, SpeechToText
 from transformer.models.speech import FRAMES_A_POSITION, check_frames
 
 Ids: TypeAlias = Any
 """token ids of one row: a list or an array of whole numbers; looked at by `check_rows`, which says what is wrong"""
+
+TRAINING_KERNELS = (*TPU_KERNELS, *SPLIT_KERNELS)
+"""kernels for whole sequences"""
+
+
+def check_writer(verb: str, model: Any, params: Any) -> int:
+    """The size of the model's vocabulary.
+
+    Raises:
+        ValueError: a model that writes no text, or parameters in an outer "params"; `verb` is who asks.
+        ConfigError: no vocab_size yet.
+    """
+    if not isinstance(model, CausalLM | Seq2Seq):
+        raise ValueError(f"{verb} takes a CausalLM or a Seq2Seq, got a {type(model).__name__}, which writes no text.")
+    if isinstance(params, Mapping) and set(params) == {"params"}:
+        raise ValueError('params must be the parameters themselves, got {"params": ...}: pass params["params"].')
+    return vocabulary(model.config)
+
+
+def decoding_model(model: CausalLM | Seq2Seq) -> CausalLM | Seq2Seq:
+    """The model with a kernel that takes a cache: those for whole sequences refuse one, and "auto" chooses."""
+    if model.execution.attention not in TRAINING_KERNELS:
+        return model
+    return model.clone(execution=dataclasses.replace(model.execution, attention="auto"))
+
+
+def end_ids(eos_id: SupportsIndex | Sequence[SupportsIndex] | None, vocab_size: int) -> list[int]:
+    """The ids that end a row, each once: of one, several or None. ValueError: one that is outside the vocabulary."""
+    ends = [] if eos_id is None else [eos_id] if isinstance(eos_id, SupportsIndex) else list(eos_id)
+    for end in ends:
+        check_id("eos_id", end, vocab_size)
+    return list(dict.fromkeys(int(end) for end in ends if end is not None))
+
+
+def source_rows(model: CausalLM | Seq2Seq, sources: Any, vocab_size: int) -> Rows | None:
+    """The sources as padded rows, of a SpeechToText as frames; None for a CausalLM.
+
+    Raises:
+        ValueError: sources for a CausalLM, none for a Seq2Seq, or what is wrong with them.
+    """
+    if isinstance(model, CausalLM):
+        if sources is not None:
+            raise ValueError("sources are for a Seq2Seq: a CausalLM has no encoder. Put the text into prompts.")
+        return None
+    if sources is None:
+        raise ValueError("sources is missing: a Seq2Seq writes from a source. prompts only say how the target begins.")
+    if isinstance(model, SpeechToText):
+        return frame_rows(model.config, sources)
+    rows = check_rows("source", sources, model.config.source_vocab_size or vocab_size)
+    check_source_lengths(model.config, rows)
+    return pad(rows, padded_length(rows, model.config.longest_source))
+
+
+def target_rows(
+    prompts: Sequence[Ids] | None, source: Rows | None, bos_id: SupportsIndex | None, vocab_size: int
+) -> list[np.ndarray]:
+    """What each row begins with: the prompts, or `[bos_id]` for each source. ValueError: neither, or what is wrong."""
+    check_id("bos_id", bos_id, vocab_size)
+    if prompts is None:
+        if source is None:
+            raise ValueError("prompts is missing: give a list of token ids for each row.")
+        if bos_id is None:
+            raise ValueError("bos_id is missing: give the id that a target begins with, or prompts.")
+        prompts = [[bos_id]] * len(source.lengths)
+    rows = check_rows("prompt", prompts, vocab_size)
+    if source is not None and len(source.lengths) != len(rows):
+        raise ValueError(f"there must be as many prompts as sources, got {len(rows)} and {len(source.lengths)}.")
+    return rows
+
+
+def slots_of_prompts(rows: Sequence[np.ndarray], source: Rows | None, longest: int | None) -> int:
+    """How long the padded prompts are. Almost every target begins with one token: no 15 more beside it."""
+    single = source is not None and all(len(row) == 1 for row in rows)
+    return 1 if single else padded_length(rows, longest)
+
+
+def padded_length(rows: Sequence[np.ndarray], longest: int | None) -> int:
+    """How long padded rows are: no longer than a learned position table, which all of them fit."""
+    slots = bucket(max(len(row) for row in rows))
+    return slots if longest is None else min(slots, longest)
 
 
 def bucket(size: int) -> int:

@@ -4,12 +4,15 @@ from transformer.inference.opening import Opened, export, is_workdir, load, open
 from transformer.inference.reading import Class, Score, classify, embed, score
 from transformer.inference.sentences import SentenceSettings, sentence_settings
 from transformer.inference.starting import start_from
+from transformer.inference.translating import TranslatedLine, TranslatedText, translate_lines
 
 __all__ = [
     "Class",
     "Opened",
     "Score",
     "SentenceSettings",
+    "TranslatedLine",
+    "TranslatedText",
     "classify",
     "embed",
     "export",
@@ -20,4 +23,5 @@ __all__ = [
     "score",
     "sentence_settings",
     "start_from",
+    "translate_lines",
 ]

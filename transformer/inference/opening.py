@@ -63,6 +63,8 @@ class Opened:
     @property
     def tokenizer(self) -> Tokenizer:
         """The tokenizer. ConfigError: there is none, and what to do."""
+        if self.vocabulary is None and self.run is not None:
+            raise ConfigError(f"{self.directory} holds a {type(self.model).__name__}, which reads numbers and no text.")
         if self.vocabulary is None:
             raise ConfigError(
                 f"{self.directory} has no tokenizer.json, so that no text can be read. Put the model's there: with "
@@ -122,7 +124,7 @@ class Opened:
     def labels(self) -> list[str]:
         """Names of a classifier's classes, by number; none where nobody named them. ConfigError: not one for each."""
         if self.run is not None:
-            return list(self.run.recipe.data.labels) if self.run.recipe.task == "classifier" else []
+            return list(getattr(self.run.recipe.data, "labels", ()))
         named = {} if self.pretrained is None else self.pretrained.fields.get("id2label") or {}
         classes = self.model.config.num_classes
         if not named or classes is None:
@@ -171,7 +173,8 @@ def open_model(
         context = run.recipe.model.max_length or getattr(run.recipe.data, "sequence_length", None)
         if run.recipe.task == "causal_lm":
             context = run.recipe.data.sequence_length
-        return Opened(run.model, run.params, Path(source), run.tokenizer, context, run.tokenizer.begin_id, run=run)
+        begin = None if run.tokenizer is None else run.tokenizer.begin_id
+        return Opened(run.model, run.params, Path(source), run.tokenizer, context, begin, run=run)
 
     from transformer.zoo import load_pretrained
 
@@ -285,7 +288,7 @@ def export(
         family = opened.pretrained.family.name if family is None else family
         kept = {name: value for name, value in opened.pretrained.fields.items() if name in KEPT_FIELDS}
     elif opened.vocabulary is not None:
-        ids = {f"{name}_token_id": getattr(opened.vocabulary, f"{name}_id") for name in ("pad", "bos", "eos")}
+        ids = {f"{name}_token_id": getattr(opened.vocabulary, f"{name}_id") for name in ("pad", "bos", "eos", "mask")}
         kept = {name: number for name, number in ids.items() if number is not None}
         kept |= {"decoder_start_token_id": opened.bos_id} if isinstance(model, Seq2Seq) else {}
         if names := opened.labels:

@@ -12,38 +12,42 @@ import jax
 
 from transformer.config import ConfigError, TransformerConfig
 from transformer.inference.opening import Opened, is_workdir, open_model
-from transformer.models import Classifier
+from transformer.models import Classifier, MaskedLM
 
 if TYPE_CHECKING:
     from transformer.training import Recipe
     from transformer.training.start import Start
 
 
+_HEAD = ("output", "output_bias", "head_transform")
+"""parameters of a model's head"""
+
+
 def start_from(source: str | os.PathLike, recipe: Recipe) -> Start:
     """The model of a directory of weights, a name on the hub or a run's workdir, for `training.loop.train(start=...)`.
 
     For a recipe that classifies, a family's other models become its classifier: what the files have of it is taken (of
-    BERT the pooler, too), and the old head is left.
+    BERT the pooler, too), and the old head is left. So does a MaskedLM that a run left.
 
     Raises:
         FileNotFoundError: no such directory, or no checkpoint in it.
         ConfigError: a model that can't do what the recipe's data asks for.
         ValueError: files that can't be read or are not understood.
     """
-    from transformer.training.recipe import MODELS
     from transformer.training.start import Start
+    from transformer.training.tasks import TASKS
 
-    wanted = MODELS[recipe.task]
+    wanted = TASKS[recipe.task].model
     options = {} if is_workdir(source) else {"dtype": recipe.model.param_dtype}
     opened = open_model(source, **options)
     config, params, left = opened.model.config, opened.params, ()
     if type(opened.model) is not wanted:
-        if wanted is not Classifier or opened.pretrained is None:
+        if wanted is not Classifier or not (opened.pretrained or isinstance(opened.model, MaskedLM)):
             raise ConfigError(
                 f"{source} holds a {type(opened.model).__name__}, but this recipe's data is for a {wanted.__name__}. "
                 f"Start from one, or take a recipe with other data."
             )
-        config, params, left = _as_classifier(opened, recipe)
+        config, params, left = (_as_classifier if opened.pretrained else _with_new_head)(opened, recipe)
     return Start(str(source), _told(opened), config, params, opened.vocabulary, left)
 
 
@@ -77,6 +81,14 @@ def _as_classifier(opened: Opened, recipe: Recipe) -> tuple[TransformerConfig, A
     params = load_params(files, there, shapes, config.param_dtype, lambda path, array: jax.device_put(array))
     left = _left(found.params, params, old_transform=config.head_transform != found.model.config.head_transform)
     return config, params, left
+
+
+def _with_new_head(opened: Opened, recipe: Recipe) -> tuple[TransformerConfig, Any, tuple[str, ...]]:
+    """A run's model with the head that the recipe says, the parameters below it, and what is not taken."""
+    head = {field: getattr(recipe.model, field) for field in ("pooling", "head_transform", "logit_scale")}
+    config = opened.model.config.replace(num_classes=recipe.model.num_classes, output_bias=None, **head)
+    params = {name: part for name, part in opened.params.items() if name not in _HEAD}
+    return config, params, _left(opened.params, params, old_transform=False)
 
 
 def _left(old: Any, new: Any, *, old_transform: bool) -> tuple[str, ...]:

@@ -45,6 +45,7 @@ class Seq2Seq(Model):
         mask: Mask | None = None,
         cache: Any = None,
         deterministic: bool = True,
+        context_mask: Mask | None = None,
     ) -> Logits | tuple[Logits, Any]:
         """Source (B, S) and target (B, T) -> logits (B, T, V) float32, or (logits, cache) when a cache is given.
 
@@ -52,8 +53,11 @@ class Seq2Seq(Model):
             source: token ids; None in later calls with a cache, which then holds the cross-attention's keys and values.
             source_mask: which source tokens are real: `Mask.lengths(...)`; also in later calls.
             mask: of the target, beyond causality.
+            context_mask: which source tokens a target token may attend to; None: as `source_mask` says.
         """
-        x, cache, _ = self._run(source, target, source_positions, positions, source_mask, mask, cache, deterministic)
+        x, cache, _ = self._run(
+            source, target, source_positions, positions, source_mask, mask, cache, deterministic, context_mask
+        )
         return self.head(x) if cache is None else (self.head(x), cache)
 
     def hidden(
@@ -66,11 +70,14 @@ class Seq2Seq(Model):
         mask: Mask | None = None,
         cache: Any = None,
         deterministic: bool = True,
+        context_mask: Mask | None = None,
     ) -> Hidden | tuple[Hidden, Any]:
         """As a call: source (B, S) and target (B, T) -> the hidden states (B, T, D) for `head`; a pair with the cache
         when one is given.
         """
-        x, cache, _ = self._run(source, target, source_positions, positions, source_mask, mask, cache, deterministic)
+        x, cache, _ = self._run(
+            source, target, source_positions, positions, source_mask, mask, cache, deterministic, context_mask
+        )
         return x if cache is None else (x, cache)
 
     def encode(
@@ -98,6 +105,7 @@ class Seq2Seq(Model):
         mask=None,
         cache=None,
         deterministic=True,
+        context_mask=None,
     ):
         context, encoder_aux = None, {}
         if source is not None:
@@ -107,7 +115,7 @@ class Seq2Seq(Model):
             context,
             positions=positions,
             mask=mask,
-            context_mask=source_mask,
+            context_mask=source_mask if context_mask is None else context_mask,
             cache=cache,
             deterministic=deterministic,
         )

@@ -34,6 +34,7 @@ from transformer.sharding import (
 )
 from transformer.training.recipe import Recipe, build_model
 from transformer.training.state import abstract_state
+from transformer.training.tasks import TASKS
 
 USUAL_ROWS = 8
 """rows of a generation that is not told"""
@@ -58,9 +59,10 @@ def parse_generation(text: str | None, recipe: Recipe) -> Generation:
     """The generation of "8:1024:256"; None: the lengths that the recipe trains on, an even share of running text.
 
     Raises:
-        ConfigError: not three whole numbers, or more tokens than the model has positions.
+        ConfigError: a model that writes no text, not three whole numbers, or more tokens than the model has positions.
     """
     data = recipe.data
+    _check_writes(recipe)
     if text is not None:
         if not re.fullmatch(r"[1-9]\d*(:[1-9]\d*){2}", text):
             raise ConfigError(
@@ -161,8 +163,7 @@ def _checked_sizes(recipe: Recipe, generation: Generation, num_devices: int) -> 
     """Sizes of the mesh axes that a generation runs over."""
     if recipe.parallel.kind != "mesh":
         raise ConfigError("generation is planned over a mesh. Leave --parallel.kind out.")
-    if recipe.task == "classifier":
-        raise ConfigError("a classifier writes no text. Leave --decode out.")
+    _check_writes(recipe)
     sizes = mesh_sizes(recipe.parallel.sizes, num_devices)
     check_model(recipe.model, sizes)
     ways = row_ways(sizes)
@@ -172,6 +173,12 @@ def _checked_sizes(recipe: Recipe, generation: Generation, num_devices: int) -> 
             f"x expert). Give {-(-generation.rows // ways) * ways} rows, or --parallel.tensor {num_devices}."
         )
     return sizes
+
+
+def _check_writes(recipe: Recipe) -> None:
+    task = TASKS[recipe.task]
+    if not task.writes:
+        raise ConfigError(f"a {task.model.__name__} writes no text. Leave --decode out.")
 
 
 def _lowered(recipe: Recipe, generation: Generation, mesh: Mesh) -> tuple[jax.stages.Lowered, Any]:

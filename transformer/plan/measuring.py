@@ -133,14 +133,16 @@ def measure(recipe: Recipe, steps: int) -> Measured:
 
 
 def made_up_batch(recipe: Recipe) -> dict[str, np.ndarray]:
-    """A batch of the recipe's shapes (B, T): tokens drawn at random, nothing padded."""
-    random = np.random.default_rng(0)
+    """A batch of the recipe's shapes (B, ...): tokens or numbers drawn at random, nothing padded."""
+    random, limit = np.random.default_rng(0), recipe.model.vocab_size or recipe.model.num_classes
     batch = {}
     for name, shape in batch_shapes(recipe).items():
         if name == "weights":
             batch[name] = np.ones(shape.shape, shape.dtype)
         elif name == "source_lengths":
             batch[name] = np.full(shape.shape, recipe.data.max_source_length, shape.dtype)
+        elif shape.dtype == np.float32:
+            batch[name] = random.normal(size=shape.shape).astype(np.float32)
         else:
-            batch[name] = random.integers(0, recipe.model.vocab_size, shape.shape, shape.dtype)
+            batch[name] = random.integers(0, limit, shape.shape, shape.dtype)
     return batch

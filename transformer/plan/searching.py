@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from transformer.config import ConfigError, Remat
 from transformer.plan.chips import Topology
 from transformer.plan.compiling import GIB
-from transformer.plan.flops import batch_shapes, step_flops
+from transformer.plan.flops import batch_shapes, sequences, step_flops
 from transformer.plan.planning import Plan, make_plan
 from transformer.plan.roofline import estimate
 from transformer.sharding import AXES, check_batch_sizes, check_model, parameter_spec, row_ways
@@ -69,7 +69,7 @@ def candidates(recipe: Recipe, topology: Topology, num_devices: int) -> list[Can
         for batch_size in batches if held < available else []:
             try:
                 check_model(recipe.model, sizes)
-                check_batch_sizes(batch_size, recipe.training.accumulation, sizes, length)
+                check_batch_sizes("batch_size", batch_size, recipe.training.accumulation, sizes, length)
             except ConfigError:
                 continue
             changed = dataclasses.replace(
@@ -114,9 +114,10 @@ def _guessed(recipe: Recipe, before: Recipe, held: int, work: int, topology: Top
     """
     sizes = recipe.parallel.sizes
     model, shapes, remat = recipe.model, batch_shapes(recipe), recipe.execution.remat
+    rows, length = sequences(recipe)
     width = jnp.dtype(model.dtype).itemsize
     layers = model.encoder_layers + model.decoder_layers if recipe.task == "seq2seq" else model.num_layers
-    tokens = sum(shapes[name].size for name in ("tokens", "source") if name in shapes)
+    tokens = rows * length + (shapes["source"].size if "source" in shapes else 0)
     own = tokens // (row_ways(sizes) * sizes["context"])
     tensor, fsdp, num_devices = sizes["tensor"], sizes["fsdp"], math.prod(sizes.values())
 
@@ -131,7 +132,7 @@ def _guessed(recipe: Recipe, before: Recipe, held: int, work: int, topology: Top
             "none": 8 * stream + 4 * inner,
         }[remat]
     )
-    logits = 2 * 4 * own * model.vocab_size // tensor
+    logits = 2 * 4 * own * (model.vocab_size or 0) // tensor
     gradients = held * fsdp // 3  # of parameters that fsdp does not split
     wire = 2 * gradients // fsdp * (sizes["data"] > 1) + 3 * gradients * (fsdp > 1)
     wire += layers * stream * (8 * (tensor > 1) + 4 * (sizes["context"] > 1))

@@ -98,7 +98,7 @@ def restore(directory: Path, wanted: Mapping[LeafPath, Any]) -> dict[LeafPath, A
             partial_restore=True,
         )
         arrays = flatten(ocp.PyTreeCheckpointHandler().restore(epath.Path(directory), args=args))
-    placed = {path: _place(arrays.get(path), leaf) for path, leaf in wanted.items()}
+    placed = {path: _place(arrays.pop(path, None), leaf) for path, leaf in wanted.items()}
     for path, leaf in wanted.items():
         if placed[path].dtype != leaf.dtype:
             raise ValueError(

@@ -28,6 +28,7 @@ from transformer.training.manifest import (
     CheckpointError,
     CheckpointWarning,
     amend_manifest,
+    check_sizes,
     find_steps,
     find_whole,
     newest_valid,
@@ -39,7 +40,10 @@ from transformer.training.manifest import (
     write_manifest,
 )
 
-__all__ = ["CheckpointError", "CheckpointSaveError", "CheckpointWarning", "Checkpointer", "Restored", "load_params"]
+__all__ = [
+    *("CheckpointError", "CheckpointSaveError", "CheckpointWarning", "Checkpointer", "Restored"),
+    *("load_data", "load_params"),
+]
 
 
 class CheckpointSaveError(OSError):
@@ -297,6 +301,16 @@ def load_params(
             return arrays.nest(arrays.restore(directory / "state", chosen))[name], manifest["step"]
     saved = sorted({path[0] for path in leaves})
     raise CheckpointError(f"{directory} holds none of {', '.join(names)}. It holds: {', '.join(saved)}.")
+
+
+def load_data(workdir: str | os.PathLike, step: int) -> Any:
+    """What `save` was given as data with this step, None if nothing. Of the files only the sizes are checked, with a
+    CheckpointError: `load_params` verifies all of them.
+    """
+    directory = _root(workdir) / str(step)
+    manifest = read_manifest(directory)
+    check_sizes(directory, manifest)
+    return _item(directory, manifest, "data")
 
 
 def _root(workdir: str | os.PathLike) -> Path:

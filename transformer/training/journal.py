@@ -20,18 +20,19 @@ class Ledger:
     """Numbers that go into every checkpoint, so that a run gone on with writes the same lines as one never stopped.
 
     Since the last line: `loss_sum` and its `weight` (nats, targets), `router_loss` of routed layers (a sum, nats),
-    `grad_norm` (a sum), `batches`. In all: `skipped`
-    batches, target `tokens`, `train_seconds` and all `seconds`. `eval_loss` and
-    `eval_accuracy` of the last evaluation, `best_loss` (nats a
-    target) and `best_step` of the best.
+    `grad_norm` (a sum), `batches`, the `places` for tokens in them and how many hold `padding`. In all: `skipped`
+    batches, target `tokens`, `train_seconds` and all `seconds`. Of the last evaluation `eval_loss` and `eval_accuracy`
+    or `eval_mae`; `best_loss` (nats a target) and `best_step` of the best.
     """
 
     loss_sum: float = 0.0
-    """since the last line; so the next four"""
+    """since the last line; so the next six"""
     weight: float = 0.0
     router_loss: float = 0.0
     grad_norm: float = 0.0
     batches: int = 0
+    padding: int = 0
+    places: int = 0
     skipped: int = 0
     """in all; so all that follow"""
     tokens: float = 0.0
@@ -41,16 +42,35 @@ class Ledger:
     """step of the last evaluation"""
     eval_loss: float | None = None
     eval_accuracy: float | None = None
+    eval_mae: float | None = None
+    eval_metric: float | None = None
+    """what the best is judged by, the lower the better: the loss, or of classes the share of errors"""
     best_loss: float | None = None
+    best_metric: float | None = None
+    """the lowest of these"""
     best_step: int | None = None
 
-    def record_evaluation(self, step: int, loss: float, accuracy: float | None = None) -> None:
-        """Notes a loss (nats a target) and an accuracy, and whether the loss is the best (of equal ones the newer, as
-        checkpoints are).
+    def record_evaluation(
+        self,
+        step: int,
+        loss: float,
+        accuracy: float | None = None,
+        mae: float | None = None,
+        by_accuracy: bool = False,
+    ) -> None:
+        """Notes a loss (nats a target, or squared) with an accuracy or a mean absolute error, and whether the loss, or
+        with `by_accuracy` the accuracy, is the best (of equal ones the newer, as checkpoints are).
         """
-        self.evaluated, self.eval_loss, self.eval_accuracy = step, loss, accuracy
-        if math.isfinite(loss) and (self.best_loss is None or loss <= self.best_loss):
-            self.best_loss, self.best_step = loss, step
+        self.evaluated, self.eval_loss, self.eval_accuracy, self.eval_mae = step, loss, accuracy, mae
+        self.eval_metric = 1.0 - accuracy if by_accuracy else loss
+        if not math.isfinite(loss):
+            self.eval_metric = None
+            return
+        best = self.best_metric if by_accuracy else self.best_loss
+        if best is None or self.eval_metric <= best:
+            self.best_metric, self.best_step = self.eval_metric, step
+        if self.best_loss is None or loss <= self.best_loss:
+            self.best_loss = loss
 
     @property
     def tokens_per_s(self) -> float:
@@ -68,13 +88,18 @@ class Journal:
         self._clock: float | None = None
         self._tokens, self._steps = 0.0, 0  # since the clock was started
 
-    def add(self, step: int, metrics: dict[str, jax.Array]) -> None:
+    def add(self, step: int, metrics: dict[str, jax.Array], places: tuple[int, int] | None = None) -> None:
         """Takes the metrics of a step just dispatched, and reads those of the step before.
+
+        `places` of its batch: how many hold padding, and how many there are; None where none can.
 
         Raises:
             NonFiniteError: those of the step before were not finite, and the recipe says to stop.
         """
         self.read()
+        if places is not None:
+            self._ledger.padding += places[0]
+            self._ledger.places += places[1]
         self._pending = (step, metrics)
 
     def read(self) -> None:
@@ -130,7 +155,9 @@ class Journal:
         line["train/learning_rate"] = float(values["learning_rate"])
         if self._recipe.training.nan_policy == "skip":
             line["train/skipped"] = ledger.skipped
+        if ledger.places:
+            line["data/padding"] = ledger.padding / ledger.places
         self._writer.write(step, line | speed)
         self._progress.update(step, loss=loss, tokens_per_s=speed.get("perf/tokens_per_s"))
         ledger.loss_sum = ledger.weight = ledger.router_loss = ledger.grad_norm = 0.0
-        ledger.batches = 0
+        ledger.batches = ledger.padding = ledger.places = 0

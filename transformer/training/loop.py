@@ -11,7 +11,7 @@ from pathlib import Path
 
 import jax
 
-from transformer.data import check_batch
+from transformer.data import check_batch, padding
 from transformer.models import count_parameters
 from transformer.training import processes
 from transformer.training.checkpoint import Checkpointer
@@ -20,6 +20,7 @@ from transformer.training.journal import Journal
 from transformer.training.lock import NAME as LOCK
 from transformer.training.lock import WorkdirLock
 from transformer.training.metrics import MetricsWriter, Progress
+from transformer.training.numbers import draw_forecasts
 from transformer.training.parallel import place
 from transformer.training.recipe import Recipe, build_model, to_json
 from transformer.training.report import append_samples, cut_samples, device_line, report, samples
@@ -35,6 +36,7 @@ from transformer.training.summary import (
     render_stopped,
     save_summary,
 )
+from transformer.training.tasks import TASKS
 from transformer.viz.curves import loss_curve
 
 
@@ -92,7 +94,8 @@ def train(recipe: Recipe, workdir: str | os.PathLike, *, command: str = "", star
         parameters = count_parameters(jax.eval_shape(usable, state))
         about = {"name": recipe.name, "workdir": str(workdir), "command": command, "task": recipe.task}
         summary = Summary(**about, steps=steps, parameters=parameters)
-        print(f"model: {type(model).__name__}, {parameters:,} parameters, vocabulary of {recipe.model.vocab_size}")
+        vocabulary = f", vocabulary of {recipe.model.vocab_size}" if TASKS[recipe.task].tokens else ""
+        print(f"model: {type(model).__name__}, {parameters:,} parameters{vocabulary}")
         if recipe.lora is not None:
             print(f"LoRA of rank {recipe.lora.rank}: {count_parameters(state.params):,} parameters are trained")
         last = read_summary(workdir) or summary
@@ -117,9 +120,9 @@ def train(recipe: Recipe, workdir: str | os.PathLike, *, command: str = "", star
             text = "" if stopping() else samples(recipe, model, params, dataset, step)
             if result is None or stopping():
                 return  # it is done again when the run goes on
-            ledger.record_evaluation(step, result.loss, result.accuracy)
-            writer.write(step, {"eval/loss": result.loss, "eval/accuracy": result.accuracy})
-            progress.print(f"step {step}: eval loss {result.loss:.4f}, accuracy {100 * result.accuracy:.2f} %")
+            ledger.record_evaluation(step, result.loss, result.accuracy, result.mae, TASKS[recipe.task].labels)
+            writer.write(step, {f"eval/{name}": value for name, value in result.measures.items()})
+            progress.print(f"step {step}: eval {result}")
             if text:
                 append_samples(own, step, text)
                 progress.print(text)
@@ -128,7 +131,7 @@ def train(recipe: Recipe, workdir: str | os.PathLike, *, command: str = "", star
             writer.flush()
             ledger.seconds = seconds_before + time.perf_counter() - started
             data = checkpoint_data(dataset, batches, ledger)
-            metric = ledger.eval_loss if ledger.evaluated == step else None
+            metric = ledger.eval_metric if ledger.evaluated == step else None
             checkpoints.save(step, placement.whole(state), data=data, recipe=to_json(recipe), metric=metric)
 
         # Training
@@ -158,7 +161,7 @@ def train(recipe: Recipe, workdir: str | os.PathLike, *, command: str = "", star
                 progress.print(f"compiled in {time.perf_counter() - before:.1f} s")
                 compiled = True
             step += 1
-            journal.add(step, metrics)
+            journal.add(step, metrics, padding(batch))
         checkpoints.wait()
 
         # What came of it
@@ -169,6 +172,7 @@ def train(recipe: Recipe, workdir: str | os.PathLike, *, command: str = "", star
             skipped=ledger.skipped,
             eval_loss=ledger.eval_loss,
             eval_accuracy=ledger.eval_accuracy,
+            eval_mae=ledger.eval_mae,
             best_loss=ledger.best_loss,
             best_step=ledger.best_step,
         )
@@ -179,17 +183,14 @@ def train(recipe: Recipe, workdir: str | os.PathLike, *, command: str = "", star
                 params, shown = best.params, best.step
             summary = dataclasses.replace(summary, shown_step=shown)
             summary = report(recipe, model, params, dataset, summary, stopping)
-            if summary.exact_match:
-                writer.write(
-                    step,
-                    {
-                        f"eval/exact_match{group and '/' + group}": score.rate
-                        for group, score in summary.exact_match.items()
-                    },
-                )
+            if summary.measures:
+                writer.write(step, summary.measures)
+            if recipe.task == "forecaster" and not stopping():
+                draw_forecasts(recipe, model, params, dataset, own / "forecasts.png")
         writer.flush()
         if step >= min(recipe.logging.every, steps):
-            loss_curve(own / "metrics.jsonl", own / "loss.png", title=recipe.name)
+            unit = TASKS[recipe.task].unit
+            loss_curve(own / "metrics.jsonl", own / "loss.png", title=recipe.name, unit=unit)
         seconds = seconds_before + time.perf_counter() - started
         summary = dataclasses.replace(summary, stop_code=stopping.exit_code, seconds=seconds)
         progress.close()

@@ -31,6 +31,9 @@ NAMES = {
     "train/learning_rate": "",
     "eval/loss": "nats per token",
     "eval/exact_match": "fraction",
+    "eval/bleu": "0 to 100",
+    "eval/chrf": "0 to 100",
+    "data/padding": "fraction",
     "perf/tokens_per_s": "tokens per second",
     "perf/step_time_s": "seconds",
 }

@@ -28,12 +28,14 @@ def make_schedule(recipe: Recipe) -> Schedule:
     - rsqrt: r sqrt(w / n)
     - noam: the same with r / sqrt(d_model w) as its height: d_model^-0.5 min(n^-0.5, n w^-1.5) for r = 1 (Vaswani et
       al. 2017, section 5.3)
+    - wsd: r, and over the last decay_fraction of the updates up to decay_steps linearly down to r final_fraction
+      (warm-up, stable, decay: Hu et al. 2024, arXiv 2404.06395, section 4)
     """
     config, steps = recipe.optimizer, recipe.training.steps
     peak, warmup = config.learning_rate, config.warmup_steps
     if config.schedule == "noam":
         peak = peak / math.sqrt(recipe.model.d_model * warmup)
-    after = {"constant": _constant, "cosine": _cosine, "rsqrt": _rsqrt, "noam": _rsqrt}[config.schedule]
+    after = {"constant": _constant, "cosine": _cosine, "rsqrt": _rsqrt, "noam": _rsqrt, "wsd": _wsd}[config.schedule]
 
     def schedule(count):
         number = jnp.asarray(count, jnp.float32) + 1.0
@@ -51,6 +53,12 @@ def _cosine(config: OptimizerConfig, steps: int, number: jax.Array) -> jax.Array
     last = steps if config.decay_steps is None else config.decay_steps
     progress = jnp.clip((number - config.warmup_steps) / max(last - config.warmup_steps, 1), 0.0, 1.0)
     return config.final_fraction + (1.0 - config.final_fraction) * 0.5 * (1.0 + jnp.cos(math.pi * progress))
+
+
+def _wsd(config: OptimizerConfig, steps: int, number: jax.Array) -> jax.Array:
+    last = steps if config.decay_steps is None else config.decay_steps
+    left = jnp.clip((last - number) / max(config.decay_fraction * last, 1.0), 0.0, 1.0)
+    return config.final_fraction + (1.0 - config.final_fraction) * left
 
 
 def _rsqrt(config: OptimizerConfig, steps: int, number: jax.Array) -> jax.Array:

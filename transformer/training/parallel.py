@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from transformer.config import ConfigError
+from transformer.data.configs.common import shared_rows
 from transformer.sharding import (
     batch_sharding,
     check_batch_sizes,
@@ -45,7 +45,7 @@ class MeshPlacement:
         sizes = mesh_sizes(recipe.parallel.sizes, len(devices))
         check_model(recipe.model, sizes)
         length = getattr(recipe.data, "sequence_length", None)
-        check_batch_sizes(recipe.data.batch_size, recipe.training.accumulation, sizes, length)
+        check_batch_sizes(*shared_rows(recipe.data), recipe.training.accumulation, sizes, length)
         self.mesh: Mesh = make_mesh(sizes, devices)
         shapes = abstract_state(recipe)
         self._shardings = state_shardings(shapes, self.mesh)
@@ -54,12 +54,12 @@ class MeshPlacement:
         everywhere = NamedSharding(self.mesh, PartitionSpec())
         self._train = jax.jit(make_train_step(recipe), donate_argnums=0, out_shardings=(self._shardings, everywhere))
         self._eval = jax.jit(make_eval_step(recipe), out_shardings=everywhere)
-        self._batch_size = recipe.data.batch_size
+        ways = row_ways(self.mesh.shape)
+        self._parts = len(self.rows(ways)), ways
 
-    @functools.cached_property
-    def rows(self) -> np.ndarray:
-        """Which rows of a batch to train on this process is to give, ascending."""
-        return local_rows(self.mesh, self._batch_size)
+    def rows(self, total: int) -> np.ndarray:
+        """Which rows of a batch of `total` to train on this process is to give, ascending."""
+        return local_rows(self.mesh, total)
 
     def describe(self) -> str:
         """The axes that split something, "mesh: data 4 x tensor 2"; "" on one device."""
@@ -86,8 +86,9 @@ class MeshPlacement:
     def train_step(self, state: TrainState, batch: HostBatch) -> tuple[TrainState, Metrics]:
         """One update; the state that goes in is used up."""
         with jax.set_mesh(self.mesh):
-            own = None if len(self.rows) == self._batch_size else self.rows
-            return self._train(state, place_batch(batch, self.mesh, own, self._batch_size))
+            own, ways = self._parts
+            total = len(batch["weights"]) * ways // own
+            return self._train(state, place_batch(batch, self.mesh, None if own == ways else self.rows(total), total))
 
     def eval_step(self, params: Any, batch: HostBatch) -> Metrics:
         """Sums over a batch of any number of rows: it is filled up with rows of weight 0."""
@@ -123,19 +124,17 @@ class PmapPlacement:
                 f"parallel.devices {recipe.parallel.data}."
             )
         check_batch_sizes(
-            recipe.data.batch_size, recipe.training.accumulation, mesh_sizes({"data": count}, count), None
+            *shared_rows(recipe.data), recipe.training.accumulation, mesh_sizes({"data": count}, count), None
         )
         self._shapes = abstract_state(recipe)
         self._make = jax.jit(lambda: make_state(recipe))
         step = make_train_step(recipe, axis_name="data")
         self._train = jax.pmap(step, axis_name="data", devices=self._devices, donate_argnums=0)
         self._eval = jax.jit(make_eval_step(recipe))
-        self._batch_size = recipe.data.batch_size
 
-    @property
-    def rows(self) -> np.ndarray:
+    def rows(self, total: int) -> np.ndarray:
         """All rows of a batch: there is one process."""
-        return np.arange(self._batch_size)
+        return np.arange(total)
 
     def describe(self) -> str:
         """How many copies."""

@@ -13,8 +13,8 @@ import flax.linen as nn
 
 from transformer.config import ConfigError, Execution, TransformerConfig
 from transformer.data.configs import PLACES, DataConfig
+from transformer.data.configs.common import shared_rows
 from transformer.lora import LoRA
-from transformer.models import CausalLM, Classifier, Seq2Seq
 from transformer.sharding import ParallelConfig
 from transformer.training.serial import decode, encode, flatten
 from transformer.training.settings import (
@@ -24,14 +24,12 @@ from transformer.training.settings import (
     OptimizerConfig,
     TrainingConfig,
 )
+from transformer.training.tasks import TASKS
 
 FORMAT = "transformer recipe"
 VERSION = 1
 """of recipe.json; another one is not read"""
 FILE = "recipe.json"
-
-MODELS: dict[str, type[nn.Module]] = {"seq2seq": Seq2Seq, "causal_lm": CausalLM, "classifier": Classifier}
-"""The model that each task of the data trains."""
 
 MAY_CHANGE = (
     "name",
@@ -100,9 +98,10 @@ class Recipe:
     def __post_init__(self):
         if not self.name or self.name != os.path.basename(self.name):
             raise ConfigError(f"name must be a plain name, as it becomes a directory under runs/, got {self.name!r}.")
-        if self.data.batch_size % self.training.accumulation:
+        field, rows = shared_rows(self.data)
+        if rows % self.training.accumulation:
             raise ConfigError(
-                f"data.batch_size ({self.data.batch_size}) must be a multiple of training.accumulation "
+                f"data.{field} ({rows}) must be a multiple of training.accumulation "
                 f"({self.training.accumulation}): each micro-batch has as many rows. Change one of them."
             )
         length = getattr(self.data, "sequence_length", None)
@@ -114,7 +113,7 @@ class Recipe:
 
     @property
     def task(self) -> str:
-        """seq2seq, causal_lm or classifier: what the data asks of the model."""
+        """What the data asks of the model: one of `tasks.TASKS`."""
         return type(self.data).task
 
 
@@ -124,9 +123,10 @@ def build_model(recipe: Recipe) -> nn.Module:
     Raises:
         ConfigError: model.vocab_size is None (`with_vocabulary` fills it in from a tokenizer).
     """
-    if recipe.model.vocab_size is None:
+    task = TASKS[recipe.task]
+    if task.tokens and recipe.model.vocab_size is None:
         raise ConfigError("model.vocab_size is not known yet. Give it, or train, which takes it from the tokenizer.")
-    return MODELS[recipe.task](recipe.model, recipe.execution)
+    return task.model(recipe.model, recipe.execution)
 
 
 def with_vocabulary(recipe: Recipe, vocab_size: int) -> Recipe:

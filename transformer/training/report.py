@@ -11,9 +11,13 @@ import flax.linen as nn
 import jax
 
 from transformer.data import Dataset
-from transformer.training.evaluation import Translation, scores, translate, write_texts
+from transformer.generate import Beam
+from transformer.training import numbers
+from transformer.training.evaluation import write_texts
 from transformer.training.recipe import Recipe
 from transformer.training.summary import Summary
+from transformer.training.tasks import TASKS
+from transformer.training.translating import Translation, corpus_score, make_beam, scores, translate
 
 SAMPLES = "samples.txt"
 _HEADER = "=== step "
@@ -30,10 +34,10 @@ def device_line() -> str:
 
 def samples(recipe: Recipe, model: nn.Module, params: Any, dataset: Dataset, step: int) -> str:
     """What the model writes now: sources and their translations, or prompts continued; "" when none are wanted, and of
-    a classifier, which writes nothing.
+    a model that writes nothing.
     """
     wanted = recipe.evaluation.samples
-    if not wanted or recipe.task == "classifier":
+    if not wanted or not TASKS[recipe.task].writes:
         return ""
     if recipe.task == "seq2seq":
         return "\n".join(
@@ -65,34 +69,48 @@ def cut_samples(workdir: Path, step: int) -> None:
 def report(
     recipe: Recipe, model: nn.Module, params: Any, dataset: Dataset, summary: Summary, should_stop: Callable[[], bool]
 ) -> Summary:
-    """The summary with what only the model can tell: scores and translations, or a text. As it was if `should_stop`."""
-    if recipe.task == "classifier":
-        return dataclasses.replace(summary, prompt=_first_words(dataset.prompts()[0], 60))
+    """The summary with what only the model can tell: scores and translations, a text, or measures of the test. As it
+    was if `should_stop`.
+    """
+    if not TASKS[recipe.task].writes:
+        if recipe.task == "classifier":
+            summary = dataclasses.replace(summary, prompt=_first_words(dataset.prompts()[0], 60))
+        return numbers.measured(recipe, params, dataset, summary, should_stop)
     if recipe.task != "seq2seq":
         prompt = dataset.prompts()[0]
         text = _continued(recipe, model, params, dataset, [prompt], recipe.training.steps)[0]
         return dataclasses.replace(summary, text=text, prompt=_first_words(prompt))
+    return _translation_report(recipe, model, params, dataset, summary, should_stop)
+
+
+def _translation_report(
+    recipe: Recipe, model: nn.Module, params: Any, dataset: Dataset, summary: Summary, should_stop: Callable[[], bool]
+) -> Summary:
     wanted = recipe.evaluation.exact_match_examples
     if not wanted:
         return dataclasses.replace(summary, prompt=dataset.prompts()[0])
+    given = recipe, model, params, dataset
     unseen = "test" if "test" in dataset.splits else "validation"
-    done = _translations(recipe, model, params, dataset, unseen, wanted, should_stop)
+    beam = make_beam(recipe.evaluation.beam_size, recipe.evaluation.beam_alpha)
+    done = _translations(*given, unseen, wanted, beam, should_stop)
     basics = None
     if done is not None and "basics" in dataset.splits:
-        basics = _translations(recipe, model, params, dataset, "basics", None, should_stop)
+        basics = _translations(*given, "basics", None, beam, should_stop)
         done = None if basics is None else done
     if done is None:
         return summary
     number = min(recipe.evaluation.translations, len(done))
     shown = [done[index * len(done) // max(number, 1)] for index in range(number)]
-    middle = done[len(done) // 2].example.source
+    by_words = recipe.data.bleu_tokenization is None
     return dataclasses.replace(
         summary,
-        exact_match=scores(done),
+        exact_match=scores(done) if by_words else {},
         group_name=recipe.data.group_name,
         basics=None if basics is None else scores(basics)[""],
+        corpus=None if by_words else corpus_score(done, recipe.data.bleu_tokenization),
+        split=unseen,
         translations=tuple((item.example.source, item.example.target, item.output) for item in shown),
-        prompt=middle,
+        prompt=done[len(done) // 2].example.source,
     )
 
 
@@ -103,16 +121,17 @@ def _translations(
     dataset: Dataset,
     split: str,
     limit: int | None,
+    beam: Beam | None = None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> list[Translation] | None:
     examples = dataset.examples(split, limit)
-    longest = dataset.eval_batches()[0]["tokens"].shape[1]
     outputs = translate(
         model,
         params,
         dataset.tokenizer,
         [example.source for example in examples],
-        max_new_tokens=longest,
+        max_new_tokens=dataset.max_target_length,
+        beam=beam,
         batch_size=recipe.data.eval_batch_size,
         should_stop=should_stop,
     )

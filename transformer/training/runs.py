@@ -16,9 +16,8 @@ import flax.linen as nn
 from transformer.config import ConfigError
 from transformer.data import PLACES, Dataset, Tokenizer, load_tokenizer
 from transformer.data import prepare as prepare_data
-from transformer.data.labeled import LabeledDataset
 from transformer.training import processes
-from transformer.training.checkpoint import Checkpointer, CheckpointError, load_params
+from transformer.training.checkpoint import Checkpointer, CheckpointError, load_data, load_params
 from transformer.training.journal import Ledger
 from transformer.training.parallel import Placement
 from transformer.training.recipe import (
@@ -35,9 +34,12 @@ from transformer.training.recipe import (
     with_vocabulary,
 )
 from transformer.training.start import Start, begun_from, told, with_new_parameters, with_recipe_s
-from transformer.training.state import TrainState, model_params
+from transformer.training.state import TrainState, example_inputs, model_params
+from transformer.training.tasks import TASKS
 
 TOKENIZER = "tokenizer"
+AVERAGE = "average.json"
+"""file that tells an average of checkpoints (`averaging`) from a run that can go on"""
 
 
 class WorkdirError(ConfigError):
@@ -51,34 +53,53 @@ class Run:
     recipe: Recipe
     model: nn.Module
     params: Any
-    tokenizer: Tokenizer
+    tokenizer: Tokenizer | None
+    """None: it reads no tokens"""
     step: int
+    fingerprint: str | None = None
+    """of the data that it was trained on; None: nothing says"""
 
 
 def load_run(workdir: str | os.PathLike, step: Literal["best", "newest"] | int = "best") -> Run:
     """What a workdir holds: averaged parameters where the run kept them, with LoRA its updates merged into the base;
-    "best" is the lowest eval/loss.
+    "best" is the lowest eval/loss, of a classifier the highest eval/accuracy.
 
     Where no checkpoint can be called best, or the best one is damaged, the newest valid one is taken, with a warning.
+    An average of checkpoints has but one.
 
     Raises:
         FileNotFoundError: no such workdir, or no checkpoint in it (or not that one).
         ValueError: a recipe, tokenizer or checkpoint that can't be read; the message names it.
     """
     recipe = load_recipe(workdir)
-    tokenizer = load_tokenizer(Path(workdir) / TOKENIZER)
-    names = ("ema", "params")
+    tokenizer = load_tokenizer(Path(workdir) / TOKENIZER) if TASKS[recipe.task].tokens else None
+    if step == "best" and is_average(workdir):
+        step = "newest"
     try:
-        params, found = load_params(workdir, step=step, names=names)
+        params, found = load_usable(recipe, workdir, step)
     except CheckpointError as error:
         if step != "best":
             raise
         warnings.warn(f"{error} Taking the newest valid checkpoint.", stacklevel=2)
-        params, found = load_params(workdir, step="newest", names=names)
+        params, found = load_usable(recipe, workdir, "newest")
+    fingerprint = (load_data(workdir, found) or {}).get("fingerprint")
+    return Run(recipe, build_model(recipe), params, tokenizer, found, fingerprint)
+
+
+def load_usable(recipe: Recipe, workdir: str | os.PathLike, step: Literal["best", "newest"] | int) -> tuple[Any, int]:
+    """The model's parameters, a tree, of a checkpoint, and its step: averaged where the run kept an average, with LoRA
+    the updates merged into the base. Raises as `load_params`.
+    """
+    params, found = load_params(workdir, step=step, names=("ema", "params"))
     if recipe.lora is not None:
         base, _ = load_params(workdir, step=found, names="base")
         params = model_params(recipe, {"new": {}, **params}, base)  # what is empty is not saved
-    return Run(recipe, build_model(recipe), params, tokenizer, found)
+    return params, found
+
+
+def is_average(workdir: str | os.PathLike) -> bool:
+    """Whether a workdir holds an average of checkpoints, and no run that can go on."""
+    return (Path(workdir) / AVERAGE).exists()
 
 
 def open_run(
@@ -91,11 +112,17 @@ def open_run(
 
     Raises:
         WorkdirError: the workdir holds checkpoints of another model, data, optimizer, start or seed; shows the
-            difference. Or it was to start from a model, and has no checkpoint yet, and no `start` is given.
+            difference. Or it holds an average of checkpoints; or it was to start from a model, and has no checkpoint
+            yet, and no `start` is given.
         ConfigError: LoRA without a model to update, or one that has not the recipe's parameters.
         ValueError: data that can't be read, or that doesn't fit the model.
     """
     workdir = Path(workdir)
+    if is_average(workdir):
+        raise WorkdirError(
+            f"{workdir} holds an average of checkpoints, without the optimizer's state: no run can go on from it. "
+            f"Train in another --workdir; --init {workdir} starts a new run from these parameters."
+        )
     tokenizer = None if start is None else start.tokenizer
     recipe = recipe if start is None else start.applied_to(recipe)
     old = load_recipe(workdir) if (workdir / FILE).exists() and (has_checkpoints(workdir) or start is None) else None
@@ -112,10 +139,12 @@ def open_run(
             f"--init {old.origin.source} again."
         )
     dataset = prepare_data(recipe.data, tokenizer=tokenizer)
-    recipe = with_vocabulary(recipe, dataset.tokenizer.vocab_size)
-    if isinstance(dataset, LabeledDataset):
-        recipe = with_labels(recipe, dataset.labels)
-    _check_lengths(recipe, dataset)
+    recipe = dataclasses.replace(recipe, data=dataset.config)
+    if dataset.tokenizer is not None:
+        recipe = with_vocabulary(recipe, dataset.tokenizer.vocab_size)
+    if TASKS[recipe.task].labels:
+        recipe = with_labels(recipe, recipe.data.labels)
+    _check_shapes(recipe, dataset)
     if start is not None:
         recipe = with_new_parameters(recipe, start)
     if recipe.lora is not None and recipe.origin is None:
@@ -124,8 +153,9 @@ def open_run(
 
 
 def record_run(recipe: Recipe, dataset: Dataset, workdir: str | os.PathLike) -> None:
-    """Writes what `load_run` needs beside the checkpoints: recipe.json and the tokenizer."""
-    dataset.tokenizer.save_alone(Path(workdir) / TOKENIZER)
+    """Writes what `load_run` needs beside the checkpoints: recipe.json and, of texts, the tokenizer."""
+    if dataset.tokenizer is not None:
+        dataset.tokenizer.save_alone(Path(workdir) / TOKENIZER)
     save_recipe(recipe, workdir)
 
 
@@ -209,19 +239,31 @@ def _filled_in(new: Recipe, old: Recipe) -> Recipe:
         new = dataclasses.replace(new, origin=dataclasses.replace(new.origin, new=old.origin.new))
     if new.model.vocab_size is None and old.model.vocab_size is not None:
         new = with_vocabulary(new, old.model.vocab_size)
-    if new.task == old.task == "classifier" and (not new.data.labels or new.model.num_classes is None):
-        new = with_labels(new, new.data.labels or old.data.labels)
+    if type(new.data) is type(old.data):
+        decided = ("labels", "columns", "mean", "std")
+        open_fields = [name for name in decided if getattr(new.data, name, None) == ()]
+        fields = {name: getattr(old.data, name) for name in open_fields}
+        new = dataclasses.replace(new, data=dataclasses.replace(new.data, **fields))
+    if TASKS[new.task].labels and new.data.labels:
+        new = with_labels(new, new.data.labels)
     return new
 
 
-_LENGTHS = {
-    "seq2seq": "data.max_source_length and data.max_target_length",
-    "causal_lm": "data.sequence_length",
-    "classifier": "data.max_length",
-}
-
-
-def _check_lengths(recipe: Recipe, dataset: Dataset) -> None:
+def _check_shapes(recipe: Recipe, dataset: Dataset) -> None:
+    """ConfigError where the model reads or writes numbers of another shape than the data has, or fewer tokens."""
+    if not TASKS[recipe.task].tokens:
+        batch, (example,) = dataset.eval_batches()[0], example_inputs(recipe)
+        expected, got = example.shape[1:], batch["values"].shape[1:]
+        fields = "patches (image_height, image_width, channels)"
+        if recipe.task == "forecaster":
+            fields = "series (context_length, channels, horizon)"
+            expected, got = (*expected, recipe.model.series.horizon), (*got, batch["targets"].shape[1])
+        if expected != got:
+            raise ConfigError(
+                f"model.{fields} must be as the data is: {', '.join(map(str, got))}, got "
+                f"{', '.join(map(str, expected))}. Change the model, or the data."
+            )
+        return
     limit = recipe.model.max_length
     if limit is None:
         return
@@ -230,5 +272,5 @@ def _check_lengths(recipe: Recipe, dataset: Dataset) -> None:
     if longest > limit:
         raise ConfigError(
             f"model.max_length ({limit}) is below the longest sequence of the data ({longest} tokens): there is no "
-            f"learned position for its end. Raise it, or lower {_LENGTHS[recipe.task]}."
+            f"learned position for its end. Raise it, or lower {TASKS[recipe.task].lengths}."
         )

@@ -17,11 +17,15 @@ from transformer.config import ConfigError, nearest
 TAG = "class"
 
 LATER = {
+    "EvaluationConfig": ("beam_size", "beam_alpha"),
     "LayerKind": ("self_attention", "moe", "attention_norm"),
     "MoE": ("router_bias", "scoring", "selection_bias", "num_groups", "top_groups", "weights_scale"),
+    "OptimizerConfig": ("decay_fraction",),
     "ParallelConfig": ("coordinator", "num_processes", "process_id", "patience"),
+    **dict.fromkeys(("number_words", "parallel_text"), ("batch_tokens", "buckets", "row_multiple", "packed_length")),
     "Recipe": ("parallel", "lora", "origin"),
     "RotaryScaling": ("attention_factor", "truncate"),
+    "TrainingConfig": ("z_loss",),
     "TransformerConfig": (
         *("attention_biases", "embedding_norm", "source_max_length", "position_table_per_layer", "token_types"),
         *("head_transform", "output_bias", "logit_scale", "qk_norm_scope", "causal", "normalize_embeddings", "patches"),

@@ -8,7 +8,7 @@ from typing import Literal
 from transformer.config import ConfigError, check_choice
 
 OptimizerName = Literal["adamw", "muon"]
-ScheduleName = Literal["cosine", "rsqrt", "noam", "constant"]
+ScheduleName = Literal["cosine", "rsqrt", "noam", "constant", "wsd"]
 NanPolicy = Literal["stop", "skip"]
 ProgressMode = Literal["auto", "bar", "lines", "none"]
 
@@ -45,13 +45,16 @@ class OptimizerConfig:
     learning_rate: float = 1e-3
     """highest rate, reached at the end of the warm-up; noam: the factor before d_model^-0.5 (the paper has 1)"""
     schedule: ScheduleName = "cosine"
-    """after the warm-up: cosine (down to final_fraction), rsqrt (1/sqrt(step)), noam (the paper's), constant"""
+    """after the warm-up: cosine (down to final_fraction), rsqrt (1/sqrt(step)), noam (the paper's), constant, wsd
+    (constant, then linearly down to final_fraction)"""
     warmup_steps: int = 100
     """steps over which the rate rises linearly from 0"""
     decay_steps: int | None = None
-    """step at which cosine reaches its end; None: training.steps"""
+    """step at which cosine and wsd reach their end; None: training.steps"""
     final_fraction: float = 0.1
-    """cosine ends at this share of learning_rate"""
+    """cosine and wsd end at this share of learning_rate"""
+    decay_fraction: float = 0.2
+    """wsd: share of the steps up to its end in which the rate falls"""
     beta1: float = 0.9
     """adam: decay of the mean of gradients"""
     beta2: float = 0.99
@@ -72,7 +75,7 @@ class OptimizerConfig:
         check_choice("optimizer.schedule", self.schedule, ScheduleName.__args__)
         _check_number("optimizer", self, 0.0, float("inf"), "learning_rate", "weight_decay", "epsilon")
         _check_number("optimizer", self, 0.0, 1.0, "beta1", "beta2", "momentum")
-        _check_number("optimizer", self, 0.0, 1.0 + 1e-9, "final_fraction")
+        _check_number("optimizer", self, 0.0, 1.0 + 1e-9, "final_fraction", "decay_fraction")
         _check_whole("optimizer", self, 0, "warmup_steps")
         _check_whole("optimizer", self, 1, "decay_steps")
         if self.clip_norm is not None and not self.clip_norm > 0:
@@ -95,6 +98,8 @@ class TrainingConfig:
     """micro-batches that one update is computed in, one after the other, to save memory; must divide data.batch_size"""
     label_smoothing: float = 0.0
     """share of the target's probability that is spread over the vocabulary (training loss only)"""
+    z_loss: float = 0.0
+    """nats added for each square of ln(sum of exp(logits)), which keeps logits small (training loss only)"""
     ema_decay: float | None = None
     """keep an exponential average of the parameters, used in evaluation and after training; None: don't"""
     nan_policy: NanPolicy = "stop"
@@ -105,6 +110,7 @@ class TrainingConfig:
         _check_whole("training", self, 1, "steps", "accumulation")
         _check_whole("training", self, 0, "seed")
         _check_number("training", self, 0.0, 1.0, "label_smoothing", "ema_decay")
+        _check_number("training", self, 0.0, float("inf"), "z_loss")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,14 +128,19 @@ class EvaluationConfig:
     temperature: float = 0.8
     """of sampling such a text (running text; translations are greedy); 0: always the likeliest token"""
     exact_match_examples: int = 1000
-    """pairs never trained on that are translated at the end and compared word for word"""
+    """pairs never trained on that are translated at the end, and compared: number words word for word, others by BLEU
+    and chrF"""
     translations: int = 10
     """of these, how many the summary shows"""
+    beam_size: int = 1
+    """hypotheses that are followed at once when these are translated; 1: always the likeliest token"""
+    beam_alpha: float = 0.6
+    """length penalty of a beam: a log-probability is divided by ((5 + length) / 6)^beam_alpha; more: longer targets"""
 
     def __post_init__(self):
-        _check_whole("evaluation", self, 1, "every", "batches", "sample_tokens")
+        _check_whole("evaluation", self, 1, "every", "batches", "sample_tokens", "beam_size")
         _check_whole("evaluation", self, 0, "samples", "exact_match_examples", "translations")
-        _check_number("evaluation", self, 0.0, float("inf"), "temperature")
+        _check_number("evaluation", self, 0.0, float("inf"), "temperature", "beam_alpha")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +152,7 @@ class CheckpointConfig:
     keep_last: int = 2
     """newest checkpoints that stay"""
     keep_best: int = 1
-    """checkpoints of lowest eval/loss that stay"""
+    """best checkpoints that stay: of lowest eval/loss, of a classifier of highest eval/accuracy"""
 
     def __post_init__(self):
         _check_whole("checkpoint", self, 1, "every", "keep_last")

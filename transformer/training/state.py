@@ -14,6 +14,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from transformer import lora
 from transformer.training.optimizers import make_optimizer
 from transformer.training.recipe import Recipe, build_model
+from transformer.training.tasks import TASKS
 
 
 @flax.struct.dataclass
@@ -106,8 +107,7 @@ def abstract_state(recipe: Recipe) -> TrainState:
 
 def example_inputs(recipe: Recipe) -> tuple[jax.Array, ...]:
     """Smallest arguments that initialize the model: parameters don't depend on batch or length."""
-    tokens = jnp.zeros((1, 1), jnp.int32)
-    return (tokens, tokens) if recipe.task == "seq2seq" else (tokens,)
+    return TASKS[recipe.task].example(recipe.model)
 
 
 def parameter_paths(params: Any) -> list[str]:

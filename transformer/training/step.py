@@ -10,10 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from transformer.training.losses import Batch, batch_logits, correct, cross_entropy, logits_and_router_loss
+from transformer.training.losses import Batch
 from transformer.training.optimizers import make_optimizer, make_schedule
 from transformer.training.recipe import Recipe, build_model
 from transformer.training.state import TrainState, model_params
+from transformer.training.tasks import TASKS, batch_outputs, outputs_and_router_loss
 
 Metrics = dict[str, jax.Array]
 """scalars by name"""
@@ -44,8 +45,8 @@ def make_train_step(recipe: Recipe, axis_name: str | None = None) -> TrainStep:
 
     def loss(trained, base, batch, key):
         params = model_params(recipe, trained, base)
-        logits, router_loss = logits_and_router_loss(task, model, params, batch, key if dropout else None)
-        loss_sum, weight = cross_entropy(logits, batch["targets"], batch["weights"], training.label_smoothing)
+        outputs, router_loss = outputs_and_router_loss(task, model, params, batch, key if dropout else None)
+        loss_sum, weight = TASKS[task].loss(outputs, batch, training)
         if router_loss is None:
             return loss_sum, {"weight": weight}
         return loss_sum + router_loss, {"weight": weight, "router_loss": router_loss}
@@ -121,14 +122,15 @@ def _averaged(decay: float, state: TrainState, params: Any) -> Any:
 
 
 def make_eval_step(recipe: Recipe) -> EvalStep:
-    """A pure function (params, batch) -> sums `loss_sum` (without label smoothing), `correct` and `weight`."""
-    model = build_model(recipe)
+    """A pure function (params, batch) -> sums: `loss_sum` (without what `training` adds to it), `weight`, and the
+    measures of the task, `correct` or `absolute_error`.
+    """
+    model, task = build_model(recipe), TASKS[recipe.task]
 
     def step(params: Any, batch: Batch) -> Metrics:
-        logits = batch_logits(recipe.task, model, params, batch)
-        loss_sum, weight = cross_entropy(logits, batch["targets"], batch["weights"])
-        hits = correct(logits, batch["targets"], batch["weights"])
-        return {"loss_sum": loss_sum, "correct": hits, "weight": weight}
+        outputs = batch_outputs(recipe.task, model, params, batch)
+        loss_sum, weight = task.loss(outputs, batch, None)
+        return {"loss_sum": loss_sum, "weight": weight, **task.measures(outputs, batch)}
 
     return step
 

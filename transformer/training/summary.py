@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformer.training.evaluation import Score
+from transformer.training.evaluation import EvalLoss
+from transformer.training.tasks import TASKS
+from transformer.training.translating import CorpusScore, Score
 
 FILE = "summary.json"
 
@@ -25,7 +27,7 @@ class Summary:
     command: str
     """what goes on with this run"""
     task: str = "causal_lm"
-    """what the model does: seq2seq, causal_lm or classifier"""
+    """what the model does: one of `tasks.TASKS`"""
     step: int = 0
     """updates done"""
     steps: int = 0
@@ -43,10 +45,12 @@ class Summary:
     """nats a target, at the last evaluation"""
     eval_accuracy: float | None = None
     """share of targets that were the likeliest, there"""
+    eval_mae: float | None = None
+    """mean absolute error of forecasts, there"""
     best_loss: float | None = None
     """nats a target, lowest of all evaluations"""
     best_step: int | None = None
-    """step of the lowest eval loss"""
+    """step of the lowest eval loss, of a classifier of the highest accuracy"""
     shown_step: int | None = None
     """step of the model that wrote what follows: the best one that is kept, which is also what is used by default"""
     exact_match: dict[str, Score] = dataclasses.field(default_factory=dict)
@@ -55,6 +59,14 @@ class Summary:
     """what these groups are"""
     basics: Score | None = None
     """of the split of basics, where the data has one"""
+    corpus: CorpusScore | None = None
+    """BLEU and chrF of unseen examples, where the data has text that they are for"""
+    split: str = ""
+    """part of the data that the unseen examples are of"""
+    held_out: EvalLoss | None = None
+    """what is measured on that part, where the data is numbers"""
+    baseline: EvalLoss | None = None
+    """what repeating the last step would give there (forecasts)"""
     translations: tuple[tuple[str, str, str], ...] = ()
     """(source, right target, output) of some unseen examples"""
     text: str = ""
@@ -66,6 +78,16 @@ class Summary:
     def finished(self) -> bool:
         """All steps are done."""
         return self.step >= self.steps
+
+    @property
+    def measures(self) -> dict[str, float]:
+        """What metrics.jsonl gets of the outcome, by name."""
+        told = {f"eval/exact_match{group and '/' + group}": score.rate for group, score in self.exact_match.items()}
+        if self.corpus is not None:
+            told |= {"eval/bleu": self.corpus.bleu, "eval/chrf": self.corpus.chrf}
+        if self.held_out is not None:
+            told |= {f"{self.split}/{name}": value for name, value in self.held_out.measures.items()}
+        return told
 
     @property
     def exit_code(self) -> int:
@@ -85,6 +107,9 @@ def read_summary(workdir: str | os.PathLike) -> Summary | None:
         values: dict[str, Any] = json.loads((Path(workdir) / FILE).read_text(encoding="utf-8"))
         values["exact_match"] = {group: Score(**score) for group, score in values["exact_match"].items()}
         values["basics"] = None if values["basics"] is None else Score(**values["basics"])
+        values["corpus"] = None if values.get("corpus") is None else CorpusScore(**values["corpus"])
+        for name in ("held_out", "baseline"):
+            values[name] = None if values.get(name) is None else EvalLoss(**values[name])
         values["translations"] = tuple(tuple(item) for item in values["translations"])
         return Summary(**values)
     except (OSError, ValueError, TypeError, KeyError):
@@ -96,7 +121,8 @@ def render(summary: Summary) -> str:
     workdir = Path(summary.workdir)
     lines = [f"== {summary.name}: {summary.step} steps, {summary.parameters:,} parameters, {_time(summary.seconds)} =="]
     if summary.shown_step not in (None, summary.step):
-        lines.append(f"what follows is of step {summary.shown_step}, which had the lowest eval loss")
+        best = "highest eval accuracy" if TASKS[summary.task].labels else "lowest eval loss"
+        lines.append(f"what follows is of step {summary.shown_step}, which had the {best}")
     if summary.translations:
         lines.append("translations of examples never trained on:")
         for source, target, output in summary.translations:
@@ -107,23 +133,26 @@ def render(summary: Summary) -> str:
         groups = dict(summary.exact_match)
         lines.append(f"exact match on unseen examples: {groups.pop('')}")
         lines += [f"  {summary.group_name} {group}: {score}" for group, score in groups.items()]
+    if summary.corpus is not None:
+        lines += summary.corpus.lines(summary.split)
     if summary.basics is not None:
         lines.append(f"exact match on the basics: {summary.basics}")
     if summary.eval_loss is not None:
-        best = f", best {summary.best_loss:.4f} at step {summary.best_step}" if summary.best_loss is not None else ""
+        best = "" if summary.best_loss is None else f", best {summary.best_loss:.4f}"
+        best += f" at step {summary.best_step}" if best and not TASKS[summary.task].labels else ""
         lines.append(f"eval loss: {summary.eval_loss:.4f}{best}")
-    if summary.task == "classifier" and summary.eval_accuracy is not None:
-        lines.append(f"accuracy on held-out texts, at the end: {100 * summary.eval_accuracy:.2f} %")
+    if summary.held_out is not None:
+        baseline = "" if summary.baseline is None else f" (repeating the last step: {summary.baseline})"
+        lines.append(f"{summary.split}: {summary.held_out}{baseline}")
     if summary.skipped:
         lines.append(f"batches passed over because loss or gradient was not finite: {summary.skipped}")
-    what = "texts" if summary.task == "classifier" else "target tokens"
+    what = TASKS[summary.task].targets
     lines.append(f"speed: {summary.tokens_per_s:,.0f} {what}/s while training")
     lines.append(f"loss curve: {workdir / 'loss.png'}   checkpoints: {workdir / 'checkpoints'}")
     lines.append("try it:")
     verb, option = ("classify", "--text") if summary.task == "classifier" else ("generate", "--prompt")
-    lines.append(
-        f"  {python()} -m transformer {verb} {shlex.quote(str(workdir))} {option} {shlex.quote(summary.prompt)}"
-    )
+    verb, prompt = (verb, f" {option} {shlex.quote(summary.prompt)}") if summary.prompt else ("evaluate", "")
+    lines.append(f"  {python()} -m transformer {verb} {shlex.quote(str(workdir))}{prompt}")
     return "\n".join(lines)
 
 

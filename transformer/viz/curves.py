@@ -16,8 +16,10 @@ from transformer.viz.records import read_metrics
 from transformer.viz.style import BLUE, COLORS, INK, RED, dress, new_figure, save
 
 
-def loss_curve(metrics_path: str | os.PathLike, png_path: str | os.PathLike, title: str = "Loss") -> None:
-    """Draws train/loss and eval/loss of a metrics.jsonl over the steps into a PNG, in nats per token.
+def loss_curve(
+    metrics_path: str | os.PathLike, png_path: str | os.PathLike, title: str = "Loss", unit: str = "nats per token"
+) -> None:
+    """Draws train/loss and eval/loss of a metrics.jsonl over the steps into a PNG, in nats per token or another unit.
 
     Raises FileNotFoundError without a metrics file and ValueError when it holds no finite loss.
     """
@@ -26,7 +28,7 @@ def loss_curve(metrics_path: str | os.PathLike, png_path: str | os.PathLike, tit
     if not len(train[0]) and not len(evaluation[0]):
         raise ValueError(f"{metrics_path} holds no finite train/loss or eval/loss. Train for at least one logged step.")
     figure = new_figure(8, 4.8, dpi=150)
-    axes = _axes(figure, title)
+    axes = _axes(figure, title, unit)
     steps, losses = train
     if len(steps):
         window = len(steps) // 40
@@ -87,9 +89,9 @@ def _limits(runs: Mapping[str, Sequence[Sequence[float | int]]], bounds: Mapping
     return low - 0.08 * (high - low), high + 0.05 * (high - low)
 
 
-def _axes(figure: Figure, title: str) -> Axes:
+def _axes(figure: Figure, title: str, unit: str = "nats per token") -> Axes:
     axes = figure.add_subplot()
-    dress(axes, title, "step", "loss (nats per token)")
+    dress(axes, title, "step", f"loss ({unit})")
     axes.title.set_fontsize(13)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda step, _: f"{step:,.0f}"))

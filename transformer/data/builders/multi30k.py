@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gzip
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import tensorflow_datasets as tfds
 
 LANGUAGES = ("en", "de")
+"""features of a record"""
 SPLITS = {"train": "train", "validation": "val", "test": "test_2016_flickr"}
 """name of a split -> what its files begin with"""
 PAIRS = {"train": 29_000, "validation": 1_014, "test": 1_000}
@@ -51,23 +51,15 @@ def _info(url: str) -> tfds.download.checksums.UrlInfo:
     return tfds.download.checksums.UrlInfo(size=tfds.core.utils.Size(size), checksum=checksum, filename=name)
 
 
-@dataclasses.dataclass(eq=False, kw_only=True)
-class Multi30kConfig(tfds.core.BuilderConfig):
-    """`form`: "tokenized" (lower-cased, normalized, tokenized: what published BLEU is computed on) or "raw"."""
-
-    form: str
-    name: str = ""
-
-    def __post_init__(self):
-        self.name = self.form
-
-
 class Multi30kBuilder(tfds.core.GeneratorBasedBuilder):
-    """29,000 pairs to train on, 1,014 to validate, and 1,000 to test (test_2016_flickr), of one form."""
+    """29,000 pairs to train on, 1,014 to validate, and 1,000 to test (test_2016_flickr). The name of the
+    `builder_config` is their form: "tokenized" (lower-cased, normalized, tokenized: what published BLEU is computed on)
+    or "raw".
+    """
 
     name = "multi30k"
     VERSION = tfds.core.Version("1.0.0")
-    builder_config: Multi30kConfig
+    BUILDER_CONFIGS = [tfds.core.BuilderConfig(name=form) for form in _PLACES]  # noqa: RUF012 - as above
     url_infos = {**downloads("tokenized"), **downloads("raw")}  # noqa: RUF012 - a class attribute of TFDS
 
     def _info(self) -> tfds.core.DatasetInfo:
@@ -79,12 +71,12 @@ class Multi30kBuilder(tfds.core.GeneratorBasedBuilder):
         )
 
     def _split_generators(self, dl_manager: tfds.download.DownloadManager) -> dict[str, Iterator]:
-        form = self.builder_config.form
+        form = self.builder_config.name
         urls = {split: {language: _url(form, split, language) for language in LANGUAGES} for split in SPLITS}
         return {split: self._generate_examples(paths) for split, paths in dl_manager.download(urls).items()}
 
     def _generate_examples(self, paths: Mapping[str, Path]) -> Iterator[tuple[int, dict]]:
-        read = gzip.open if self.builder_config.form == "raw" else open
+        read = gzip.open if self.builder_config.name == "raw" else open
         columns = []
         for language in LANGUAGES:
             with read(paths[language], "rt", encoding="utf-8", newline="\n") as file:

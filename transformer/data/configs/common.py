@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from transformer.config import ConfigError, check_choice
 
@@ -14,6 +14,7 @@ SMALLEST_BPE = 256 + 3
 
 
 def check_whole(config: object, *fields: str, least: int = 1, none: bool = False) -> None:
+    """ConfigError for a field that is no whole number of at least `least` (nor None, with `none`)."""
     for field in fields:
         value = getattr(config, field)
         if none and value is None:
@@ -24,12 +25,14 @@ def check_whole(config: object, *fields: str, least: int = 1, none: bool = False
 
 
 def check_share(config: object, field: str) -> None:
+    """ConfigError for a field that is no number between 0 and 1."""
     value = getattr(config, field)
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < 1:
         raise ConfigError(f"{field} must be above 0 and below 1, got {value!r}.")
 
 
 def check_path(config: object, *fields: str) -> None:
+    """ConfigError for a field that is empty."""
     for field in fields:
         if not getattr(config, field):
             raise ConfigError(f"{field} must name a file, got {getattr(config, field)!r}.")
@@ -81,25 +84,56 @@ class TextConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PairConfig:
-    """What every kind of paired text has: a source to be read and a target to be written."""
+    """What every kind of paired text has: a source to be read and a target to be written.
+
+    Raises:
+        ConfigError: a number out of range, or a packed_length that a batch has no room for.
+    """
 
     task: ClassVar[str] = "seq2seq"
     group_name: ClassVar[str] = "group"
     """what the groups are in which exact matches are counted"""
+    bleu_tokenization: ClassVar[str | None] = "13a"
+    """how BLEU parts words, in the names of sacreBLEU; None: translations are compared word for word instead"""
 
     max_source_length: int | None = None
     """longest source in tokens; longer pairs are left out and counted (None: the longest in the data)"""
     max_target_length: int | None = None
     """longest target in tokens, its end token included; longer pairs are left out and counted (None: the longest)"""
     batch_size: int = 128
-    """pairs in one step, over all devices and processes together"""
+    """pairs in one step, over all devices and processes together; not with batch_tokens"""
+    batch_tokens: int | None = None
+    """tokens in one step, padding included, on the longer side: pairs of like length together (None: batch_size)"""
+    buckets: int = 8
+    """with batch_tokens: how many lengths are padded to at most; each is compiled once"""
+    row_multiple: int = 8
+    """with batch_tokens: every batch has a multiple of so many rows, for devices and micro-batches to share"""
+    packed_length: int | None = None
+    """with batch_tokens: several pairs in one row of so many tokens a side, kept apart (None: one pair in each)"""
     eval_batch_size: int = 250
     """pairs in one batch of evaluation"""
 
     def __post_init__(self):
-        check_whole(self, "batch_size", "eval_batch_size")
+        check_whole(self, "batch_size", "eval_batch_size", "buckets", "row_multiple")
+        check_whole(self, "batch_tokens", "packed_length", none=True)
+        if self.packed_length is not None and not self.packed_rows:
+            raise ConfigError(
+                f"packed_length ({self.packed_length}) needs batch_tokens of at least row_multiple "
+                f"({self.row_multiple}) times as many, got {self.batch_tokens}."
+            )
         check_whole(self, "max_source_length", none=True)
         check_whole(self, "max_target_length", least=2, none=True)
+
+    @property
+    def packed_rows(self) -> int:
+        """Rows of a packed batch."""
+        return (self.batch_tokens or 0) // self.packed_length // self.row_multiple * self.row_multiple
+
+
+def shared_rows(config: Any) -> tuple[str, int]:
+    """What the rows of every batch of a kind of data are a multiple of: the field that says it, and its value."""
+    field = "batch_size" if getattr(config, "batch_tokens", None) is None else "row_multiple"
+    return field, getattr(config, field)
 
 
 @dataclass(frozen=True, kw_only=True)

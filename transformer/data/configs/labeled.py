@@ -59,5 +59,32 @@ class SST2(LabeledConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        if len(self.labels) != 2:
-            raise ConfigError(f"labels must be two, for 0 and 1 in the files, got {len(self.labels)}.")
+        _check_two(self.labels)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SST2Sentences(LabeledConfig):
+    """Whole sentences of movie reviews, negative or positive, through TFDS: 6,920 to train on, 872 to validate and
+    1,821 to test (Socher et al. 2013, section 5; the split that papers on sentences report).
+
+    Raises:
+        ConfigError: other than two labels.
+    """
+
+    kind: ClassVar[str] = "sst2_sentences"
+
+    labels: tuple[str, ...] = ("negative", "positive")
+    """names of the classes that the files write as 0 and 1"""
+    data_dir: str | None = None
+    """where TFDS keeps prepared data (None: $TFDS_DATA_DIR, else ~/tensorflow_datasets)"""
+    manual_dir: str | None = None
+    """a folder that holds sst2_train.tsv, sst2_dev.tsv and sst2_test.tsv, for a machine without network"""
+
+    def __post_init__(self):
+        super().__post_init__()
+        _check_two(self.labels)
+
+
+def _check_two(labels: tuple[str, ...]) -> None:
+    if len(labels) != 2:
+        raise ConfigError(f"labels must be two, for 0 and 1 in the files, got {len(labels)}.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -24,6 +25,7 @@ class NumberWords(PairConfig):
 
     kind: ClassVar[str] = "number_words"
     group_name: ClassVar[str] = "digits"
+    bleu_tokenization: ClassVar[None] = None
 
     source_language: Language = "en"
     """language to read"""
@@ -132,4 +134,59 @@ class Multi30k(PairConfig):
         if self.source_language == self.target_language:
             raise ConfigError(
                 f"source_language and target_language are both {self.source_language!r}. Give en and de, or de and en."
+            )
+
+    @property
+    def bleu_tokenization(self) -> str:
+        """How BLEU parts words: as it is where blanks part them already."""
+        return "none" if self.form == "tokenized" else "13a"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TFDSTranslation(PairConfig):
+    """Sentence pairs of any dataset of TFDS that has a text in each language, by name: prepared once in the
+    array_record format, and read without TensorFlow.
+
+    Raises:
+        ConfigError: a name that is none, one language twice, or one split twice.
+    """
+
+    kind: ClassVar[str] = "tfds_translation"
+
+    name: str
+    """as TFDS writes it: wmt14_translate/de-en, or with a version wmt14_translate/de-en:1.0.0"""
+    source_language: str
+    """language to read: the name of its text in the dataset, such as en"""
+    target_language: str
+    """language to write, likewise"""
+    train_split: str = "train"
+    """name of the split to train on"""
+    validation_split: str = "validation"
+    """name of the split to watch during training"""
+    test_split: str | None = "test"
+    """name of the split that is translated at the end (None: the validation split is)"""
+    tokenizer: TokenizerConfig = TokenizerConfig(kind="bpe")
+    """how text becomes token ids"""
+    data_dir: str | None = None
+    """where TFDS keeps prepared data (None: $TFDS_DATA_DIR, else ~/tensorflow_datasets)"""
+
+    def __post_init__(self):
+        super().__post_init__()
+        part = r"[A-Za-z0-9_][\w.+-]*"
+        if not isinstance(self.name, str) or not re.fullmatch(rf"{part}(/{part})?(:\d+\.\d+\.\d+)?", self.name):
+            raise ConfigError(
+                f"name must be that of a dataset of TFDS, such as wmt14_translate/de-en, got {self.name!r}."
+            )
+        for field in ("source_language", "target_language", "train_split", "validation_split"):
+            if not getattr(self, field):
+                raise ConfigError(f"{field} must be a name, got {getattr(self, field)!r}.")
+        if self.source_language == self.target_language:
+            raise ConfigError(
+                f"source_language and target_language are both {self.source_language!r}. Give two different ones."
+            )
+        splits = [self.train_split, self.validation_split, *([] if self.test_split is None else [self.test_split])]
+        if len(set(splits)) < len(splits):
+            raise ConfigError(
+                f"train_split, validation_split and test_split must be different, got {', '.join(splits)}. Slices such "
+                "as train[:99%] and train[99%:] part a split in two."
             )

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from transformer.data import local_files
-from transformer.data.configs import SST2, LabeledText
-from transformer.data.sources.prepared import cut
+from transformer.data.configs import SST2, LabeledText, SST2Sentences
+from transformer.data.sources.prepared import cut, data_dir, records
 
 
 @dataclass(frozen=True)
@@ -19,6 +19,7 @@ class Labeled:
 
 
 def labeled_text(config: LabeledText) -> Labeled:
+    """Texts of one's own. ValueError where there is but one label."""
     columns = config.text_column, config.label_column
     train = local_files.read_labeled(config.path, *columns)
     if config.validation_path is not None:
@@ -34,6 +35,7 @@ def labeled_text(config: LabeledText) -> Labeled:
 
 
 def sst2(config: SST2) -> Labeled:
+    """The files of GLUE. FileNotFoundError where they are not, and what to put where."""
     folder = Path(config.manual_dir or "").expanduser()
     files = {"train": folder / "train.tsv", "validation": folder / "dev.tsv"}
     if config.manual_dir is None or not all(path.is_file() for path in files.values()):
@@ -49,6 +51,21 @@ def sst2(config: SST2) -> Labeled:
     for split, path in files.items():
         rows = local_files.read_labeled(str(path), "sentence", "label")
         splits[split] = _numbered(str(path), rows, ("0", "1"), config.labels)
+    return Labeled(splits, config.labels)
+
+
+def sst2_sentences(config: SST2Sentences) -> Labeled:
+    """Whole sentences, with a test split."""
+    from transformer.data.builders.sst2_sentences import DOWNLOADS, SST2SentencesBuilder
+
+    found = records(SST2SentencesBuilder, config.data_dir, downloads=DOWNLOADS, manual_dir=config.manual_dir)
+    place = str(data_dir(config.data_dir) / SST2SentencesBuilder.name)
+    splits = {
+        split: _numbered(
+            place, [(row["text"].decode(), row["label"].decode()) for row in rows], ("0", "1"), config.labels
+        )
+        for split, rows in found.items()
+    }
     return Labeled(splits, config.labels)
 
 

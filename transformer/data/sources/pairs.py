@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from transformer.data import local_files
@@ -17,12 +18,13 @@ NORMALIZATION_OF = {"en": "english_number_words", "pt": "portuguese_number_words
 class Pairs:
     """Pairs by split, `splits`, the normalization of their sources, and how many lines were skipped as half empty."""
 
-    splits: dict[str, list[Example]]
+    splits: Mapping[str, Sequence[Example]]
     normalization: str = "none"
     skipped: int = 0
 
 
 def parallel_text(config: ParallelText) -> Pairs:
+    """Pairs of one's own files."""
     train, skipped = local_files.read_pairs(config.source_path, config.target_path)
     if config.validation_source_path is not None:
         paths = config.validation_source_path, config.validation_target_path
@@ -36,6 +38,7 @@ def parallel_text(config: ParallelText) -> Pairs:
 
 
 def number_words(config: NumberWords) -> Pairs:
+    """Numbers in two languages, each as often as it was drawn."""
     from transformer.data.builders.number_words import NumberWordsBuilder, NumberWordsConfig
 
     variant = NumberWordsConfig(
@@ -60,10 +63,9 @@ def number_words(config: NumberWords) -> Pairs:
 
 def multi30k(config: Multi30k) -> Pairs:
     """Captions by split."""
-    from transformer.data.builders.multi30k import Multi30kBuilder, Multi30kConfig, downloads
+    from transformer.data.builders.multi30k import Multi30kBuilder, downloads
 
-    variant = Multi30kConfig(form=config.form)
-    found = records(Multi30kBuilder, config.data_dir, variant, downloads(config.form), config.manual_dir)
+    found = records(Multi30kBuilder, config.data_dir, config.form, downloads(config.form), config.manual_dir)
     source, target = config.source_language, config.target_language
     return Pairs(
         {split: [Example(row[source].decode(), row[target].decode()) for row in rows] for split, rows in found.items()}

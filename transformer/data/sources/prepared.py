@@ -14,7 +14,7 @@ from typing import Any
 
 
 def cut(count: int, share: float, path: str, what: str) -> int:
-    """Where the held-out end begins; both parts have something in them."""
+    """Where the held-out end begins; both parts have something in them. ValueError for less than 2 in all."""
     if count < 2:
         raise ValueError(
             f"{path} has too little to hold some out: expected at least 2 {what}, got {count}. Give more text, or a "

@@ -19,6 +19,7 @@ class Documents:
 
 
 def local_text(config: LocalText) -> Documents:
+    """A file of one's own, its end held out where no second one is named."""
     separate = isinstance(config, JsonLines)
 
     def documents(path: str) -> list[str]:
@@ -28,14 +29,14 @@ def local_text(config: LocalText) -> Documents:
     if config.validation_path is not None:
         return Documents({"train": train, "validation": documents(config.validation_path)}, separate)
     if separate:
-        cut = cut(len(train), config.validation_share, config.path, "documents")
-        return Documents({"train": train[:cut], "validation": train[cut:]}, separate)
-    cut = cut(len(train[0]), config.validation_share, config.path, "characters")
-    return Documents({"train": [train[0][:cut]], "validation": [train[0][cut:]]}, separate)
+        end = cut(len(train), config.validation_share, config.path, "documents")
+        return Documents({"train": train[:end], "validation": train[end:]}, separate)
+    end = cut(len(train[0]), config.validation_share, config.path, "characters")
+    return Documents({"train": [train[0][:end]], "validation": [train[0][end:]]}, separate)
 
 
 def tiny_shakespeare(config: TinyShakespeare) -> Documents:
-    """The last tenth is held out, as nanoGPT does."""
+    """The last tenth is held out, as nanoGPT does. ValueError for prepared data that is another text."""
     from transformer.data.builders.tiny_shakespeare import FILE, URL, TinyShakespeareBuilder
 
     found = records(TinyShakespeareBuilder, config.data_dir, downloads={URL: FILE}, manual_dir=config.manual_dir)

@@ -1,0 +1,38 @@
+"""A small vision transformer tells scikit-learn's handwritten digits apart: 8x8 pixels, patches of 2x2.
+
+Usage: python train.py configs/digits_vit.py
+
+On 2 CPU cores: about 3 minutes. Expected: 98.5 % of the 334 test images (measured with one seed), which an image's
+hash chose. In training every image is seen moved by up to a pixel, 9 ways. Without scikit-learn the error says what to
+install.
+"""
+
+from transformer.config import Execution, Patches, TransformerConfig
+from transformer.data import Digits
+from transformer.training import EvaluationConfig, LoggingConfig, OptimizerConfig, Recipe, TrainingConfig
+
+
+def get_config() -> Recipe:
+    patches = Patches(image_height=8, image_width=8, patch_size=2, channels=1)
+    return Recipe(
+        name="digits_vit",
+        model=TransformerConfig(
+            d_model=64,
+            num_layers=3,
+            num_heads=4,
+            d_ff=128,
+            position="learned",
+            max_length=1 + patches.count,
+            dropout_rate=0.1,
+            num_classes=10,
+            patches=patches,
+        ),
+        data=Digits(max_shift=1, batch_size=64),
+        execution=Execution(scan=False),
+        optimizer=OptimizerConfig(
+            name="muon", learning_rate=5e-3, warmup_steps=100, weight_decay=0.1, final_fraction=0.0
+        ),
+        training=TrainingConfig(steps=4000, ema_decay=0.995),
+        evaluation=EvaluationConfig(every=500),
+        logging=LoggingConfig(every=100),
+    )

@@ -1,0 +1,46 @@
+"""Multi30k, English to German: captions of photographs, 29,000 pairs, an encoder-decoder of 2.6 million parameters.
+
+Usage: python train.py configs/multi30k.py
+
+Then: python -m transformer evaluate runs/multi30k --split test; python -m transformer translate runs/multi30k < in.txt.
+Joint BPE of 6,000 entries over the lower-cased, tokenized captions, batches of about 4,096 tokens a side in six
+lengths, translations by a beam of 5. Without network: --data.manual-dir FOLDER, with the files that the message names.
+For a GPU, or 2 CPU cores and hours. Expected: BLEU as docs/results.md has it; published for this size: 41.02 on
+test_2016_flickr, tokenized, lower-cased (github.com/LividWo/Revisit-MMT, README-baseline.md, Transformer-Tiny).
+"""
+
+from transformer.config import Execution, TransformerConfig
+from transformer.data import Multi30k, TokenizerConfig
+from transformer.training import EvaluationConfig, LoggingConfig, OptimizerConfig, Recipe, TrainingConfig
+
+
+def get_config() -> Recipe:
+    return Recipe(
+        name="multi30k",
+        model=TransformerConfig(
+            d_model=128,
+            num_layers=4,
+            num_heads=4,
+            d_ff=512,
+            dropout_rate=0.3,
+            norm="rms_norm",
+            position="rotary",
+        ),
+        data=Multi30k(
+            tokenizer=TokenizerConfig(kind="bpe", vocab_size=6_000),
+            batch_tokens=4096,
+            buckets=6,
+        ),
+        execution=Execution(scan=False),
+        optimizer=OptimizerConfig(
+            name="muon",
+            learning_rate=4e-3,
+            warmup_steps=400,
+            final_fraction=0.0,
+            beta2=0.98,
+            weight_decay=0.05,
+        ),
+        training=TrainingConfig(steps=4000, label_smoothing=0.1, ema_decay=0.998),
+        evaluation=EvaluationConfig(every=250, beam_size=5, beam_alpha=1.0),
+        logging=LoggingConfig(every=25),
+    )

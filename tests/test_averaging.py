@@ -1,0 +1,223 @@
+"""Checkpoints averaged: the mean is what it says, stands for itself, and the run it is of is left alone."""
+
+import dataclasses
+import hashlib
+import json
+import re
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from training_recipes import change, text_recipe
+
+from transformer.__main__ import main
+from transformer.config import ConfigError
+from transformer.data import prepare
+from transformer.inference import open_model
+from transformer.lora import LoRA
+from transformer.training import to_json
+from transformer.training.averaging import average
+from transformer.training.checkpoint import Checkpointer, CheckpointError, load_params
+from transformer.training.manifest import CheckpointWarning
+from transformer.training.recipe import with_vocabulary
+from transformer.training.runs import WorkdirError, load_run, open_run, record_run
+from transformer.training.state import abstract_state
+
+STEPS = (2, 5, 7, 11)
+
+
+def write_run(folder, recipe=None, *, dtype=None, keep_last=4):
+    """A workdir as a run leaves it, with a checkpoint at each of STEPS; nothing is trained."""
+    recipe = recipe or change(text_recipe(folder), checkpoint={"keep_last": keep_last})
+    dataset = prepare(recipe.data)
+    recipe = with_vocabulary(recipe, dataset.tokenizer.vocab_size)
+    shapes, workdir, random = abstract_state(recipe), folder / "run", np.random.default_rng(3)
+
+    def drawn(leaf):
+        return random.normal(0, 1, leaf.shape).astype(dtype if dtype and leaf.dtype == np.float32 else leaf.dtype)
+
+    workdir.mkdir()
+    record_run(recipe, dataset, workdir)
+    with Checkpointer(workdir, keep_last=len(STEPS)) as checkpoints:
+        for number, step in enumerate(STEPS):
+            state, data = jax.tree.map(drawn, shapes), {"fingerprint": dataset.fingerprint}
+            checkpoints.save(step, state, data=data, recipe=to_json(recipe), metric=float(number))
+    return workdir
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory):
+    """A run that keeps an average of its parameters; its lowest loss is that of its first checkpoint."""
+    return write_run(tmp_path_factory.mktemp("kept"))
+
+
+def content(folder):
+    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.rglob("*") if path.is_file()}
+
+
+def mean_of(*trees):
+    return jax.tree.map(lambda *leaves: np.mean([np.asarray(leaf, np.float64) for leaf in leaves], 0), *trees)
+
+
+def averages(workdir, steps):
+    """What the run kept as averages of its parameters."""
+    return [load_params(workdir, step=step, names="ema")[0] for step in steps]
+
+
+def damage(workdir, step):
+    path = max((workdir / "checkpoints" / str(step) / "state").rglob("*"), key=lambda path: path.stat().st_size)
+    raw = bytearray(path.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    path.write_bytes(raw)
+
+
+def test_it_is_the_mean_of_the_last(kept, tmp_path):
+    before = content(kept)
+    done = average(kept, 3, tmp_path / "mean")
+    assert done.steps == (5, 7, 11)
+    run, newest = load_run(done.workdir), load_run(kept, "newest")
+    assert run.step == 11
+    assert run.fingerprint == newest.fingerprint is not None
+    assert run.recipe == newest.recipe
+    chex.assert_trees_all_close(run.params, mean_of(*averages(kept, STEPS[1:])), rtol=1e-6, atol=1e-6)
+    chex.assert_trees_all_equal_shapes_and_dtypes(run.params, newest.params)
+    assert content(kept) == before
+    assert [path.name for path in tmp_path.iterdir()] == ["mean"]
+
+
+def test_one_is_itself(kept, tmp_path):
+    average(kept, 1, tmp_path / "mean")
+    jax.tree.map(np.testing.assert_array_equal, load_run(tmp_path / "mean").params, load_run(kept, "newest").params)
+
+
+def test_every_verb_opens_it(kept, tmp_path):
+    """Without a word: it has one checkpoint, which is the best there is."""
+    average(kept, 2, tmp_path / "mean")
+    opened = open_model(tmp_path / "mean")
+    assert opened.tokenizer.state() == open_model(kept).tokenizer.state()
+    assert opened.place() == {"workdir": str(tmp_path / "mean"), "step": 11}
+
+
+def test_half_floats_are_summed_in_float32(tmp_path):
+    workdir = write_run(tmp_path, dtype=jnp.bfloat16)
+    params = load_run(average(workdir, 4).workdir).params
+    wanted = jax.tree.map(
+        lambda leaf: jnp.asarray(leaf, jnp.float32).astype(jnp.bfloat16), mean_of(*averages(workdir, STEPS))
+    )
+    jax.tree.map(np.testing.assert_array_equal, params, wanted)
+    assert jax.tree.leaves(params)[0].dtype == jnp.bfloat16
+
+
+def test_with_lora_the_merged_parameters_are_averaged(tmp_path):
+    """Not the factors: the product of two means is not the mean of two products."""
+    recipe = dataclasses.replace(text_recipe(tmp_path), lora=LoRA(rank=2))
+    workdir = write_run(tmp_path, change(recipe, training={"ema_decay": None}, checkpoint={"keep_last": 4}))
+    run = load_run(average(workdir, 4).workdir)
+    assert run.recipe.lora is None
+    merged = [load_run(workdir, step).params for step in STEPS]
+    chex.assert_trees_all_close(run.params, mean_of(*merged), rtol=1e-5, atol=1e-5)
+
+
+# What can go wrong
+
+
+def test_too_few(kept, tmp_path):
+    with pytest.raises(
+        CheckpointError, match=r"5 checkpoints .* has 4 checkpoints \(2, 5, 7, 11\).*--checkpoint.keep-last 5"
+    ):
+        average(kept, 5, tmp_path / "mean")
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "recipe.json").write_text((kept / "recipe.json").read_text())
+    with pytest.raises(FileNotFoundError, match="No checkpoint in"):
+        average(tmp_path, 2)
+
+
+def test_a_damaged_one_is_named_and_left_out(tmp_path):
+    workdir = write_run(tmp_path)
+    damage(workdir, 7)
+    with pytest.warns(CheckpointWarning, match=r"left out of the average: .*/7/state/.* has SHA-256"):
+        assert average(workdir, 3).steps == (2, 5, 11)
+    with (
+        pytest.warns(CheckpointWarning),
+        pytest.raises(CheckpointError, match=r"4 checkpoints are to be averaged.* 1 of them damaged: .*/7/state/"),
+    ):
+        average(workdir, 4)
+
+
+def test_a_damaged_average_is_not_opened(kept, tmp_path):
+    average(kept, 2, tmp_path / "mean")
+    damage(tmp_path / "mean", 11)
+    with pytest.raises(CheckpointError, match="No valid checkpoint"):
+        load_run(tmp_path / "mean")
+
+
+def test_only_an_earlier_average_is_replaced(kept, tmp_path):
+    average(kept, 2, tmp_path / "mean")
+    (tmp_path / "mean" / "hypotheses.test.txt").touch()
+    assert average(kept, 3, tmp_path / "mean").steps == (5, 7, 11)
+    assert not (tmp_path / "mean" / "hypotheses.test.txt").exists()
+    assert json.loads((tmp_path / "mean" / "average.json").read_text()) == {"workdir": str(kept), "steps": [5, 7, 11]}
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "precious").touch()
+    for place in (tmp_path / "mine", tmp_path / "mine" / "precious", kept):
+        with pytest.raises(ConfigError, match="is no earlier average: it is not overwritten"):
+            average(kept, 2, place)
+    with pytest.raises(ConfigError, match="holds an average of checkpoints already"):
+        average(tmp_path / "mean", 2)
+
+
+def test_a_failure_leaves_what_was_there(kept, tmp_path, monkeypatch):
+    average(kept, 2, tmp_path / "mean")
+    before = content(tmp_path)
+    monkeypatch.setattr("transformer.training.averaging.sync_tree", lambda path: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        average(kept, 3, tmp_path / "mean")
+    assert content(tmp_path) == before
+
+
+def test_no_run_goes_on_from_it(kept, tmp_path):
+    average(kept, 2, tmp_path / "mean")
+    with pytest.raises(WorkdirError, match=r"without the optimizer's state: no run can go on.*--init .*mean"):
+        open_run(load_run(kept, "newest").recipe, tmp_path / "mean", say=print)
+
+
+def test_a_checkpoint_that_is_there_for_its_loss_is_told(tmp_path):
+    workdir = write_run(tmp_path, keep_last=3)
+    with pytest.warns(UserWarning, match=r"keeps its last 3 .*; of the 4 averaged, step 2 is there for its eval loss"):
+        average(workdir, 4)
+
+
+# The command line
+
+
+def test_the_verb(kept, tmp_path, capsys):
+    words = ["average", str(kept), "--last", "2", "--to", str(tmp_path / "mean")]
+    assert main(words) == 0
+    assert capsys.readouterr().out == f"the mean of 2 checkpoints of {kept}, steps 7, 11: {tmp_path / 'mean'}\n"
+    assert main([*words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found == {"workdir": str(tmp_path / "mean"), "of": str(kept), "steps": [7, 11]}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--last", "0"), "--last must be at least 1, got 0"),
+        (("--last", "9"), "9 checkpoints are to be averaged, but .* has 4 checkpoints"),
+        ((), "--last is missing"),
+    ],
+)
+def test_wrong_words(kept, words, message, capsys):
+    assert main(["average", str(kept), *words]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert re.match(f"error: .*{message}", err)
+
+
+def test_beside_the_run_by_default(tmp_path, monkeypatch):
+    workdir = write_run(tmp_path)
+    assert average(workdir, 2).workdir == tmp_path / "run-average-2"
+    monkeypatch.chdir(workdir)
+    assert average(".", 3).workdir == tmp_path / "run-average-3"

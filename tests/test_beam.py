@@ -1,0 +1,331 @@
+"""Beam search: finds what brute force finds, says the scores it has, and a row gets what it would get alone."""
+
+import dataclasses
+import functools
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from transformer.config import ConfigError, Execution, TransformerConfig
+from transformer.generate import Beam, Sampling, beam_search, beam_search_all, generate
+from transformer.generate.batches import _batches
+from transformer.generate.beam import USUAL
+from transformer.generate.searching import begin, go_on
+from transformer.masks import Mask
+from transformer.models import CausalLM, Seq2Seq
+from transformer.zoo import load_pretrained
+
+GREEDY = Sampling(temperature=0.0)
+SOURCES = [[1, 2, 3, 6, 5], [4, 3, 2, 4, 3, 2, 4, 3, 2, 4, 3, 2, 1], [6]]
+END, RARE, NEVER, SEED = 3, 15, 28, 1
+CONFIG = TransformerConfig(
+    vocab_size=29,
+    source_vocab_size=7,
+    d_model=12,
+    num_layers=1,
+    num_heads=2,
+    d_ff=13,
+    position="learned",
+    max_length=13,
+    tie_embeddings=False,
+)
+FOUR = Beam(n_best=4)
+
+
+@functools.cache
+def translator(scan=False, **fields):
+    model = Seq2Seq(CONFIG.replace(**fields), Execution(scan=scan))
+    ids, random = jnp.zeros((1, 2), jnp.int32), np.random.default_rng(SEED)
+    shapes = jax.eval_shape(model.init, jax.random.key(0), ids, ids)["params"]
+    return model, jax.tree.map(lambda leaf: jnp.asarray(0.6 * random.standard_normal(leaf.shape), jnp.float32), shapes)
+
+
+@functools.cache
+def teacher(**fields):
+    model, params = translator(**fields)
+
+    @jax.jit
+    def run(source, length, target):
+        logits = model.apply({"params": params}, source, target, source_mask=Mask.lengths(length))
+        return jax.nn.log_softmax(logits, -1)
+
+    return run
+
+
+def log_probability(source, begin, tokens, ends, **fields):
+    """Of the tokens and one of the ends (none: of the tokens alone), by one uncached pass."""
+    target = np.zeros((1, 12), np.int32)
+    target[0, : len(begin) + len(tokens)] = [*begin, *tokens]
+    padded = np.zeros((1, 13), np.int32)
+    padded[0, : len(source)] = source
+    logs = np.asarray(teacher(**fields)(padded, np.array([len(source)], np.int32), target), np.float64)[0]
+    total = sum(logs[len(begin) - 1 + i, token] for i, token in enumerate(tokens))
+    return total + (np.logaddexp.reduce(logs[len(begin) + len(tokens) - 1, ends]) if ends else 0.0)
+
+
+def penalty(length, alpha):
+    return ((5 + length) / 6) ** alpha
+
+
+def search(beam=USUAL, sources=SOURCES, eos_id=END, fields=(), **options):
+    """With a translator of the tests' own."""
+    model, params = translator(**dict(fields))
+    return beam_search(model, params, sources, eos_id=eos_id, beam=beam, **({"bos_id": 1} | options))
+
+
+def test_a_beam_of_one_without_penalty_is_greedy():
+    model, params = translator()
+    greedy = generate(model, params, sources=SOURCES, bos_id=1, eos_id=END, max_new_tokens=9, sampling=GREEDY)
+    found = search(Beam(size=1, alpha=0.0), max_new_tokens=9)
+    assert [row[0].tokens for row in found] == greedy
+    assert [row[0].ended for row in found] == [len(row) < 9 for row in greedy]
+    assert len({len(row) < 9 for row in greedy}) == 2, "rows that all end alike: take another seed"
+
+
+def test_a_beam_as_large_as_the_space_finds_the_best():
+    """Every row of up to three tokens before the end, counted out; two tokens end a row, and are one end."""
+    ends, words, limit, fields = [END, 0], [1, 2], 4, {"vocab_size": 4}
+    beam = Beam(size=32, n_best=32, alpha=0.9, early_stop=False)
+    found = search(beam, eos_id=ends, max_new_tokens=limit, fields=fields)
+    for source, row in zip(SOURCES, found, strict=True):
+        space = {}
+        for length in range(limit):
+            for tokens in itertools.product(words, repeat=length):
+                space[tokens] = log_probability(source, [1], tokens, ends, **fields) / penalty(length + 1, 0.9)
+        ended = [one for one in row if one.ended]
+        assert len(space) == 15
+        assert [tuple(one.tokens) for one in ended] == sorted(space, key=lambda tokens: -space[tokens])
+        for one in ended:
+            assert one.score == pytest.approx(space[tuple(one.tokens)], abs=1e-4)
+        cut = row[len(ended) :]
+        assert {tuple(one.tokens) for one in cut} == set(itertools.product(words, repeat=limit))
+        assert not any(one.ended for one in cut)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        pytest.param({"scan": True, "num_layers": 2, "position": "rotary", "max_length": None}, marks=pytest.mark.slow),
+    ],
+)
+def test_scores_are_those_of_teacher_forcing(fields):
+    for alpha in (0.0, 0.6):
+        beam = dataclasses.replace(FOUR, alpha=alpha)
+        found = search(beam, prompts=[[1], [2], [1]], max_new_tokens=6, fields=fields)
+        for source, prompt, row in zip(SOURCES, [[1], [2], [1]], found, strict=True):
+            assert 1 <= len(row) <= 4
+            assert len({(*one.tokens, one.ended) for one in row}) == len(row), "hypotheses that are alike"
+            for one in row:
+                expected = log_probability(source, prompt, one.tokens, [END] if one.ended else [], **fields)
+                assert one.log_probability == pytest.approx(expected, abs=1e-4)
+                assert one.score == pytest.approx(expected / penalty(len(one.tokens) + one.ended, alpha), abs=1e-4)
+                assert END not in one.tokens
+                assert one.ended or len(one.tokens) == 6
+            order = [(one.ended, one.score) for one in row]
+            assert order == sorted(order, reverse=True)
+        kinds = {one.ended for row in found for one in row}
+        assert kinds == {True, False} or fields, "a case that says little: another seed"
+
+
+def test_each_row_gets_what_it_would_get_alone():
+    beam = dataclasses.replace(FOUR, length_ratio=0.5, length_extra=4)
+    for end in (END, RARE):
+        together = search(beam, eos_id=end)
+        for source, row in zip(SOURCES, together, strict=True):
+            [alone] = search(beam, [source], eos_id=end)
+            assert [(one.tokens, one.ended) for one in row] == [(one.tokens, one.ended) for one in alone]
+            np.testing.assert_allclose([one.score for one in row], [one.score for one in alone], atol=1e-5)
+    assert len({tuple(row[0].tokens) for row in together}) == 3
+
+
+@pytest.mark.slow
+def test_stopping_early_may_lose_what_ends_later():
+    """The exact rule finds scores at least as good, and better ones somewhere."""
+    pairs = []
+    for first in range(6):
+        sources = [[1 + (first + i * j) % 6 for j in range(1, 8)] for i in range(1, 4)]
+        exact, early = (search(Beam(early_stop=early_stop, alpha=2.0), sources) for early_stop in (False, True))
+        pairs += [(e[0].score, f[0].score) for e, f in zip(exact, early, strict=True) if e[0].ended and f[0].ended]
+    assert pairs
+    assert all(exact >= early - 1e-5 for exact, early in pairs)
+    assert any(exact > early + 1e-3 for exact, early in pairs), "rules that find the same: take another seed"
+
+
+def test_a_row_is_as_long_as_its_source_allows():
+    beam = Beam(size=4, length_ratio=0.5, length_extra=2)
+    assert [beam.longest(n) for n in (1, 2, 5, 13)] == [2, 3, 4, 8]
+    assert [len(row[0].tokens) for row in search(beam, eos_id=NEVER)] == [4, 8, 2]
+    assert [len(row[0].tokens) for row in search(beam, eos_id=NEVER, max_new_tokens=3)] == [3, 3, 2]
+    # The table of positions has 13 rows, one of them for what the target begins with.
+    assert [len(row[0].tokens) for row in search(eos_id=NEVER)] == [12, 12, 12]
+
+
+@pytest.mark.slow
+def test_a_longer_cache_goes_on_where_the_first_was_full():
+    """A target longer than twice its padded source."""
+    model, params = translator(position="sinusoidal", max_length=None)
+    [[long]] = beam_search(model, params, [[1, 2, 3]], bos_id=1, eos_id=None, beam=Beam(size=2))
+    assert len(long.tokens) == 53
+    whole = np.array([[1, *long.tokens]], np.int32)
+    logits = jax.jit(model.apply)({"params": params}, jnp.array([[1, 2, 3]]), whole[:, :-1])
+    logs = np.asarray(jax.nn.log_softmax(logits, -1))[0]
+    assert long.log_probability == pytest.approx(logs[np.arange(53), whole[0, 1:]].sum(), abs=1e-3)
+
+
+@pytest.mark.slow
+def test_a_causal_model_is_searched_from_its_prompts():
+    model = CausalLM(CONFIG.replace(source_vocab_size=None))
+    params = jax.jit(model.init)(jax.random.key(1), jnp.zeros((1, 2), jnp.int32))["params"]
+    prompts = [[3, 1, 4], [7]]
+    found = beam_search(model, params, prompts=prompts, eos_id=None, max_new_tokens=6, beam=Beam(size=1))
+    greedy = generate(model, params, prompts, max_new_tokens=6, sampling=GREEDY)
+    assert [row[0].tokens for row in found] == greedy
+    with pytest.raises(ValueError, match="max_new_tokens is missing: without a source"):
+        beam_search(model, params, prompts=prompts, eos_id=None)
+    with pytest.raises(ValueError, match="learned position table ends at 13"):
+        beam_search(model, params, prompts=prompts, eos_id=None, max_new_tokens=11)
+
+
+@pytest.mark.slow
+def test_what_is_suppressed_is_not_written_and_takes_nothing():
+    banned = {token for row in search(FOUR, max_new_tokens=5) for one in row for token in one.tokens[:1]}
+    all_but_the_end = [token for token in range(29) if token != END]
+    found = search(FOUR, max_new_tokens=5, suppress=(sorted(banned) * 28)[:28])  # so many: compiled once for both
+    assert not banned & {token for row in found for one in row for token in one.tokens}
+    for source, row in zip(SOURCES, found, strict=True):
+        expected = log_probability(source, [1], row[0].tokens, [END] if row[0].ended else [])
+        assert row[0].log_probability == pytest.approx(expected, abs=1e-4)
+    nothing = search(FOUR, suppress=all_but_the_end)
+    assert [[(one.tokens, one.ended) for one in row] for row in nothing] == [[([], True)]] * 3
+
+
+def test_many_sources_keep_their_order():
+    model, params = translator()
+    sources = [[1 + (i * j) % 6 for j in range(1 + (5 * i) % 13)] for i in range(7)]
+    options = {"eos_id": RARE, "beam": Beam(length_ratio=0.5, length_extra=3)}
+    found = beam_search_all(model, params, sources, begin=[1], batch_tokens=39, **options)  # three, three, one
+    each = [beam_search(model, params, [source], bos_id=1, **options)[0] for source in sources]
+    assert [row[0].tokens for row in found] == [row[0].tokens for row in each]
+    assert len({tuple(row[0].tokens) for row in found}) > 4
+    assert beam_search_all(model, params, [], begin=[1], **options) == []
+    with pytest.raises(ValueError, match="source 1 has id 7"):
+        beam_search_all(model, params, [[1], [7]], begin=[1], **options)
+    with pytest.raises(ValueError, match="batch_tokens must be a whole number of at least 1, got 0"):
+        beam_search_all(model, params, [[1]], begin=[1], batch_tokens=0, **options)
+    with pytest.raises(ValueError, match="takes a Seq2Seq that reads tokens, got a CausalLM"):
+        beam_search_all(CausalLM(CONFIG.replace(source_vocab_size=None)), {}, [[1]], begin=[1], **options)
+
+
+def test_batches_have_few_sizes():
+    rows = [np.zeros(length, int) for length in (40, 3, 16, 1, 90, 2, 5)]
+    assert _batches(rows, None, 64) == [([3, 5, 1, 6], 4), ([2], 1), ([0], 1), ([4], 1)]
+    assert _batches(rows[:4], 10, 1000) == [([3, 1, 2, 0], 4)]
+    assert _batches(rows[1:4], None, 1000) == [([2, 0, 1], 4)]
+
+
+def test_little_is_compiled():
+    """Not for another length, penalty, end or limit: those are arrays."""
+    search()
+    before = begin._cache_size(), go_on._cache_size()
+    search(Beam(alpha=0.1), [[1, 2], [3], [1, 2, 3, 4, 5]], eos_id=0)
+    search(Beam(length_extra=51), eos_id=2, max_new_tokens=12)
+    assert (begin._cache_size(), go_on._cache_size()) == before
+
+
+def test_logits_that_are_not_finite_are_named():
+    model, params = translator()
+    kernel, table = params["output"]["kernel"], params["decoder"]["position_table"]
+    broken = params | {"output": {**params["output"], "kernel": kernel.at[0, 2].set(jnp.nan)}}
+    with pytest.raises(ValueError, match=r"row 0 are not finite at position 1 .*output/kernel holds NaN"):
+        beam_search(model, broken, SOURCES, bos_id=1, eos_id=END)
+    # At the third position, which rows of two tokens never come to.
+    late = params | {"decoder": {**params["decoder"], "position_table": table.at[2].set(jnp.nan)}}
+    with pytest.raises(ValueError, match=r"position 3 \(after 1 tokens of prompt and 2 new ones\)"):
+        beam_search(model, late, SOURCES, bos_id=1, eos_id=NEVER)
+    found = beam_search(model, late, SOURCES, bos_id=1, eos_id=NEVER, max_new_tokens=2)
+    assert [len(row[0].tokens) for row in found] == [2, 2, 2]
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("size", [2, 5])
+def test_the_reference_finds_the_same(size, tmp_path):
+    """A tiny Marian, without length penalty: what ends, in what order, with what log-probability."""
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    from golden import case as golden_case
+    from golden import reference
+
+    case = next(iter(golden_case.cases("marian").values()))
+    theirs, _ = reference.fill(reference.build(case), case, tmp_path)
+    loaded = load_pretrained(tmp_path)
+    start, compared = theirs.config.decoder_start_token_id, 0
+    sources = golden_case.tokens(1, theirs.config.vocab_size, 4, 7).tolist()
+    for end in range(1, 9):
+        out = theirs.generate(
+            torch.tensor(sources),
+            num_beams=size,
+            num_return_sequences=size,
+            length_penalty=0.0,
+            early_stopping=True,
+            max_new_tokens=12,
+            do_sample=False,
+            eos_token_id=end,
+            bad_words_ids=None,
+            forced_eos_token_id=None,
+            return_dict_in_generate=True,
+            output_scores=True,
+        )
+        beam = Beam(size=size, n_best=size, alpha=0.0)
+        found = beam_search(
+            loaded.model, loaded.params, sources, bos_id=start, eos_id=end, beam=beam, max_new_tokens=12
+        )
+        for row, ours in enumerate(found):
+            rows = out.sequences[row * size : (row + 1) * size, 1:].tolist()
+            if not all(one.ended for one in ours) or not all(end in tokens for tokens in rows):
+                continue  # what is cut at the longest length, each treats in a way of its own
+            assert [one.tokens for one in ours] == [tokens[: tokens.index(end)] for tokens in rows]
+            scores = out.sequences_scores[row * size : (row + 1) * size].tolist()
+            np.testing.assert_allclose([one.log_probability for one in ours], scores, atol=1e-4)
+            compared += 1
+    assert compared > 3, "little was compared: take other numbers"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"size": 0}, "size must be a whole number of at least 1, got 0"),
+        ({"size": True}, "size must be"),
+        ({"alpha": -0.1}, "alpha must be a finite number of at least 0"),
+        ({"alpha": math.nan}, "alpha must be"),
+        ({"n_best": 5}, r"n_best must be a whole number from 1 to size \(4\), got 5"),
+        ({"length_ratio": math.inf}, "length_ratio must be"),
+        ({"length_extra": -1}, "length_extra must be a whole number of at least 0"),
+        ({"length_ratio": 0.0, "length_extra": 0}, "both 0: no target could have a token"),
+    ],
+)
+def test_a_wrong_beam_is_refused(fields, message):
+    with pytest.raises(ConfigError, match=message):
+        Beam(**fields)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sources": None}, "sources is missing"),
+        ({"bos_id": None}, "bos_id is missing"),
+        ({"eos_id": 29}, "eos_id must be a token id from 0 to 28"),
+        ({"suppress": [29]}, "suppress must be a token id from 0 to 28"),
+        ({"max_new_tokens": 0}, "max_new_tokens must be a whole number of at least 1"),
+        ({"prompts": [[1]]}, "as many prompts as sources, got 1 and 3"),
+        ({"prompts": [[1] * 13] * 3}, "learned position table ends at 13"),
+        ({"sources": [[1] * 14]}, "source 0 has 14 tokens"),
+    ],
+)
+def test_wrong_arguments_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        search(**options)

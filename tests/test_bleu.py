@@ -1,0 +1,227 @@
+"""BLEU and chrF: as sacreBLEU computes them, at the end of a run and by `evaluate`; the files that are compared."""
+
+import contextlib
+import dataclasses
+import io
+import json
+from pathlib import Path
+
+import jax
+import pytest
+import sacrebleu
+from training_recipes import change
+
+from transformer.__main__ import main
+from transformer.config import ConfigError, Execution, TransformerConfig
+from transformer.data import Multi30k, NumberWords, ParallelText, TokenizerConfig, prepare
+from transformer.data.dataset import Example
+from transformer.sharding import ParallelConfig
+from transformer.training import EvaluationConfig, LoggingConfig, OptimizerConfig, Recipe, TrainingConfig, loop
+from transformer.training.metrics import read_metrics
+from transformer.training.runs import load_run
+from transformer.training.summary import read_summary, render
+from transformer.training.translating import Translation, corpus_score, make_beam, translate, write_lines
+
+RIGHT = ["ein mann geht .", "zwei hunde laufen im schnee .", "eine frau liest ein buch ."]
+
+
+def translations(outputs, right=RIGHT):
+    return [Translation(Example("s", target), output) for target, output in zip(right, outputs, strict=True)]
+
+
+# The measures
+
+
+def test_identical_texts_have_all_of_it():
+    score = corpus_score(translations(RIGHT), "none")
+    assert (score.bleu, score.chrf) == (pytest.approx(100), pytest.approx(100))
+    assert score.pairs == 3
+    assert corpus_score(translations(["", "", ""]), "none").bleu == 0
+
+
+@pytest.mark.parametrize("tokenization", ["none", "13a"])
+def test_they_are_those_of_sacrebleu(tokenization):
+    outputs = ["ein mann rennt.", "zwei hunde laufen im wald .", "eine frau liest das buch ."]
+    score = corpus_score(translations(outputs), tokenization)
+    assert score.bleu == sacrebleu.corpus_bleu(outputs, [RIGHT], tokenize=tokenization).score
+    assert score.chrf == sacrebleu.corpus_chrf(outputs, [RIGHT]).score
+    assert f"|tok:{tokenization}|" in score.bleu_signature
+    assert f"version:{sacrebleu.__version__}" in score.chrf_signature
+
+
+def test_the_data_say_how_words_are_parted():
+    assert Multi30k(form="tokenized").bleu_tokenization == "none"
+    assert Multi30k(form="raw").bleu_tokenization == "13a"
+    assert ParallelText(source_path="a").bleu_tokenization == "13a"
+    assert NumberWords().bleu_tokenization is None
+
+
+def test_nothing_has_no_score():
+    with pytest.raises(ValueError, match="there is no translation to score"):
+        corpus_score([], "none")
+
+
+def test_a_text_of_two_lines_is_written_and_scored_as_one(tmp_path):
+    outputs = ["ein mann\ngeht .", *RIGHT[1:]]
+    write_lines(tmp_path / "out.txt", outputs)
+    assert (tmp_path / "out.txt").read_text().splitlines() == RIGHT
+    assert corpus_score(translations(outputs), "none").bleu == pytest.approx(100)
+    assert [path.name for path in tmp_path.iterdir()] == ["out.txt"]
+
+
+# A run
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compile_once(tmp_path_factory):
+    """Each call compiles anew; here they share what was compiled."""
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("compiled")))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    yield
+    jax.config.update("jax_compilation_cache_dir", None)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
+
+
+@pytest.fixture(scope="module")
+def copied(tmp_path_factory):
+    """A little run that learns to write down again what it reads, of sentences of unlike lengths."""
+    folder = tmp_path_factory.mktemp("copied")
+    words = "abcdefg"
+    lines = [" ".join(words[(i * k + i) % 7] for k in range(2 + i % 7)) + ("" if i % 3 else " .") for i in range(60)]
+    (folder / "pairs.tsv").write_text("".join(f"{line}\t{line}\n" for line in lines))
+    recipe = Recipe(
+        name="copied",
+        model=TransformerConfig(d_model=16, num_heads=2, num_layers=1, d_ff=16),
+        data=ParallelText(
+            source_path=str(folder / "pairs.tsv"),
+            validation_share=0.2,
+            batch_size=24,
+            eval_batch_size=5,
+            tokenizer=TokenizerConfig(kind="word"),
+        ),
+        execution=Execution(scan=False),
+        parallel=ParallelConfig(devices=1),
+        optimizer=OptimizerConfig(learning_rate=2e-2, warmup_steps=5),
+        training=TrainingConfig(steps=60),
+        evaluation=EvaluationConfig(every=None, samples=0, translations=2),
+        logging=LoggingConfig(tensorboard=False, progress="none"),
+    )
+    with contextlib.redirect_stdout(io.StringIO()):
+        summary = loop.train(recipe, folder / "run")
+    return folder / "run", summary
+
+
+def test_the_end_of_a_run_has_them(copied):
+    workdir, summary = copied
+    assert summary.corpus.pairs == 12
+    assert 0 < summary.corpus.bleu < 100
+    assert summary.exact_match == {}
+    assert summary.split == "validation"
+    assert read_summary(workdir) == summary
+    screen = render(summary)
+    assert f"BLEU on 12 pairs of validation: {summary.corpus.bleu:.2f}   (nrefs:1|case:mixed|eff:no|tok:13a" in screen
+    assert f"chrF on 12 pairs of validation: {summary.corpus.chrf:.2f}   (nrefs:1|case:mixed|eff:yes|nc:6" in screen
+    last = [line for line in read_metrics(workdir / "metrics.jsonl") if "eval/bleu" in line]
+    assert [(line["eval/bleu"], line["eval/chrf"]) for line in last] == [(summary.corpus.bleu, summary.corpus.chrf)]
+
+
+def test_a_summary_of_earlier_is_read(copied, tmp_path):
+    workdir, summary = copied
+    values = json.loads((workdir / "summary.json").read_text())
+    del values["corpus"], values["split"]
+    (tmp_path / "summary.json").write_text(json.dumps(values))
+    assert read_summary(tmp_path) == dataclasses.replace(summary, corpus=None, split="")
+
+
+def evaluated(capsys, *words):
+    code = main(["evaluate", *map(str, words), "--json"])
+    out, err = capsys.readouterr()
+    assert code == 0, err
+    return json.loads(out)
+
+
+def test_evaluate_finds_the_same_and_writes_what_was_compared(copied, capsys):
+    workdir, summary = copied
+    found = evaluated(capsys, workdir)
+    assert (found["bleu"], found["chrf"]) == (summary.corpus.bleu, summary.corpus.chrf)
+    assert found["bleu_signature"] == summary.corpus.bleu_signature
+    assert found["same_data"]
+    hypotheses = Path(found["hypotheses"]).read_text().splitlines()
+    references = Path(found["references"]).read_text().splitlines()
+    assert Path(found["hypotheses"]) == workdir / "hypotheses.validation.txt"
+    run = load_run(workdir)
+    examples = prepare(run.recipe.data, tokenizer=run.tokenizer).examples("validation")
+    assert references == [example.target for example in examples]
+    assert sacrebleu.corpus_bleu(hypotheses, [references]).score == found["bleu"]
+    assert sacrebleu.corpus_chrf(hypotheses, [references]).score == found["chrf"]
+
+
+def test_evaluate_says_it_in_words(copied, capsys):
+    workdir, summary = copied
+    assert main(["evaluate", str(workdir)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2:] == [
+        *summary.corpus.lines("validation"),
+        f"hypotheses: {workdir / 'hypotheses.validation.txt'}",
+        f"references: {workdir / 'references.validation.txt'}",
+    ]
+
+
+def test_the_order_of_the_data_is_kept(copied):
+    """Whatever shares a batch: each source has the translation that it has alone."""
+    run = load_run(copied[0])
+    sources = [example.source for example in prepare(run.recipe.data, tokenizer=run.tokenizer).examples()]
+    assert len({len(source) for source in sources}) > 3
+    given = run.model, run.params, run.tokenizer
+    together = translate(*given, sources, max_new_tokens=9, batch_size=5)
+    assert together == [translate(*given, 5 * [source], max_new_tokens=9)[0] for source in sources]
+    assert len(set(together)) > 3
+    assert translate(*given, sources, max_new_tokens=9, should_stop=lambda: True) is None
+
+
+def test_beams(copied, capsys):
+    """A beam of one is what there is without; a wider one is used where it is asked for, here or in the recipe."""
+    workdir, _ = copied
+    assert make_beam(1, 0.6) is None
+    wide = evaluated(capsys, workdir, "--beam-size", 3, "--alpha", 0)
+    assert wide["beam"] == {"size": 3, "alpha": 0}
+    run = load_run(workdir)
+    recipe = change(run.recipe, evaluation={"beam_size": 3, "beam_alpha": 0.0})
+    dataset = prepare(recipe.data, tokenizer=run.tokenizer)
+    summary = loop.report(recipe, run.model, run.params, dataset, copied[1], lambda: False)
+    assert summary.corpus.bleu == wide["bleu"]
+    with pytest.raises(ConfigError, match=r"evaluation\.beam_size must be a whole number of at least 1, got 0"):
+        EvaluationConfig(beam_size=0)
+    with pytest.raises(ConfigError, match=r"evaluation\.beam_alpha must be a number of at least 0, got -1"):
+        EvaluationConfig(beam_alpha=-1.0)
+    assert main(["evaluate", str(workdir), "--beam-size", "0"]) == 2
+    assert "size must be a whole number of at least 1, got 0" in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("default:the data is not what")
+def test_other_data_than_it_was_trained_on_is_said(copied, tmp_path, capsys):
+    workdir, _ = copied
+    for name in ("tokenizer", "checkpoints"):
+        (tmp_path / name).symlink_to(workdir / name)
+    recipe = json.loads((workdir / "recipe.json").read_text())
+    lines = Path(recipe["recipe"]["data"]["source_path"]).read_text().splitlines(keepends=True)
+    (tmp_path / "other.tsv").write_text("".join(lines[::-1]))
+    recipe["recipe"]["data"]["source_path"] = str(tmp_path / "other.tsv")
+    (tmp_path / "recipe.json").write_text(json.dumps(recipe))
+    assert main(["evaluate", str(tmp_path), "--json", "--examples", "0"]) == 0
+    out, err = capsys.readouterr()
+    assert "the data is not what" in err
+    found = json.loads(out)
+    assert not found["same_data"]
+    assert "bleu" not in found
+
+
+@pytest.mark.filterwarnings("default:the translations are not written")
+def test_what_cannot_be_written_is_said_and_the_measures_stand(copied, capsys, monkeypatch):
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("transformer.training.translating.write_lines", full)
+    found = evaluated(capsys, copied[0])
+    assert found["hypotheses"] is None
+    assert found["bleu"] == copied[1].corpus.bleu

@@ -1,0 +1,256 @@
+"""Images: how they are split and moved, files of one's own, a vision classifier trained, stopped and gone on with."""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+from training_recipes import change
+
+from transformer.config import ConfigError, Execution, Patches, TransformerConfig
+from transformer.data import Digits, ImageFile, prepare
+from transformer.data.images import ImageDataset
+from transformer.data.sources import Images
+from transformer.models import VisionClassifier
+from transformer.plan.flops import step_flops, without_data
+from transformer.sharding import ParallelConfig
+from transformer.training import EvaluationConfig, LoggingConfig, OptimizerConfig, Recipe, TrainingConfig
+from transformer.training.loop import train
+from transformer.training.parallel import place
+from transformer.training.recipe import from_json, to_json
+from transformer.training.runs import load_run
+from transformer.training.summary import read_summary, render
+
+HEIGHT, WIDTH = 4, 6
+
+
+def bars(count=90, seed=0):
+    """Images with a bright row (0) or a bright column (1), and noise."""
+    random = np.random.default_rng(seed)
+    images, labels = random.integers(0, 60, (count, HEIGHT, WIDTH)), random.integers(0, 2, count)
+    for image, label in zip(images, labels, strict=True):
+        if label:
+            image[:, random.integers(WIDTH)] = 255
+        else:
+            image[random.integers(HEIGHT)] = 255
+    return images.astype(np.uint8), labels
+
+
+def image_recipe(folder, **groups):
+    """A run of six steps, with images that are moved."""
+    path = folder / "bars.npz"
+    if not path.exists():
+        images, labels = bars()
+        np.savez(path, images=images, labels=labels)
+    recipe = Recipe(
+        name="bars",
+        model=TransformerConfig(
+            d_model=6,
+            num_heads=3,
+            num_layers=1,
+            d_ff=5,
+            dropout_rate=0.2,
+            patches=Patches(image_height=HEIGHT, image_width=WIDTH, patch_size=2, channels=1),
+        ),
+        data=ImageFile(path=str(path), max_shift=1, batch_size=8, eval_batch_size=16),
+        execution=Execution(scan=False),
+        parallel=ParallelConfig(devices=1),
+        optimizer=OptimizerConfig(warmup_steps=0, learning_rate=1e-2, schedule="constant"),
+        training=TrainingConfig(steps=6, ema_decay=0.9),
+        evaluation=EvaluationConfig(every=3),
+        logging=LoggingConfig(every=2, tensorboard=False, progress="lines"),
+    )
+    return change(recipe, **groups)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A finished run: its folder and recipe."""
+    folder = tmp_path_factory.mktemp("images")
+    recipe = image_recipe(folder)
+    train(recipe, folder / "run")
+    return folder, recipe
+
+
+def numbered(count=5, **fields):
+    """Images whose pixels are all different."""
+    pixels = 1 + np.arange(count * HEIGHT * WIDTH, dtype=np.float32).reshape(count, HEIGHT, WIDTH, 1)
+    part = (pixels, np.arange(count, dtype=np.int32) % 2)
+    splits = dict.fromkeys(("train", "validation", "test"), part)
+    return pixels, ImageDataset(ImageFile(path="unread.npz", **fields), Images(splits, ("0", "1")))
+
+
+def test_every_shift_of_every_training_image_is_a_row():
+    pixels, data = numbered(max_shift=1)
+    assert data._size("train") == 5 * 9
+    assert data._size("validation") == 5
+    batch = data._assemble("train", np.arange(45))
+    found = set()
+    for image, target in zip(batch["values"], batch["targets"], strict=True):
+        number = int((image.max() - 1) // (HEIGHT * WIDTH))
+        assert target == number % 2
+        for down in (-1, 0, 1):
+            for right in (-1, 0, 1):
+                moved = np.zeros_like(image)
+                ys, xs = slice(max(down, 0), HEIGHT + min(down, 0)), slice(max(right, 0), WIDTH + min(right, 0))
+                yo, xo = slice(max(-down, 0), HEIGHT + min(-down, 0)), slice(max(-right, 0), WIDTH + min(-right, 0))
+                moved[ys, xs] = pixels[number, yo, xo]
+                if np.array_equal(moved, image):
+                    found.add((number, down, right))
+    assert len(found) == 45
+    np.testing.assert_array_equal(data._assemble("test", np.arange(5))["values"], pixels)
+
+
+def test_an_image_s_split_does_not_depend_on_others(tmp_path):
+    images, labels = bars(200)
+    for name, count in (("few", 120), ("many", 200)):
+        np.savez(tmp_path / f"{name}.npz", images=images[:count], labels=labels[:count])
+    few, many = (prepare(ImageFile(path=str(tmp_path / f"{name}.npz"))) for name in ("few", "many"))
+    seen = {}
+    for data in (many, few):
+        for split in data.splits:
+            for image in data._images[split]:
+                assert seen.setdefault(image.tobytes(), split) == split, "no image is in two splits"
+    assert sum(map(many._size, many.splits)) == 200
+    assert many._images["train"].dtype == np.float32
+    assert 0.9 < many._images["train"].max() <= 1.0
+    assert few.fingerprint != many.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({"images": np.zeros((3, 4, 4), np.uint8)}, "is no .npz file of two arrays"),
+        ({"images": np.zeros((3, 4), np.uint8), "labels": np.arange(3)}, "must be bytes or floating numbers of shape"),
+        ({"images": np.zeros((3, 4, 4), np.int64), "labels": np.arange(3)}, "got int64 of shape"),
+        ({"images": np.zeros((3, 4, 4), np.uint8), "labels": np.arange(2)}, "one for each of the 3 images"),
+        (
+            {"images": np.zeros((3, 4, 4), np.uint8), "labels": np.arange(3) - 1},
+            "has the label -1: expected 0 and above",
+        ),
+        ({"images": np.zeros((3, 4, 4), np.uint8), "labels": np.zeros(3, int)}, "has one label"),
+        ({"images": np.full((3, 4, 4), np.nan), "labels": np.arange(3)}, "image 0 of .* is not finite"),
+        ({"images": np.zeros((3, 4, 4), np.uint8), "labels": np.arange(3)}, "no image is left to"),
+        ({"images": np.array([{}]), "labels": np.arange(1)}, "is no .npz file of two arrays"),
+    ],
+)
+def test_a_file_that_holds_no_images_says_why(tmp_path, arrays, message):
+    np.savez(tmp_path / "bad.npz", **arrays)
+    with pytest.raises(ValueError, match=message):
+        prepare(ImageFile(path=str(tmp_path / "bad.npz")))
+
+
+def test_files_that_are_not_there_or_something_else(tmp_path):
+    (tmp_path / "pictures.npz").write_text("no")
+    with pytest.raises(FileNotFoundError, match=r"no file .*picture.npz. Did you mean 'pictures.npz'"):
+        prepare(ImageFile(path=str(tmp_path / "picture.npz")))
+    with pytest.raises(ValueError, match=r"is no \.npz file"):
+        prepare(ImageFile(path=str(tmp_path / "pictures.npz")))
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "message"),
+    [
+        (ImageFile, {"path": "x", "max_shift": -1}, "max_shift must be a whole number of at least 0, got -1"),
+        (ImageFile, {"path": "x", "labels": ("a",)}, "labels must be at least two"),
+        (ImageFile, {"path": "x", "test_share": 0.95}, "leave nothing to train on"),
+        (Digits, {"labels": ("a", "b")}, "labels must be ten"),
+        (Digits, {"batch_size": 0}, "batch_size must be a whole number of at least 1"),
+    ],
+)
+def test_impossible_settings_say_what_to_change(kind, fields, message):
+    with pytest.raises(ConfigError, match=message):
+        kind(**fields)
+
+
+def test_a_run_knows_its_classes(trained):
+    folder, recipe = trained
+    run, summary = load_run(folder / "run"), read_summary(folder / "run")
+    assert isinstance(run.model, VisionClassifier)
+    assert run.tokenizer is None
+    assert run.recipe.data.labels == ("0", "1")
+    assert run.recipe.model.num_classes == 2
+    assert from_json(json.loads(json.dumps(to_json(run.recipe)))) == run.recipe
+    assert summary.split == "test"
+    assert 0 <= summary.held_out.accuracy <= 1
+    assert summary.held_out.targets == prepare(recipe.data)._size("test")
+    assert "images/s while training" in render(summary)
+    assert f"evaluate {folder / 'run'}" in render(summary)
+
+
+def test_batches_go_on_where_they_were(tmp_path):
+    """The order of images, and the way each is moved."""
+    data = prepare(image_recipe(tmp_path).data)
+    one, two = data.train_batches(3), data.train_batches(3)
+    for _ in range(4):
+        next(one)
+    two.set_state(one.get_state())
+    for _ in range(3):
+        for ours, theirs in zip(next(one).values(), next(two).values(), strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.slow
+def test_a_run_gone_on_with_equals_one_never_stopped(trained, tmp_path):
+    folder, recipe = trained
+    train(change(recipe, training={"steps": 3}), tmp_path / "run")
+    train(recipe, tmp_path / "run")
+    found = [load_run(workdir, step=6).params for workdir in (folder / "run", tmp_path / "run")]
+    for ours, theirs in zip(*map(jax.tree.leaves, found), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_evaluate_and_classify(trained, capsys):
+    from transformer.__main__ import main
+    from transformer.inference import classify, open_model
+
+    folder, _ = trained
+    assert main(["evaluate", str(folder / "run"), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["accuracy"] == read_summary(folder / "run").held_out.accuracy
+    with pytest.raises(ConfigError, match="which reads images and no text"):
+        classify(open_model(folder / "run"), ["a text"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", [ParallelConfig(devices=4, fsdp=2), ParallelConfig(kind="pmap", devices=4)])
+def test_a_step_over_devices_is_the_same_step(tmp_path, parallel):
+    recipe = image_recipe(tmp_path)
+    recipe = dataclasses.replace(recipe, model=recipe.model.replace(dropout_rate=0.0, num_classes=2))
+    batch = next(prepare(recipe.data).train_batches(0))
+    found = []
+    for one in (recipe, dataclasses.replace(recipe, parallel=parallel)):
+        placement = place(one)
+        _, metrics = placement.train_step(placement.spread(placement.new_state()), batch)
+        found.append((float(metrics["loss_sum"]), float(metrics["weight"]), float(metrics["grad_norm"])))
+    np.testing.assert_allclose(*found, rtol=1e-5)
+
+
+def test_operations_are_counted_by_hand(tmp_path):
+    """Six patches of four pixels and a class token in each of 8 images."""
+    recipe, assumed = without_data(image_recipe(tmp_path))
+    assert assumed == ["2 classes (--model.num-classes)"]
+    each = 7 * (4 * 6 + 4 * 6 * 6 + 2 * 6 * 5)
+    assert step_flops(recipe).matrices == 3 * 2 * 8 * each
+    assert step_flops(recipe).attention == 3 * 2 * 8 * 7 * 7 * (6 + 6)
+
+
+@pytest.mark.slow
+def test_a_classifier_learns_bars(tmp_path):
+    recipe = image_recipe(tmp_path, training={"steps": 250, "ema_decay": None}, evaluation={"every": 125})
+    images, labels = bars(600)
+    np.savez(tmp_path / "bars.npz", images=images, labels=labels)
+    recipe = dataclasses.replace(recipe, model=recipe.model.replace(dropout_rate=0.0, d_model=12))
+    assert train(recipe, tmp_path / "run").held_out.accuracy > 0.9
+
+
+def test_digits_are_split_once_and_for_all():
+    pytest.importorskip("sklearn", reason="scikit-learn brings the digits along")
+    data = prepare(Digits())
+    assert sum(map(data._size, data.splits)) == 1797
+    assert [data._size(split) for split in data.splits] == [1261, 202, 334]
+    for split in data.splits:
+        assert set(data._targets[split]) == set(range(10))
+    assert data._images["train"].shape[1:] == (8, 8, 1)
+    assert (data._images["train"].min(), data._images["train"].max()) == (0.0, 1.0)

@@ -1,0 +1,284 @@
+"""Masked language models: what is hidden and how often, runs that go on, a classifier that starts from one."""
+
+import dataclasses
+import json
+
+import chex
+import jax
+import numpy as np
+import pytest
+from finetune_parts import write_tokenizer
+from training_recipes import change
+
+from transformer.config import ConfigError, Execution, TransformerConfig
+from transformer.data import LabeledText, MaskedText, TokenizerConfig, load_tokenizer, prepare
+from transformer.data.masked import hide
+from transformer.data.pretrained_tokenizer import load_pretrained_tokenizer
+from transformer.data.tokenizer_files import as_pretrained
+from transformer.data.tokenizer_kinds import build_tokenizer
+from transformer.inference import classify, open_model, start_from
+from transformer.models import Classifier, MaskedLM
+from transformer.sharding import ParallelConfig
+from transformer.training import (
+    CheckpointConfig,
+    EvaluationConfig,
+    LoggingConfig,
+    OptimizerConfig,
+    Recipe,
+    TrainingConfig,
+)
+from transformer.training.checkpoint import Checkpointer
+from transformer.training.loop import train
+from transformer.training.recipe import from_json, load_recipe, to_json
+from transformer.training.runs import load_run
+from transformer.training.state import abstract_state
+
+WORDS = ["the", "a", "good", "bad", "film", "very", "not", "quite"]
+WORD = TokenizerConfig(kind="word", vocab_size=40)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compile_once(tmp_path_factory):
+    """Each call of `train` compiles anew; here they share what was compiled."""
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("compiled")))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    yield
+    jax.config.update("jax_compilation_cache_dir", None)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    """40 lines of one to six words; the last four, which are held out, have a word of their own."""
+    random = np.random.default_rng(1)
+    lines = [" ".join(random.choice(WORDS, 1 + number % 6)) for number in range(36)]
+    path = tmp_path_factory.mktemp("masked") / "lines.txt"
+    path.write_text("\n".join([*lines, "", *[f"a zebra {word}" for word in WORDS[:4]]]) + "\n")
+    return str(path)
+
+
+def masked(path, **fields):
+    settings = {"mask_share": 0.4, "batch_size": 7, "eval_batch_size": 3, "max_length": 8, "tokenizer": WORD}
+    return MaskedText(path=path, **(settings | fields))
+
+
+def test_shares_are_those_of_bert_within_binomial_bounds():
+    """15 % are chosen; of these 80 % are hidden, 10 % replaced by any token alike, 10 % left."""
+    random, ids = np.random.default_rng(0), np.arange(10, 30)
+    tokens = random.choice(ids, (400, 500)).astype(np.int32)
+    may_hide = random.random(tokens.shape) < 0.9
+    read, chosen = hide(tokens, may_hide, random.random((*tokens.shape, 3)), 0.15, 4, ids)
+
+    def near(count, of, share):
+        assert abs(count - of * share) < 4.5 * np.sqrt(of * share * (1 - share)), (count, of, share)
+
+    near(chosen.sum(), may_hide.sum(), 0.15)
+    assert not chosen[~may_hide].any()
+    np.testing.assert_array_equal(read[~chosen], tokens[~chosen])
+    here, was = read[chosen], tokens[chosen]
+    near((here == 4).sum(), here.size, 0.8)
+    near((here == was).sum(), here.size, 0.1 + 0.1 / len(ids))
+    replaced = here[(here != 4) & (here != was)]
+    for token in ids:
+        near((replaced == token).sum(), replaced.size, 1 / len(ids))
+
+
+def test_targets_count_where_something_was_chosen_and_never_a_special_token(tmp_path):
+    """With a tokenizer of others, which puts tokens around a text, and a word that it does not know."""
+    write_tokenizer(tmp_path)
+    lines = tmp_path / "lines.txt"
+    lines.write_text("\n".join(["the film is good", "very bad films", "not a good film"] * 20))
+    tokenizer = load_pretrained_tokenizer(tmp_path, 17)  # rows of embeddings without a token are never written
+    dataset = prepare(masked(str(lines), batch_size=60, mask_share=0.9), tokenizer=tokenizer)
+    special, written = [0, 1, 2, 3, 4], set()
+    batches = dataset.train_batches(seed=3)
+    for batch in [*(next(batches) for _ in range(9)), *dataset.eval_batches()]:
+        counts, inside = batch["weights"] > 0, np.arange(dataset.longest) < batch["lengths"][:, None]
+        assert not np.isin(batch["targets"][counts], special).any()
+        assert not counts[~inside].any()
+        np.testing.assert_array_equal(batch["tokens"][~counts], batch["targets"][~counts])
+        written |= set(batch["tokens"][counts].tolist())
+        firsts, lasts = batch["tokens"][:, 0], batch["tokens"][np.arange(len(counts)), batch["lengths"] - 1]
+        assert (set(firsts), set(lasts)) == ({2}, {3})
+    assert written == {4, *range(5, 13)}
+    assert 1 in dataset.eval_batches()[0]["tokens"], "the unknown word is there, and not to be predicted"
+
+
+def test_what_is_hidden_is_drawn_anew_and_depends_on_seed_and_place_alone(path):
+    dataset = prepare(masked(path))
+
+    def first(count, seed=0, state=None, rows=None):
+        iterator = dataset.train_batches(seed, rows)
+        if state is not None:
+            iterator.set_state({"next_index": state})
+        return [next(iterator) for _ in range(count)]
+
+    batches = first(18)
+    chex.assert_trees_all_equal(batches, first(18))
+    chex.assert_trees_all_equal(batches[11:], first(7, state=11))
+    chex.assert_trees_all_equal(
+        [{name: array[[1, 4]] for name, array in batch.items()} for batch in batches],
+        first(18, rows=lambda total: np.array([1, 4])),
+    )
+    assert any((a["weights"] != b["weights"]).any() for a, b in zip(batches, first(18, seed=1), strict=True))
+    seen = {}
+    for batch in batches:
+        for text, chosen in zip(batch["targets"].tolist(), batch["weights"].tolist(), strict=True):
+            seen.setdefault(tuple(text), set()).add(tuple(chosen))
+    assert sum(len(kinds) > 1 for kinds in seen.values()) > len(seen) / 2
+
+    def rows_of(size):
+        batches = prepare(masked(path, eval_batch_size=size)).eval_batches()
+        return [np.concatenate([batch[name] for batch in batches])[:4] for name in ("tokens", "weights")]
+
+    chex.assert_trees_all_equal(rows_of(2), rows_of(5))
+
+
+def test_the_held_out_lines_give_no_word_and_no_row_to_training(path):
+    dataset = prepare(masked(path))
+    assert "zebra" not in dataset.tokenizer.vocabulary
+    assert (dataset.splits, dataset._size("train"), dataset._size("validation")) == (("train", "validation"), 36, 4)
+    assert all("zebra" in text for text in dataset.prompts())
+    assert dataset.describe().startswith(
+        "masked_text: 36 train rows (126 tokens), 4 validation rows (12 tokens), up to 6"
+    )
+
+
+def test_a_long_text_becomes_several_rows(path, tmp_path):
+    long = prepare(masked(path, max_length=4))
+    assert long._size("train") == 36 + 12  # lines of five and of six words
+    assert sum(batch["lengths"][:7].sum() for batch in long.eval_batches("train")[:16]) == 126
+    write_tokenizer(tmp_path)
+    theirs = prepare(masked(path, max_length=4), tokenizer=load_pretrained_tokenizer(tmp_path, 13))
+    rows = theirs.eval_batches("train")[0]["targets"]
+    assert set(rows[:, 0]) == {2}
+    assert all(row[row > 0][-1] == 3 for row in rows)
+    with pytest.raises(ValueError, match=r"max_length \(2\) has no room for text: this tokenizer adds 1 tokens before"):
+        prepare(masked(path, max_length=2), tokenizer=load_pretrained_tokenizer(tmp_path, 13))
+
+
+@pytest.mark.parametrize("config", [TokenizerConfig(kind=kind) for kind in ("char", "byte", "word")] + [WORD])
+def test_a_mask_token_has_an_id_and_no_spelling(config, tmp_path):
+    plain = build_tokenizer(config, ["a <mask> b"])
+    tokenizer = build_tokenizer(config, ["a <mask> b"], masked=True)
+    assert (plain.mask_id, tokenizer.mask_id) == (None, 4 if tokenizer.unk_id else 3)
+    assert tokenizer.tokens([tokenizer.mask_id]) == ["<mask>"]
+    assert tokenizer.mask_id not in tokenizer.encode("a <mask> b")
+    assert tokenizer.decode([tokenizer.mask_id, *tokenizer.encode("a <mask> b")]) == "a <mask> b"
+    assert tokenizer.text_ids == list(range(tokenizer.mask_id + 1, tokenizer.vocab_size))
+    tokenizer.save(tmp_path)
+    assert load_tokenizer(tmp_path).state() == tokenizer.state()
+    assert as_pretrained(tokenizer).mask_id == tokenizer.mask_id
+    if config.vocab_size is None:
+        assert tokenizer.vocab_size == plain.vocab_size + 1
+    file = tmp_path / "tokenizer.json"
+    state = json.loads(file.read_text())
+    file.write_text(json.dumps(state | {"special_tokens": state["special_tokens"][::-1]}))
+    with pytest.raises(ValueError, match=r"special_tokens must be .* \(then <unk> for words, and <mask>\)"):
+        load_tokenizer(tmp_path)
+
+
+def test_bpe_counts_its_mask_token():
+    tokenizer = build_tokenizer(TokenizerConfig(kind="bpe", vocab_size=262), ["to be or not to be"] * 3, masked=True)
+    assert (tokenizer.vocab_size, tokenizer.mask_id) == (262, 3)
+    assert tokenizer.decode(tokenizer.encode("not to be")) == "not to be"
+
+
+def test_impossible_masked_data_says_what_to_change(path):
+    for fields, message in [
+        ({"path": ""}, "path must name a file, got ''"),
+        ({"mask_share": 1.0}, "mask_share must be above 0 and below 1, got 1.0"),
+        ({"tokenizer": TokenizerConfig(kind="bpe", vocab_size=259)}, "must be at least 260 here, with a mask token"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            masked(**({"path": path} | fields))
+    with pytest.raises(ValueError, match="the word tokenizer has no mask token to hide others with"):
+        prepare(masked(path), tokenizer=build_tokenizer(WORD, ["a b"]))
+
+
+# Whole runs
+
+
+def filling_in(path, **groups):
+    """A recipe of twelve steps, with all that has to survive being stopped."""
+    recipe = Recipe(
+        name="tiny",
+        model=TransformerConfig(d_model=6, num_heads=3, num_layers=1, d_ff=5, dropout_rate=0.2),
+        data=masked(path),
+        execution=Execution(scan=False),
+        parallel=ParallelConfig(devices=1),
+        optimizer=OptimizerConfig(warmup_steps=2, learning_rate=3e-2, decay_steps=12),
+        training=TrainingConfig(steps=12),
+        evaluation=EvaluationConfig(every=6),
+        checkpoint=CheckpointConfig(every=4),
+        logging=LoggingConfig(every=4, tensorboard=False, progress="lines"),
+    )
+    return change(recipe, **groups)
+
+
+@pytest.fixture(scope="module")
+def run(path, tmp_path_factory):
+    """A finished run."""
+    workdir = tmp_path_factory.mktemp("run") / "mlm"
+    train(filling_in(path), workdir)
+    return workdir
+
+
+def test_a_run_gone_on_with_equals_one_never_stopped(run, path, tmp_path):
+    train(filling_in(path, training={"steps": 4}), tmp_path / "stopped")
+    train(filling_in(path), tmp_path / "stopped")
+
+    def state(workdir):
+        with Checkpointer(workdir) as checkpoints:
+            return jax.device_get(checkpoints.restore_newest(abstract_state(load_recipe(workdir))).state)
+
+    chex.assert_trees_all_equal(state(tmp_path / "stopped"), state(run))
+    losses = [json.loads(line).get("eval/loss") for line in (run / "metrics.jsonl").read_text().splitlines()]
+    losses = [loss for loss in losses if loss is not None]
+    assert losses[-1] < losses[0]
+
+
+def test_a_masked_run_says_what_it_is(run):
+    recipe = load_recipe(run)
+    assert from_json(to_json(recipe)) == recipe
+    assert (recipe.task, type(load_run(run).model)) == ("masked_lm", MaskedLM)
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["split"] == "validation"
+    dataset = prepare(recipe.data, load_run(run).tokenizer)
+    assert summary["held_out"]["targets"] == sum(batch["weights"].sum() for batch in dataset.eval_batches())
+    assert not (run / "samples.txt").exists()
+
+
+def test_a_classifier_starts_from_a_masked_run(run, path, tmp_path):
+    """Its parameters below the head, and its tokenizer; pooling is the recipe's."""
+    rows = "\n".join(f"the film\t{i % 2}\na good film\t1\nbad\t0" for i in range(6))
+    (tmp_path / "texts.tsv").write_text(f"sentence\tlabel\n{rows}\n")
+    base = filling_in(path, training={"steps": 2})
+    data = LabeledText(path=str(tmp_path / "texts.tsv"), batch_size=4, eval_batch_size=4)
+    recipe = dataclasses.replace(base, model=TransformerConfig(pooling="first", dropout_rate=0.1), data=data)
+    start = start_from(run, recipe)
+    theirs = load_run(run)
+    assert start.left == ()
+    assert start.model.startswith("MaskedLM, step ")
+    chex.assert_trees_all_equal(start.params, theirs.params)
+    train(recipe, tmp_path / "classifier", start=start)
+    ours = load_run(tmp_path / "classifier")
+    assert isinstance(ours.model, Classifier)
+    assert (ours.model.config.pooling, ours.model.config.num_classes, ours.model.config.dropout_rate) == (
+        "first",
+        2,
+        0.1,
+    )
+    assert ours.tokenizer.state() == theirs.tokenizer.state()
+    assert load_recipe(tmp_path / "classifier").origin.new == ("output/bias", "output/kernel")
+    assert classify(open_model(tmp_path / "classifier"), ["a good film"])[0].label in "01"
+
+
+def test_the_old_head_is_left(path, tmp_path):
+    """An output map of its own, which would be of another shape."""
+    recipe = filling_in(path, model={"tie_embeddings": False, "use_bias": True}, training={"steps": 1})
+    train(recipe, tmp_path / "untied")
+    wanted = dataclasses.replace(recipe, data=LabeledText(path="texts.tsv"))
+    start = start_from(tmp_path / "untied", wanted)
+    assert start.left == ("output/kernel",)
+    assert "output" not in start.params

@@ -1,0 +1,327 @@
+"""Time series: what a window may see, scales of training steps alone, a forecaster trained, stopped, gone on with."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from training_recipes import change
+
+from transformer.config import ConfigError, Execution, Series, TransformerConfig
+from transformer.data import ETTh1, SeriesFile, check_batch, prepare
+from transformer.data.series import SeriesDataset, from_model
+from transformer.data.sources import Series as Steps
+from transformer.inference import open_model
+from transformer.models import Forecaster
+from transformer.plan.flops import step_flops
+from transformer.plan.measuring import made_up_batch
+from transformer.sharding import ParallelConfig
+from transformer.training import (
+    CheckpointConfig,
+    EvaluationConfig,
+    LoggingConfig,
+    OptimizerConfig,
+    Recipe,
+    TrainingConfig,
+)
+from transformer.training.evaluation import evaluate_loss
+from transformer.training.loop import train
+from transformer.training.losses import absolute_error, squared_error
+from transformer.training.numbers import persistence
+from transformer.training.parallel import place
+from transformer.training.recipe import from_json, to_json
+from transformer.training.runs import load_run
+from transformer.training.step import make_eval_step
+from transformer.training.summary import read_summary
+
+STEPS, CONTEXT, HORIZON = 120, 12, 5
+
+
+def waves(steps=STEPS):
+    """Two channels of different scale and period."""
+    time = np.arange(steps)
+    return np.stack([3 + np.sin(time / 3), 100 + 20 * np.cos(time / 5)], 1)
+
+
+def write_csv(path, values):
+    rows = [f"day {step},{','.join(map(str, row))}" for step, row in enumerate(values)]
+    path.write_text("date,low,high\n" + "\n".join(rows) + "\n")
+    return str(path)
+
+
+def series_recipe(folder, **groups):
+    """A run of six steps with dropout, an average and a checkpoint in between."""
+    path = folder / "waves.csv"
+    if not path.exists():
+        write_csv(path, waves())
+    sizes = {"context_length": CONTEXT, "horizon": HORIZON}
+    recipe = Recipe(
+        name="waves",
+        model=TransformerConfig(
+            d_model=4,
+            num_heads=2,
+            num_layers=1,
+            d_ff=5,
+            dropout_rate=0.2,
+            series=Series(channels=2, patch_length=4, patch_stride=4, **sizes),
+        ),
+        data=SeriesFile(path=str(path), batch_size=8, eval_batch_size=16, **sizes),
+        execution=Execution(scan=False),
+        parallel=ParallelConfig(devices=1),
+        optimizer=OptimizerConfig(warmup_steps=0, learning_rate=1e-2, schedule="constant"),
+        training=TrainingConfig(steps=6, ema_decay=0.9),
+        evaluation=EvaluationConfig(every=3),
+        checkpoint=CheckpointConfig(every=3),
+        logging=LoggingConfig(every=2, tensorboard=False, progress="lines"),
+    )
+    return change(recipe, **groups)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A finished run: its folder and recipe."""
+    folder = tmp_path_factory.mktemp("series")
+    recipe = series_recipe(folder)
+    train(recipe, folder / "run")
+    return folder, recipe
+
+
+def dataset(values, splits=None, **fields):
+    splits = splits or {"train": (0, 70), "validation": (70, 90), "test": (90, len(values))}
+    config = SeriesFile(
+        path="unread.csv", **({"context_length": CONTEXT, "horizon": HORIZON, "batch_size": 4} | fields)
+    )
+    return SeriesDataset(config, Steps(values, ("low", "high"), splits))
+
+
+def test_squares_and_magnitudes_equal_their_definition():
+    random = np.random.default_rng(0)
+    forecast, targets = random.normal(size=(2, 3, 5, 2)).astype(np.float32)
+    weights = np.array([1.0, 0.0, 0.5], np.float32)
+    targets[1] = np.nan  # of weight 0
+    arrays = jnp.asarray(forecast), jnp.asarray(targets), jnp.asarray(weights)
+    total, weight = squared_error(*arrays)
+    errors = (forecast - targets)[[0, 2]]
+    np.testing.assert_allclose(total, (errors**2).sum((1, 2)) @ [1.0, 0.5], rtol=1e-6)
+    assert weight == 1.5 * 10
+    magnitudes = np.abs(errors).sum((1, 2)) @ [1.0, 0.5]
+    np.testing.assert_allclose(absolute_error(*arrays), magnitudes, rtol=1e-6)
+
+
+def test_training_sees_nothing_of_what_is_held_out():
+    """Neither windows nor scales change with later steps."""
+    values = waves()
+    other = values.copy()
+    other[70:] = 1e6
+    one, two = dataset(values), dataset(other)
+    assert (one.config.mean, one.config.std) == (two.config.mean, two.config.std)
+    np.testing.assert_allclose(one.config.mean, values[:70].mean(0))
+    np.testing.assert_allclose(one.config.std, values[:70].std(0))
+    rows = np.arange(one._size("train"))
+    for name in ("values", "targets"):
+        np.testing.assert_array_equal(*(each._assemble("train", rows)[name] for each in (one, two)))
+    assert one.fingerprint != two.fingerprint
+
+
+@pytest.mark.parametrize(("split", "first", "last"), [("validation", 70, 90), ("test", 90, STEPS)])
+def test_every_held_out_window_is_counted_once_and_looks_back(split, first, last):
+    values = np.stack([np.arange(STEPS), np.arange(STEPS) % 7], 1).astype(float)
+    data = dataset(values, eval_batch_size=7)
+    starts, count = [], 0.0
+    for batch in data.eval_batches(split):
+        inside = batch["weights"] > 0
+        count += batch["weights"].sum()
+        past = from_model(data.config, batch["values"][inside])[..., 0]
+        future = from_model(data.config, batch["targets"][inside])[..., 0]
+        np.testing.assert_allclose(
+            np.concatenate([past, future], 1), past[:, :1] + np.arange(CONTEXT + HORIZON), atol=1e-3
+        )
+        starts += list(np.rint(future[:, 0]).astype(int))
+    assert starts == list(range(first, last - HORIZON + 1))  # the first window's look-back is of the split before
+    assert count == len(starts)
+
+
+def test_training_windows_end_with_the_training_steps():
+    data = dataset(np.stack([np.arange(STEPS), np.arange(STEPS) % 7], 1).astype(float))
+    assert data._size("train") == 70 - CONTEXT - HORIZON + 1
+    last = data._assemble("train", np.array([data._size("train") - 1]))
+    np.testing.assert_allclose(from_model(data.config, last["targets"])[0, -1, 0], 69, atol=1e-3)
+
+
+def test_a_file_by_its_columns(tmp_path):
+    path = write_csv(tmp_path / "waves.csv", waves())
+    sizes = {"context_length": CONTEXT, "horizon": HORIZON}
+    data = prepare(SeriesFile(path=path, **sizes))
+    assert data.config.columns == ("low", "high")  # the dates are no numbers
+    assert data.splits == ("train", "validation", "test")
+    assert "2 channels (low, high)" in data.describe()
+    one = prepare(SeriesFile(path=path, columns=("high",), **sizes))
+    assert one.eval_batches()[0]["values"].shape == (256, CONTEXT, 1)
+    given = prepare(SeriesFile(path=path, columns=("low", "high"), mean=(1.0, 2.0), std=(3.0, 4.0), **sizes))
+    assert (given.config.mean, given.config.std) == ((1.0, 2.0), (3.0, 4.0))
+    with pytest.raises(ValueError, match="has no texts"):
+        data.examples()
+
+
+@pytest.mark.parametrize(
+    ("text", "fields", "message"),
+    [
+        ("a,b\n1,2\n", {"columns": ("c",)}, "has no column 'c': its first line names a, b"),
+        ("a,b\n1\n", {}, "line 2: expected 2 columns as in the first line, got 1"),
+        ("a,b\n\n1,2\n1,\n", {}, "line 4: expected a number in column b, got ''"),
+        ("a,b\n1,nan\n", {"columns": ("b",)}, "expected a number in column b, got 'nan'"),
+        ("a\nx\n", {}, "has no column of numbers"),
+        ("a,a\n1,2\n", {}, "names a column twice"),
+        ("a\n" + "1\n" * 50, {}, "column a of series_file is the same number at all steps"),
+        ("a\n" + "".join(f"{n}\n" for n in range(50)), {"context_length": 40}, "the train steps of .* hold no window"),
+    ],
+)
+def test_a_file_that_is_no_series_says_why(tmp_path, text, fields, message):
+    (tmp_path / "bad.csv").write_text(text)
+    config = SeriesFile(path=str(tmp_path / "bad.csv"), **({"context_length": 3, "horizon": 2} | fields))
+    with pytest.raises(ValueError, match=message):
+        prepare(config)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"horizon": 0}, "horizon must be a whole number of at least 1, got 0"),
+        ({"columns": ("a", "a")}, "columns must all be different"),
+        ({"columns": ("a",), "mean": (1.0,)}, "mean and std must be given together"),
+        ({"columns": ("a",), "mean": (1.0,), "std": (0.0,)}, "std must be above 0"),
+        ({"validation_share": 0.6, "test_share": 0.5}, "leave nothing to train on"),
+        ({"path": ""}, "path must name a file"),
+    ],
+)
+def test_impossible_settings_say_what_to_change(fields, message):
+    with pytest.raises(ConfigError, match=message):
+        SeriesFile(**({"path": "x.csv"} | fields))
+
+
+def test_numbers_that_are_not_finite_are_refused():
+    batch = dataset(waves())._assemble("train", np.arange(3))
+    check_batch(batch, None)
+    batch["targets"][1, 2, 0] = np.inf
+    with pytest.raises(ValueError, match=r"targets\[1, 2, 0\] is inf: expected a finite number"):
+        check_batch(batch, None)
+
+
+def test_a_run_leaves_what_a_forecast_needs(trained):
+    folder, _ = trained
+    run = load_run(folder / "run")
+    assert isinstance(run.model, Forecaster)
+    assert run.tokenizer is None
+    assert not (folder / "run" / "tokenizer").exists()
+    assert run.recipe.data.columns == ("low", "high")
+    assert from_json(json.loads(json.dumps(to_json(run.recipe)))) == run.recipe
+    forecast = run.model.apply({"params": run.params}, jnp.zeros((1, CONTEXT, 2)))
+    assert from_model(run.recipe.data, forecast).shape == (1, HORIZON, 2)
+    assert (folder / "run" / "forecasts.png").stat().st_size > 10_000
+    with pytest.raises(ConfigError, match="holds a Forecaster, which reads numbers and no text"):
+        open_model(folder / "run").tokenizer  # noqa: B018 - asking raises
+
+
+def test_the_summary_tells_the_test_beside_the_baseline(trained):
+    """All test windows, by the model that is shown; repeating the last step, computed apart."""
+    folder, recipe = trained
+    summary, run = read_summary(folder / "run"), load_run(folder / "run")
+    data = prepare(recipe.data)
+    batches = data.eval_batches("test")
+    expected = evaluate_loss(jax.jit(make_eval_step(run.recipe)), run.params, batches)
+    assert summary.split == "test"
+    assert (summary.held_out.loss, summary.held_out.mae) == pytest.approx((expected.loss, expected.mae))
+    windows = data._assemble("test", np.arange(data._size("test")))
+    errors = windows["values"][:, -1:] - windows["targets"]
+    assert summary.baseline.loss == pytest.approx((errors**2).mean())
+    assert persistence(batches).mae == pytest.approx(np.abs(errors).mean())
+    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert {"eval/loss", "eval/mae"} <= set().union(*lines)
+    assert [line["test/mae"] for line in lines if "test/mae" in line] == [summary.held_out.mae]
+    assert summary.eval_accuracy is None
+
+
+def test_a_run_gone_on_with_equals_one_never_stopped(trained, tmp_path):
+    folder, recipe = trained
+    train(change(recipe, training={"steps": 3}), tmp_path / "run")
+    train(recipe, tmp_path / "run")
+    found = [load_run(workdir, step=6).params for workdir in (folder / "run", tmp_path / "run")]
+    for ours, theirs in zip(*map(jax.tree.leaves, found), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_evaluate_tells_the_errors_of_forecasts(trained, capsys):
+    from transformer.__main__ import main
+
+    folder, _ = trained
+    assert main(["evaluate", str(folder / "run"), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    summary = read_summary(folder / "run")
+    assert (told["split"], told["loss"]) == ("test", pytest.approx(summary.held_out.loss))
+    assert told["mae"] == pytest.approx(summary.held_out.mae)
+    assert "perplexity" not in told
+
+
+def test_a_model_for_other_windows_is_refused(tmp_path):
+    recipe = series_recipe(tmp_path, data={"horizon": HORIZON + 1})
+    with pytest.raises(ConfigError, match=r"series \(context_length, channels, horizon\) must be .*: 12, 2, 6, got 12"):
+        train(recipe, tmp_path / "run")
+
+
+def one_step(recipe, batch):
+    placement = place(recipe)
+    _, metrics = placement.train_step(placement.spread(placement.new_state()), batch)
+    return [float(metrics[name]) for name in ("loss_sum", "weight", "grad_norm")]
+
+
+@pytest.mark.parametrize(
+    ("parallel", "training"),
+    [
+        (ParallelConfig(devices=4, fsdp=2), {}),
+        pytest.param(ParallelConfig(kind="pmap", devices=4), {}, marks=pytest.mark.slow),
+        pytest.param(ParallelConfig(devices=1), {"accumulation": 2}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_step_over_devices_or_in_parts_is_the_same_step(tmp_path, parallel, training):
+    """With a row of weight 0."""
+    recipe = series_recipe(tmp_path)
+    recipe = dataclasses.replace(recipe, model=recipe.model.replace(dropout_rate=0.0))
+    batch = {name: np.array(array) for name, array in next(prepare(recipe.data).train_batches(0)).items()}
+    batch["weights"][3] = 0
+    expected = one_step(recipe, batch)
+    assert expected[1] == 7 * HORIZON * 2
+    changed = change(dataclasses.replace(recipe, parallel=parallel), training=training)
+    np.testing.assert_allclose(one_step(changed, batch), expected, rtol=1e-5)
+
+
+def test_operations_are_counted_by_hand(tmp_path):
+    """Three patches of four steps in each of 8 x 2 channels; the map to the horizon reads each channel once."""
+    recipe = series_recipe(tmp_path)
+    layer = 4 * 4 * 4 + 2 * 4 * 5
+    each = 3 * (4 * 4 + layer) + 3 * 4 * HORIZON
+    flops = step_flops(recipe)
+    assert flops.matrices == 3 * 2 * 16 * each
+    assert flops.attention == 3 * 2 * 16 * 9 * (4 + 4)
+    assert made_up_batch(recipe)["values"].shape == (8, CONTEXT, 2)
+
+
+@pytest.mark.slow
+def test_a_forecaster_learns_two_waves(tmp_path):
+    """Well below what repeating the last step gives."""
+    recipe = series_recipe(tmp_path, training={"steps": 150}, evaluation={"every": 50})
+    write_csv(tmp_path / "waves.csv", waves(600))
+    recipe = dataclasses.replace(recipe, model=recipe.model.replace(dropout_rate=0.0, d_model=16))
+    summary = train(recipe, tmp_path / "run")
+    assert summary.held_out.loss < summary.baseline.loss / 4
+
+
+def test_etth1_is_split_as_in_the_literature(test_data, tmp_path):
+    config = ETTh1(manual_dir=str(test_data / "data" / "manual"), data_dir=str(tmp_path))
+    data = prepare(config)
+    assert [data._size(split) for split in data.splits] == [8033, 2785, 2785]
+    assert data.config.columns == ("HUFL", "HULL", "MUFL", "MULL", "LUFL", "LULL", "OT")
+    baseline = persistence(data.eval_batches("test"))
+    # Zeng et al. 2022, arXiv 2205.13504, table 2, "Repeat": 1.295 and 0.713
+    assert (baseline.loss, baseline.mae) == pytest.approx((1.295, 0.713), abs=1e-3)

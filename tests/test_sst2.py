@@ -1,0 +1,98 @@
+"""SST-2's sentences through TFDS, and what counts of words know of them."""
+
+import numpy as np
+import pytest
+
+from benchmarks import bag_of_words
+from transformer.config import ConfigError
+from transformer.data import MaskedSST2, SST2Sentences, TokenizerConfig, prepare
+from transformer.training.journal import Ledger
+
+WORD = TokenizerConfig(kind="word", vocab_size=8000)
+
+
+@pytest.fixture(scope="module")
+def prepared(test_data, tmp_path_factory):
+    """Where our own builder has prepared the files by hand."""
+    folder = {"data_dir": str(tmp_path_factory.mktemp("tfds")), "manual_dir": str(test_data / "data" / "manual")}
+    return folder, prepare(SST2Sentences(tokenizer=WORD, **folder))
+
+
+def test_the_sentences_are_all_there_with_their_labels(test_data, prepared):
+    _, dataset = prepared
+    assert dataset.splits == ("train", "validation", "test")
+    for split, name, size in (("train", "train", 6920), ("validation", "dev", 872), ("test", "test", 1821)):
+        lines = (test_data / "data" / "manual" / f"sst2_{name}.tsv").read_text(encoding="utf-8").splitlines()
+        examples = [(example.source, example.target) for example in dataset.examples(split)]
+        names = {"0": "negative", "1": "positive"}
+        assert sorted(examples) == sorted((text, names[label]) for text, label in (line.split("\t") for line in lines))
+        assert len(examples) == size
+
+
+def test_no_held_out_sentence_gives_training_a_word(prepared):
+    folder, dataset = prepared
+    seen = {word for example in dataset.examples("train") for word in example.source.split()}
+    assert set(dataset.tokenizer.vocabulary) <= seen
+    masked = prepare(MaskedSST2(tokenizer=WORD, **folder))
+    assert masked.tokenizer.vocabulary == dataset.tokenizer.vocabulary[:-1], "one id is the mask's"
+    assert (masked.splits, masked._size("train")) == (dataset.splits, 6920)
+
+
+def test_without_the_files_it_says_which(tmp_path):
+    with pytest.raises(
+        FileNotFoundError, match=r"no file .*sst2_train\.tsv\. Put the file sst2_train\.tsv \(720,259 by"
+    ):
+        prepare(SST2Sentences(data_dir=str(tmp_path / "tfds"), manual_dir=str(tmp_path)))
+    with pytest.raises(ConfigError, match="labels must be two, for 0 and 1 in the files, got 3"):
+        SST2Sentences(labels=("a", "b", "c"))
+
+
+def rows(count, seed):
+    """The class is that of one word among others; which of two, a pair decides."""
+    random = np.random.default_rng(seed)
+    texts = []
+    for _ in range(count):
+        label = int(random.integers(2))
+        words = [*random.choice(["a", "b", "c", "d"], 4), ("bad", "good")[label]]
+        texts.append((" ".join(random.permutation(words)), label))
+    return texts
+
+
+@pytest.mark.parametrize("tf_idf", [False, True])
+def test_a_bag_of_words_learns_which_words_tell(tf_idf):
+    splits = {"train": rows(200, 0), "validation": rows(50, 1), "test": rows(70, 2)}
+    result = bag_of_words.best(splits, pairs=True, tf_idf=tf_idf)
+    assert (result.validation, result.test) == (1.0, 1.0)
+    assert 6 < result.features <= 6 + 36
+    assert result.strength in bag_of_words.STRENGTHS
+
+
+def test_its_weights_are_where_the_gradient_is_zero():
+    """And more penalty gives shorter weights; the intercept is free."""
+    texts, labels = zip(*rows(60, 3), strict=True)
+    features, labels = bag_of_words.Features(texts, pairs=False, tf_idf=False), np.array(labels)
+    table = features(["a a b", "zebra"])
+    assert (len(features), table.toarray().sum(1).tolist()) == (6, [3.0, 0.0])
+    table, signs = features(texts), 2 * labels - 1
+    found = {c: bag_of_words.fit(table, labels, c) for c in (0.1, 10.0)}
+    for c, weights in found.items():
+        pull = -c * signs / (1 + np.exp(signs * (table @ weights[:-1] + weights[-1])))
+        np.testing.assert_allclose(weights[:-1] + table.T @ pull, 0, atol=1e-2)
+        assert abs(pull.sum()) < 1e-2
+    assert np.linalg.norm(found[0.1][:-1]) < np.linalg.norm(found[10.0][:-1])
+    idf = bag_of_words.Features(texts, pairs=False, tf_idf=True)
+    np.testing.assert_allclose(np.square(idf(texts).toarray()).sum(1), 1.0)
+
+
+def test_the_best_of_a_classifier_is_the_most_accurate():
+    """Its loss rises with its certainty while it still gets better; of equal ones it is the newer."""
+    ledger = Ledger()
+    for step, (loss, accuracy) in enumerate([(0.5, 0.7), (0.6, 0.8), (0.7, 0.8), (0.4, 0.75)], 1):
+        ledger.record_evaluation(step, loss, accuracy, by_accuracy=True)
+    assert (ledger.best_step, ledger.best_loss, ledger.eval_metric) == (3, 0.4, 0.25)
+    ledger.record_evaluation(5, float("nan"), 1.0, by_accuracy=True)
+    assert (ledger.best_step, ledger.eval_metric) == (3, None)
+    for by_loss in (0.5, 0.3, 0.6):
+        ledger = ledger if by_loss != 0.5 else Ledger()
+        ledger.record_evaluation(ledger.evaluated + 1, by_loss, 0.5)
+    assert (ledger.best_step, ledger.best_loss, ledger.eval_metric) == (2, 0.3, 0.6)

@@ -1,0 +1,92 @@
+"""`python -m transformer translate`: a stream of lines into a stream of translations."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from transformer.cli.arguments import parse
+from transformer.cli.models import ModelCommand
+from transformer.config import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Translate(ModelCommand):
+    """Translates stdin, line by line, by beam search: line n of the output is the translation of line n.
+
+    An empty line stays empty. What is cut is said on stderr, and at the end how fast it went.
+    """
+
+    beam_size: int = 4
+    """hypotheses that are followed at once; 1: always the likeliest token"""
+    alpha: float = 0.6
+    """length penalty: a log-probability is divided by ((5 + length) / 6)^alpha; more: longer translations"""
+    n_best: int = 1
+    """translations of a line; of more than one, each is a line of its own: number, score and text, between tabs"""
+    exact: bool = False
+    """search on until no hypothesis can get better than those found; slower"""
+    max_ratio: float = 1.0
+    """tokens of a translation at most, for each of its source"""
+    max_extra: int = 50
+    """tokens of a translation beyond that"""
+    batch_tokens: int = 2048
+    """source tokens that are translated at once, padding included"""
+    chunk_lines: int = 2000
+    """lines that are read before their translations are written; 1 answers line by line"""
+    json: bool = False
+    """print one JSON object a line"""
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Prints the translations."""
+    command = parse(Translate, "translate", arguments)
+    if sys.stdin is None or sys.stdin.isatty():
+        raise ConfigError("there is nothing to translate. Pipe lines of text into this command, or < FILE.")
+    from transformer.cli.texts import shown
+    from transformer.generate import Beam
+    from transformer.inference.translating import translate_lines
+
+    beam = Beam(
+        size=command.beam_size,
+        alpha=command.alpha,
+        n_best=command.n_best,
+        early_stop=not command.exact,
+        length_ratio=command.max_ratio,
+        length_extra=command.max_extra,
+    )
+    opened = command.load()
+    begun, lines, cut = time.monotonic(), 0, 0
+    sizes = {"batch_tokens": command.batch_tokens, "chunk_lines": command.chunk_lines}
+    for chunk in translate_lines(opened, _lines(), beam=beam, **sizes):
+        for line in chunk:
+            if command.json:
+                best = [dataclasses.asdict(one) for one in line.best]
+                print(json.dumps({"line": line.number, "source": line.source, "translations": best}))
+            elif command.n_best > 1:
+                for one in line.best:
+                    print(f"{line.number}\t{one.score:.4f}\t{shown(one.text)}")
+            else:
+                print(shown(line.best[0].text))
+            cut += not line.best[0].ended
+        lines += len(chunk)
+        sys.stdout.flush()
+    took = time.monotonic() - begun
+    also = f"; {cut:,} cut at their longest length" if cut else ""
+    print(f"{lines:,} lines in {took:.1f} s, {lines / max(took, 1e-9):.1f} a second{also}", file=sys.stderr)
+
+
+def _lines() -> Iterator[str]:
+    """The lines of stdin, as they come. ValueError: one that is no UTF-8."""
+    for number, line in enumerate(sys.stdin.buffer, 1):
+        try:
+            text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"line {number} of stdin is not UTF-8 text: byte {error.start} of it can't be read. Convert it to "
+                f"UTF-8."
+            ) from None
+        yield text.removesuffix("\n").removesuffix("\r")

@@ -1,0 +1,138 @@
+"""Sentence pairs of a dataset of TFDS, by name: read from where they were prepared, without TensorFlow."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from transformer.config import nearest
+from transformer.data.configs import TFDSTranslation
+from transformer.data.dataset import Example
+from transformer.data.sources.pairs import Pairs
+from transformer.data.sources.prepared import data_dir
+
+BLOCK = 4096
+"""pairs that are read at once where all are"""
+
+
+class PreparedPairs(Sequence[Example]):
+    """Pairs that stay on disk: each is read when it is asked for, so that millions of them take no memory.
+
+    `rows` are the records of a split, `languages` the names of source and target in them, `folder` where they lie.
+
+    Raises:
+        ValueError: files that can't be read (any more).
+    """
+
+    def __init__(self, rows: Any, languages: tuple[str, str], folder: Path):
+        self._rows = rows
+        self._languages = languages
+        self.folder = folder
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, places: int | slice) -> Any:
+        chosen = range(len(self))[places]
+        return self._read(chosen) if isinstance(places, slice) else self._read([chosen])[0]
+
+    def __iter__(self) -> Iterator[Example]:
+        for start in range(0, len(self), BLOCK):
+            yield from self[start : start + BLOCK]
+
+    def _read(self, places: Sequence[int]) -> list[Example]:
+        try:
+            rows = self._rows.__getitems__(list(places))
+        except Exception as error:  # whatever broken files raise
+            raise ValueError(_unreadable(self.folder, error)) from error
+        source, target = self._languages
+        return [Example(row[source].decode().strip(), row[target].decode().strip()) for row in rows]
+
+
+def tfds_translation(config: TFDSTranslation) -> Pairs:
+    """Pairs by split: train, validation and, where the config names one, test.
+
+    FileNotFoundError where nothing is prepared; ValueError for another format, or splits and languages that it lacks.
+    """
+    import tensorflow_datasets as tfds
+
+    folder = _folder(config)
+    try:
+        # Not tfds.builder(name): the class that prepared it may import TensorFlow.
+        builder = tfds.builder_from_directory(folder)
+        features = builder.info.features
+        splits = list(builder.info.splits)
+    except Exception as error:  # TFDS reads what is there with whatever its files raise
+        raise ValueError(_unreadable(folder, error)) from error
+    texts = [name for name, feature in dict(features).items() if isinstance(feature, tfds.features.Text)]
+    languages = config.source_language, config.target_language
+    for field, language in zip(("source_language", "target_language"), languages, strict=True):
+        if language not in texts:
+            raise ValueError(
+                f"{config.name} has no text {language!r} ({field}): it has {', '.join(texts) or 'no texts'}."
+                f"{nearest(language, texts)} (Read in {folder}.)"
+            )
+    wanted = {"train": config.train_split, "validation": config.validation_split, "test": config.test_split}
+    found = {}
+    for split, name in wanted.items():
+        if name is None:
+            continue
+        if (known := re.match(r"[^\[]*", name)[0]) not in splits:
+            raise ValueError(
+                f"{config.name} has no split {known!r} ({split}_split): it has {', '.join(splits)}."
+                f"{nearest(known, splits)} (Read in {folder}.)"
+            )
+        try:
+            rows = builder.as_data_source(split=name)
+        except NotImplementedError:
+            raise ValueError(
+                f"{config.name} was prepared in {folder} as {builder.info.file_format.value}, which can be read in "
+                f"order alone. Delete that folder, or name another place (--data.data-dir), and prepare it anew. "
+                f"{_how(config)}"
+            ) from None
+        except Exception as error:
+            raise ValueError(_unreadable(folder, error)) from error
+        found[split] = PreparedPairs(rows, languages, folder)
+    return Pairs(found)
+
+
+def _folder(config: TFDSTranslation) -> Path:
+    """Where the dataset was prepared: its newest version, or the one that is named."""
+    name, _, version = config.name.partition(":")
+    root = data_dir(config.data_dir)
+    place = root / name
+    versions = {
+        tuple(map(int, path.name.split("."))): path
+        for path in place.glob("*.*.*")
+        if re.fullmatch(r"\d+\.\d+\.\d+", path.name)
+    }
+    if not version and versions:
+        return versions[max(versions)]
+    if version and (place / version).is_dir():
+        return place / version
+    variants = sorted({f"{name}/{path.parent.name}" for path in place.glob("*/*.*.*") if path.is_dir()})
+    others = [f"{name}:{path.name}" for _, path in sorted(versions.items())] or variants
+    there = f" There is {', '.join(others)}." if others else ""
+    raise FileNotFoundError(
+        f"{config.name} is not prepared in {root} (--data.data-dir; without it $TFDS_DATA_DIR, else "
+        f"~/tensorflow_datasets).{there} Prepare it. {_how(config)}"
+    )
+
+
+def _how(config: TFDSTranslation) -> str:
+    """The command that prepares it, which is not for here: most of TFDS's own builders import TensorFlow."""
+    place = str(data_dir(config.data_dir))
+    return (
+        "Once, where TensorFlow is installed (the folder may then be copied): "
+        f'python -c "import tensorflow_datasets as tfds; tfds.builder({config.name!r}, data_dir={place!r}, '
+        "file_format='array_record').download_and_prepare()\""
+    )
+
+
+def _unreadable(folder: Path, error: Exception) -> str:
+    return (
+        f"the prepared data in {folder} can't be read: {str(error).strip()[:200]}. Delete that folder and prepare it "
+        "anew, or name another one (--data.data-dir)."
+    )

@@ -1,0 +1,131 @@
+"""Lines of text translated by beam search, a chunk at a time: one result for every line, in order."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from transformer.config import ConfigError
+from transformer.generate import Beam, Hypothesis, beam_search_all
+from transformer.generate.beam import USUAL
+from transformer.inference.opening import Opened
+from transformer.models import Seq2Seq, SpeechToText
+
+
+@dataclass(frozen=True)
+class TranslatedText:
+    """A hypothesis as text: one line, whatever the model wrote."""
+
+    text: str
+    score: float
+    """log_probability over the length penalty"""
+    log_probability: float
+    """nats"""
+    ended: bool
+    """False: it was cut at the longest length"""
+
+
+@dataclass(frozen=True)
+class TranslatedLine:
+    """What became of a line."""
+
+    number: int
+    """from 1"""
+    source: str
+    """the line, as it was read"""
+    best: tuple[TranslatedText, ...]
+    """the best first; an empty text for a line with nothing to translate"""
+
+
+def translate_lines(
+    opened: Opened,
+    lines: Iterable[str],
+    *,
+    beam: Beam = USUAL,
+    max_new_tokens: int | None = None,
+    batch_tokens: int = 2048,
+    chunk_lines: int = 2000,
+) -> Iterator[list[TranslatedLine]]:
+    """Translations of any number of lines, yielded a chunk of `chunk_lines` after the other; no more is held.
+
+    Every line gets a result. A line of blanks becomes an empty one. What the model's learned position table has no room
+    for is cut, and a text that the tokenizer can't read becomes an empty line, each with a warning that names the line;
+    more tokens than the model was trained to read are a warning, too.
+
+    Args:
+        beam, max_new_tokens, batch_tokens: those of `beam_search_all`.
+
+    Raises:
+        ConfigError: a model that translates no text; chunk_lines or batch_tokens below 1.
+        ValueError: as `beam_search_all`.
+    """
+    if not isinstance(opened.model, Seq2Seq) or isinstance(opened.model, SpeechToText):
+        raise ConfigError(
+            f"{opened.directory} holds a {type(opened.model).__name__}, which translates no text. Take an "
+            f"encoder-decoder that reads text."
+        )
+    for name, value in {"chunk_lines": chunk_lines, "batch_tokens": batch_tokens}.items():
+        if value < 1:
+            raise ConfigError(f"{name} must be at least 1, got {value}.")
+    begin, ends, suppress = opened.target_start, opened.eos_ids, opened.suppressed  # wrong: before the first line
+    return _chunks(opened, lines, chunk_lines, begin, ends, beam, max_new_tokens, suppress, batch_tokens)
+
+
+def _chunks(opened, lines, chunk_lines, begin, ends, beam, max_new_tokens, suppress, batch_tokens):
+    numbered = enumerate(lines, 1)
+    while chunk := list(itertools.islice(numbered, chunk_lines)):
+        sources = {number: ids for number, line in chunk if (ids := _source(opened, number, line))}
+        found = beam_search_all(
+            opened.model,
+            opened.params,
+            list(sources.values()),
+            begin=begin,
+            eos_id=ends,
+            beam=beam,
+            max_new_tokens=max_new_tokens,
+            suppress=suppress,
+            batch_tokens=batch_tokens,
+        )
+        best = dict(zip(sources, found, strict=True))
+        nothing = [Hypothesis([], 0.0, 0.0, ended=True)]
+        yield [
+            TranslatedLine(number, line, tuple(_text(opened, one) for one in best.get(number, nothing)))
+            for number, line in chunk
+        ]
+
+
+def _text(opened: Opened, found: Hypothesis) -> TranslatedText:
+    text = " ".join(opened.tokenizer.decode(found.tokens).splitlines())
+    return TranslatedText(text, found.score, found.log_probability, found.ended)
+
+
+def _source(opened: Opened, number: int, line: str) -> list[int]:
+    """Token ids of a line; none for an empty one, and for one that can't be read."""
+    if not line.strip():
+        return []
+    tokenizer, room = opened.tokenizer, opened.model.config.longest_source
+    try:
+        ids = tokenizer.encode_source(line)
+    except ValueError as error:
+        warnings.warn(f"line {number} can't be read, and its translation is empty: {error}", stacklevel=4)
+        return []
+    if not ids:
+        warnings.warn(f"nothing of line {number} is left as the model reads it: its translation is empty", stacklevel=4)
+    if room is not None and len(ids) > room:
+        warnings.warn(
+            f"line {number} has {len(ids)} tokens and is cut to {room}, the rows of the model's position table",
+            stacklevel=4,
+        )
+        # What a tokenizer puts at the end of every text stays there.
+        kept = [] if ids[-1] in tokenizer.encode(line)[-1:] else ids[-1:]
+        return ids[: room - len(kept)] + kept
+    trained = opened.context if opened.run is None else getattr(opened.run.recipe.data, "max_source_length", None)
+    if trained is not None and len(ids) > trained:
+        warnings.warn(
+            f"line {number} has {len(ids)} tokens, but the model was trained on at most {trained}: its translation may "
+            f"be poor",
+            stacklevel=4,
+        )
+    return ids

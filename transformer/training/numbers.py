@@ -1,0 +1,57 @@
+"""What a model that writes nothing is worth in the end: measures on a split it never saw, and forecasts to look at."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import numpy as np
+
+from transformer.data import Batch, Dataset
+from transformer.data.series import from_model
+from transformer.training.evaluation import EvalLoss, evaluate_loss
+from transformer.training.recipe import Recipe
+from transformer.training.step import make_eval_step
+from transformer.training.summary import Summary
+from transformer.viz.forecasts import forecast_picture
+
+
+def measured(
+    recipe: Recipe, params: Any, dataset: Dataset, summary: Summary, should_stop: Callable[[], bool]
+) -> Summary:
+    """The summary with the measures of the test (of the validation where there is none), and of the baseline."""
+    split = "test" if "test" in dataset.splits else "validation"
+    batches = dataset.eval_batches(split)
+    result = evaluate_loss(jax.jit(make_eval_step(recipe)), params, batches, should_stop)
+    if result is None:
+        return summary
+    baseline = persistence(batches) if recipe.task == "forecaster" else None
+    return dataclasses.replace(summary, split=split, held_out=result, baseline=baseline)
+
+
+def persistence(batches: Iterable[Batch]) -> EvalLoss:
+    """How good it is to forecast that everything stays as it is: the last step of each look-back, repeated."""
+    squares = magnitudes = count = 0.0
+    for batch in batches:
+        errors = (batch["values"][:, -1:] - batch["targets"])[batch["weights"] > 0].astype(np.float64)
+        squares, magnitudes = squares + np.square(errors).sum(), magnitudes + np.abs(errors).sum()
+        count += errors.size
+    return EvalLoss(float(squares / count), float(count), mae=float(magnitudes / count))
+
+
+def draw_forecasts(
+    recipe: Recipe, model: nn.Module, params: Any, dataset: Dataset, png_path: str | os.PathLike
+) -> None:
+    """Draws the first and the last held-out window, on the scale of the measurements, and what the model forecasts."""
+    batches = dataset.eval_batches("test" if "test" in dataset.splits else "validation")
+    last = batches[-1]["weights"].nonzero()[0][-1]
+    rows = [(batches[0], 0), (batches[-1], last)]
+    values, targets = (np.stack([batch[name][row] for batch, row in rows]) for name in ("values", "targets"))
+    forecast = jax.device_get(jax.jit(model.apply)({"params": params}, values))
+    shown = 2 * targets.shape[1]
+    past, future, forecast = (from_model(recipe.data, array) for array in (values[:, -shown:], targets, forecast))
+    forecast_picture(past, future, forecast, recipe.data.columns, png_path, title=recipe.name)
