@@ -40,7 +40,10 @@ CURVE = 40
 """points of a curve that are kept at most"""
 TOLD = ("training.steps", *(f"data.{field}" for field in sorted(PLACES - {"data_dir", "manual_dir"})))
 """fields that a command names though a run may go on with others"""
-FILLED_IN = ("model.vocab_size", "model.source_vocab_size", "model.num_classes", "data.labels", "origin")
+FILLED_IN = (
+    *("model.vocab_size", "model.source_vocab_size", "model.num_classes", "origin"),
+    *("data.labels", "data.columns", "data.mean", "data.std"),
+)
 """fields of a run's recipe that training fills in"""
 
 
@@ -103,7 +106,9 @@ def figures(task: str, summary: Mapping[str, Any], evaluated: list[Mapping[str, 
     for name, score in (("exact_match", (summary.get("exact_match") or {}).get("")), ("basics", summary.get("basics"))):
         if score:
             measured[name] = 100 * score["right"] / score["total"]
-    if task in ("causal_lm", "masked_lm") or not measured:
+    if task == "masked_lm" and summary.get("held_out"):
+        measured["loss"] = told["loss"]
+    elif task in ("causal_lm", "masked_lm") or not measured:
         measured |= {"loss": summary["best_loss"], "last_loss": summary["eval_loss"]}
     return {name: round(measured[name], 4) for name in FIGURES if name in measured}
 

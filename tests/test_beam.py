@@ -77,6 +77,7 @@ def search(beam=USUAL, sources=SOURCES, eos_id=END, fields=(), **options):
     return beam_search(model, params, sources, eos_id=eos_id, beam=beam, **({"bos_id": 1} | options))
 
 
+@pytest.mark.slow
 def test_a_beam_of_one_without_penalty_is_greedy():
     model, params = translator()
     greedy = generate(model, params, sources=SOURCES, bos_id=1, eos_id=END, max_new_tokens=9, sampling=GREEDY)
@@ -87,15 +88,17 @@ def test_a_beam_of_one_without_penalty_is_greedy():
 
 
 def test_a_beam_as_large_as_the_space_finds_the_best():
-    """Every row of up to three tokens before the end, counted out; two tokens end a row, and are one end."""
-    ends, words, limit, fields = [END, 0], [1, 2], 4, {"vocab_size": 4}
-    beam = Beam(size=32, n_best=32, alpha=0.9, early_stop=False)
-    found = search(beam, eos_id=ends, max_new_tokens=limit, fields=fields)
+    """Every row of up to three tokens before the end, counted out; two tokens end a row, and are one end; two more may
+    be chosen.
+    """
+    ends, words, limit = [END, 0], [1, 2], 4
+    beam, others = Beam(size=32, n_best=32, alpha=0.9, early_stop=False), set(range(29)) - {*ends, *words}
+    found = search(beam, eos_id=ends, max_new_tokens=limit, suppress=sorted(others))
     for source, row in zip(SOURCES, found, strict=True):
         space = {}
         for length in range(limit):
             for tokens in itertools.product(words, repeat=length):
-                space[tokens] = log_probability(source, [1], tokens, ends, **fields) / penalty(length + 1, 0.9)
+                space[tokens] = log_probability(source, [1], tokens, ends) / penalty(length + 1, 0.9)
         ended = [one for one in row if one.ended]
         assert len(space) == 15
         assert [tuple(one.tokens) for one in ended] == sorted(space, key=lambda tokens: -space[tokens])
@@ -254,7 +257,9 @@ def test_logits_that_are_not_finite_are_named():
 @pytest.mark.parity
 @pytest.mark.parametrize("size", [2, 5])
 def test_the_reference_finds_the_same(size, tmp_path):
-    """A tiny Marian, without length penalty: what ends, in what order, with what log-probability."""
+    """A tiny Marian, without length penalty, by both rules of when to stop: what ends and what is cut, in what order,
+    with what log-probability.
+    """
     torch = pytest.importorskip("torch")
     pytest.importorskip("transformers")
     from golden import case as golden_case
@@ -263,36 +268,34 @@ def test_the_reference_finds_the_same(size, tmp_path):
     case = next(iter(golden_case.cases("marian").values()))
     theirs, _ = reference.fill(reference.build(case), case, tmp_path)
     loaded = load_pretrained(tmp_path)
-    start, compared = theirs.config.decoder_start_token_id, 0
+    given = loaded.model, loaded.params
+    start, compared = theirs.config.decoder_start_token_id, set()
     sources = golden_case.tokens(1, theirs.config.vocab_size, 4, 7).tolist()
-    for end in range(1, 9):
+    for end, early_stop in itertools.product((7, 12, 23, 28), (True, False)):
         out = theirs.generate(
             torch.tensor(sources),
             num_beams=size,
             num_return_sequences=size,
             length_penalty=0.0,
-            early_stopping=True,
+            early_stopping=early_stop,
             max_new_tokens=12,
             do_sample=False,
             eos_token_id=end,
-            bad_words_ids=None,
-            forced_eos_token_id=None,
             return_dict_in_generate=True,
             output_scores=True,
         )
-        beam = Beam(size=size, n_best=size, alpha=0.0)
-        found = beam_search(
-            loaded.model, loaded.params, sources, bos_id=start, eos_id=end, beam=beam, max_new_tokens=12
-        )
-        for row, ours in enumerate(found):
-            rows = out.sequences[row * size : (row + 1) * size, 1:].tolist()
-            if not all(one.ended for one in ours) or not all(end in tokens for tokens in rows):
-                continue  # what is cut at the longest length, each treats in a way of its own
-            assert [one.tokens for one in ours] == [tokens[: tokens.index(end)] for tokens in rows]
-            scores = out.sequences_scores[row * size : (row + 1) * size].tolist()
-            np.testing.assert_allclose([one.log_probability for one in ours], scores, atol=1e-4)
-            compared += 1
-    assert compared > 3, "little was compared: take other numbers"
+        beam = Beam(size=size, n_best=size, alpha=0.0, early_stop=early_stop)
+        found = beam_search(*given, sources, bos_id=start, eos_id=end, beam=beam, max_new_tokens=12)
+        ours = [one for row in found for one in row]
+        rows = out.sequences[:, 1:].tolist()  # padded behind the end
+        ended = [end in tokens for tokens in rows]
+        assert [one.ended for one in ours] == ended
+        assert [one.tokens for one in ours] == [
+            tokens[: tokens.index(end)] if end in tokens else tokens for tokens in rows
+        ]
+        np.testing.assert_allclose([one.score for one in ours], out.sequences_scores.tolist(), atol=1e-4)
+        compared |= {tuple(ended[row * size : (row + 1) * size]) for row in range(len(sources))}
+    assert {(True,) * size, (True, *[False] * (size - 1)), (False,) * size} <= compared, "take other ends"
 
 
 @pytest.mark.parametrize(

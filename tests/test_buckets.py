@@ -165,6 +165,7 @@ def test_padding_is_what_no_token_fills(pairs):
     assert padding(batch) == (27 - 7 - 4, 27)  # the last row fills up the batch
     labeled = {"tokens": np.ones((2, 6), np.int32), "lengths": np.array([3, 6]), "weights": np.array([1.0, 0.0])}
     assert padding(labeled) == (9, 12)
+    assert padding(labeled | {"weights": np.eye(2, 6) * [[0], [1]]}) == (3, 12)  # no token of the first is hidden
     assert padding({"tokens": np.ones((2, 6)), "weights": np.ones((2, 6))}) is None
     dataset = pairs()
     iterator = dataset.train_batches(seed=0)

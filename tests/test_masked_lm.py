@@ -189,6 +189,7 @@ def test_impossible_masked_data_says_what_to_change(path):
         ({"path": ""}, "path must name a file, got ''"),
         ({"mask_share": 1.0}, "mask_share must be above 0 and below 1, got 1.0"),
         ({"tokenizer": TokenizerConfig(kind="bpe", vocab_size=259)}, "must be at least 260 here, with a mask token"),
+        ({"tokenizer": TokenizerConfig(kind="word", vocab_size=5)}, "must be at least 6 here, with a mask token"),
     ]:
         with pytest.raises(ConfigError, match=message):
             masked(**({"path": path} | fields))

@@ -139,6 +139,7 @@ def test_a_command_names_files_without_folders_and_what_it_starts_from():
         ("classifier", {}, {"accuracy": 50.0}),
         ("image_classifier", {}, {"accuracy": 50.0}),
         ("masked_lm", {}, {"accuracy": 50.0, "loss": 1.5, "last_loss": 1.75}),
+        ("masked_lm", {"held_out": {"loss": 1.25, "accuracy": 0.75, "mae": None}}, {"accuracy": 75.0, "loss": 1.25}),
         ("forecaster", {}, {"mse": 1.5, "mae": 0.25}),
         ("forecaster", {"held_out": {"loss": 1.25, "accuracy": None, "mae": 0.5}}, {"mse": 1.25, "mae": 0.5}),
         ("image_classifier", {"held_out": {"loss": 1.25, "accuracy": 0.75, "mae": None}}, {"accuracy": 75.0}),

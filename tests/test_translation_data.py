@@ -230,6 +230,9 @@ def test_broken_files(copy, damage):
         ({"train_split": "trains"}, r"has no split 'trains' \(train_split\): .* Did you mean 'train'\?"),
         ({"test_split": "test"}, r"has no split 'test' \(test_split\): it has .*newstest"),
         ({"validation_split": "dev[:5]"}, r"has no split 'dev' \(validation_split\)"),
+        ({"train_split": "train[:50%"}, r"train_split 'train\[:50%' is no part of the data, or one without a pair"),
+        ({"train_split": "train[:0]"}, r"train_split 'train\[:0\]' is no part of the data, or one without a pair"),
+        ({"validation_split": "train[99%:]"}, r"validation_split 'train\[99%:\]' has pairs of train_split 'train'"),
     ],
 )
 def test_languages_and_splits_that_it_lacks(folder, fields, message):

@@ -132,7 +132,7 @@ def padding(batch: Batch) -> tuple[int, int] | None:
         used = int((batch["source_segment_ids"] > 0).sum() + inside.sum())
         places = batch["source"].size + batch["tokens"].size
     elif "lengths" in batch:
-        counted = inside.any(tuple(range(1, inside.ndim))) if inside.ndim > 1 else inside
+        counted = inside if inside.ndim == 1 else slice(None)  # where tokens have weights, 0 says not to be predicted
         used, places = int(batch["lengths"][counted].sum()), batch["tokens"].size
     else:
         return None

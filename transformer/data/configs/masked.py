@@ -34,9 +34,10 @@ class MaskedConfig:
         check_whole(self, "batch_size", "eval_batch_size")
         check_whole(self, "max_length", least=2)
         check_share(self, "mask_share")
-        if self.tokenizer.kind == "bpe" and self.tokenizer.vocab_size == SMALLEST_BPE:
+        least = {"bpe": SMALLEST_BPE, "word": 5}.get(self.tokenizer.kind)
+        if least is not None and self.tokenizer.vocab_size == least:
             raise ConfigError(
-                f"tokenizer.vocab_size must be at least {SMALLEST_BPE + 1} here, with a mask token, got {SMALLEST_BPE}."
+                f"tokenizer.vocab_size must be at least {least + 1} here, with a mask token, got {least}."
             )
 
 

@@ -31,7 +31,8 @@ def parallel_text(config: ParallelText) -> Pairs:
         held_out, more = local_files.read_pairs(*paths)
         skipped += more
     else:
-        end = cut(len(train), config.validation_share, config.source_path, "pairs")
+        option = "--data.validation-source-path"
+        end = cut(len(train), config.validation_share, config.source_path, "pairs", option)
         train, held_out = train[:end], train[end:]
     splits = {"train": train, "validation": held_out}
     return Pairs({split: [Example(*pair) for pair in pairs] for split, pairs in splits.items()}, skipped=skipped)

@@ -13,12 +13,14 @@ from types import MappingProxyType
 from typing import Any
 
 
-def cut(count: int, share: float, path: str, what: str) -> int:
-    """Where the held-out end begins; both parts have something in them. ValueError for less than 2 in all."""
+def cut(count: int, share: float, path: str, what: str, option: str = "--data.validation-path") -> int:
+    """Where the held-out end begins; both parts have something in them. ValueError for less than 2 in all, which names
+    the `option` for a second file.
+    """
     if count < 2:
         raise ValueError(
             f"{path} has too little to hold some out: expected at least 2 {what}, got {count}. Give more text, or a "
-            "second file to evaluate on (--data.validation-path)."
+            f"second file to evaluate on ({option})."
         )
     return min(max(int(count * (1 - share)), 1), count - 1)
 

@@ -75,15 +75,21 @@ def tfds_translation(config: TFDSTranslation) -> Pairs:
                 f"{nearest(language, texts)} (Read in {folder}.)"
             )
     wanted = {"train": config.train_split, "validation": config.validation_split, "test": config.test_split}
-    found = {}
+    wanted = {split: name for split, name in wanted.items() if name is not None}
+    found, taken = {}, {}
     for split, name in wanted.items():
-        if name is None:
-            continue
         if (known := re.match(r"[^\[]*", name)[0]) not in splits:
             raise ValueError(
                 f"{config.name} has no split {known!r} ({split}_split): it has {', '.join(splits)}."
                 f"{nearest(known, splits)} (Read in {folder}.)"
             )
+        taken[split] = _parts(builder.info.splits, split, name)
+        for other, parts in taken.items():
+            if other != split and _overlap(parts, taken[split]):
+                raise ValueError(
+                    f"{split}_split {name!r} has pairs of {other}_split {wanted[other]!r}: what is held out would be "
+                    "trained on, or counted twice. Give parts that are apart, such as train[:99%] and train[99%:]."
+                )
         try:
             rows = builder.as_data_source(split=name)
         except NotImplementedError:
@@ -96,6 +102,25 @@ def tfds_translation(config: TFDSTranslation) -> Pairs:
             raise ValueError(_unreadable(folder, error)) from error
         found[split] = PreparedPairs(rows, languages, folder)
     return Pairs(found)
+
+
+def _parts(splits: Any, split: str, name: str) -> list[tuple[str, int, int]]:
+    """Where the pairs of a split lie: file, from and up to which. ValueError for a slice that is none, or empty."""
+    try:
+        files = splits[name].file_instructions
+    except ValueError:
+        files = []
+    parts = [(file.filename, file.skip, file.skip + file.take) for file in files]
+    if not parts or any(first >= last for _, first, last in parts):
+        raise ValueError(
+            f"{split}_split {name!r} is no part of the data, or one without a pair. Give the name of a split, or a "
+            "slice of one such as train[:99%] or train[1000:]."
+        )
+    return parts
+
+
+def _overlap(parts: list[tuple[str, int, int]], others: list[tuple[str, int, int]]) -> bool:
+    return any(a == b and low < end and start < high for a, low, high in parts for b, start, end in others)
 
 
 def _folder(config: TFDSTranslation) -> Path:
