@@ -90,7 +90,7 @@ def _table(runs: Mapping[str, Mapping[str, Any]], table: str) -> str:
             continue
         seeds = sorted(runs[name], key=int)
         losses = [runs[name][seed]["eval_loss"] for seed in seeds]
-        full = runs["full"]
+        full = runs.get("full", {})
         gaps = [runs[name][seed]["eval_loss"] - full[seed]["eval_loss"] for seed in seeds if seed in full]
         gap = f"{mean(gaps):+.3f}" if gaps and name != "full" else ""
         size = f"{runs[name][seeds[0]]['parameters']:,}"

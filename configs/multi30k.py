@@ -5,8 +5,8 @@ Usage: python train.py configs/multi30k.py
 Then: python -m transformer evaluate runs/multi30k --split test; python -m transformer translate runs/multi30k < in.txt.
 Joint BPE of 6,000 entries over the lower-cased, tokenized captions, batches of about 4,096 tokens a side in six
 lengths, translations by a beam of 5. Without network: --data.manual-dir FOLDER, with the files that the message names.
-For a GPU, or 2 CPU cores and hours. Expected: BLEU as docs/results.md has it; published for this size: 41.02 on
-test_2016_flickr, tokenized, lower-cased (github.com/LividWo/Revisit-MMT, README-baseline.md, Transformer-Tiny).
+On 2 CPU cores: about an hour and a quarter, by arithmetic. Expected: not measured yet; published for this size: 41.02
+on test_2016_flickr, tokenized, lower-cased (github.com/LividWo/Revisit-MMT, README-baseline.md, Transformer-Tiny).
 """
 
 from transformer.config import Execution, TransformerConfig

@@ -4,47 +4,31 @@ import dataclasses
 import hashlib
 import json
 import re
+import shutil
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from training_recipes import change, text_recipe
+from training_recipes import change, record_drawn_run, text_recipe
 
 from transformer.__main__ import main
 from transformer.config import ConfigError
-from transformer.data import prepare
 from transformer.inference import open_model
 from transformer.lora import LoRA
-from transformer.training import to_json
 from transformer.training.averaging import average
-from transformer.training.checkpoint import Checkpointer, CheckpointError, load_params
+from transformer.training.checkpoint import CheckpointError, load_params
 from transformer.training.manifest import CheckpointWarning
-from transformer.training.recipe import with_vocabulary
-from transformer.training.runs import WorkdirError, load_run, open_run, record_run
-from transformer.training.state import abstract_state
+from transformer.training.runs import WorkdirError, load_run, open_run
 
 STEPS = (2, 5, 7, 11)
 
 
 def write_run(folder, recipe=None, *, dtype=None, keep_last=4):
-    """A workdir as a run leaves it, with a checkpoint at each of STEPS; nothing is trained."""
+    """A workdir with a checkpoint at each of STEPS."""
     recipe = recipe or change(text_recipe(folder), checkpoint={"keep_last": keep_last})
-    dataset = prepare(recipe.data)
-    recipe = with_vocabulary(recipe, dataset.tokenizer.vocab_size)
-    shapes, workdir, random = abstract_state(recipe), folder / "run", np.random.default_rng(3)
-
-    def drawn(leaf):
-        return random.normal(0, 1, leaf.shape).astype(dtype if dtype and leaf.dtype == np.float32 else leaf.dtype)
-
-    workdir.mkdir()
-    record_run(recipe, dataset, workdir)
-    with Checkpointer(workdir, keep_last=len(STEPS)) as checkpoints:
-        for number, step in enumerate(STEPS):
-            state, data = jax.tree.map(drawn, shapes), {"fingerprint": dataset.fingerprint}
-            checkpoints.save(step, state, data=data, recipe=to_json(recipe), metric=float(number))
-    return workdir
+    return record_drawn_run(recipe, folder / "run", STEPS, dtype=dtype)
 
 
 @pytest.fixture(scope="module")
@@ -134,8 +118,8 @@ def test_too_few(kept, tmp_path):
         average(tmp_path, 2)
 
 
-def test_a_damaged_one_is_named_and_left_out(tmp_path):
-    workdir = write_run(tmp_path)
+def test_a_damaged_one_is_named_and_left_out(kept, tmp_path):
+    workdir = shutil.copytree(kept, tmp_path / "run")
     damage(workdir, 7)
     with pytest.warns(CheckpointWarning, match=r"left out of the average: .*/7/state/.* has SHA-256"):
         assert average(workdir, 3).steps == (2, 5, 11)
@@ -216,8 +200,8 @@ def test_wrong_words(kept, words, message, capsys):
     assert re.match(f"error: .*{message}", err)
 
 
-def test_beside_the_run_by_default(tmp_path, monkeypatch):
-    workdir = write_run(tmp_path)
+def test_beside_the_run_by_default(kept, tmp_path, monkeypatch):
+    workdir = shutil.copytree(kept, tmp_path / "run")
     assert average(workdir, 2).workdir == tmp_path / "run-average-2"
     monkeypatch.chdir(workdir)
     assert average(".", 3).workdir == tmp_path / "run-average-3"

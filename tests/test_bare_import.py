@@ -116,6 +116,7 @@ def test_import_needs_the_base_dependencies_alone(tmp_path):
     assert done.stdout == "(2, 7, 11) None\n"
 
 
+@pytest.mark.slow
 def test_pretrained_weights_need_the_extra_of_the_zoo_alone(tmp_path):
     extra = {Requirement(text).name for text in PROJECT["optional-dependencies"]["zoo"]}
     assert extra == {"huggingface_hub", "tokenizers"}

@@ -1,25 +1,25 @@
 """BLEU and chrF: as sacreBLEU computes them, at the end of a run and by `evaluate`; the files that are compared."""
 
-import contextlib
 import dataclasses
-import io
 import json
 from pathlib import Path
 
 import jax
 import pytest
 import sacrebleu
-from training_recipes import change
+from training_recipes import change, record_drawn_run
 
 from transformer.__main__ import main
 from transformer.config import ConfigError, Execution, TransformerConfig
 from transformer.data import Multi30k, NumberWords, ParallelText, TokenizerConfig, prepare
 from transformer.data.dataset import Example
+from transformer.generate import Beam
 from transformer.sharding import ParallelConfig
 from transformer.training import EvaluationConfig, LoggingConfig, OptimizerConfig, Recipe, TrainingConfig, loop
 from transformer.training.metrics import read_metrics
+from transformer.training.report import report
 from transformer.training.runs import load_run
-from transformer.training.summary import read_summary, render
+from transformer.training.summary import Summary, read_summary, render, save_summary
 from transformer.training.translating import Translation, corpus_score, make_beam, translate, write_lines
 
 RIGHT = ["ein mann geht .", "zwei hunde laufen im schnee .", "eine frau liest ein buch ."]
@@ -82,14 +82,12 @@ def compile_once(tmp_path_factory):
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
 
 
-@pytest.fixture(scope="module")
-def copied(tmp_path_factory):
-    """A little run that learns to write down again what it reads, of sentences of unlike lengths."""
-    folder = tmp_path_factory.mktemp("copied")
+def copying(folder):
+    """To write down again what is read, sentences of unlike lengths."""
     words = "abcdefg"
     lines = [" ".join(words[(i * k + i) % 7] for k in range(2 + i % 7)) + ("" if i % 3 else " .") for i in range(60)]
     (folder / "pairs.tsv").write_text("".join(f"{line}\t{line}\n" for line in lines))
-    recipe = Recipe(
+    return Recipe(
         name="copied",
         model=TransformerConfig(d_model=16, num_heads=2, num_layers=1, d_ff=16),
         data=ParallelText(
@@ -106,12 +104,22 @@ def copied(tmp_path_factory):
         evaluation=EvaluationConfig(every=None, samples=0, translations=2),
         logging=LoggingConfig(tensorboard=False, progress="none"),
     )
-    with contextlib.redirect_stdout(io.StringIO()):
-        summary = loop.train(recipe, folder / "run")
-    return folder / "run", summary
 
 
-def test_the_end_of_a_run_has_them(copied):
+@pytest.fixture(scope="module")
+def copied(tmp_path_factory):
+    """A run that was not trained, and what is told at its end."""
+    folder = tmp_path_factory.mktemp("copied")
+    workdir = record_drawn_run(copying(folder), folder / "run", (60,), seed=7)
+    run = load_run(workdir)
+    dataset = prepare(run.recipe.data, tokenizer=run.tokenizer)
+    summary = Summary(name="copied", workdir=str(workdir), command="", task="seq2seq", step=60, steps=60)
+    summary = report(run.recipe, run.model, run.params, dataset, summary, lambda: False)
+    save_summary(summary, workdir)
+    return workdir, summary
+
+
+def test_what_is_told_at_the_end_has_them(copied):
     workdir, summary = copied
     assert summary.corpus.pairs == 12
     assert 0 < summary.corpus.bleu < 100
@@ -121,8 +129,19 @@ def test_the_end_of_a_run_has_them(copied):
     screen = render(summary)
     assert f"BLEU on 12 pairs of validation: {summary.corpus.bleu:.2f}   (nrefs:1|case:mixed|eff:no|tok:13a" in screen
     assert f"chrF on 12 pairs of validation: {summary.corpus.chrf:.2f}   (nrefs:1|case:mixed|eff:yes|nc:6" in screen
-    last = [line for line in read_metrics(workdir / "metrics.jsonl") if "eval/bleu" in line]
+    assert (summary.measures["eval/bleu"], summary.measures["eval/chrf"]) == (summary.corpus.bleu, summary.corpus.chrf)
+
+
+@pytest.mark.slow
+def test_the_end_of_a_run_has_them(tmp_path, capsys):
+    summary = loop.train(copying(tmp_path), tmp_path / "run")
+    assert 5 < summary.corpus.bleu < 100
+    assert f"BLEU on 12 pairs of validation: {summary.corpus.bleu:.2f}" in capsys.readouterr().out
+    assert read_summary(tmp_path / "run") == summary
+    last = [line for line in read_metrics(tmp_path / "run" / "metrics.jsonl") if "eval/bleu" in line]
     assert [(line["eval/bleu"], line["eval/chrf"]) for line in last] == [(summary.corpus.bleu, summary.corpus.chrf)]
+    found = evaluated(capsys, tmp_path / "run")
+    assert (found["bleu"], found["chrf"]) == (summary.corpus.bleu, summary.corpus.chrf)
 
 
 def test_a_summary_of_earlier_is_read(copied, tmp_path):
@@ -179,22 +198,27 @@ def test_the_order_of_the_data_is_kept(copied):
     assert translate(*given, sources, max_new_tokens=9, should_stop=lambda: True) is None
 
 
-def test_beams(copied, capsys):
-    """A beam of one is what there is without; a wider one is used where it is asked for, here or in the recipe."""
-    workdir, _ = copied
-    assert make_beam(1, 0.6) is None
+@pytest.mark.slow
+def test_a_wider_beam_is_used_where_it_is_asked_for(copied, capsys):
+    """By an option or in the recipe."""
+    workdir, narrow = copied
     wide = evaluated(capsys, workdir, "--beam-size", 3, "--alpha", 0)
     assert wide["beam"] == {"size": 3, "alpha": 0}
     run = load_run(workdir)
     recipe = change(run.recipe, evaluation={"beam_size": 3, "beam_alpha": 0.0})
     dataset = prepare(recipe.data, tokenizer=run.tokenizer)
-    summary = loop.report(recipe, run.model, run.params, dataset, copied[1], lambda: False)
-    assert summary.corpus.bleu == wide["bleu"]
+    summary = report(recipe, run.model, run.params, dataset, narrow, lambda: False)
+    assert summary.corpus.chrf == wide["chrf"] != narrow.corpus.chrf
+
+
+def test_beams(copied, capsys):
+    assert make_beam(1, 0.6) is None
+    assert make_beam(3, 0.5) == Beam(size=3, alpha=0.5)
     with pytest.raises(ConfigError, match=r"evaluation\.beam_size must be a whole number of at least 1, got 0"):
         EvaluationConfig(beam_size=0)
     with pytest.raises(ConfigError, match=r"evaluation\.beam_alpha must be a number of at least 0, got -1"):
         EvaluationConfig(beam_alpha=-1.0)
-    assert main(["evaluate", str(workdir), "--beam-size", "0"]) == 2
+    assert main(["evaluate", str(copied[0]), "--beam-size", "0"]) == 2
     assert "size must be a whole number of at least 1, got 0" in capsys.readouterr().err
 
 

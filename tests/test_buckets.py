@@ -98,6 +98,21 @@ def test_what_is_no_count_is_refused(field):
         ParallelText(source_path="pairs.txt", **{field: 0})
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"batch_tokens": 512, "batch_size": 7}, r"batch_size \(7\) does nothing beside batch_tokens \(512\)"),
+        (
+            {"batch_tokens": 512, "packed_length": 50, "buckets": 7},
+            r"buckets \(7\) does nothing beside packed_length \(50\)",
+        ),
+    ],
+)
+def test_a_field_that_would_do_nothing_is_refused(fields, message):
+    with pytest.raises(ConfigError, match=message):
+        ParallelText(source_path="pairs.txt", **fields)
+
+
 @pytest.fixture
 def pairs(tmp_path):
     path = tmp_path / "pairs.txt"
@@ -105,7 +120,7 @@ def pairs(tmp_path):
     path.write_text("\n".join(lines) + "\n")
 
     def made(**changes):
-        settings = {"batch_tokens": 600, "buckets": 4, "row_multiple": 2} | changes
+        settings = {"batch_tokens": 600, "row_multiple": 2} | changes
         return prepare(ParallelText(source_path=str(path), tokenizer=TokenizerConfig(kind="char"), **settings))
 
     return made

@@ -85,6 +85,7 @@ def test_linen_module_hides_padding():
     np.testing.assert_array_equal(changed[1, :3], 0.0)
 
 
+@pytest.mark.slow
 def test_nnx_encoder_learns_and_ignores_padding():
     module = load("nnx_encoder")
     result = module.main()
@@ -147,6 +148,7 @@ assert "transformer" not in sys.modules and "flax" not in sys.modules
 """
 
 
+@pytest.mark.slow
 def test_export_is_read_without_the_library(tmp_path):
     pytest.importorskip("flatbuffers", reason="jax.export writes files by flatbuffers: pip install flatbuffers")
     subprocess.run([sys.executable, "-c", WRITER, str(tmp_path)], cwd=ROOT, check=True)

@@ -63,3 +63,5 @@ def test_differences_are_over_the_seeds_that_both_have():
     assert added[3].endswith("| 1,300 | 2 | 1.400 |  |")  # the recipe has no such seed
     assert made["when"].startswith("Made today; runs: 4, minutes in all: 4.\nNot trained yet: `low_rate`, `cosine`, ")
     assert "`adamw`" not in made["when"]
+    alone = tables({"runs": {"adamw": RUNS["adamw"]}, "made": "today"})["removed"]
+    assert alone.endswith("| 1 | 1.800 |  |")  # nothing yet to differ from

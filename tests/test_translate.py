@@ -27,7 +27,8 @@ from transformer.training.loop import train
 
 ROOT = Path(__file__).resolve().parents[1]
 WORDS = ["the", "a", "cat", "dog", "sat", "ran", "on", "under"]
-TWO = Beam(size=2)
+TWO = Beam(size=2, length_extra=1)
+AS_TWO = ("--beam-size", 2, "--max-extra", 1)
 SPEED = re.compile(r"(\d+) lines in [\d.]+ s, [\d.]+ a second(; \d+ cut at their longest length)?\n$")
 
 
@@ -113,7 +114,7 @@ def alone(directory, text, beam=TWO):
 def test_a_line_for_every_line(translate, weights):
     """Whatever its length and its place among chunks and batches; blank ones stay blank."""
     content = b"\xef\xbb\xbfthe cat sat\n\na dog\r\n   \nran\n\nunder the dog"
-    code, out, err = translate(weights, content, "--beam-size", 2)
+    code, out, err = translate(weights, content, *AS_TWO)
     assert code == 0
     assert SPEED.match(err)[1] == "7"
     lines = out.split("\n")
@@ -122,11 +123,11 @@ def test_a_line_for_every_line(translate, weights):
     for line, text in {0: "the cat sat", 2: "a dog", 6: "under the dog"}.items():
         assert lines[line] == alone(weights, text)
     for sizes in (("--chunk-lines", 2), ("--batch-tokens", 1)):
-        assert translate(weights, content, "--beam-size", 2, *sizes)[1] == out
+        assert translate(weights, content, *AS_TWO, *sizes)[1] == out
 
 
 def test_several_translations_of_a_line(translate, weights):
-    content, options = b"cat\n\na dog\nran\n", ("--beam-size", 2, "--n-best", 2)
+    content, options = b"cat\n\na dog\nran\n", (*AS_TWO, "--n-best", 2)
     code, out, _ = translate(weights, content, *options)
     assert code == 0
     rows = [line.split("\t") for line in out.splitlines()]
@@ -161,10 +162,17 @@ def test_no_more_than_a_chunk_is_read_ahead(weights):
 
 
 @pytest.mark.slow
+def test_by_default_a_target_may_have_fifty_tokens_more_than_its_source(translate, weights):
+    lines = [translate(weights, b"the cat sat\n", *words)[1] for words in ((), ("--max-extra", 50), ("--max-extra", 1))]
+    assert lines[0] == lines[1] == alone(weights, "the cat sat", Beam()) + "\n"
+    assert lines[0] != lines[2]
+
+
+@pytest.mark.slow
 def test_a_line_too_long_for_the_table_is_cut_aloud(translate, weights):
     room = open_model(weights).model.config.longest_source
     long = " ".join((WORDS * room)[: room + 3])
-    code, out, err = translate(weights, f"the cat\n{long}\na dog ran\n".encode(), "--beam-size", 2, "--batch-tokens", 1)
+    code, out, err = translate(weights, f"the cat\n{long}\na dog ran\n".encode(), *AS_TWO, "--batch-tokens", 1)
     assert code == 0, err
     assert f"warning: line 2 has {room + 5} tokens and is cut to {room}, the rows of the model's position table" in err
     lines = out.split("\n")
@@ -174,12 +182,12 @@ def test_a_line_too_long_for_the_table_is_cut_aloud(translate, weights):
 
 @pytest.mark.slow
 def test_what_is_not_as_it_should_be_is_said_and_keeps_its_line(translate, workdir):
-    content, options = b"two\nsevn\n,-\ntwenty one two three\n", ("--beam-size", 2, "--max-extra", 1)
+    content, options = b"two\nsevn\n,-\ntwenty one two three\n", AS_TWO
     code, out, err = translate(workdir, content, *options)
     assert code == 0
     lines = out.split("\n")
     assert len(lines) == 5
-    assert lines[0] == alone(workdir, "two", Beam(size=2, length_extra=1))
+    assert lines[0] == alone(workdir, "two")
     assert lines[1] == lines[2] == ""
     assert len(lines[3].split()) <= 5
     said = err.splitlines()

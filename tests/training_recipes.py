@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from transformer.config import Execution, TransformerConfig
+from transformer.data import prepare
 from transformer.data.configs import NumberWords, TextFile
 from transformer.sharding import ParallelConfig
 from transformer.training import (
@@ -17,9 +18,13 @@ from transformer.training import (
     OptimizerConfig,
     Recipe,
     TrainingConfig,
+    to_json,
 )
+from transformer.training.checkpoint import Checkpointer
 from transformer.training.optimizers import make_optimizer
-from transformer.training.state import TrainState, make_state
+from transformer.training.recipe import with_vocabulary
+from transformer.training.runs import record_run
+from transformer.training.state import TrainState, abstract_state, make_state
 from transformer.training.step import make_train_step
 
 VOCABULARY = 13
@@ -90,6 +95,26 @@ def change(recipe, **groups):
     return dataclasses.replace(
         recipe, **{name: dataclasses.replace(getattr(recipe, name), **fields) for name, fields in groups.items()}
     )
+
+
+def record_drawn_run(recipe, workdir, steps, *, dtype=None, seed=3):
+    """A workdir as a run leaves it, with a checkpoint of parameters drawn at random at each of `steps`; nothing is
+    trained, little is compiled.
+    """
+    dataset = prepare(recipe.data)
+    recipe = with_vocabulary(recipe, dataset.tokenizer.vocab_size)
+    shapes, random = abstract_state(recipe), np.random.default_rng(seed)
+
+    def drawn(leaf):
+        return random.normal(0, 1, leaf.shape).astype(dtype if dtype and leaf.dtype == np.float32 else leaf.dtype)
+
+    workdir.mkdir()
+    record_run(recipe, dataset, workdir)
+    with Checkpointer(workdir, keep_last=len(steps)) as checkpoints:
+        for number, step in enumerate(steps):
+            state, data = jax.tree.map(drawn, shapes), {"fingerprint": dataset.fingerprint}
+            checkpoints.save(step, state, data=data, recipe=to_json(recipe), metric=float(number))
+    return workdir
 
 
 def text_recipe(folder, **groups):

@@ -57,6 +57,10 @@ def main(arguments: Sequence[str]) -> None:
     from transformer.training.evaluation import evaluate_loss
     from transformer.training.step import make_eval_step
 
+    if run.recipe.task != "seq2seq" and (command.beam_size, command.alpha) != (None, None):
+        raise ConfigError(
+            f"{command.directory} translates nothing: --beam-size and --alpha are for pairs. Leave them out."
+        )
     beam = _beam(command, run)
     dataset = prepare(run.recipe.data, tokenizer=run.tokenizer)
     same = run.fingerprint in (None, dataset.fingerprint)

@@ -68,10 +68,11 @@ class PairDataset(Dataset):
             texts[split] = [digest.hexdigest()]
             self._places[split] = np.concatenate([np.zeros(0, np.int64), *places])
             if not len(self._places[split]):
+                most = (config.max_source_length or "any number of", config.max_target_length or "any number of")
                 raise ValueError(
-                    f"no {split} pair is left of {len(pairs)}: expected some with sources of 1 to "
-                    f"{config.max_source_length} and targets of at most {config.max_target_length} tokens. "
-                    "Give larger --data.max-source-length and --data.max-target-length."
+                    f"no {split} pair is left of {len(pairs)}: expected some with text on both sides, sources of at "
+                    f"most {most[0]} and targets of at most {most[1]} tokens. Give larger --data.max-source-length and "
+                    "--data.max-target-length, or other data."
                 )
             self._skipped += len(pairs) - len(self._places[split])
             self._sources[split], self._targets[split] = Ragged.joined(sources), Ragged.joined(targets)

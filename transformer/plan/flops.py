@@ -111,6 +111,13 @@ def sequences(recipe: Recipe) -> tuple[int, int]:
     return batch_shapes(recipe)["tokens"].shape
 
 
+def step_tokens(recipe: Recipe) -> int:
+    """Tokens that the stacks read in a training step: of sources and targets, or patches of images and time series."""
+    rows, length = sequences(recipe)
+    shapes = batch_shapes(recipe)
+    return rows * length + (shapes["source"].size if "source" in shapes else 0)
+
+
 @dataclass(frozen=True)
 class Flops:
     """Floating-point operations of a training step over all devices, by what does them."""

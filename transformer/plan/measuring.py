@@ -18,6 +18,7 @@ from transformer.plan.compiling import GIB
 from transformer.plan.flops import batch_shapes
 from transformer.training.parallel import place
 from transformer.training.recipe import Recipe
+from transformer.training.tasks import TASKS
 
 DEVICE_KINDS = {
     "TPU v2": "v2",
@@ -134,15 +135,19 @@ def measure(recipe: Recipe, steps: int) -> Measured:
 
 def made_up_batch(recipe: Recipe) -> dict[str, np.ndarray]:
     """A batch of the recipe's shapes (B, ...): tokens or numbers drawn at random, nothing padded."""
-    random, limit = np.random.default_rng(0), recipe.model.vocab_size or recipe.model.num_classes
+    random, task = np.random.default_rng(0), TASKS[recipe.task]
     batch = {}
     for name, shape in batch_shapes(recipe).items():
         if name == "weights":
             batch[name] = np.ones(shape.shape, shape.dtype)
         elif name == "source_lengths":
             batch[name] = np.full(shape.shape, recipe.data.max_source_length, shape.dtype)
+        elif name == "lengths":
+            batch[name] = np.full(shape.shape, recipe.data.max_length, shape.dtype)
         elif shape.dtype == np.float32:
             batch[name] = random.normal(size=shape.shape).astype(np.float32)
         else:
+            labels = task.labels and name == "targets"
+            limit = recipe.model.num_classes if labels else recipe.model.vocab_size
             batch[name] = random.integers(0, limit, shape.shape, shape.dtype)
     return batch

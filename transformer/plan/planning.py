@@ -12,7 +12,7 @@ from typing import Any
 from transformer.models import count_parameters
 from transformer.plan.chips import Topology
 from transformer.plan.compiling import compile_program
-from transformer.plan.flops import Flops, batch_shapes, step_flops
+from transformer.plan.flops import Flops, batch_shapes, step_flops, step_tokens
 from transformer.plan.hlo import Collective, Program
 from transformer.plan.programs import program
 from transformer.plan.roofline import Estimate, estimate
@@ -37,7 +37,7 @@ class Plan:
     available_bytes: int
     """that the compiler may use; where it fits, the HBM of a device"""
     batch_tokens: int
-    """of sources and targets"""
+    """of sources and targets, or patches of images and time series"""
     flops: Flops
     computed_flops: int | None
     """by all devices, with what is computed again, no less than `flops`; None: not available"""
@@ -91,7 +91,7 @@ def make_plan(recipe: Recipe, topology: Topology, devices: list[Any]) -> Plan:
         num_parameters=count_parameters(step.params),
         flops=flops,
         computed_flops=computed and computed * devices_used,
-        batch_tokens=sum(batch[name].size for name in ("tokens", "source") if name in batch),
+        batch_tokens=step_tokens(recipe),
         collectives=None if cost is None else cost.collectives,
         loops_known=cost is not None and cost.loops_known,
         estimate=expected,

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from transformer.config import ConfigError, Remat
 from transformer.plan.chips import Topology
 from transformer.plan.compiling import GIB
-from transformer.plan.flops import batch_shapes, sequences, step_flops
+from transformer.plan.flops import step_flops, step_tokens
 from transformer.plan.planning import Plan, make_plan
 from transformer.plan.roofline import estimate
 from transformer.sharding import AXES, check_batch_sizes, check_model, parameter_spec, row_ways
@@ -113,12 +113,10 @@ def _guessed(recipe: Recipe, before: Recipe, held: int, work: int, topology: Top
     `before`: the recipe that flags are put to; `held`: bytes of state a device; `work`: FLOPs of the step.
     """
     sizes = recipe.parallel.sizes
-    model, shapes, remat = recipe.model, batch_shapes(recipe), recipe.execution.remat
-    rows, length = sequences(recipe)
+    model, remat = recipe.model, recipe.execution.remat
     width = jnp.dtype(model.dtype).itemsize
     layers = model.encoder_layers + model.decoder_layers if recipe.task == "seq2seq" else model.num_layers
-    tokens = rows * length + (shapes["source"].size if "source" in shapes else 0)
-    own = tokens // (row_ways(sizes) * sizes["context"])
+    own = step_tokens(recipe) // (row_ways(sizes) * sizes["context"])
     tensor, fsdp, num_devices = sizes["tensor"], sizes["fsdp"], math.prod(sizes.values())
 
     # Bytes of one device: the residual stream and the inner width of a layer, what is kept of them, and logits.

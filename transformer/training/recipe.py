@@ -104,11 +104,23 @@ class Recipe:
                 f"data.{field} ({rows}) must be a multiple of training.accumulation "
                 f"({self.training.accumulation}): each micro-batch has as many rows. Change one of them."
             )
-        length = getattr(self.data, "sequence_length", None)
-        if self.model.max_length is not None and length is not None and length > self.model.max_length:
+        if self.task == "forecaster" and (self.training.label_smoothing or self.training.z_loss):
             raise ConfigError(
-                f"data.sequence_length ({length}) must be at most model.max_length ({self.model.max_length}), the rows "
-                f"of the learned position table. Change one of them."
+                "training.label_smoothing and training.z_loss are for probabilities, and forecasts have none. Leave "
+                "them at 0."
+            )
+        for field in ("sequence_length", "packed_length"):
+            length = getattr(self.data, field, None)
+            if self.model.max_length is not None and length is not None and length > self.model.max_length:
+                raise ConfigError(
+                    f"data.{field} ({length}) must be at most model.max_length ({self.model.max_length}), the rows of "
+                    f"the learned position table. Change one of them."
+                )
+        by_tokens = getattr(self.data, "batch_tokens", None) is not None
+        if self.parallel.context != 1 and by_tokens and self.data.packed_length is None:
+            raise ConfigError(
+                f"parallel.context ({self.parallel.context}) splits rows of one length, but data.batch_tokens makes "
+                f"batches as long as their pairs. Leave it out, or give data.packed_length, a multiple of it."
             )
 
     @property

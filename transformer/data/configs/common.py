@@ -87,7 +87,7 @@ class PairConfig:
     """What every kind of paired text has: a source to be read and a target to be written.
 
     Raises:
-        ConfigError: a number out of range, or a packed_length that a batch has no room for.
+        ConfigError: a number out of range, a field that another leaves no use for, or no room for packed rows.
     """
 
     task: ClassVar[str] = "seq2seq"
@@ -116,6 +116,8 @@ class PairConfig:
     def __post_init__(self):
         check_whole(self, "batch_size", "eval_batch_size", "buckets", "row_multiple")
         check_whole(self, "batch_tokens", "packed_length", none=True)
+        self._check_unused("batch_tokens", "batch_size")
+        self._check_unused("packed_length", "buckets")
         if self.packed_length is not None and not self.packed_rows:
             raise ConfigError(
                 f"packed_length ({self.packed_length}) needs batch_tokens of at least row_multiple "
@@ -123,6 +125,12 @@ class PairConfig:
             )
         check_whole(self, "max_source_length", none=True)
         check_whole(self, "max_target_length", least=2, none=True)
+
+    def _check_unused(self, field: str, other: str) -> None:
+        """Raises ConfigError when `field` is given and leaves no use for `other`, which is changed, too."""
+        value, usual = getattr(self, other), type(self).__dataclass_fields__[other].default
+        if getattr(self, field) is not None and value != usual:
+            raise ConfigError(f"{other} ({value}) does nothing beside {field} ({getattr(self, field)}). Leave one out.")
 
     @property
     def packed_rows(self) -> int:

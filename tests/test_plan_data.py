@@ -1,0 +1,56 @@
+"""What a plan makes of kinds of data, and data that a recipe can't be trained on."""
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+from training_recipes import change, tiny_recipe
+
+from transformer.config import ConfigError
+from transformer.data import check_batch
+from transformer.data.configs import MaskedSST2, ParallelText, SST2Sentences
+from transformer.plan.flops import step_tokens
+from transformer.plan.measuring import made_up_batch
+from transformer.training.overrides import load_recipe_file
+
+PAIRS = ParallelText(source_path="a", max_source_length=12, max_target_length=10, batch_size=8)
+
+
+def recipe_of(name):
+    return load_recipe_file(Path(__file__).resolve().parents[1] / "configs" / f"{name}.py")[0]
+
+
+def reading(data, **groups):
+    return change(dataclasses.replace(tiny_recipe(), data=data), **groups)
+
+
+@pytest.mark.parametrize("kind", [SST2Sentences, MaskedSST2])
+def test_made_up_texts_are_whole_and_their_labels_are_classes(kind):
+    classes = 2 if kind is SST2Sentences else None
+    recipe = reading(kind(max_length=20), model={"num_classes": classes})
+    batch = made_up_batch(recipe)
+    np.testing.assert_array_equal(batch["lengths"], 20)
+    check_batch(batch, recipe.model.vocab_size, num_classes=2)  # or it raises
+
+
+@pytest.mark.parametrize(("name", "tokens"), [("etth1", 32 * 7 * 21), ("digits_vit", 64 * 17)])
+def test_tokens_of_a_step_are_patches_where_the_data_is_numbers(name, tokens):
+    assert step_tokens(recipe_of(name)) == tokens
+    assert step_tokens(reading(PAIRS)) == 8 * (12 + 10)
+
+
+def test_rows_that_a_model_or_a_mesh_has_no_place_for():
+    packed = dataclasses.replace(PAIRS, batch_size=128, batch_tokens=512, packed_length=32)
+    with pytest.raises(ConfigError, match=r"packed_length \(32\) must be at most model.max_length \(20\)"):
+        reading(packed, model={"position": "learned", "max_length": 20})
+    buckets = dataclasses.replace(packed, packed_length=None)
+    with pytest.raises(ConfigError, match=r"context \(2\) splits rows of one length"):
+        reading(buckets, parallel={"context": 2})
+    assert reading(packed, parallel={"context": 2}).parallel.context == 2
+
+
+@pytest.mark.parametrize("field", ["label_smoothing", "z_loss"])
+def test_a_forecast_has_no_probabilities_to_smooth(field):
+    with pytest.raises(ConfigError, match=r"label_smoothing and training\.z_loss are for probabilities"):
+        change(recipe_of("etth1"), training={field: 0.1})
