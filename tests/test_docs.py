@@ -36,9 +36,13 @@ def quotes(text):
 
 
 by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+TRAINING = {"fine-tuning", "vectors"}
+"""pages whose blocks train"""
 
 
-@by_page
+@pytest.mark.parametrize(
+    "page", [pytest.param(p, marks=pytest.mark.slow if p.stem in TRAINING else (), id=p.stem) for p in PAGES]
+)
 def test_python_blocks_run_in_order_in_one_namespace(page):
     namespace = {"__name__": page.stem}
     with jax.numpy_rank_promotion("allow"):  # a reader's JAX allows it

@@ -243,6 +243,7 @@ def test_the_summary_tells_the_test_beside_the_baseline(trained):
     assert summary.eval_accuracy is None
 
 
+@pytest.mark.slow
 def test_a_run_gone_on_with_equals_one_never_stopped(trained, tmp_path):
     folder, recipe = trained
     train(change(recipe, training={"steps": 3}), tmp_path / "run")

@@ -209,7 +209,18 @@ def test_repeated_layers_start_unlike_each_other():
     assert np.abs(kernel[0] - kernel[1]).max() > 0.1
 
 
-def test_scan_unroll_and_remat_change_nothing():
+@pytest.mark.parametrize(
+    "execution",
+    [
+        Execution(remat="dots", scan=False),
+        *(
+            pytest.param(execution, marks=pytest.mark.slow)
+            for execution in (Execution(scan=False), Execution(remat="full"), Execution(remat="names"))
+        ),
+    ],
+    ids=lambda execution: f"scan {execution.scan}, remat {execution.remat}",
+)
+def test_scan_unroll_and_remat_change_nothing(execution):
     params = jax.jit(Decoder(PATTERN).init)(jax.random.key(0), X)
 
     def run(execution):
@@ -221,14 +232,7 @@ def test_scan_unroll_and_remat_change_nothing():
 
         return jax.jit(jax.value_and_grad(loss))(params)
 
-    expected = run(Execution())
-    for execution in (
-        Execution(scan=False),
-        Execution(remat="full"),
-        Execution(remat="dots", scan=False),
-        Execution(remat="names"),
-    ):
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), run(execution), expected)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), run(execution), run(Execution()))
 
 
 def test_remat_policies_keep_what_they_say():
