@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -165,6 +166,14 @@ def test_a_file_by_its_columns(tmp_path):
         data.examples()
 
 
+def test_a_cell_may_hold_what_ends_a_line_elsewhere(tmp_path):
+    sizes = {"context_length": CONTEXT, "horizon": HORIZON}
+    plain = prepare(SeriesFile(path=write_csv(tmp_path / "plain.csv", waves()), **sizes))
+    odd = Path(write_csv(tmp_path / "odd.csv", waves()))
+    odd.write_text(odd.read_text().replace("day 1,", '"day\n1",').replace("day 2,", "day\u2028 2,"))
+    assert prepare(SeriesFile(path=str(odd), **sizes)).fingerprint == plain.fingerprint
+
+
 @pytest.mark.parametrize(
     ("text", "fields", "message"),
     [
@@ -174,6 +183,7 @@ def test_a_file_by_its_columns(tmp_path):
         ("a,b\n1,nan\n", {"columns": ("b",)}, "expected a number in column b, got 'nan'"),
         ("a\nx\n", {}, "has no column of numbers"),
         ("a,a\n1,2\n", {}, "names a column twice"),
+        ("a,b\n1," + "2" * 200_000, {}, r"bad.csv, line \d: .*field larger than field limit"),
         ("a\n" + "1\n" * 50, {}, "column a of series_file is the same number at all steps"),
         ("a\n" + "".join(f"{n}\n" for n in range(50)), {"context_length": 40}, "the train steps of .* hold no window"),
     ],

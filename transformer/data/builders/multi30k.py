@@ -12,8 +12,6 @@ LANGUAGES = ("en", "de")
 """features of a record"""
 SPLITS = {"train": "train", "validation": "val", "test": "test_2016_flickr"}
 """name of a split -> what its files begin with"""
-PAIRS = {"train": 29_000, "validation": 1_014, "test": 1_000}
-"""pairs in each split"""
 _PLACES = {
     "tokenized": ("tok", "{}.lc.norm.tok.{}"),
     "raw": ("raw", "{}.{}.gz"),

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import tensorflow_datasets as tfds
 
-SENTENCES = {"train": 6_920, "validation": 872, "test": 1_821}
-"""sentences in each split"""
 _URL = "https://raw.githubusercontent.com/clairett/pytorch-sentiment-classification/master/data/SST2"
 _FILES = {
     "train": ("train.tsv", 720_259, "ec192f833a64da08f475488a77b0d0b47db47acd0f458bd18433fc793b569920"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import hashlib
+import io
 import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -51,8 +52,11 @@ def series_file(config: SeriesFile) -> Series:
     """The columns of a file that hold numbers; the splits follow each other in time. FileNotFoundError, or ValueError
     for a file without such columns or with a line that lacks a number.
     """
-    numbered = enumerate(csv.reader(local_files.read_text(config.path).splitlines()), 1)
-    (_, header), *lines = [(number, row) for number, row in numbered if row]
+    reader = csv.reader(io.StringIO(local_files.read_text(config.path)))  # a quoted cell may hold a line feed
+    try:
+        (_, header), *lines = [(reader.line_num, row) for row in reader if row]
+    except csv.Error as error:
+        raise ValueError(f"{config.path}, line {reader.line_num}: {error}. Mend the line.") from error
     header = [name.strip() for name in header]
     if len(set(header)) < len(header):
         raise ValueError(f"{config.path} names a column twice in its first line: {', '.join(header)[:200]}.")
