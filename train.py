@@ -10,12 +10,14 @@ import sys
 import tempfile
 from pathlib import Path
 
+from transformer.cli.allocator import keep_freed_memory
 from transformer.cli.errors import run_command
 from transformer.config import ConfigError
 
 HERE = Path(__file__).resolve().parent
 USAGE = """\
-usage: python train.py RECIPE [--workdir DIR] [--init DIR] [--fast] [--debug] [--GROUP.FIELD VALUE ...]
+usage: python train.py RECIPE [--workdir DIR] [--init DIR] [--profile START:STOP] [--fast] [--debug]
+                              [--GROUP.FIELD VALUE ...]
        python train.py RECIPE --help     every field of a recipe, with meaning and default
        python train.py --list            the recipes there are
 
@@ -23,6 +25,8 @@ RECIPE is a file such as configs/number_words.py, or the name of one in configs/
   --workdir DIR   where the run lives (default: runs/<name of the recipe>); an existing run is gone on with
   --init DIR      start from a model: a directory of weights (config.json, safetensors), a name on the hub, or the
                   workdir of another run; to go on with a run it need not be given again
+  --profile START:STOP
+                  trace the steps after START to STOP into WORKDIR/profile, for XProf
   --fast          a few steps of everything (training, evaluation, checkpoint, samples) in a temporary workdir
   --debug         a traceback with an error
 """
@@ -33,12 +37,14 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for flag in ("--list", "--fast", "--debug"):
         parser.add_argument(flag, action="store_true")
-    for option in ("--workdir", "--init"):
+    for option in ("--workdir", "--init", "--profile"):
         parser.add_argument(option)
     try:
         own, rest = parser.parse_known_args(arguments)
     except argparse.ArgumentError as error:
-        raise ConfigError(f"{error}. --workdir takes a directory, such as runs/mine, and so does --init.") from None
+        raise ConfigError(
+            f"{error}. --workdir takes a directory, such as runs/mine, as does --init; --profile takes steps: 20:30."
+        ) from None
     if own.list:
         return list_recipes()
     if rest and rest[0] in ("-h", "--help"):
@@ -62,9 +68,11 @@ def main(arguments: list[str]) -> int:
     from transformer.inference import start_from
     from transformer.training import processes
     from transformer.training.loop import train
+    from transformer.training.profiling import parse_window
     from transformer.training.start import check_options, origin_of
     from transformer.training.summary import python
 
+    window = None if own.profile is None else parse_window(own.profile, recipe.training.steps)
     processes.join(recipe.parallel)  # before anything asks JAX for its devices
     workdir = own.workdir or f"runs/{recipe.name}"
     if own.fast and not own.workdir:
@@ -78,7 +86,7 @@ def main(arguments: list[str]) -> int:
     if own.init:
         start = start_from(own.init, recipe)
     command = f"{python()} {shlex.join([os.path.relpath(__file__), *again])}"
-    code = train(recipe, workdir, command=command, start=start).exit_code
+    code = train(recipe, workdir, command=command, start=start, profile=window).exit_code
     processes.part()
     return code
 
@@ -94,6 +102,7 @@ def list_recipes() -> int:
 
 
 if __name__ == "__main__":
+    keep_freed_memory()
     exit_code = run_command(lambda: main(sys.argv[1:]), debug="--debug" in sys.argv)
     if "transformer.training.processes" in sys.modules:  # --list and --help need not wait for JAX
         sys.modules["transformer.training.processes"].leave(exit_code)

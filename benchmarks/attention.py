@@ -1,70 +1,134 @@
-"""Time and memory of attention over length: each kernel, beside `jax.nn.dot_product_attention`, forward and backward.
+"""Time and memory of attention over length: each kernel beside `jax.nn.dot_product_attention`, forward and backward.
+From which length each is the fastest, beside the bounds that `auto` goes by.
 
-Usage: python -m benchmarks.attention [--lengths 128 256 ...] [--batch 1]
+Usage: python -m benchmarks.attention [--lengths 64 96 128 ...] [--batch 4] [--turns 5] [--whole-scores-up-to 2048]
 
-Prints the median of five runs in milliseconds, the ratio to jax.nn, and the compiled program's temporary memory.
+Causal, 4 heads of 64: in float32 on a CPU, in bfloat16 elsewhere. At each length the ways take turns. Prints medians in
+milliseconds, and MiB of the compiled programs' temporaries. A length at which `auto` takes another kernel than the
+fastest says what that costs. The last line is a JSON object: `auto` at the longest length that jax.nn was tried at.
 """
 
 import argparse
+import functools
+import math
 import statistics
-import time
 from collections.abc import Callable
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 
+from benchmarks.machine import machine
+from benchmarks.side_by_side import last_line, take_turns, times_faster, versions
 from transformer import Mask, dot_product_attention
+from transformer.cli.allocator import keep_freed_memory
+from transformer.kernels import FUSED_FROM, SLICED_SCORES, WHOLE_SCORES, Request, choose
 from transformer.studies import forward_and_backward
 
 HEADS, HEAD_DIM = 4, 64
-
-
-def kernel(implementation: str) -> Callable:
-    return lambda q, k, v: dot_product_attention(q, k, v, mask=Mask.causal(), implementation=implementation)
-
-
-WAYS = {
-    "jax.nn": lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=True),
-    "reference": kernel("reference"),
-    "chunked": kernel("chunked"),
+PEER = "jax.nn"
+KERNELS = {
+    "cpu": ("reference", "sliced", "chunked"),
+    "gpu": ("reference", "chunked", "cudnn"),
+    "tpu": ("reference", "chunked", "splash"),
 }
+"""what `auto` chooses among, by platform"""
+WHOLE = (PEER, "reference")
+"""ways that hold all scores at once"""
 
 
-def measure(attend: Callable, batch: int, length: int) -> tuple[float, float]:
-    """Milliseconds of a forward and backward pass, MiB of temporaries."""
-    keys = jax.random.split(jax.random.key(0), 3)
-    arrays = [jax.random.normal(key, (batch, length, HEADS, HEAD_DIM)) for key in keys]
-    step = forward_and_backward(attend)
-    compiled = step.lower(*arrays).compile()
-    jax.block_until_ready(compiled(*arrays))
-    times = []
-    for _ in range(5):
-        start = time.perf_counter()
-        jax.block_until_ready(compiled(*arrays))
-        times.append(time.perf_counter() - start)
-    return 1e3 * statistics.median(times), compiled.memory_analysis().temp_size_in_bytes / 2**20
+def way(name: str) -> Callable:
+    """Attention of a query, key and value."""
+    if name == PEER:
+        return lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=True)
+    return lambda q, k, v: dot_product_attention(q, k, v, mask=Mask.causal(), implementation=name)
+
+
+def auto(length: int, dtype: Any) -> str:
+    """The kernel that `auto` takes."""
+    sizes = {"num_queries": length, "num_keys": length, "head_size": HEAD_DIM, "value_size": HEAD_DIM}
+    return choose("auto", Request(**sizes, return_weights=False, dtype=dtype))
+
+
+def measure(names: list[str], arrays: list[jax.Array], turns: int) -> tuple[dict[str, list[float]], dict[str, float]]:
+    """Seconds of each way in each turn, and MiB of temporaries."""
+    compiled = {name: forward_and_backward(way(name)).lower(*arrays).compile() for name in names}
+    works = {
+        name: functools.partial(lambda run: jax.block_until_ready(run(*arrays)), run) for name, run in compiled.items()
+    }
+    memory = {name: run.memory_analysis().temp_size_in_bytes / 2**20 for name, run in compiled.items()}
+    return take_turns(works, turns), memory
+
+
+def stretches(names: list[str], lengths: list[int]) -> str:
+    """Which name holds from which length on: "reference to 96, sliced to 1,024, chunked"."""
+    parts = [
+        f"{name} to {length:,}"
+        for name, length, after in zip(names, lengths, [*names[1:], None], strict=True)
+        if after not in (name, None)
+    ]
+    return ", ".join([*parts, names[-1]])
+
+
+def bounds(platform: str) -> str:
+    """Up to which length `auto` takes what."""
+    most = {"reference": WHOLE_SCORES, "sliced": SLICED_SCORES}
+    told = [f"{name} to {math.isqrt(most[name][platform]):,}" for name in most if platform in most[name]]
+    if platform == "gpu":
+        return ", ".join([f"cudnn from {math.isqrt(FUSED_FROM):,} on; where it can't serve, {told[0]}", "chunked"])
+    return ", ".join([*told, KERNELS[platform][-1]])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[128, 256, 512, 1024, 2048, 4096])
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--whole-scores-up-to", type=int, default=2048, help="no quadratic way beyond this length")
+    lengths = [64, 80, 96, 128, 192, 256, 512, 768, 1_024, 1_536, 2_048]
+    parser.add_argument("--lengths", type=int, nargs="+", default=lengths)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--whole-scores-up-to", type=int, default=1_024, help="no quadratic way beyond this length")
     options = parser.parse_args()
-    device = jax.devices()[0]
+    lengths, platform, where = sorted(options.lengths), jax.default_backend(), machine()
+    dtype = jnp.float32 if platform == "cpu" else jnp.bfloat16
+    kernels = KERNELS[platform]
+    print(f"{where}; batch {options.batch}, {HEADS} x {HEAD_DIM}, {jnp.dtype(dtype).name}, {options.turns} turns\n")
+    columns = [*(f"{name} ms" for name in (PEER, *kernels)), "fastest", "`auto`", *(f"{name} MiB" for name in kernels)]
+    print(f"| length | {' | '.join(columns)} |\n| ---: |{' ---: |' * len(columns)}")
+    found: dict[int, dict[str, Any]] = {}
+    for length in lengths:
+        names = [name for name in (PEER, *kernels) if length <= options.whole_scores_up_to or name not in WHOLE]
+        shape, keys = (options.batch, length, HEADS, HEAD_DIM), jax.random.split(jax.random.key(0), 3)
+        seconds, memory = measure(names, [jax.random.normal(key, shape, dtype) for key in keys], options.turns)
+        middle = {name: statistics.median(times) for name, times in seconds.items()}
+        fastest, taken = min((name for name in names if name != PEER), key=middle.get), auto(length, dtype)
+        costs = f" ({middle[taken] / middle[fastest]:.2f} x)" if taken != fastest and taken in middle else ""
+        found[length] = {"seconds": middle, "mebibytes": memory, "fastest": fastest, "auto": taken}
+        if PEER in middle and taken in middle:
+            found[length]["ratio"] = times_faster(seconds[PEER], seconds[taken])
+        times = [f"{1e3 * middle[name]:.1f}" if name in middle else "" for name in (PEER, *kernels)]
+        sizes = [f"{memory[name]:.1f}" if name in memory else "" for name in kernels]
+        print(f"| {length:,} | {' | '.join([*times, fastest, taken + costs, *sizes])} |", flush=True)
+    print(f"\nfastest on {platform}: {stretches([found[length]['fastest'] for length in lengths], lengths)}")
+    print(f"auto takes: {stretches([found[length]['auto'] for length in lengths], lengths)}")
+    print(f"its bounds: {bounds(platform)}")
+    compared = [length for length in lengths if "ratio" in found[length]]
+    if not compared:
+        return
+    last = found[compared[-1]]
     print(
-        f"{device.platform} ({device.device_kind}), jax {jax.__version__}, batch {options.batch}, {HEADS} x {HEAD_DIM}"
+        last_line(
+            f"attention of {compared[-1]:,} tokens, forward and backward, auto ({last['auto']}) beside {PEER}",
+            last["seconds"][PEER],
+            last["seconds"][last["auto"]],
+            last["ratio"],
+            "seconds",
+            where,
+            all=found,
+            bounds={"whole": WHOLE_SCORES, "sliced": SLICED_SCORES, "fused": FUSED_FROM},
+            versions=versions("jax"),
+        )
     )
-    print(f"{'length':>8} {'way':>10} {'ms':>10} {'of jax.nn':>10} {'MiB':>10}")
-    for length in options.lengths:
-        peer = None
-        for name, attend in WAYS.items():
-            if length > options.whole_scores_up_to and name != "chunked":
-                continue
-            milliseconds, mebibytes = measure(attend, options.batch, length)
-            peer = milliseconds if name == "jax.nn" else peer
-            ratio = f"{milliseconds / peer:.2f}" if peer else "-"
-            print(f"{length:8} {name:>10} {milliseconds:10.1f} {ratio:>10} {mebibytes:10.1f}", flush=True)
 
 
 if __name__ == "__main__":
+    keep_freed_memory()  # as train.py does
     main()

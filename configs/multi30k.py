@@ -5,8 +5,9 @@ Usage: python train.py configs/multi30k.py
 Then: python -m transformer evaluate runs/multi30k --split test; python -m transformer translate runs/multi30k < in.txt.
 Joint BPE of 6,000 entries over the lower-cased, tokenized captions, batches of about 4,096 tokens a side in six
 lengths, translations by a beam of 5. Without network: --data.manual-dir FOLDER, with the files that the message names.
-On 2 CPU cores: about an hour and a quarter, by arithmetic. Expected: not measured yet; published for this size: 41.02
-on test_2016_flickr, tokenized, lower-cased (github.com/LividWo/Revisit-MMT, README-baseline.md, Transformer-Tiny).
+On 2 CPU cores: about 2 hours, with other work beside it. Expected: BLEU 41.28 +- 0.18 on test_2016_flickr, tokenized,
+lower-cased (two seeds: 41.14, 41.41; chrF 65.90 +- 0.19); published for this size: 41.02
+(github.com/LividWo/Revisit-MMT, README-baseline.md, Transformer-Tiny).
 """
 
 from transformer.config import Execution, TransformerConfig
@@ -40,7 +41,7 @@ def get_config() -> Recipe:
             beta2=0.98,
             weight_decay=0.05,
         ),
-        training=TrainingConfig(steps=4000, label_smoothing=0.1, ema_decay=0.998),
+        training=TrainingConfig(steps=7000, label_smoothing=0.1, ema_decay=0.998),
         evaluation=EvaluationConfig(every=250, beam_size=5, beam_alpha=1.0),
         logging=LoggingConfig(every=25),
     )

@@ -1,13 +1,18 @@
 """Strict by default: eight simulated devices, shapes checked, rank promotion refused, our own warnings are errors."""
 
+import gc
+import importlib.metadata
 import os
 import pathlib
 
 # Before JAX starts: a CPU that looks like eight devices, as few threads as a shared machine bears.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-    # Level 0 halves the time that compiling takes, which is most of the time here.
+    # Level 0 halves the time that compiling takes, which is most of the time here. The older emitters, one module for
+    # each program, take a third of what is left; later releases lack them, and refuse a flag they don't know.
     flags = " --xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+    if importlib.metadata.version("jaxlib").startswith("0.10."):
+        flags += " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + flags
 
 from jaxtyping import install_import_hook
@@ -24,6 +29,12 @@ import pytest  # noqa: E402
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
+def pytest_collection_finish():
+    """Tracing makes many objects that live on: Python looks for garbage seldom, and never among what is imported."""
+    gc.freeze()
+    gc.set_threshold(100_000, 20, 20)
+
+
 @pytest.fixture(scope="session")
 def test_data() -> pathlib.Path:
     """Folder with real data, named by TRANSFORMER_TEST_DATA; tests that need it say aloud that they were skipped."""
@@ -31,3 +42,13 @@ def test_data() -> pathlib.Path:
     if not folder:
         pytest.skip("TRANSFORMER_TEST_DATA names no folder with real data (docs: CONTRIBUTING.md, 'Tests')")
     return pathlib.Path(folder)
+
+
+@pytest.fixture(scope="module")
+def compile_once(tmp_path_factory):
+    """Each call of `train` compiles anew; the tests of a file that uses this share what was compiled."""
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("compiled")))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    yield
+    jax.config.update("jax_compilation_cache_dir", None)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)

@@ -6,14 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from transformer.attention import (
-    ContextCache,
-    KVCache,
-    MultiHeadAttention,
-    cache_length,
-    dot_product_attention,
-    set_cache_length,
-)
+from transformer.attention import MultiHeadAttention, dot_product_attention
+from transformer.caches import ContextCache, KVCache, cache_length, set_cache_length
 from transformer.masks import Mask
 from transformer.positions import ALiBi, Rotary
 
@@ -308,7 +302,7 @@ def test_a_cache_too_short_is_an_error_or_drops_never_overwrites():
     two = [a[:, :2] for a in ones]
     steps = jnp.array([7.0, 8.0])[None, :, None, None]
     full = cache.append(*two).append(two[0] * steps, two[1] * steps, two[2])
-    np.testing.assert_array_equal(full.key[0, :, 0, 0], [1, 1, 7])
+    np.testing.assert_array_equal(full.key[0, 0, :, 0], [1, 1, 7])
 
 
 def test_cross_attention_reads_what_its_cache_holds():

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from transformer.config import ConfigError, Execution, TransformerConfig
+from transformer.config import ConfigError, Execution, LayerKind, TransformerConfig
 from transformer.generate import Beam, Sampling, beam_search, beam_search_all, generate
 from transformer.generate.batches import _batches
 from transformer.generate.beam import USUAL
-from transformer.generate.searching import begin, go_on
+from transformer.generate.searching import begin, go_on, top_k
 from transformer.masks import Mask
 from transformer.models import CausalLM, Seq2Seq
 from transformer.zoo import load_pretrained
@@ -91,14 +91,14 @@ def test_a_beam_as_large_as_the_space_finds_the_best():
     """Every row of up to three tokens before the end, counted out; two tokens end a row, and are one end; two more may
     be chosen.
     """
-    ends, words, limit = [END, 0], [1, 2], 4
+    ends, words, limit, fields = [END, 0], [1, 2], 4, {"max_length": 32}
     beam, others = Beam(size=32, n_best=32, alpha=0.9, early_stop=False), set(range(29)) - {*ends, *words}
-    found = search(beam, eos_id=ends, max_new_tokens=limit, suppress=sorted(others))
+    found = search(beam, eos_id=ends, max_new_tokens=limit, suppress=sorted(others), fields=fields)
     for source, row in zip(SOURCES, found, strict=True):
         space = {}
         for length in range(limit):
             for tokens in itertools.product(words, repeat=length):
-                space[tokens] = log_probability(source, [1], tokens, ends) / penalty(length + 1, 0.9)
+                space[tokens] = log_probability(source, [1], tokens, ends, **fields) / penalty(length + 1, 0.9)
         ended = [one for one in row if one.ended]
         assert len(space) == 15
         assert [tuple(one.tokens) for one in ended] == sorted(space, key=lambda tokens: -space[tokens])
@@ -178,6 +178,32 @@ def test_a_longer_cache_goes_on_where_the_first_was_full():
     logits = jax.jit(model.apply)({"params": params}, jnp.array([[1, 2, 3]]), whole[:, :-1])
     logs = np.asarray(jax.nn.log_softmax(logits, -1))[0]
     assert long.log_probability == pytest.approx(logs[np.arange(53), whole[0, 1:]].sum(), abs=1e-3)
+
+
+@pytest.mark.parametrize(("window", "position"), [(3, "rotary"), (None, "alibi")])
+def test_hypotheses_that_share_a_cache_see_their_own_tokens_alone(window, position):
+    """Through a window, which counts places and not slots; by distance; with prompts of unlike lengths."""
+    config = CONFIG.replace(source_vocab_size=None, num_layers=2, position=position, max_length=None)
+    model = CausalLM(config.replace(period=(LayerKind(window=window), LayerKind())))
+    params = jax.tree.map(lambda leaf: 3 * leaf, jax.jit(model.init)(jax.random.key(1), jnp.zeros((1, 2), jnp.int32)))
+    prompts = [[3, 1, 4, 1, 5], [7]]
+    found = beam_search(model, params["params"], prompts=prompts, eos_id=END, max_new_tokens=7, beam=FOUR)
+    assert len({tuple(one.tokens[:2]) for one in found[0]}) > 1, "hypotheses that never part say little"
+    for prompt, row in zip(prompts, found, strict=True):
+        for one in row:
+            written = [*one.tokens, *([END] if one.ended else [])]
+            logits = model.apply(params, jnp.array([[*prompt, *written]])[:, :-1])
+            logs = jax.nn.log_softmax(logits, -1)[0, len(prompt) - 1 :]
+            expected = logs[jnp.arange(len(written)), jnp.array(written)].sum()
+            assert one.log_probability == pytest.approx(float(expected), abs=1e-3)
+
+
+@pytest.mark.parametrize("vocab_size", [90, 6000, 6007])
+def test_the_highest_of_many_are_those_of_a_sort(vocab_size):
+    """With equal ones among them: those of the lower ids."""
+    x = jnp.asarray(np.random.default_rng(0).integers(0, vocab_size // 8, (3, 2, vocab_size)), jnp.float32)
+    for found, expected in zip(top_k(x, 8), jax.lax.top_k(x, 8), strict=True):
+        np.testing.assert_array_equal(found, expected)
 
 
 @pytest.mark.slow

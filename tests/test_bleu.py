@@ -4,7 +4,6 @@ import dataclasses
 import json
 from pathlib import Path
 
-import jax
 import pytest
 import sacrebleu
 from training_recipes import change, record_drawn_run
@@ -72,14 +71,7 @@ def test_a_text_of_two_lines_is_written_and_scored_as_one(tmp_path):
 # A run
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compile_once(tmp_path_factory):
-    """Each call compiles anew; here they share what was compiled."""
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("compiled")))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    yield
-    jax.config.update("jax_compilation_cache_dir", None)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
+pytestmark = pytest.mark.usefixtures("compile_once")
 
 
 def copying(folder):

@@ -129,6 +129,19 @@ def test_a_file_where_a_directory_should_be(tmp_path, file):
         save_now(checkpointer, 1, {"x": np.ones(3)})
 
 
+def test_what_was_left_over_goes_and_what_is_not_ours_stays(tmp_path):
+    root = tmp_path / "checkpoints"
+    for name in ("5.tmp", "notes"):
+        (root / name / "inside").mkdir(parents=True)
+    for name in ("1.tmp", "notes.tmp"):
+        (root / name).write_text("a file")
+    (root / "7.tmp").symlink_to(root / "notes")
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, {"x": np.ones(3)})
+    assert sorted(os.listdir(root)) == ["1", "notes", "notes.tmp"]
+    assert os.listdir(root / "notes") == ["inside"]
+
+
 def test_killed_in_the_middle_of_a_save(tmp_path):
     """The commit is one rename: killed at any moment before it, the older checkpoint is the newest."""
     script = textwrap.dedent(

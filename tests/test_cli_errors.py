@@ -28,6 +28,7 @@ class TestRunCommand:
         [
             (ConfigError("d_model is odd. Make it even."), 2, "error: d_model is odd. Make it even."),
             (ValueError("two\n  lines\x1b[31m"), 2, "error: two lines\\x1b[31m"),
+            (ValueError("x" * 9000), 2, f"error: {'x' * 7993} ... (and 1007 characters more)"),
             (FileNotFoundError("no x. Make one."), 2, "error: no x. Make one."),
             (FileNotFoundError(errno.ENOENT, "Gone", "a/b"), 2, "error: a/b: Gone. Check the name."),
             (NotADirectoryError(errno.ENOTDIR, "No directory", "a"), 2, "error: a: No directory. Name a directory."),

@@ -3,17 +3,16 @@
 import dataclasses
 import json
 
-import jax
 import numpy as np
 import pytest
-from training_recipes import change
+from training_recipes import assert_equals_one_gone_on_with, change
 
 from transformer.config import ConfigError, Execution, Patches, TransformerConfig
 from transformer.data import Digits, ImageFile, prepare
 from transformer.data.images import ImageDataset
 from transformer.data.sources import Images
 from transformer.models import VisionClassifier
-from transformer.plan.flops import step_flops, without_data
+from transformer.plan import step_flops, without_data
 from transformer.sharding import ParallelConfig
 from transformer.training import EvaluationConfig, LoggingConfig, OptimizerConfig, Recipe, TrainingConfig
 from transformer.training.loop import train
@@ -194,11 +193,7 @@ def test_batches_go_on_where_they_were(tmp_path):
 @pytest.mark.slow
 def test_a_run_gone_on_with_equals_one_never_stopped(trained, tmp_path):
     folder, recipe = trained
-    train(change(recipe, training={"steps": 3}), tmp_path / "run")
-    train(recipe, tmp_path / "run")
-    found = [load_run(workdir, step=6).params for workdir in (folder / "run", tmp_path / "run")]
-    for ours, theirs in zip(*map(jax.tree.leaves, found), strict=True):
-        np.testing.assert_array_equal(ours, theirs)
+    assert_equals_one_gone_on_with(folder / "run", recipe, 3, tmp_path / "stopped")
 
 
 def test_evaluate_and_classify(trained, capsys):

@@ -12,7 +12,7 @@ import jax
 import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent
-PAGES = sorted((ROOT / "docs").glob("*.md"))
+PAGES = [page for page in sorted((ROOT / "docs").rglob("*.md")) if page.parent.name != "results"]  # parts of results.md
 # A picture and its words, or a link: what is in the round brackets, an anchor apart. Not within code.
 LINK = re.compile(r"\]\(([^)\s#]*)(#[^)\s]*)?\)")
 FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
@@ -36,12 +36,12 @@ def quotes(text):
 
 
 by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-TRAINING = {"fine-tuning", "vectors"}
-"""pages whose blocks train"""
+SLOW = {"colab", "fine-tuning", "long-sequences", "reuse", "vectors"}
+"""pages whose blocks train, or compile much"""
 
 
 @pytest.mark.parametrize(
-    "page", [pytest.param(p, marks=pytest.mark.slow if p.stem in TRAINING else (), id=p.stem) for p in PAGES]
+    "page", [pytest.param(p, marks=pytest.mark.slow if p.stem in SLOW else (), id=p.stem) for p in PAGES]
 )
 def test_python_blocks_run_in_order_in_one_namespace(page):
     namespace = {"__name__": page.stem}
@@ -50,7 +50,7 @@ def test_python_blocks_run_in_order_in_one_namespace(page):
             exec(compile(block, str(page), "exec"), namespace)
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md"], ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md"], ids=lambda page: page.stem)
 def test_links_and_images_lead_to_files(page):
     targets = LINK.findall(FENCED.sub("", read(page)))
     for target, anchor in targets:

@@ -53,7 +53,6 @@ PUBLISHED = {
 SOURCE = re.compile(r"et\s+al\.|arXiv|\b[Ss]ection \d|\b[A-Z]\w+(?: & [A-Z]\w+)? (?:19|20)\d\d\b")
 # Names in those files that have no source, and why.
 NO_SOURCE = {
-    **dict.fromkeys(["KVCache", "ContextCache", "cache_length", "set_cache_length"], "bookkeeping"),
     **dict.fromkeys(["LayerInputs", "LayerCache", "correct", "table_parameter"], "bookkeeping"),
     **dict.fromkeys(["position_scheme", "make_norm", "kernel_init", "decay_mask"], "a choice by name"),
     **dict.fromkeys(["linear", "Linear"], "a matrix product"),

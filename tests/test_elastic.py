@@ -10,6 +10,8 @@ from transformer.sharding import ParallelConfig
 from transformer.training.loop import train
 from transformer.training.metrics import read_metrics
 
+pytestmark = pytest.mark.usefixtures("compile_once")
+
 LAYOUTS = {
     "fsdp": ParallelConfig(fsdp=2, data=2, devices=4),
     "pmap": ParallelConfig(kind="pmap", devices=4),

@@ -1,6 +1,7 @@
 """Kernels: each does what the documented table says; the chunked one skips what it may, and stays linear."""
 
 import functools
+import logging
 import re
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from transformer.attention import dot_product_attention
 from transformer.config import ConfigError
 from transformer.kernels import (
     ALL_KERNELS,
+    GPU_KERNELS,
     SPLIT_KERNELS,
     Request,
     choose,
@@ -171,18 +173,48 @@ def test_the_choice_is_by_length_and_demand():
     def request(queries, keys, weights=False):
         return Request(num_queries=queries, num_keys=keys, return_weights=weights)
 
-    assert choose("auto", request(128, 128)) == "reference"
-    assert choose("auto", request(256, 256)) == "chunked"
+    assert choose("auto", request(64, 64)) == "reference"
+    assert choose("auto", request(256, 256)) == "sliced"
+    assert choose("auto", request(2048, 2048)) == "chunked"
     assert choose("auto", request(1, 1_000_000)) == "reference"
     assert choose("auto", request(4096, 4096, weights=True)) == "reference"
     assert choose("chunked", request(2, 2)) == "chunked"
+
+
+def test_what_auto_takes_is_logged_once_for_each_size(caplog):
+    caplog.set_level(logging.INFO, "transformer.kernels")
+    for length in (331, 331, 337):
+        for implementation in ("auto", "chunked"):
+            choose(implementation, Request(num_queries=length, num_keys=4001, return_weights=False))
+    assert caplog.messages == [f"{n} x 4001 scores a head on cpu: auto takes chunked" for n in (331, 337)]
+
+
+def test_a_gpu_takes_its_fused_kernel_where_it_serves(monkeypatch):
+    for module in ("transformer.kernels", "transformer.kernels.cudnn", "transformer.kernels.splash"):
+        monkeypatch.setattr(f"{module}.platform", lambda: "gpu")
+
+    def chosen(length, **facts):
+        sizes = {"num_queries": length, "num_keys": length, "return_weights": False, "dtype": jnp.bfloat16}
+        return choose("auto", Request(**(sizes | facts)))
+
+    assert chosen(1024) == "cudnn"
+    assert chosen(128) == "reference"
+    assert chosen(1024, dtype=jnp.float32) == "reference"
+    assert chosen(4096, has_segments=True) == "chunked"
+
+
+def test_what_cudnn_would_need_is_said():
+    request = Request(num_queries=8, num_keys=8, return_weights=False, dtype=jnp.bfloat16)
+    with pytest.raises(ConfigError, match=r"cudnn .* can't run on cpu: .* NVIDIA GPUs. Use reference or sliced"):
+        choose("cudnn", request)
 
 
 def test_a_kernel_that_can_not_serve_says_which_can():
     with pytest.raises(ConfigError, match=r"chunked .* can't return attention weights: .* Use reference, or auto"):
         choose("chunked", Request(num_queries=2, num_keys=2, return_weights=True))
     with pytest.raises(
-        ConfigError, match=r"must be one of auto, reference, chunked, splash, got 'chunk'. Did you mean 'chunked'"
+        ConfigError,
+        match=r"one of auto, reference, sliced, chunked, splash, cudnn, got 'chunk'. Did you mean 'chunked'",
     ):
         choose("chunk", Request(num_queries=2, num_keys=2, return_weights=False))
 
@@ -200,6 +232,7 @@ ASKED = {
     "causal window": {"mask": Mask.causal() & Mask.window(5)},
     "window to both sides": {"mask": Mask.window(3)},
     "a row that sees nothing": {"mask": Mask.causal() & Mask.lengths(jnp.array([9, 0]))},
+    "a window behind the last key": {"mask": Mask.causal() & Mask.window(3) & Mask.lengths(jnp.array([9, 0]))},
     "mask array": {"mask": Mask.array(jax.random.bernoulli(KEYS[6], 0.4, (2, 4, L, L)))},
     "offset of a cache": {"mask": Mask.causal().shifted(jnp.array([4, 0]))},
     "keys of another length": {"key": KV[:, :12], "value": VALUES[:, :12]},
@@ -211,6 +244,7 @@ ASKED = {
     "bias": {"table": jax.random.normal(KEYS[3], (4, 2 * L))},
     "dropout": {"mask": Mask.window(1), "dropout_rate": 0.25, "dropout_key": KEYS[4]},
     "weights returned": {"return_weights": True},
+    "float32": {"dtype": jnp.float32},
     "bfloat16": {"dtype": jnp.bfloat16},
     "float16": {"dtype": jnp.float16},
 }
@@ -232,7 +266,7 @@ def documented_cells():
 def attend(kernel, asked):
     """Output, weights, and gradients by all numbers that are asked with."""
     options = {"query": Q, "key": KV, "value": VALUES} | ASKED[asked]
-    dtype = options.pop("dtype", jnp.float32)
+    dtype = options.pop("dtype", jnp.bfloat16 if kernel in GPU_KERNELS else jnp.float32)
     floats = {name: options.pop(name) for name in ("query", "key", "value", "sinks", "table") if name in options}
 
     def loss(floats):
@@ -257,7 +291,11 @@ def test_the_documented_table_has_a_cell_for_all_that_is_tested():
 
 @pytest.mark.parametrize("asked", ASKED)
 @pytest.mark.parametrize("kernel", [name for name in ALL_KERNELS if name != "reference"])
-def test_each_kernel_does_what_the_documented_table_says(kernel, asked):
+def test_each_kernel_does_what_the_documented_table_says(kernel, asked, monkeypatch):
+    if kernel == "cudnn" and jax.default_backend() != "gpu":  # the same call, answered by XLA
+        monkeypatch.setattr("transformer.kernels.cudnn.LIBRARY", "xla")
+        if asked == "float16":
+            pytest.skip("XLA's answer to cuDNN's call multiplies no float16 on CPU")
     sizes = {"data": 2, "context": 4} if kernel in SPLIT_KERNELS else {"data": 1}
     devices = jax.devices()[: np.prod(list(sizes.values()))]
     axis_types = (AxisType.Auto,) * len(sizes)
@@ -272,8 +310,11 @@ def test_each_kernel_does_what_the_documented_table_says(kernel, asked):
         np.testing.assert_allclose(out, jnp.where(out == 0, 0, alone / 0.75), rtol=1e-5)
         assert (out == 0).mean() == pytest.approx(0.25, abs=0.15)
         return
-    tolerance = 2e-5 if "dtype" not in ASKED[asked] else 0.05
-    assert out.dtype == expected(asked)[1].dtype
+    exact = kernel not in GPU_KERNELS and ASKED[asked].get("dtype", jnp.float32) == jnp.float32
+    tolerance = 2e-5 if exact else 0.05
+    assert out.dtype == (
+        expected(asked)[1].dtype if kernel not in GPU_KERNELS else ASKED[asked].get("dtype", jnp.bfloat16)
+    )
     jax.tree.map(
         functools.partial(np.testing.assert_allclose, rtol=tolerance, atol=tolerance),
         jax.tree.map(lambda x: x.astype(jnp.float32), (grads, out)),

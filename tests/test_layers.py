@@ -112,6 +112,19 @@ def test_activations_are_their_formulas():
     assert np.abs(gelu - tanh).max() > 1e-4
 
 
+def test_the_slope_of_gelu_is_its_formula():
+    """Also where it is half precision, and as a Jacobian-vector product."""
+    x = jnp.linspace(-6, 6, 49)
+    exact = np.asarray(x, np.float64)
+    slope = (1 + erf(exact / np.sqrt(2))) / 2 + exact * np.exp(-(exact**2) / 2) / np.sqrt(2 * np.pi)
+    gelu = ACTIVATIONS["gelu_erf"]
+    np.testing.assert_allclose(jax.grad(lambda x: gelu(x).sum())(x), slope, atol=2e-6)
+    np.testing.assert_allclose(jax.jvp(gelu, (x,), (2 * jnp.ones(49),))[1], 2 * slope, atol=4e-6)
+    half = jax.grad(lambda x: gelu(x).sum())(x.astype(jnp.bfloat16))
+    assert half.dtype == jnp.bfloat16
+    np.testing.assert_allclose(half.astype(jnp.float32), slope, atol=1e-2)
+
+
 @pytest.mark.parametrize("gated", [False, True])
 def test_feed_forward_is_its_formula(gated):
     layer = FeedForward(width=7, gated=gated)

@@ -88,7 +88,28 @@ def test_of_another_host_stays(tmp_path):
     assert (tmp_path / ".lock").exists()
 
 
-@pytest.mark.parametrize("content", ["", '{"pid": 12', "[]", '{"pid": "12", "host": "a", "started": "b"}'])
+def test_of_a_process_killed_before_it_wrote_its_name(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(module, "_PATIENCE", 0.1)
+    (tmp_path / ".lock").write_text("")
+    with WorkdirLock(tmp_path):
+        assert "Took over" in capfd.readouterr().err
+        assert json.loads((tmp_path / ".lock").read_text())["pid"] == os.getpid()
+
+
+def test_one_that_slept_before_it_wrote_its_name_does_not_take_it_back(tmp_path, monkeypatch):
+    flock = fcntl.flock
+
+    def taken_meanwhile(file, how):
+        monkeypatch.setattr(fcntl, "flock", flock)
+        write_record(tmp_path, pid=1, started=module._started(1))
+        flock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", taken_meanwhile)
+    with pytest.raises(WorkdirInUseError, match="in use by process 1 on host"):
+        WorkdirLock(tmp_path).acquire()
+
+
+@pytest.mark.parametrize("content", ['{"pid": 12', "[]", '{"pid": "12", "host": "a", "started": "b"}'])
 def test_damaged(tmp_path, monkeypatch, content):
     monkeypatch.setattr(module, "_PATIENCE", 0.1)
     (tmp_path / ".lock").write_text(content)

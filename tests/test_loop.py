@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from training_recipes import change, text_recipe
+from training_recipes import change, text_recipe, xla_flags
 
 import transformer
 from transformer.config import Execution, TransformerConfig
@@ -30,14 +30,7 @@ from transformer.training.summary import Score, Summary, python, read_summary, r
 ROOT = Path(__file__).resolve().parent.parent
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compile_once(tmp_path_factory):
-    """Each call of `train` compiles anew; here they share what was compiled."""
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("compiled")))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    yield
-    jax.config.update("jax_compilation_cache_dir", None)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
+pytestmark = pytest.mark.usefixtures("compile_once")
 
 
 # A run of translations
@@ -257,7 +250,7 @@ class Process:
     def __init__(self, command, folder):
         cache = {"JAX_COMPILATION_CACHE_DIR": str(folder / "compiled")}
         cache["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-        environment = os.environ | cache | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+        environment = os.environ | cache | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": xla_flags(1)}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         command = [sys.executable, "-u", *command.split()[1:]]
         self.process = subprocess.Popen(command, text=True, cwd=ROOT, env=environment, **pipes)
@@ -277,10 +270,11 @@ class Process:
         return self.process.communicate(timeout=200)[0], self.process.returncode
 
 
-def test_signals_in_compilation_step_and_evaluation_save_and_say_how_to_go_on(tmp_path):
+@pytest.fixture
+def stopped(tmp_path):
+    """The command of a run that got a signal while its step was compiled."""
     (tmp_path / "mine.py").write_text(RECIPE.format(tests=str(ROOT / "tests"), folder=str(tmp_path)))
-    workdir, command = tmp_path / "run", f"{python()} train.py {tmp_path}/mine.py --workdir {tmp_path}/run"
-
+    command = f"{python()} train.py {tmp_path}/mine.py --workdir {tmp_path}/run"
     run = Process(command, tmp_path)
     run.signal_at("compiling the training step", signal.SIGTERM)
     said, code = run.end()
@@ -288,7 +282,16 @@ def test_signals_in_compilation_step_and_evaluation_save_and_say_how_to_go_on(tm
     assert "compiled in" in said  # the compiler can't be interrupted: its first step is done, and saved
     assert "stopped at step 1 of 2100, everything is saved" in said
     assert said.splitlines()[-1].strip() == command
+    return command
 
+
+def test_a_signal_in_compilation_saves_and_says_how_to_go_on(stopped, tmp_path):
+    assert load_run(tmp_path / "run", "newest").step == 1
+
+
+@pytest.mark.slow
+def test_signals_in_step_and_evaluation_and_the_same_command_goes_on(stopped, tmp_path):
+    workdir, command = tmp_path / "run", stopped
     run = Process(command, tmp_path)
     run.signal_at("step 50/", signal.SIGINT)
     said, code = run.end()

@@ -5,12 +5,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from training_recipes import VOCABULARY, initial_params, tiny_batch, tiny_recipe
+from training_recipes import VOCABULARY, batch_outputs, initial_params, tiny_batch, tiny_recipe
 
 from transformer.models import Classifier
 from transformer.training import build_model
 from transformer.training.losses import correct, cross_entropy
-from transformer.training.tasks import batch_outputs
 
 LOGITS = jnp.asarray(np.random.default_rng(3).normal(size=(2, 5, 7)) * 3, jnp.float32)
 TARGETS = jnp.array([[0, 6, 3, 3, 1], [2, 2, 5, 0, 6]], jnp.int32)

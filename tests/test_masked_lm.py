@@ -4,11 +4,10 @@ import dataclasses
 import json
 
 import chex
-import jax
 import numpy as np
 import pytest
 from finetune_parts import write_tokenizer
-from training_recipes import change
+from training_recipes import assert_equals_one_gone_on_with, change
 
 from transformer.config import ConfigError, Execution, TransformerConfig
 from transformer.data import LabeledText, MaskedText, TokenizerConfig, load_tokenizer, prepare
@@ -27,24 +26,15 @@ from transformer.training import (
     Recipe,
     TrainingConfig,
 )
-from transformer.training.checkpoint import Checkpointer
 from transformer.training.loop import train
 from transformer.training.recipe import from_json, load_recipe, to_json
 from transformer.training.runs import load_run
-from transformer.training.state import abstract_state
 
 WORDS = ["the", "a", "good", "bad", "film", "very", "not", "quite"]
 WORD = TokenizerConfig(kind="word", vocab_size=40)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compile_once(tmp_path_factory):
-    """Each call of `train` compiles anew; here they share what was compiled."""
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("compiled")))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    yield
-    jax.config.update("jax_compilation_cache_dir", None)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
+pytestmark = pytest.mark.usefixtures("compile_once")
 
 
 @pytest.fixture(scope="module")
@@ -226,14 +216,7 @@ def run(path, tmp_path_factory):
 
 
 def test_a_run_gone_on_with_equals_one_never_stopped(run, path, tmp_path):
-    train(filling_in(path, training={"steps": 4}), tmp_path / "stopped")
-    train(filling_in(path), tmp_path / "stopped")
-
-    def state(workdir):
-        with Checkpointer(workdir) as checkpoints:
-            return jax.device_get(checkpoints.restore_newest(abstract_state(load_recipe(workdir))).state)
-
-    chex.assert_trees_all_equal(state(tmp_path / "stopped"), state(run))
+    assert_equals_one_gone_on_with(run, filling_in(path), 4, tmp_path / "stopped")
     losses = [json.loads(line).get("eval/loss") for line in (run / "metrics.jsonl").read_text().splitlines()]
     losses = [loss for loss in losses if loss is not None]
     assert losses[-1] < losses[0]

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -157,7 +158,39 @@ def test_names_are_stable():
         "data/padding",
         "perf/tokens_per_s",
         "perf/step_time_s",
+        "perf/data_wait",
+        "perf/flops_per_s",
+        "perf/mfu",
+        "perf/peak_memory_bytes",
+        "perf/compile_s",
     ]
+
+
+class Pending:
+    """A metric that a device may still be computing."""
+
+    def __init__(self, value, ready):
+        self.value, self.is_ready = value, lambda: ready
+
+
+@pytest.mark.parametrize("ready", [True, False])
+def test_the_time_a_step_waits_for_data_is_told(tmp_path, monkeypatch, ready):
+    """A batch that is made while the device still works keeps nobody waiting."""
+    now = [0.0]
+    monkeypatch.setattr("transformer.training.journal.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr(jax, "device_get", lambda tree: {n: np.asarray(m.value) for n, m in tree.items()})
+    recipe = tiny_recipe(steps=5)
+    recipe = dataclasses.replace(recipe, logging=dataclasses.replace(recipe.logging, every=2))
+    told = {"loss_sum": 1.0, "weight": 1.0, "grad_norm": 1.0, "learning_rate": 0.1, "skipped": 0, "finite": True}
+    with MetricsWriter(tmp_path) as writer:
+        journal = Journal(recipe, Ledger(), writer, Progress(5, mode="none"), [])
+        for step in range(1, 6):
+            journal.fed(0.25)
+            journal.add(step, {name: Pending(value, ready) for name, value in told.items()})
+            now[0] += 1.0
+        journal.read()
+    waits = [line["perf/data_wait"] for line in read_metrics(tmp_path / "metrics.jsonl") if "perf/data_wait" in line]
+    assert max(waits) == pytest.approx(0.25 if ready else 0.0)
 
 
 @pytest.mark.parametrize("routed", [True, False])
@@ -184,7 +217,7 @@ def test_a_pipe_gets_plain_lines(monkeypatch):
     monkeypatch.setattr("transformer.training.metrics.time.monotonic", lambda: 100.0 + 30 * next(clock))
     stream = io.StringIO()
     with Progress(1000, start_step=100, stream=stream) as progress:
-        progress.update(110, loss=2.34567, tokens_per_s=12345.6)
+        progress.update(110, loss=2.34567, targets_per_s=12345.6)
         progress.advance(115)
         progress.update(120, loss=float("nan"))
         progress.print("[bold]a sample[/bold]")
@@ -209,10 +242,10 @@ def test_none_is_silent_but_for_text():
 
 SHOW = """
 from transformer.training.metrics import Progress
-with Progress(200) as progress:
-    progress.update(50, loss=2.5, tokens_per_s=1234.0)
+with Progress(200, targets="images") as progress:
+    progress.update(50, loss=2.5, targets_per_s=1234.0)
     progress.print("a sample [1]")
-    progress.update(200, loss=1.25, tokens_per_s=1234.0)
+    progress.update(200, loss=1.25, targets_per_s=1234.0)
 """
 
 
@@ -235,9 +268,9 @@ def test_a_terminal_gets_a_bar_and_a_pipe_none():
     assert process.wait() == 0
     text = shown.decode()
     assert "\x1b[" in text  # moves the cursor
-    for piece in ("200/200", "loss 1.2500", "1,234 tokens/s", "a sample [1]"):
+    for piece in ("200/200", "loss 1.2500", "1,234 images/s", "a sample [1]"):
         assert piece in text
     piped = subprocess.run(command, capture_output=True, env=environment, check=True)
     assert b"\x1b" not in piped.stdout + piped.stderr
     assert b"\r" not in piped.stdout
-    assert b"step 50/200  loss 2.5000  1,234 tokens/s\n" in piped.stdout
+    assert b"step 50/200  loss 2.5000  1,234 images/s\n" in piped.stdout

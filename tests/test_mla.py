@@ -7,7 +7,7 @@ import jaxtyping
 import numpy as np
 import pytest
 
-from transformer.attention import KVCache, cache_length, set_cache_length
+from transformer.caches import KVCache, cache_length, set_cache_length
 from transformer.config import MLA, ConfigError, LayerKind, TransformerConfig
 from transformer.generate import Sampling, generate
 from transformer.masks import Mask

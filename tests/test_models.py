@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from transformer.attention import cache_length
+from transformer.caches import cache_length
 from transformer.config import ConfigError, TransformerConfig
 from transformer.masks import Mask
 from transformer.models import CausalLM, Classifier, Seq2Seq

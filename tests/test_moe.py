@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from training_recipes import VOCABULARY, change, compiled_step, start, tiny_batch, tiny_recipe
+from training_recipes import VOCABULARY, batch_outputs, change, compiled_step, start, tiny_batch, tiny_recipe
 
 from transformer.config import Execution, LayerKind, MoE, TransformerConfig
 from transformer.layers import ACTIVATIONS
@@ -22,9 +22,10 @@ from transformer.stacks import Decoder
 from transformer.training import recipe as recipes
 from transformer.training.losses import cross_entropy
 from transformer.training.step import make_eval_step
-from transformer.training.tasks import batch_outputs, outputs_and_router_loss
+from transformer.training.tasks import training_loss
 
 FIVE = MoE(num_experts=5, top_k=2, load_balance_weight=1.0, router_z_weight=1.0)
+losses = jax.jit(router_losses)
 X = jax.random.normal(jax.random.key(0), (3, 11, 6))
 LONG = jax.random.normal(jax.random.key(0), (1, 83, 6))  # blocks of several rows
 
@@ -213,25 +214,24 @@ def test_losses_of_the_router_are_their_formulas():
     """Of each row's real tokens: n E sum f p, and the sum of logsumexp^2; where all experts are alike, n E / E = n."""
     logits = jax.random.normal(jax.random.key(0), (2, 7, 5))
     chosen = jax.lax.top_k(logits, 2)[1]
-    lengths = [4, 7]
-    balance, z = router_losses(logits, chosen, Mask.lengths(jnp.array(lengths)))
-    for row, n in enumerate(lengths):
+    balance, z = losses(logits, chosen, Mask.lengths(jnp.array([4, 7])))
+    for row, n in enumerate((4, 7)):
         share = np.bincount(np.asarray(chosen[row, :n]).ravel(), minlength=5) / (2 * n)
         probability = np.asarray(jax.nn.softmax(logits[row, :n])).mean(0)
         np.testing.assert_allclose(balance[row], n * 5 * (share * probability).sum(), rtol=1e-5)
         np.testing.assert_allclose(z[row], (np.log(np.exp(logits[row, :n]).sum(-1)) ** 2).sum(), rtol=1e-5)
-    even = router_losses(jnp.zeros((1, 5, 5)), jnp.arange(5)[None, :, None])
+    even = losses(jnp.zeros((1, 5, 5)), jnp.arange(5)[None, :, None])
     np.testing.assert_allclose((even[0][0], even[1][0]), (5.0, 5 * math.log(5) ** 2), rtol=1e-5)
-    np.testing.assert_array_equal(router_losses(logits, chosen, Mask.lengths(jnp.array([0, 0])))[0], [0, 0])
+    np.testing.assert_array_equal(losses(logits, chosen, Mask.lengths(jnp.array([0, 0])))[0], [0, 0])
 
 
 def test_packing_changes_no_loss_of_the_router():
     logits = jax.random.normal(jax.random.key(0), (1, 9, 5))
     chosen = jax.lax.top_k(logits, 2)[1]
-    packed = router_losses(logits, chosen, Mask.segments(jnp.array([[7, 7, 7, 7, 2, 2, 2, 2, 2]])))
-    parts = [router_losses(logits[:, part], chosen[:, part]) for part in (slice(0, 4), slice(4, 9))]
-    for index in (0, 1):
-        np.testing.assert_allclose(packed[index], parts[0][index] + parts[1][index], rtol=1e-5)
+    parts = np.array([losses(logits[:, part], chosen[:, part]) for part in (slice(0, 4), slice(4, 9))])
+    for second, expected in ((2, parts.sum(0)), (0, parts[0])):  # 0 is padding
+        packed = losses(logits, chosen, Mask.segments(jnp.array([[7] * 4 + [second] * 5])))
+        np.testing.assert_allclose(packed, expected, rtol=1e-5)
 
 
 def test_the_balance_loss_balances():
@@ -317,7 +317,7 @@ def test_every_model_has_its_aux():
     logits, aux = call(variables, TOKENS, TOKENS[:, :5])
     np.testing.assert_allclose(aux["load_balance"], 2 * lengths + 3 * 5, rtol=1e-5)
     dense = CausalLM(config.replace(period=(LayerKind(),)))
-    logits, aux = dense.apply(jax.jit(dense.init)(KEY, TOKENS), TOKENS, method=CausalLM.with_aux)
+    (_, aux), _ = jax.eval_shape(lambda: dense.init_with_output(KEY, TOKENS, method=CausalLM.with_aux))
     assert aux == {}
 
 
@@ -347,16 +347,16 @@ def test_the_step_minimizes_both_losses_and_any_split_gives_the_same(task):
         for name in ("loss_sum", "router_loss", "weight", "grad_norm"):
             np.testing.assert_allclose(other_metrics[name], metrics[name], rtol=1e-4)
     model = recipes.build_model(whole)
-    logits, router_loss = jax.jit(functools.partial(outputs_and_router_loss, task, model))(state.params, batch)
-    plain = jax.jit(functools.partial(batch_outputs, task, model))(state.params, batch)
-    np.testing.assert_allclose(logits, plain, rtol=1e-5, atol=1e-6)
+    rest = batch, whole.training, None
+    router_loss = jax.jit(lambda params: training_loss(task, model, params, *rest)[2])(state.params)
     np.testing.assert_allclose(metrics["router_loss"], router_loss, rtol=1e-5)
     sums = jax.jit(make_eval_step(whole))(state.params, batch)
     np.testing.assert_allclose(sums["loss_sum"], metrics["loss_sum"], rtol=1e-5)
     assert router_loss > 6 * 7
 
     def mean_loss(params):
-        logits, router_loss = outputs_and_router_loss(task, model, params, batch)
+        router_loss = training_loss(task, model, params, *rest)[2]
+        logits = batch_outputs(task, model, params, batch)
         loss_sum, weight = cross_entropy(logits, batch["targets"], batch["weights"])
         return (loss_sum + router_loss) / weight
 

@@ -160,6 +160,11 @@ def test_the_balance_loss_of_sigmoids_is_of_their_shares():
     expected = 7 * 5 * (share * (scores / scores.sum(-1, keepdims=True)).mean(0)).sum()
     got = router_losses(jnp.asarray(logits), jnp.asarray(chosen), scoring="sigmoid")[0]
     np.testing.assert_allclose(got, [expected], rtol=1e-5)
+    # Where every sigmoid rounds to 0, sigmoid(x) is exp(x), and shares are a softmax.
+    low, chosen = jnp.asarray(logits) - 120, jnp.asarray(chosen)
+    loss = jax.value_and_grad(lambda logits, scoring: router_losses(logits, chosen, scoring=scoring)[0].sum())
+    for got, expected in zip(loss(low, "sigmoid"), loss(low, "softmax"), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_parameters_of_a_router():

@@ -46,9 +46,13 @@ def test_wsd_is_constant_and_then_falls_on_a_line_to_its_fraction():
     got = rates([4, 8, 12, 14, 16, 20, 30], **falling)  # of 20 steps the last eight
     np.testing.assert_allclose(got, [0.5, 0.5, 0.5, 0.4, 0.3, 0.1, 0.1], rtol=1e-6)
     np.testing.assert_allclose(rates([6, 9, 10], **falling, decay_steps=10), [0.5, 0.2, 0.1], rtol=1e-6)
-    assert rates([19], schedule="wsd", decay_fraction=0.0) == [0.5]
-    with pytest.raises(ConfigError, match=r"optimizer.decay_fraction must be a number of at least 0"):
-        OptimizerConfig(decay_fraction=-0.1)
+    at_once = rates([19, 20], **falling | {"decay_fraction": 0.0})
+    np.testing.assert_allclose(at_once, [0.5, 0.1], rtol=1e-6)
+    whole = rates([3, 4, 12, 20], **falling | {"decay_fraction": 1.0})  # no part of the warm-up: nothing jumps
+    np.testing.assert_allclose(whole, [0.375, 0.5, 0.3, 0.1], rtol=1e-6)
+    for wrong in (-0.1, 1.0 + 1e-10, math.nan, True):
+        with pytest.raises(ConfigError, match=r"optimizer.decay_fraction must be a number from 0 to 1, got"):
+            OptimizerConfig(decay_fraction=wrong)
 
 
 def test_rsqrt_halves_when_steps_are_fourfold():

@@ -12,12 +12,14 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 import transformer
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PINS = ["requirements.txt", "requirements-gpu.txt", "requirements-tpu.txt"]
+OTHER_PINS = ["requirements-audit.txt", "requirements-docs.txt", "requirements-newest.txt", "requirements-parity.txt"]
 
 
 def pins(name: str) -> list[Requirement]:
@@ -48,7 +50,7 @@ def ranges(extra: str) -> list[Requirement]:
     return found
 
 
-@pytest.mark.parametrize("name", [*PINS, "requirements-newest.txt", "requirements-parity.txt"])
+@pytest.mark.parametrize("name", [*PINS, *OTHER_PINS])
 def test_every_requirement_is_exact(name):
     for pin in pins(name):
         assert re.fullmatch(r"==[0-9][\w.]*", str(pin.specifier)), f"{name}: {pin}"
@@ -63,6 +65,20 @@ def test_pins_are_within_the_ranges(python):
         assert requirement.specifier.contains(version), f"{requirement} does not allow the pin {version}"
 
 
+def test_the_newest_are_newer_and_within_the_ranges():
+    newest, base = pinned("requirements-newest.txt", "3.13"), pinned("requirements.txt", "3.13")
+    assert {name for name in newest.keys() & base.keys() if Version(newest[name]) <= Version(base[name])} == set()
+    for requirement in [*map(Requirement, PROJECT["dependencies"]), *ranges("test")]:
+        version = newest.get(canonicalize_name(requirement.name))
+        assert version is None or requirement.specifier.contains(version), f"{requirement} does not allow {version}"
+
+
+def test_pins_of_the_site_are_within_the_ranges():
+    chosen = pinned("requirements-docs.txt", "3.11")
+    for requirement in ranges("docs"):
+        assert requirement.specifier.contains(chosen[canonicalize_name(requirement.name)]), requirement
+
+
 def test_neither_tensorflow_nor_torch_is_installed():
     assert not {"tensorflow", "tensorflow-cpu", "torch"} & pinned("requirements.txt", "3.11").keys()
 
@@ -75,7 +91,7 @@ def test_an_accelerator_adds_to_the_same_jax(name, extra, needs):
     assert needs in pinned(f"requirements-{name}.txt", "3.11")
 
 
-@pytest.mark.parametrize("name", [*PINS, "requirements-newest.txt", "requirements-parity.txt", "Makefile", ".ci/run"])
+@pytest.mark.parametrize("name", [*PINS, *OTHER_PINS, "Makefile", ".ci/run"])
 def test_nothing_names_where_packages_come_from(name):
     """A mirror, a proxy or a folder of wheels is the user's own choice."""
     assert not re.search(r"://|--(extra-)?index-url|--find-links|--trusted-host|pypi", (ROOT / name).read_text())
@@ -100,6 +116,7 @@ case "$*" in
   *realpath*) echo "$0"; exit ;;
   "-m venv "*) mkdir -p "$3/bin"; cp "$0" "$3/bin/python" ;;
   "-m pip install "*) [ ! -e '{log}.no-network' ] || {{ echo 'pip: no network' >&2; exit 1; }} ;;
+  "-m mkdocs "*) ;;
   "-m transformer.cli.devices") echo 'device: 1 x fake' ;;
   *--present) cat '{log}.present'; exit ;;
   *) exec '{python}' "$@" ;;
@@ -120,7 +137,7 @@ class Checkout:
         self.python.chmod(0o755)
         self.log.with_name("log.present").write_text("cpu\n")
         self.path.mkdir()
-        for name in ["Makefile", *PINS]:
+        for name in ["Makefile", *PINS, "requirements-docs.txt"]:
             shutil.copy(ROOT / name, self.path)
 
     def make(self, *words: str, path: str | None = None, home: Path | None = None) -> subprocess.CompletedProcess:
@@ -236,6 +253,18 @@ def test_an_environment_of_the_users_own_is_left_alone(checkout):
     assert failed.returncode != 0
     assert "error: .venv was not made by this Makefile" in failed.stderr
     assert own.exists()
+
+
+def test_docs_installs_once_into_an_environment_of_its_own(checkout):
+    built = ["-m mkdocs build --strict"]
+    assert checkout.make("docs").returncode == 0
+    own = ["-m venv .venv-docs", "-m pip install -r requirements-docs.txt"]
+    assert checkout.done() == [*INSTALLATION, *own, *built]
+    assert checkout.make("docs").returncode == 0
+    assert checkout.done() == built
+    (checkout.path / ".venv-docs" / "docs").unlink()  # as an interrupted installation leaves it
+    assert checkout.make("docs").returncode == 0
+    assert checkout.done() == [*own, *built]
 
 
 def test_help_names_every_target(checkout):

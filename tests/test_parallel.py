@@ -1,6 +1,7 @@
 """One recipe over one device and over eight, by mesh and by pmap: the same losses, parts where they should lie."""
 
 import dataclasses
+import itertools
 
 import jax
 import numpy as np
@@ -9,7 +10,7 @@ from training_recipes import tiny_batch, tiny_recipe
 
 from transformer.config import ConfigError
 from transformer.data.configs import TextFile
-from transformer.sharding import ParallelConfig, mesh_sizes, parameter_spec
+from transformer.sharding import ParallelConfig, make_mesh, mesh_sizes, parameter_spec
 from transformer.training.parallel import MeshPlacement, PmapPlacement, place
 from transformer.training.recipe import from_json, to_json
 from transformer.training.state import parameter_paths
@@ -134,14 +135,20 @@ def test_a_step_leaves_the_state_where_it_was(parallel):
     assert jax.tree.map(lambda leaf: leaf.sharding, after) == before
 
 
-@pytest.mark.parametrize("parallel", [ParallelConfig(), ParallelConfig(kind="pmap"), ParallelConfig(devices=1)])
-def test_evaluation_takes_any_number_of_rows(parallel):
+@pytest.fixture(scope="module")
+def one_device():
+    """Compiled once."""
+    return place(recipe_for("causal_lm", ParallelConfig(devices=1)))
+
+
+@pytest.mark.parametrize("parallel", [ParallelConfig(), ParallelConfig(kind="pmap")])
+def test_evaluation_takes_any_number_of_rows(parallel, one_device):
     placement = place(recipe_for("causal_lm", parallel))
     params = placement.new_state().params
     batch = {name: array[:3] for name, array in next(batches("causal_lm", 1)).items()}
     sums = placement.eval_step(params, batch)
     assert float(sums["weight"]) == batch["weights"].sum()
-    again = place(recipe_for("causal_lm", ParallelConfig(devices=1))).eval_step(jax.device_get(params), batch)
+    again = one_device.eval_step(jax.device_get(params), batch)
     np.testing.assert_allclose(float(sums["loss_sum"]), float(again["loss_sum"]), rtol=1e-5)
 
 
@@ -182,6 +189,28 @@ def test_every_parameter_of_the_models_has_a_rule():
 
 def test_what_is_left_fills_the_mesh():
     assert mesh_sizes({"data": -1, "tensor": 2}, 8) == {"data": 4, "fsdp": 1, "expert": 1, "context": 1, "tensor": 2}
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """What makes a mesh of a torus: where each device is."""
+
+    id: int
+    coords: tuple[int, int, int]
+    platform = "tpu"
+    device_kind = "TPU v5p"
+    process_index = 0
+    slice_index = 0
+    core_on_chip = 0
+
+
+@pytest.mark.parametrize("sizes", [{"fsdp": 64}, {"data": 16, "tensor": 4}, {"data": 2, "fsdp": 32}], ids=str)
+def test_a_mesh_may_cut_the_axes_of_a_torus(sizes):
+    """Of 4x4x4 chips the last is made of half an axis, and of what is left."""
+    chips = [Chip(id, coords) for id, coords in enumerate(itertools.product(range(4), repeat=3))]
+    mesh = make_mesh(sizes, chips)
+    assert {axis: size for axis, size in mesh.shape.items() if size > 1} == sizes
+    assert set(mesh.devices.flat) == set(chips)
 
 
 @pytest.mark.parametrize(

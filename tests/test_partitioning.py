@@ -51,7 +51,7 @@ def test_the_mesh_in_force_says_what_is_computed_on():
         request = Request(num_queries=600, num_keys=600, return_weights=False)
         assert choose("auto", request) == "reference"  # on CPU 600 x 600 scores are too many
     assert platform() == "cpu"
-    assert choose("auto", request) == "chunked"
+    assert choose("auto", request) == "sliced"
 
 
 def test_names_are_checked():

@@ -21,16 +21,17 @@ from transformer.plan import (
     Flops,
     Plan,
     batch_shapes,
-    chips,
     estimate,
     parse_topology,
     step_flops,
+    topologies,
     topology_devices,
     without_data,
 )
-from transformer.plan.planning import remedies, times_smaller
 from transformer.sharding import ParallelConfig
 from transformer.training import Recipe, TrainingConfig
+from transformer.training.flops import batch_rows
+from transformer.training.memory import remedies, times_smaller
 from transformer.training.overrides import override
 from transformer.training.parallel import MeshPlacement, placed_shapes
 from transformer.training.state import abstract_state
@@ -88,8 +89,8 @@ def test_a_topology_that_the_compiler_does_not_give(monkeypatch):
     def refuse(**options):
         raise jax.errors.JaxRuntimeError("INVALID_ARGUMENT: no such layout\nand more")
 
-    monkeypatch.setattr(chips.importlib.util, "find_spec", lambda name: name)
-    monkeypatch.setattr(chips.topologies, "get_topology_desc", refuse)
+    monkeypatch.setattr(topologies.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(topologies.topologies, "get_topology_desc", refuse)
     with pytest.raises(CompilerError, match=r"no topology v5e:3x5\. A usual one is v5e:4x4\. .*: no such layout$"):
         topology_devices(parse_topology("v5e:3x5"))
 
@@ -196,7 +197,7 @@ def test_remedies_are_recipes():
     """Each flag, put on a command line, gives a recipe that the mesh takes."""
     recipe = dataclasses.replace(TEXT, data=dataclasses.replace(TEXT.data, batch_size=32))
     sizes = MeshPlacement(recipe).mesh.shape
-    flags = [remedy.partition(":")[0].split() for remedy in remedies(recipe, sizes, 4)[:-1]]
+    flags = [remedy.flags.split() for remedy in remedies(recipe, sizes, 4)]
     names = ["--parallel.fsdp", "--execution.remat", "--training.accumulation", "--data.batch-size", "--model.dtype"]
     assert [flag[0] for flag in flags] == names
     assert flags[2:4] == [["--training.accumulation", "4"], ["--data.batch-size", "8"]]
@@ -204,21 +205,38 @@ def test_remedies_are_recipes():
         MeshPlacement(override(recipe, flag, program="x"))
 
 
+def test_remedies_of_batches_by_tokens_speak_of_tokens():
+    """Smaller batches are those of fewer tokens, as large as the mesh can share; micro-batches share row_multiple."""
+    data = ParallelText(
+        source_path="x.tsv", max_source_length=64, max_target_length=32, batch_tokens=9000, row_multiple=16
+    )
+    recipe = dataclasses.replace(PAIRS, data=data)
+    sizes = MeshPlacement(recipe).mesh.shape
+    assert batch_rows(data) == 128
+    for times, left in {2: [["--training.accumulation", "2"], ["--data.batch-tokens", "4500"]], 16: []}.items():
+        flags = [remedy.flags.split() for remedy in remedies(recipe, sizes, times)]
+        assert flags[2:-1] == left
+        for flag in flags:
+            smaller = override(recipe, flag, program="x")
+            MeshPlacement(smaller)
+            assert flag[0] != "--data.batch-tokens" or batch_rows(smaller.data) == 64
+
+
 def test_remedies_of_pmap_begin_with_a_mesh():
     recipe = dataclasses.replace(TEXT, parallel=ParallelConfig(kind="pmap"))
-    flags = remedies(recipe, {**MeshPlacement(TEXT).mesh.shape, "data": 8}, None)[0].partition(":")[0]
+    flags = remedies(recipe, {**MeshPlacement(TEXT).mesh.shape, "data": 8}, None)[0].flags
     assert override(recipe, flags.split(), program="x").parallel == ParallelConfig(fsdp=8)
 
 
 def test_remedies_that_would_fail_are_left_out():
     recipe = dataclasses.replace(TEXT, training=TrainingConfig(accumulation=3), execution=Execution(remat="full"))
-    flags = [one.partition(" ")[0] for one in remedies(recipe, MeshPlacement(recipe).mesh.shape, 2)]
-    assert flags == ["--parallel.fsdp", "--model.dtype", "more"]
+    flags = [one.flags.partition(" ")[0] for one in remedies(recipe, MeshPlacement(recipe).mesh.shape, 2)]
+    assert flags == ["--parallel.fsdp", "--model.dtype"]
 
 
 def test_what_lowers_activations_helps_no_state_that_is_too_large():
-    flags = [one.partition(" ")[0] for one in remedies(TEXT, MeshPlacement(TEXT).mesh.shape, None)]
-    assert flags == ["--parallel.fsdp", "more"]
+    flags = [one.flags.partition(" ")[0] for one in remedies(TEXT, MeshPlacement(TEXT).mesh.shape, None)]
+    assert flags == ["--parallel.fsdp"]
 
 
 @pytest.mark.parametrize(
@@ -277,7 +295,8 @@ def test_what_is_printed():
         memory={"parameters": 3 * 2**20, "averaged parameters": 0, "batch": 700},
         needed_bytes=3 * 2**20 + 700,
         available_bytes=8 * 2**30,
-        batch_tokens=100,
+        counted=100,
+        unit="tokens",
         flops=Flops(matrices=3000, attention=1000),
         computed_flops=5200,
         collectives=[Collective("all-reduce", 2, 4096, 7168)],
@@ -295,6 +314,10 @@ def test_what_is_printed():
     assert "collectives: none\nestimate" in alone
     assert "  a lower bound" in alone
     assert "bound" not in "\n".join(train_lines("x", topology, [], dataclasses.replace(plan, loops_known=True)))
+    images = dataclasses.replace(plan, counted=8, unit="images")
+    text_of_images = "\n".join(train_lines("x", topology, [], images))
+    assert " 500 an image, " in text_of_images
+    assert f" {images.units_per_second:,.0f} images/s\n" in text_of_images
     whole = dataclasses.replace(plan.estimate, mfu=0.996)
     assert "MFU 100 %" in "\n".join(train_lines("x", topology, [], dataclasses.replace(plan, estimate=whole)))
     assert "averaged" not in text

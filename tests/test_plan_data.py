@@ -10,8 +10,8 @@ from training_recipes import change, tiny_recipe
 from transformer.config import ConfigError
 from transformer.data import check_batch
 from transformer.data.configs import MaskedSST2, ParallelText, SST2Sentences
-from transformer.plan.flops import step_tokens
 from transformer.plan.measuring import made_up_batch
+from transformer.training.flops import counted, step_tokens
 from transformer.training.overrides import load_recipe_file
 
 PAIRS = ParallelText(source_path="a", max_source_length=12, max_target_length=10, batch_size=8)
@@ -34,9 +34,16 @@ def test_made_up_texts_are_whole_and_their_labels_are_classes(kind):
     check_batch(batch, recipe.model.vocab_size, num_classes=2)  # or it raises
 
 
-@pytest.mark.parametrize(("name", "tokens"), [("etth1", 32 * 7 * 21), ("digits_vit", 64 * 17)])
-def test_tokens_of_a_step_are_patches_where_the_data_is_numbers(name, tokens):
-    assert step_tokens(recipe_of(name)) == tokens
+@pytest.mark.parametrize(
+    ("name", "tokens", "told"),
+    [("etth1", 4 * 7 * 21, (4 * 7 * 96, "forecast values")), ("digits_vit", 4 * 17, (4, "images"))],
+)
+def test_tokens_of_a_step_are_patches_where_the_data_is_numbers(name, tokens, told):
+    """But speed is told by what training counts."""
+    recipe = change(recipe_of(name), data={"batch_size": 4})
+    assert step_tokens(recipe) == tokens
+    assert counted(recipe) == told
+    assert counted(reading(PAIRS)) == (8 * (12 + 10), "tokens")
     assert step_tokens(reading(PAIRS)) == 8 * (12 + 10)
 
 

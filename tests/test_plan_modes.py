@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from transformer.__main__ import main
+from transformer.chips import DEVICE_KINDS
 from transformer.cli.plan_print import decode_lines, duration, here_lines, search_line, search_lines
 from transformer.config import MLA, ConfigError, Execution, LayerKind, MoE, TransformerConfig
 from transformer.data.configs import ParallelText, TextFile
@@ -34,10 +35,11 @@ from transformer.plan import (
     search,
     searching,
 )
-from transformer.plan.measuring import DEVICE_KINDS, made_up_batch
+from transformer.plan.measuring import made_up_batch
 from transformer.plan.searching import candidates, meshes
 from transformer.sharding import ParallelConfig
 from transformer.training import Recipe
+from transformer.training.flops import batch_rows
 from transformer.training.overrides import load_recipe_file, override
 from transformer.training.state import abstract_state
 
@@ -52,6 +54,9 @@ PAIRS = dataclasses.replace(
     TEXT, data=ParallelText(source_path="nowhere.tsv", max_source_length=12, max_target_length=10, batch_size=8)
 )
 SMALL = dataclasses.replace(TEXT, model=TEXT.model.replace(num_layers=1), execution=Execution(scan=False))
+BY_TOKENS = dataclasses.replace(
+    PAIRS, data=ParallelText(source_path="nowhere.tsv", max_source_length=12, max_target_length=10, batch_tokens=150)
+)
 CHIPS = parse_topology("v5e:2x4")
 
 
@@ -205,6 +210,8 @@ class TestSearch:
             ways = one.sizes["data"] * one.sizes["fsdp"]
             assert one.recipe.data.batch_size in (4, 8, 16)
             assert one.recipe.data.batch_size % ways == 0
+        found = {(one.recipe.data.batch_tokens, batch_rows(one.recipe.data)) for one in candidates(BY_TOKENS, CHIPS, 8)}
+        assert found == {(150, 8), (300, 24)}  # of 75 there is no room for the 8 rows of a bucket
 
     def test_a_state_that_can_not_fit_is_not_compiled(self):
         small = Topology(dataclasses.replace(CHIPS.chip, hbm=200_000 / 2**30), (2, 4))  # the state: 12 x 31,000 bytes
@@ -213,7 +220,7 @@ class TestSearch:
         assert all(one.sizes["fsdp"] * one.sizes["tensor"] > 1 for one in found)
         assert not candidates(TEXT, Topology(dataclasses.replace(CHIPS.chip, hbm=1e-5), (2, 4)), 8)
 
-    @pytest.mark.parametrize("before", [parallel(TEXT, data=1, fsdp=-1), parallel(TEXT, kind="pmap")])
+    @pytest.mark.parametrize("before", [parallel(TEXT, data=1, fsdp=-1), parallel(TEXT, kind="pmap"), BY_TOKENS])
     def test_flags_make_the_candidate(self, before):
         for one in candidates(before, CHIPS, 8)[::37]:
             assert override(before, one.flags.split(), program="x") == one.recipe
@@ -232,6 +239,7 @@ class TestSearch:
                 r"no mesh of 7 chips: --data.batch-size 1 is no multiple of 7, --model.d-model 32 is no multiple of 7, "
                 r"--model.num-heads 4 .* Change one of them, at best the rows; or",
             ),
+            (BY_TOKENS, parse_topology("v5e:1x3"), r"no mesh of 3 chips: --data.row-multiple 8 is no multiple of 3, "),
             (
                 TEXT,
                 Topology(dataclasses.replace(CHIPS.chip, hbm=1e-5), (1, 7)),
@@ -241,7 +249,7 @@ class TestSearch:
     )
     def test_nothing_to_search(self, recipe, topology, message):
         with pytest.raises(ConfigError, match=message):
-            next(search(recipe, topology, jax.devices()[:7], 3))
+            next(search(recipe, topology, jax.devices()[: topology.num_chips], 3))
 
     def test_one_without_an_estimate_fits(self, monkeypatch):
         monkeypatch.setattr(searching, "make_plan", lambda *given: types.SimpleNamespace(fits=True, estimate=None))
@@ -256,12 +264,13 @@ class TestSearch:
         def plan(recipe, topology, devices):
             expected = types.SimpleNamespace(seconds=0.1, mfu=0.5)
             speed = next(speeds)
-            return types.SimpleNamespace(fits=True, estimate=expected, tokens_per_second=speed, needed_bytes=2**30)
+            told = {"unit": "tokens", "units_per_second": speed, "needed_bytes": 2**30}
+            return types.SimpleNamespace(fits=True, estimate=expected, **told)
 
         monkeypatch.setattr(searching, "make_plan", plan)
         tried = list(search(TEXT, CHIPS, jax.devices(), 3))
         best = ranked(tried)
-        assert [one.plan.tokens_per_second for one in best] == [7, 5, 3]
+        assert [one.plan.units_per_second for one in best] == [7, 5, 3]
         text = "\n".join(search_lines("x", CHIPS, ["y"], tried, best))
         assert "3 ways compiled in" in text
         assert re.search(rf"(?m)^ +1 +7 +100 +50 +1\.00 +{best[0].candidate.flags}$", text)
@@ -364,7 +373,7 @@ class TestVerb:
     def test_here_nothing_is_run_that_does_not_fit(self, capsys, monkeypatch):
         monkeypatch.setattr("transformer.plan.measuring.MATRIX", 128)
         monkeypatch.setattr("transformer.plan.measuring.COPIED", 2**16)
-        monkeypatch.setattr("transformer.plan.measuring._memory", lambda devices: 1e5)
+        monkeypatch.setattr("transformer.plan.measuring.device_bytes", lambda devices: 1e5)
         code = main(["plan", "shakespeare_cpu", "--here", *TINY.split()])
         out, err = capsys.readouterr()
         assert (code, err) == (1, "")

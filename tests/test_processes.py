@@ -13,13 +13,14 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from training_recipes import tiny_recipe
+from training_recipes import change, tiny_recipe, xla_flags
 
 from transformer.config import ConfigError
 from transformer.data.configs import TextFile
 from transformer.sharding import ParallelConfig
 from transformer.training import processes
 from transformer.training.checkpoint import load_params
+from transformer.training.loop import train
 from transformer.training.metrics import read_metrics
 from transformer.training.parallel import PmapPlacement
 from transformer.training.runs import shared_facts
@@ -56,7 +57,7 @@ class Group:
                 command += ["--parallel.num-processes", str(len(devices)), "--parallel.patience", str(patience)]
             environment = os.environ | {
                 "JAX_PLATFORMS": "cpu",
-                "XLA_FLAGS": f"--xla_force_host_platform_device_count={count}",
+                "XLA_FLAGS": xla_flags(count),
                 "PYTHONPATH": str(ROOT / "tests"),
                 "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
                 "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
@@ -114,9 +115,11 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone(folder):
-    """The same run by one process with all eight devices."""
-    codes, told = Group(folder, folder / "alone", *MESH, devices=(8,)).wait()
-    assert codes == [0], told
+    """The same run by this process alone, with all eight devices."""
+    namespace = {}
+    exec(RECIPE.format(folder=str(folder)), namespace)
+    recipe = change(namespace["get_config"](), parallel={"fsdp": 4, "data": 2}, training={"steps": 12})
+    assert train(recipe, folder / "alone").finished
     return folder / "alone"
 
 

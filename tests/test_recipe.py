@@ -112,7 +112,7 @@ def test_a_workdir_keeps_its_recipe(tmp_path):
     assert save_recipe(recipe, tmp_path) == tmp_path / FILE
     assert load_recipe(tmp_path) == recipe
     (tmp_path / FILE).write_text((tmp_path / FILE).read_text()[:-40])
-    with pytest.raises(ConfigError, match=r"recipe.json is not valid JSON"):
+    with pytest.raises(ConfigError, match=r"recipe.json is not what a run wrote"):
         load_recipe(tmp_path)
     with pytest.raises(FileNotFoundError, match=r"is not the workdir of a run"):
         load_recipe(tmp_path / "nowhere")
@@ -257,6 +257,7 @@ def test_overrides_have_types():
         ("--modle.num-layers 3", "there is no option --modle.num-layers. Did you mean '--model.num-layers'"),
         ("--data.field x", "there is no option --data.field."),
         ("--model.num-layers three", "--model.num-layers: invalid literal for int.*'three'"),
+        ("--training.ema-decay x", "^--training.ema-decay: expected FLOAT, got 'x'"),
         ("--model.num-layers", "Missing value for argument '--model.num-layers'"),
         ("--model.norm rms", "invalid choice 'rms' for argument '--model.norm'. Expected one of .*'rms_norm'"),
         ("--execution.scan yes", "invalid choice 'yes' for argument '--execution.scan'"),

@@ -20,19 +20,11 @@ from transformer.training.lock import WorkdirInUseError
 from transformer.training.loop import train
 from transformer.training.metrics import read_metrics
 from transformer.training.recipe import with_vocabulary
-from transformer.training.runs import WorkdirError, load_run
+from transformer.training.runs import WorkdirError, has_checkpoints, load_run
 from transformer.training.signals import StopSignal
 from transformer.training.state import abstract_state
 
-
-@pytest.fixture(scope="module", autouse=True)
-def compile_once(tmp_path_factory):
-    """Each call of `train` compiles anew; here they share what was compiled."""
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("compiled")))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    yield
-    jax.config.update("jax_compilation_cache_dir", None)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
+pytestmark = pytest.mark.usefixtures("compile_once")
 
 
 @pytest.fixture(scope="module")
@@ -247,6 +239,15 @@ def test_the_same_data_elsewhere_is_the_same_data(folder, finished, tmp_path, ca
     said = capsys.readouterr().out
     assert "changed since the last call: data.path" in said
     assert "this run is finished" in said
+
+
+def test_a_directory_that_is_no_step_is_no_checkpoint(tmp_path):
+    """Else a run would look for one to go on from, and find none."""
+    for name in ("007", "notes", "20.tmp", "٣"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    assert not has_checkpoints(tmp_path)
+    (tmp_path / "checkpoints" / "20").mkdir()
+    assert has_checkpoints(tmp_path)
 
 
 def test_a_workdir_in_use_is_refused(folder, finished):

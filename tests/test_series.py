@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from training_recipes import change
+from training_recipes import assert_equals_one_gone_on_with, change
 
 from transformer.config import ConfigError, Execution, Series, TransformerConfig
 from transformer.data import ETTh1, SeriesFile, check_batch, prepare
@@ -16,7 +16,6 @@ from transformer.data.series import SeriesDataset, from_model
 from transformer.data.sources import Series as Steps
 from transformer.inference import open_model
 from transformer.models import Forecaster
-from transformer.plan.flops import step_flops
 from transformer.plan.measuring import made_up_batch
 from transformer.sharding import ParallelConfig
 from transformer.training import (
@@ -28,12 +27,14 @@ from transformer.training import (
     TrainingConfig,
 )
 from transformer.training.evaluation import evaluate_loss
+from transformer.training.flops import step_flops
 from transformer.training.loop import train
 from transformer.training.losses import absolute_error, squared_error
 from transformer.training.numbers import persistence
 from transformer.training.parallel import place
 from transformer.training.recipe import from_json, to_json
-from transformer.training.runs import load_run
+from transformer.training.runs import load_run, open_run
+from transformer.training.start import Start
 from transformer.training.step import make_eval_step
 from transformer.training.summary import read_summary
 
@@ -256,11 +257,7 @@ def test_the_summary_tells_the_test_beside_the_baseline(trained):
 @pytest.mark.slow
 def test_a_run_gone_on_with_equals_one_never_stopped(trained, tmp_path):
     folder, recipe = trained
-    train(change(recipe, training={"steps": 3}), tmp_path / "run")
-    train(recipe, tmp_path / "run")
-    found = [load_run(workdir, step=6).params for workdir in (folder / "run", tmp_path / "run")]
-    for ours, theirs in zip(*map(jax.tree.leaves, found), strict=True):
-        np.testing.assert_array_equal(ours, theirs)
+    assert_equals_one_gone_on_with(folder / "run", recipe, 3, tmp_path / "stopped")
 
 
 def test_evaluate_tells_the_errors_of_forecasts(trained, capsys):
@@ -277,8 +274,13 @@ def test_evaluate_tells_the_errors_of_forecasts(trained, capsys):
 
 def test_a_model_for_other_windows_is_refused(tmp_path):
     recipe = series_recipe(tmp_path, data={"horizon": HORIZON + 1})
-    with pytest.raises(ConfigError, match=r"series \(context_length, channels, horizon\) must be .*: 12, 2, 6, got 12"):
+    with pytest.raises(ConfigError, match=r"model\.series must be as the data is, but has horizon 5 where .* has 6\."):
         train(recipe, tmp_path / "run")
+    there = recipe.model.replace(series=dataclasses.replace(recipe.model.series, channels=3))
+    start = Start("other", "Forecaster", there, {}, tokenizer=None)
+    said = r"of other has channels 3 where the data has 2, horizon 5 .* 6\. Give it as many columns \(--data\.columns\)"
+    with pytest.raises(ConfigError, match=said):
+        open_run(recipe, tmp_path / "run", say=print, start=start)
 
 
 def one_step(recipe, batch):
@@ -331,6 +333,8 @@ def test_a_forecaster_learns_two_waves(tmp_path):
 def test_etth1_is_split_as_in_the_literature(test_data, tmp_path):
     config = ETTh1(manual_dir=str(test_data / "data" / "manual"), data_dir=str(tmp_path))
     data = prepare(config)
+    with pytest.raises(ValueError, match=r"^etth1 has no column 'OIL': expected some of HUFL, "):
+        prepare(dataclasses.replace(config, columns=("OIL",)))
     assert [data._size(split) for split in data.splits] == [8033, 2785, 2785]
     assert data.config.columns == ("HUFL", "HULL", "MUFL", "MULL", "LUFL", "LULL", "OT")
     baseline = persistence(data.eval_batches("test"))

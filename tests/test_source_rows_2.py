@@ -19,7 +19,8 @@ from transformer.masks import Mask
 from transformer.models import CausalLM, Classifier, Seq2Seq
 from transformer.positions import Sinusoidal
 from transformer.stacks import Decoder
-from transformer.viz.attention_maps import attention_maps, save_attention_maps
+from transformer.viz.attention_maps import save_attention_maps
+from transformer.viz.attention_weights import attention_maps
 
 # The sizes of the text: L = 6, d_model = 512, h = 8, d_k = d_v = 64; and a target that is shorter than the source.
 SOURCE, TARGET = jnp.array([[3, 1, 4, 1, 5, 9]]), jnp.array([[2, 6, 5, 3]])

@@ -194,11 +194,11 @@ def request(queries=2048, keys=None, **facts):
 
 REFUSED = {
     "weights": (request(return_weights=True), r"return attention weights: .* Use reference"),
-    "bias": (request(has_bias=True), r"add a bias: scores never leave the kernel\. Use reference or chunked"),
+    "bias": (request(has_bias=True), r"add a bias: scores never leave the kernel\. Use reference or sliced"),
     "dropout": (request(has_dropout=True), r"drop attention weights: it draws no random numbers\. Use"),
     "array": (request(has_dense_mask=True), r"apply a mask array: it would hold all of it\."),
-    "offset": (request(has_offset=True), r"begin at an offset \(a cache\): .*\. Use reference or chunked"),
-    "heads": (request(head_size=257), r"take heads of 257: blocks of more than 256 .*\. Use reference or chunked"),
+    "offset": (request(has_offset=True), r"begin at an offset \(a cache\): .*\. Use reference or sliced"),
+    "heads": (request(head_size=257), r"take heads of 257: blocks of more than 256 .*\. Use reference or sliced"),
     "float16": (request(dtype=jnp.float16), r"compute in float16: it takes float32 and bfloat16\. Use"),
     "float64": (request(dtype=np.dtype("float64")), r"compute in float64: it takes float32 and bfloat16\. Use"),
 }
@@ -251,7 +251,7 @@ def test_auto_takes_splash_on_a_tpu_alone():
     assert choose("splash", request(2048)) == "splash"
     with computing_on("gpu"):
         assert choose("auto", request(2048)) == "chunked"
-        with pytest.raises(ConfigError, match=r"splash attention kernel can't run on gpu: .* Use reference or chunked"):
+        with pytest.raises(ConfigError, match=r"splash attention kernel can't run on gpu: .* Use reference or sliced"):
             choose("splash", request(2048))
 
 

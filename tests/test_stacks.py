@@ -6,8 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from transformer.attention import MultiHeadAttention, cache_length
+from transformer.attention import MultiHeadAttention
 from transformer.blocks import BLOCKS, LayerCache, LayerInputs, PostNormBlock, PreNormBlock
+from transformer.caches import cache_length
 from transformer.config import ConfigError, Execution, LayerKind, TransformerConfig
 from transformer.layers import FeedForward, RMSNorm
 from transformer.masks import Mask
@@ -290,7 +291,7 @@ def test_without_residual_a_sublayer_replaces_x():
 def test_a_layer_without_self_attention_counts_in_its_cache():
     config = PATTERN.replace(prefix=(LayerKind(self_attention=False),))
     cache = Decoder(config).init_cache(2, 9)
-    assert cache["prefix_0"].self_attention.key.shape == (2, 9, 0, 0)
+    assert cache["prefix_0"].self_attention.key.shape == (2, 0, 9, 0)
     decoder = Decoder(config)
     params = jax.jit(decoder.init)(jax.random.key(0), X)
     _, cache, _ = decoder.apply(params, X, cache=decoder.init_cache(X.shape[0], 9))
@@ -302,7 +303,7 @@ def test_caches_of_layers_may_be_told_apart():
     cache = decoder.init_cache(2, 9)
     assert sorted(cache) == ["layers", "prefix_0", "suffix_0"]
     assert isinstance(cache["prefix_0"], LayerCache)
-    assert cache["layers"]["slot_0"].self_attention.key.shape == (2, 2, 9, 3, 4)
+    assert cache["layers"]["slot_0"].self_attention.key.shape == (2, 2, 3, 9, 4)
     assert cache["prefix_0"].cross_attention.key is None
 
 

@@ -141,8 +141,9 @@ def test_the_first_bad_parameter_is_named():
         check_finite(1, jax.device_get(metrics), paths)
     assert paths[int(metrics["first_bad"])] == paths[0]
     check_finite(1, numbers(finite=True), paths)
-    with pytest.raises(NonFiniteError, match="the loss is 2, every gradient is finite, but not the update"):
-        check_finite(1, numbers(finite=False, loss_sum=4.0, weight=2.0, first_bad=-1), paths)
+    told = numbers(finite=False, loss_sum=4.0, weight=2.0, first_bad=-1, first_bad_weight=1)
+    with pytest.raises(NonFiniteError, match=f"the loss is 2, every gradient .*, but not the update of {paths[1]}"):
+        check_finite(1, told, paths)
 
 
 def numbers(**values):

@@ -183,14 +183,6 @@ class TestPadding:
     def test_one_sequence(self):
         assert [row.share for row in padding.padding_study([3])] == [0, 0, 0, 0]
 
-    def test_bounds_hold_every_length_and_about_as_many_tokens_each(self):
-        lengths = skewed(5_003)
-        bounds = padding.bucket_bounds(lengths, 4)
-        assert bounds[-1] == lengths.max()
-        assert (np.diff(bounds) > 0).all()
-        tokens = np.bincount(np.searchsorted(bounds, lengths), lengths)
-        np.testing.assert_allclose(tokens / lengths.sum(), 0.25, atol=0.05)
-
     @pytest.mark.parametrize("lengths", [[], [3, 0], [[1, 2]]])
     def test_wrong_lengths(self, lengths):
         with pytest.raises(ValueError, match=r"lengths must be one whole number of at least 1 .*Leave empty"):

@@ -1,6 +1,7 @@
 """The verb translate: a line out for every line in, whatever is in it; the same as beam search of each line alone."""
 
 import contextlib
+import dataclasses
 import io
 import json
 import os
@@ -19,8 +20,8 @@ from tokenizers import models, pre_tokenizers, processors
 from transformer.__main__ import main
 from transformer.config import ConfigError, Execution, TransformerConfig
 from transformer.data.configs import NumberWords
-from transformer.generate import Beam, beam_search
-from transformer.inference import open_model, translate_lines
+from transformer.generate import Beam, Hypothesis, beam_search
+from transformer.inference import open_model, translate_lines, translating
 from transformer.sharding import ParallelConfig
 from transformer.training import EvaluationConfig, LoggingConfig, OptimizerConfig, Recipe, TrainingConfig
 from transformer.training.loop import train
@@ -198,15 +199,50 @@ def test_what_is_not_as_it_should_be_is_said_and_keeps_its_line(translate, workd
     assert translate(workdir, content, *options, "--step", "newest")[1] == out
 
 
+@pytest.fixture
+def echoed(monkeypatch):
+    """The search finds every source itself."""
+
+    def found(model, params, sources, **options):
+        return [[Hypothesis(ids, 0.0, 0.0, ended=True)] for ids in sources]
+
+    monkeypatch.setattr(translating, "beam_search_all", found)
+
+
+@pytest.mark.usefixtures("echoed")
+def test_a_line_that_is_no_text_and_one_that_is_too_long(translate, weights):
+    """Both keep their lines, aloud, and the others are translated."""
+    content = b"a dog\nthr\xc3\xa9\xe9e\n" + b"cat " * 8 + b"\nran\n"
+    code, out, err = translate(weights, content, "--max-source-tokens", 5)
+    assert (code, out) == (0, "a dog\n\ncat cat cat\nran\n")
+    said = err.splitlines()
+    assert said[0].startswith("warning: line 2 is not UTF-8 text, and its translation is empty: byte 5 of it can't be")
+    assert said[1].startswith("warning: line 3 has 10 tokens and is cut to 5, as max_source_tokens says: give more")
+    assert SPEED.match(said[2] + "\n")[1] == "4"
+    found = [json.loads(line) for line in translate(weights, content, "--json")[1].splitlines()]
+    assert [one["translations"][0]["text"] for one in found] == ["a dog", "", "cat " * 7 + "cat", "ran"]
+
+
+@pytest.mark.usefixtures("echoed")
+@pytest.mark.parametrize(("trained", "most"), [(None, 1024), (3, 1024), (2000, 2000)])
+def test_what_is_read_of_a_line_at_most(weights, trained, most):
+    opened = dataclasses.replace(open_model(weights), context=trained)
+    plain = opened.model.config.replace(position="sinusoidal", max_length=None, source_max_length=None)
+    opened = dataclasses.replace(opened, model=opened.model.clone(config=plain))
+    with pytest.warns(UserWarning, match=rf"line 1 has 3002 tokens and is cut to {most}, as max_source_tokens says"):
+        [[line]] = translate_lines(opened, ["cat " * 3000])
+    assert line.best[0].text.count("cat") == most - 2
+
+
 def test_wrong_input(translate, weights, tmp_path):
-    code, out, err = translate(weights, b"two\nthr\xe9e\n")
-    assert (code, out) == (2, "")
-    assert err.startswith("error: line 2 of stdin is not UTF-8 text: byte 3 of it can't be read.")
     assert translate(weights, b"", terminal=True)[2].startswith("error: there is nothing to translate. Pipe lines")
     code, _, err = translate(weights, b"", "--n-best", 5)
-    assert (code, err) == (2, "error: n_best must be a whole number from 1 to size (4), got 5.\n")
+    assert (code, err) == (2, "error: --n-best must be a whole number from 1 to --beam-size (4), got 5.\n")
+    code, _, err = translate(weights, b"", "--max-ratio", 0, "--max-extra", 0)
+    assert code == 2
+    assert err.startswith("error: --max-ratio and --max-extra are both 0: no target could have a token.")
     code, _, err = translate(weights, b"", "--batch-tokens", 0)
-    assert (code, err) == (2, "error: batch_tokens must be at least 1, got 0.\n")
+    assert (code, err) == (2, "error: --batch-tokens must be at least 1, got 0.\n")
     assert SPEED.match(translate(weights, b"")[2])[1] == "0"
     (tmp_path / "gpt2").mkdir()
     writer = ours.write(tmp_path / "gpt2", golden_case.golden("gpt2")["lm"])

@@ -11,7 +11,8 @@ from matplotlib.image import imread
 from transformer.config import LayerKind, TransformerConfig
 from transformer.models import CausalLM, Seq2Seq
 from transformer.viz import attention_maps as module
-from transformer.viz.attention_maps import AttentionMap, attention_maps, save_attention_maps
+from transformer.viz.attention_maps import save_attention_maps
+from transformer.viz.attention_weights import AttentionMap, attention_maps
 
 SIZES = {"vocab_size": 11, "d_model": 6, "num_heads": 3, "d_ff": 5}
 

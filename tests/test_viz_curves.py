@@ -59,11 +59,11 @@ def test_nothing_to_draw_is_an_error(tmp_path):
 
 def test_the_running_mean_reaches_both_ends_and_keeps_a_line_straight():
     values = np.arange(11.0)
-    smooth = curves._smooth(values, 4)
-    assert smooth.shape == values.shape
-    np.testing.assert_allclose(smooth[2:9], values[2:9] - 0.5)
-    np.testing.assert_allclose(curves._smooth(np.full(7, 3.0), 5), 3.0)
-    assert (smooth[0], smooth[-1]) == (0.5, 9.0)
+    mean = curves.smooth(values, 4)
+    assert mean.shape == values.shape
+    np.testing.assert_allclose(mean[2:9], values[2:9] - 0.5)
+    np.testing.assert_allclose(curves.smooth(np.full(7, 3.0), 5), 3.0)
+    assert (mean[0], mean[-1]) == (0.5, 9.0)
 
 
 def test_runs_are_compared_in_colors_of_their_own_with_bounds(tmp_path):

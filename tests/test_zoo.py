@@ -10,7 +10,7 @@ import pytest
 from golden import case as golden_case
 from golden import ours
 
-from transformer.attention import cache_length
+from transformer.caches import cache_length
 from transformer.config import TransformerConfig
 from transformer.generate import Sampling, generate
 from transformer.masks import Mask

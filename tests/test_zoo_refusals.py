@@ -127,6 +127,7 @@ def test_weights_are_real_numbers(load_with, dtype):
 def test_a_tokenizer_is_no_link_to_another_place(load_with, tmp_path):
     directory = load_with({}).directory
     (tmp_path / "elsewhere.json").write_text(json.dumps({}))
+    (directory / "tokenizer.json").write_text("{}")
     (directory / "tokenizer_config.json").symlink_to(tmp_path / "elsewhere.json")
     with pytest.raises(ValueError, match=r"tokenizer_config.json is a link to .*, outside of the directory"):
         load_pretrained(directory)

@@ -2,7 +2,10 @@
 
 import dataclasses
 import functools
+import os
+import re
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,11 +24,13 @@ from transformer.training import (
     to_json,
 )
 from transformer.training.checkpoint import Checkpointer
+from transformer.training.loop import train
 from transformer.training.optimizers import make_optimizer
-from transformer.training.recipe import with_vocabulary
+from transformer.training.recipe import load_recipe, with_vocabulary
 from transformer.training.runs import record_run
 from transformer.training.state import TrainState, abstract_state, make_state
 from transformer.training.step import make_train_step
+from transformer.training.tasks import TASKS
 
 VOCABULARY = 13
 
@@ -77,6 +82,12 @@ def compiled_step(recipe):
     return jax.jit(make_train_step(recipe))
 
 
+def batch_outputs(task, model, params, batch, dropout_key=None):
+    """What the model of a task makes of a batch; dropout when a key is given."""
+    rngs = None if dropout_key is None else {"dropout": dropout_key}
+    return TASKS[task].forward(model, {"params": params}, batch, deterministic=dropout_key is None, rngs=rngs)
+
+
 def start(recipe):
     """A state and the compiled step."""
     params = initial_params(recipe.task, recipe.model)
@@ -88,6 +99,11 @@ def start(recipe):
         skipped=jnp.zeros((), jnp.int32),
     )
     return state, compiled_step(recipe)
+
+
+def xla_flags(devices):
+    """Those of the tests, for a process of its own that has so many devices: it compiles as fast as they do."""
+    return re.sub(r"(?<=device_count=)\d+", str(devices), os.environ["XLA_FLAGS"])
 
 
 def change(recipe, **groups):
@@ -115,6 +131,21 @@ def record_drawn_run(recipe, workdir, steps, *, dtype=None, seed=3):
             state, data = jax.tree.map(drawn, shapes), {"fingerprint": dataset.fingerprint}
             checkpoints.save(step, state, data=data, recipe=to_json(recipe), metric=float(number))
     return workdir
+
+
+def assert_equals_one_gone_on_with(workdir, recipe, step, other):
+    """What the whole run of the recipe in `workdir` left equals what one stopped at `step` and gone on with leaves in
+    `other`, bit for bit.
+    """
+    train(change(recipe, training={"steps": step}), other)
+    train(recipe, other)
+    chex.assert_trees_all_equal(newest_state(other), newest_state(workdir))
+
+
+def newest_state(workdir):
+    """The newest training state that was saved there."""
+    with Checkpointer(workdir) as checkpoints:
+        return jax.device_get(checkpoints.restore_newest(abstract_state(load_recipe(workdir))).state)
 
 
 def text_recipe(folder, **groups):

@@ -1,7 +1,8 @@
 """A model zoo of transformers in JAX and Flax: pure functions for numerics, small modules that own the parameters."""
 
-from transformer.attention import KVCache, MultiHeadAttention, dot_product_attention
+from transformer.attention import MultiHeadAttention, dot_product_attention
 from transformer.blocks import LayerInputs, PostNormBlock, PreNormBlock
+from transformer.caches import KVCache
 from transformer.config import (
     MLA,
     ConfigError,

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from transformer.cli.allocator import keep_freed_memory
 from transformer.cli.errors import run_command
 
 PROGRAM = "python -m transformer"
@@ -43,6 +44,12 @@ def _inspect(arguments: Sequence[str]) -> int | None:
 
 def _plan(arguments: Sequence[str]) -> int | None:
     from transformer.cli.plan import main
+
+    return main(arguments)
+
+
+def _report(arguments: Sequence[str]) -> int | None:
+    from transformer.cli.report import main
 
     return main(arguments)
 
@@ -100,6 +107,7 @@ VERBS = {
     "convert": Verb(_convert, "a trained or pretrained model as config.json and safetensors, for everybody to read"),
     "list": Verb(_list, "pretrained families that are read and written, and their published sizes"),
     "evaluate": Verb(_evaluate, "loss of a trained model on held-out data; of translations BLEU, or exact matches"),
+    "report": Verb(_report, "curves, samples, recipe and commands of one run as a page, or several runs compared"),
     "average": Verb(_average, "the mean of a run's last checkpoints, as a model of its own"),
     "inspect": Verb(_inspect, "attention maps of a model, as PNG; what a formula does: --scale, --positions, --memory"),
     "devices": Verb(_devices, "accelerators of this machine, and what JAX computes on"),
@@ -141,4 +149,5 @@ def _dispatch(words: Sequence[str]) -> int | None:
 
 
 if __name__ == "__main__":
+    keep_freed_memory()
     sys.exit(main())

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from dataclasses import dataclass
-from typing import Any
 
 import flax.linen as nn
 import jax
@@ -21,14 +18,13 @@ from transformer.axes import (
     Hidden,
     Int,
     Key,
-    Leaf,
-    Lengths,
     Positions,
     PRNGKey,
     Query,
     Value,
     Weights,
 )
+from transformer.caches import ContextCache, KVCache
 from transformer.kernels import ALL_KERNELS, BiasFunction, Request, choose
 from transformer.layers import NORMS, Initializer, Linear, glorot_uniform
 from transformer.masks import Mask
@@ -72,8 +68,7 @@ def dot_product_attention(
         ValueError: shapes that don't fit, a rate without a key, or a kernel that can't do what is asked.
     """
     _check_shapes(query, key, value, sinks)
-    batch, num_queries, num_heads, head_dim = query.shape
-    num_keys = key.shape[1]
+    (batch, num_queries, num_heads, head_dim), num_keys = query.shape, key.shape[1]
     if scale is not None and not scale > 0:
         raise ValueError(f"scale must be above 0, got {scale}. Use scale=1.0 for unscaled attention.")
     if not 0.0 <= dropout_rate < 1.0:
@@ -85,17 +80,18 @@ def dot_product_attention(
         mask = Mask.array(jnp.broadcast_to(mask, jnp.broadcast_shapes(mask.shape, (num_queries, num_keys))))
     mask = Mask() if mask is None else mask
     mask.check(batch, num_heads, num_queries, num_keys)
-
     request = Request(
         num_queries=num_queries,
         num_keys=num_keys,
         return_weights=return_weights,
         has_bias=bias is not None,
         has_dropout=dropout_rate > 0.0,
-        has_dense_mask=mask.dense_part is not None,
-        has_offset=mask.offset is not None,
+        **mask.facts,
+        has_softcap=softcap is not None,
+        has_sinks=sinks is not None,
         dtype=jnp.result_type(query, key, value),
-        head_size=max(head_dim, value.shape[3]),
+        head_size=head_dim,
+        value_size=value.shape[3],
         length_ways=ways("length"),
     )
     kernel = ALL_KERNELS[choose(implementation, request)]
@@ -146,84 +142,6 @@ def _bias_function(bias: BiasFunction | Array | None, shape: tuple[int, int, int
     bias = bias.reshape((1,) * (4 - bias.ndim) + bias.shape)
     bias = jnp.broadcast_to(bias, (*bias.shape[:2], *shape[2:]))
     return lambda queries, keys: bias[:, :, queries][:, :, :, keys]
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class KVCache:
-    """Keys and values of self-attention so far. `length[b]` of the S slots of row b are filled; the next ones go after.
-
-    A row whose prompt was padded on the right gets its true length set (`set_cache_length`): what lies behind it is
-    hidden by causality until it is overwritten.
-    """
-
-    key: Leaf
-    """(B, S, K, H)"""
-    value: Leaf
-    """(B, S, K, Hv)"""
-    positions: Leaf
-    """(B, S), position of each key, for schemes that bias by distance"""
-    length: Leaf
-    """(B,)"""
-
-    @staticmethod
-    def create(batch: int, length: int, kv_heads: int, head_dim: int, value_dim: int, dtype: DType) -> KVCache:
-        """An empty cache of `length` slots for each of `batch` rows."""
-        return KVCache(
-            key=jnp.zeros((batch, length, kv_heads, head_dim), dtype),
-            value=jnp.zeros((batch, length, kv_heads, value_dim), dtype),
-            positions=jnp.zeros((batch, length), jnp.int32),
-            length=jnp.zeros((batch,), jnp.int32),
-        )
-
-    def append(self, key: Key, value: Value, positions: Positions) -> KVCache:
-        """The cache with T more keys and values a row. What would go past the last slot is dropped; ValueError: T is
-        more than all slots.
-        """
-        if key.shape[1] > self.key.shape[1]:
-            raise ValueError(
-                f"{key.shape[1]} tokens don't fit a cache of {self.key.shape[1]} slots: make a longer one (init_cache)."
-            )
-        rows = jnp.arange(key.shape[0])[:, None]
-        slots = self.length[:, None] + jnp.arange(key.shape[1])[None, :]
-        return KVCache(
-            key=self.key.at[rows, slots].set(key.astype(self.key.dtype), mode="drop"),
-            value=self.value.at[rows, slots].set(value.astype(self.value.dtype), mode="drop"),
-            positions=self.positions.at[rows, slots].set(positions, mode="drop"),
-            length=self.length + key.shape[1],
-        )
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class ContextCache:
-    """Keys and values of cross-attention, computed once from the context; None until then."""
-
-    key: Leaf | None = None
-    """(B, S, K, H)"""
-    value: Leaf | None = None
-    """(B, S, K, Hv)"""
-
-
-def _is_kv_cache(node: Any) -> bool:
-    return isinstance(node, KVCache)
-
-
-def cache_length(cache: Any) -> Lengths:
-    """How many tokens each row of a (nested) cache holds, (B,)."""
-    first = next(node for node in jax.tree.leaves(cache, is_leaf=_is_kv_cache) if _is_kv_cache(node))
-    return first.length.reshape(-1, first.length.shape[-1])[0]  # layers in front, all alike
-
-
-def set_cache_length(cache: Any, lengths: Lengths) -> Any:
-    """The same cache, a tree, holding the first `lengths[b]` tokens of row b: after a padded prompt, or to go back."""
-
-    def with_length(node):
-        if not _is_kv_cache(node):
-            return node
-        return dataclasses.replace(node, length=jnp.broadcast_to(lengths, node.length.shape).astype(jnp.int32))
-
-    return jax.tree.map(with_length, cache, is_leaf=_is_kv_cache)
 
 
 class MultiHeadAttention(nn.Module):
@@ -309,7 +227,7 @@ class MultiHeadAttention(nn.Module):
         if isinstance(cache, ContextCache) and context is None:
             if cache.key is None:
                 raise ValueError("this cross-attention cache is empty: give context at the first call.")
-            key, value = cache.key, cache.value
+            key, value = cache.whole()
         else:
             source = x if context is None else context
             key = self._project("key", source, (kv_heads, head_dim))
@@ -317,7 +235,7 @@ class MultiHeadAttention(nn.Module):
             if self.qk_norm:
                 key = self._normalize("key_norm", key)
             if isinstance(cache, ContextCache):
-                cache = ContextCache(key, value)
+                cache = ContextCache.of(key, value)
 
         if context is None and not isinstance(cache, ContextCache):
             if positions is None:
@@ -328,7 +246,7 @@ class MultiHeadAttention(nn.Module):
             key_positions = positions
             if cache is not None:
                 start, cache = cache.length, cache.append(key, value, positions)
-                key, value, key_positions = cache.key, cache.value, cache.positions
+                (key, value), key_positions = cache.whole(), cache.positions
                 mask = mask.shifted(start) & Mask.lengths(cache.length)
             bias = self._bias(positions, key_positions, position_table)
 

@@ -11,8 +11,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from transformer.attention import ContextCache, KVCache, MultiHeadAttention
+from transformer.attention import MultiHeadAttention
 from transformer.axes import Hidden, Leaf
+from transformer.caches import ContextCache, KVCache
 from transformer.config import MLA, ConfigError, Execution, LayerKind, TransformerConfig
 from transformer.layers import NORMS, FeedForward, Initializer
 from transformer.masks import Mask

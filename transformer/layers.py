@@ -12,15 +12,37 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from transformer.axes import Array, DType, Float, Hidden, Logits, Tokens
+from transformer.int8 import Int8
 from transformer.partitioning import constrain, platform, ways
 
 Initializer = Callable[..., jax.Array]
 """(key, shape, dtype) -> the first values of a parameter"""
 
+
+@jax.custom_jvp
+def gelu_erf(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """x Phi(x), Phi the normal distribution (Hendrycks & Gimpel 2016, arXiv 1606.08415): (...) -> (...)."""
+    return _gelu_and_slope(x)[0]
+
+
+@gelu_erf.defjvp
+def _gelu_erf_jvp(primals, tangents):
+    # The slope is made with the value, of the same erf, so that the backward pass is one product.
+    value, slope = _gelu_and_slope(*primals)
+    return value, slope * tangents[0]
+
+
+def _gelu_and_slope(x):
+    wide = x.astype(jnp.float32)
+    below = 0.5 * (1.0 + jax.lax.erf(wide * math.sqrt(0.5)))
+    density = jnp.exp(-0.5 * jnp.square(wide)) * (1.0 / math.sqrt(2.0 * math.pi))
+    return (wide * below).astype(x.dtype), (below + wide * density).astype(x.dtype)
+
+
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "relu": jax.nn.relu,
     "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
-    "gelu_erf": lambda x: jax.nn.gelu(x, approximate=False),
+    "gelu_erf": gelu_erf,
     "silu": jax.nn.silu,
     "tanh": jnp.tanh,
     "relu2": lambda x: jnp.square(jax.nn.relu(x)),
@@ -46,6 +68,15 @@ def activate(activation: str, up: Float[Array, "..."], gate: Float[Array, "..."]
     if gate is None:
         return ACTIVATIONS[activation](up)
     return GATED[activation](gate, up) if activation in GATED else ACTIVATIONS[activation](gate) * up
+
+
+def linear_int8(x: Float[Array, "..."], kernel: Int8, contract: int = 1) -> Float[Array, "..."]:
+    """`linear` with a kernel (*in, *out) in 8 bits, without a bias: (..., *in) -> (..., *out) in the dtype of x. The
+    whole numbers are multiplied; each output is scaled once (Dettmers et al. 2022, arXiv 2208.07339, section 2).
+    """
+    scale = kernel.scale.reshape(kernel.shape[contract:]).astype(x.dtype)
+    y = linear(x, kernel.values.astype(x.dtype), contract=contract)
+    return y * scale.reshape((1,) * (y.ndim - scale.ndim) + scale.shape)
 
 
 def linear(
@@ -83,6 +114,9 @@ class Linear(nn.Module):
         init = self.kernel_init or glorot_uniform(self.contract)
         kernel = self.param("kernel", init, shape, self.param_dtype)
         bias = self.param("bias", nn.initializers.zeros, self.features, self.param_dtype) if self.use_bias else None
+        if isinstance(kernel, Int8):
+            y = linear_int8(x.astype(self.dtype), kernel, self.contract)
+            return y if bias is None else y + bias.reshape((1,) * (y.ndim - bias.ndim) + bias.shape).astype(self.dtype)
         x, kernel, bias = nn.dtypes.promote_dtype(x, kernel, bias, dtype=self.dtype)
         return linear(x, kernel, bias, contract=self.contract)
 
@@ -247,11 +281,16 @@ class Embedding(nn.Module):
     def __call__(self, tokens: Tokens) -> Hidden:
         """(B, T) -> (B, T, D). An id outside the table gives NaN: compiled code can't raise, and must not guess."""
         # Rows of the table whole, before they are looked up: split, XLA would look up parts of all rows of the batch.
+        if isinstance(self.embedding, Int8):
+            rows = jax.tree.map(lambda part: jnp.take(part, tokens, axis=0, mode="fill"), self.embedding)
+            return rows.array(self.dtype)
         table = constrain(self.embedding, "vocab", "embed")
         x = jnp.take(table, tokens, axis=0, mode="fill").astype(self.dtype)
         return constrain(x, "batch", "length", "embed")
 
     def attend(self, x: Hidden) -> Logits:
         """(B, T, D) -> (B, T, V): the product with each row of the table."""
+        if isinstance(self.embedding, Int8):
+            return linear_int8(x.astype(self.dtype), jax.tree.map(jnp.transpose, self.embedding))
         x, table = nn.dtypes.promote_dtype(x, self.embedding, dtype=self.dtype)
         return linear(x, table.T)

@@ -42,6 +42,10 @@ class Mask:
     """(B, S)"""
     dense_part: Leaf | None = None
     """(B or 1, N or 1, T, S)"""
+    query_places: Leaf | None = None
+    """(B, T), in place of index and offset, for causality and windows"""
+    key_places: Leaf | None = None
+    """(B, S)"""
 
     @staticmethod
     def causal() -> Mask:
@@ -85,6 +89,13 @@ class Mask:
             )
         return Mask(dense_part=allowed.reshape((1,) * (4 - allowed.ndim) + allowed.shape))
 
+    @staticmethod
+    def places(query: Int[Array, "B T"], key: Int[Array, "B S"]) -> Mask:
+        """Hides nothing, but says where queries and keys stand, for causality and windows, where that is not their
+        index: hypotheses that share a cache have keys for one place in several slots.
+        """
+        return Mask(query_places=jnp.asarray(query), key_places=jnp.asarray(key))
+
     def shifted(self, offset: Int[Array, "..."] | int) -> Mask:
         """The same mask for queries that begin at key `offset`, () or (B,)."""
         return dataclasses.replace(self, offset=jnp.asarray(offset))
@@ -108,6 +119,8 @@ class Mask:
             query_segments=join("query_segments"),
             key_segments=join("key_segments"),
             dense_part=join("dense_part", jnp.logical_and),
+            query_places=join("query_places"),
+            key_places=join("key_places"),
         )
 
     @property
@@ -116,17 +129,30 @@ class Mask:
         arrays = (self.key_lengths, self.query_segments, self.dense_part)
         return not self.is_causal and self.window_size is None and all(array is None for array in arrays)
 
+    @property
+    def facts(self) -> dict[str, bool]:
+        """What of it decides which kernels can serve, as `kernels.Request` names it."""
+        return {
+            "has_dense_mask": self.dense_part is not None or self.query_places is not None,
+            "has_offset": self.offset is not None,
+            "has_segments": self.query_segments is not None,
+            "has_two_sided_window": self.window_size is not None and not self.is_causal,
+        }
+
     def block(self, queries: Int[Array, " t"], keys: Int[Array, " s"]) -> Bool[Array, "b n t s"]:
         """The part for these query and key indices: boolean, (B or 1, N or 1, t, s)."""
-        rows = self._offset_rows()[:, None, None, None] + queries[None, None, :, None]
-        columns = keys[None, None, None, :]
+        indices = keys[None, None, None, :]
+        if self.query_places is None:
+            rows, columns = self._offset_rows()[:, None, None, None] + queries[None, None, :, None], indices
+        else:
+            rows, columns = self.query_places[:, None, queries, None], self.key_places[:, None, None, keys]
         allowed = jnp.ones((1, 1, queries.shape[0], keys.shape[0]), bool)
         if self.is_causal:
             allowed = allowed & (rows >= columns)
         if self.window_size is not None:
             allowed = allowed & (jnp.abs(rows - columns) < self.window_size)
         if self.key_lengths is not None:
-            allowed = allowed & (columns < self.key_lengths[:, None, None, None])
+            allowed = allowed & (indices < self.key_lengths[:, None, None, None])
         if self.query_segments is not None:
             ours, theirs = self.query_segments[:, queries], self.key_segments[:, keys]
             allowed = allowed & (ours[:, None, :, None] == theirs[:, None, None, :])
@@ -142,9 +168,10 @@ class Mask:
         """Whether any query of a block may attend any key of another. Indices rise; never False where one may."""
         first_query, last_query = queries[0] + self._offset_rows(), queries[-1] + self._offset_rows()
         visible = jnp.ones((1,), bool)
-        if self.is_causal:
+        in_order = self.query_places is None
+        if self.is_causal and in_order:
             visible = visible & (last_query >= keys[0])
-        if self.window_size is not None:
+        if self.window_size is not None and in_order:
             visible = visible & (first_query - keys[-1] < self.window_size) & (keys[0] - last_query < self.window_size)
         if self.key_lengths is not None:
             visible = visible & (keys[0] < self.key_lengths)
@@ -162,6 +189,8 @@ class Mask:
             "key_lengths": [(1,), (batch,)],
             "query_segments": [(1, num_queries), (batch, num_queries)],
             "key_segments": [(1, num_keys), (batch, num_keys)],
+            "query_places": [(1, num_queries), (batch, num_queries)],
+            "key_places": [(1, num_keys), (batch, num_keys)],
             "dense_part": [(b, n, num_queries, num_keys) for b in {1, batch} for n in {1, num_heads}],
         }
         for name, shapes in fits.items():

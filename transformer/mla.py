@@ -10,8 +10,9 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from transformer.attention import KVCache, dot_product_attention
+from transformer.attention import dot_product_attention
 from transformer.axes import Array, DType, Float, Hidden, Positions
+from transformer.caches import KVCache
 from transformer.config import MLA
 from transformer.layers import Initializer, Linear, RMSNorm, glorot_uniform, linear
 from transformer.masks import Mask
@@ -86,7 +87,7 @@ class LatentAttention(nn.Module):
         if cache is not None:
             start = cache.length
             cache = cache.append(held, held[..., :0], positions)
-            held, mask = cache.key.astype(self.dtype), mask.shifted(start) & Mask.lengths(cache.length)
+            held, mask = cache.whole()[0].astype(self.dtype), mask.shifted(start) & Mask.lengths(cache.length)
 
         watched = self.is_mutable_collection("intermediates") and not self.is_initializing()
         dropout_rate = 0.0 if deterministic else self.dropout_rate

@@ -190,12 +190,14 @@ def router_losses(logits: Array, chosen: Array, mask: Mask = Mask(), scoring: st
     probability (Fedus et al. 2021, arXiv 2101.03961, section 2.2; with scoring "sigmoid" its share of a token's scores,
     arXiv 2412.19437, section 2.1.2), which is n where all are alike; and the sum of
     logsumexp(logits)^2 (Zoph et al. 2022, arXiv 2202.08906, section 3). Sequences are the rows, or the segments of the
-    mask: what else is in the batch changes nothing.
+    mask, of which 0 is padding: what else is in the batch changes nothing.
     """
     batch, length, experts = logits.shape
     real = jnp.ones((batch, length), jnp.float32)
     if mask.key_lengths is not None:
         real = real * (jnp.arange(length)[None, :] < mask.key_lengths[:, None])
+    if mask.query_segments is not None:
+        real = real * (mask.query_segments != 0)
     # From here on the sequences of a row stand in axis 1, of which most are empty where rows are not packed.
     if mask.query_segments is None:
         total = functools.partial(jnp.sum, axis=1, keepdims=True)
@@ -205,9 +207,9 @@ def router_losses(logits: Array, chosen: Array, mask: Mask = Mask(), scoring: st
         total = jax.vmap(functools.partial(jax.ops.segment_sum, num_segments=length))
         total = functools.partial(total, segment_ids=number)
     share = total(jax.nn.one_hot(chosen, experts).mean(2) * real[:, :, None])
-    scores = router_scores(logits, scoring)
-    scores = scores / scores.sum(-1, keepdims=True) if scoring == "sigmoid" else scores
-    probability = total(scores * real[:, :, None])
+    # Shares of sigmoids are a softmax of their logarithms, which holds where all of them round to 0.
+    shares = jax.nn.softmax(jax.nn.log_sigmoid(logits) if scoring == "sigmoid" else logits)
+    probability = total(shares * real[:, :, None])
     tokens = jnp.maximum(total(real), 1.0)
     balance = (experts * (share * probability).sum(2) / tokens).sum(1)
     return balance, (real * jnp.square(jax.nn.logsumexp(logits, axis=2))).sum(1)

@@ -70,6 +70,11 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, PartitionSpec(*(axes or None for axes in placed)))
 
 
+def has_mesh() -> bool:
+    """Whether a mesh is set (`jax.set_mesh`)."""
+    return not jax.sharding.get_abstract_mesh().empty
+
+
 def _splits_anything() -> bool:
     mesh = jax.sharding.get_abstract_mesh()
     types = zip(mesh.axis_names, mesh.axis_types, strict=True)

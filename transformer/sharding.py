@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from transformer.config import ConfigError, TransformerConfig, check_choice
@@ -195,7 +196,11 @@ def make_mesh(wanted: Mapping[str, int], devices: Sequence[jax.Device] | None = 
     """A mesh of these devices (None: all) with every axis of `AXES`. ConfigError as `mesh_sizes`."""
     devices = jax.devices() if devices is None else list(devices)
     sizes = mesh_sizes(wanted, len(devices))
-    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
+    shape, names, types = tuple(sizes.values()), tuple(sizes), (AxisType.Auto,) * len(AXES)
+    try:
+        return jax.make_mesh(shape, names, axis_types=types, devices=devices)
+    except NotImplementedError:  # sizes that cut an axis of the torus in parts, which it does on a v5e alone
+        return Mesh(mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True), names, types)
 
 
 def check_model(config: TransformerConfig, sizes: Mapping[str, int]) -> None:

@@ -9,9 +9,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from transformer.attention import cache_length
 from transformer.axes import Array, Context, Hidden, Positions
 from transformer.blocks import BLOCKS, Aux, LayerCache, LayerInputs, make_norm, position_scheme, table_parameter
+from transformer.caches import cache_length
 from transformer.config import Execution, LayerKind, TransformerConfig
 from transformer.masks import Mask
 from transformer.partitioning import constrain

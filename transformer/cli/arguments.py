@@ -6,12 +6,12 @@ import contextlib
 import dataclasses
 import io
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
 import tyro
 
-from transformer.config import ConfigError, nearest
+from transformer.config import ConfigError, boxed_message, nearest
 
 Command = TypeVar("Command")
 
@@ -38,21 +38,15 @@ def parse(command: type[Command], verb: str, arguments: Sequence[str]) -> Comman
     except SystemExit as stop:
         if stop.code in (None, 0):
             raise
-        raise ConfigError(_message(captured.getvalue())) from None
+        raise ConfigError(f"{boxed_message(captured.getvalue())} --help says what each option takes.") from None
 
 
-def _message(box: str) -> str:
-    """The first paragraph inside one of tyro's boxes, on one line. Its frame is blank where UTF-8 can't be printed."""
-    paragraph: list[str] = []
-    for line in box.splitlines()[1:]:
-        line = line.strip("│╰╯ ")
-        if line.strip("─-"):
-            paragraph.append(line)
-        elif paragraph:
-            break
-    text = " ".join(paragraph)
-    text = re.sub(r"^Missing from [^:]*: (\S+) (.*?)( \(required\))?$", r"\1 is missing: \2", text)
-    text = re.sub(r"no type matching (\S+) could be instantiated from \['(.*)'\]", r"expected \1, got '\2'", text)
-    text = re.sub(r"^Error parsing (\S+): ", r"\1: ", text).rstrip(".")
-    text = text.replace("{None}|", "").replace("Unrecognized options:", "this is one word too many:")
-    return f"{text}. --help says what each option takes."
+@contextlib.contextmanager
+def told_as_options(**options: str) -> Iterator[None]:
+    """Inside, a ConfigError calls each of these fields by the option that sets it: `size="beam_size"`, --beam-size."""
+    try:
+        yield
+    except ConfigError as error:
+        fields = rf"\b({'|'.join(options)})\b"
+        text = re.sub(fields, lambda found: f"--{options[found[0]].replace('_', '-')}", str(error))
+        raise ConfigError(text) from None

@@ -14,6 +14,9 @@ from typing import Any
 DONE, FAULT, BAD_INPUT, INTERRUPTED, BROKEN_PIPE = 0, 1, 2, 130, 141
 """exit codes: the last two are 128 + SIGINT and 128 + SIGPIPE, as a shell reports them"""
 
+LONGEST = 8000
+"""characters of an error's line"""
+
 _BAD_INPUT = (ValueError, FileNotFoundError, NotADirectoryError, IsADirectoryError, FileExistsError)
 _MISTAKES = (TypeError, AttributeError, LookupError, AssertionError, NameError, NotImplementedError)
 _REMEDIES = {
@@ -62,8 +65,11 @@ def exit_code(error: BaseException) -> int:
 
 
 def describe(error: BaseException) -> str:
-    """One line about an error: "error: what is wrong. What to do.", without control characters."""
-    return one_line(f"error: {_message(error)}" if not isinstance(error, KeyboardInterrupt) else "interrupted")
+    """One line about an error: "error: what is wrong. What to do.", without control characters, of bounded length: what
+    was wrong may be a word of a million letters.
+    """
+    line = one_line(f"error: {_message(error)}" if not isinstance(error, KeyboardInterrupt) else "interrupted")
+    return line if len(line) <= LONGEST else f"{line[:LONGEST]} ... (and {len(line) - LONGEST} characters more)"
 
 
 def one_line(text: str) -> str:

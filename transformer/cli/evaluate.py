@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from transformer.cli.arguments import parse
+from transformer.cli.arguments import parse, told_as_options
 from transformer.cli.models import ModelCommand
 from transformer.config import ConfigError
 
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str]) -> None:
         )
     beam = _beam(command, run)
     dataset = prepare(run.recipe.data, tokenizer=run.tokenizer)
-    same = run.fingerprint in (None, dataset.fingerprint)
+    same = run.fingerprint is None or dataset.is_known_as(run.fingerprint)
     if not same:
         warnings.warn(
             f"the data is not what {command.directory} was trained on (fingerprint {run.fingerprint[:12]}, now "
@@ -93,7 +93,8 @@ def _beam(command: Evaluate, run: Run) -> Beam | None:
 
     wanted = run.recipe.evaluation
     size = wanted.beam_size if command.beam_size is None else command.beam_size
-    return make_beam(size, wanted.beam_alpha if command.alpha is None else command.alpha)
+    with told_as_options(size="beam_size", alpha="alpha"):
+        return make_beam(size, wanted.beam_alpha if command.alpha is None else command.alpha)
 
 
 def _translations(

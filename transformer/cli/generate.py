@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import tyro
 
-from transformer.cli.arguments import parse
+from transformer.cli.arguments import parse, told_as_options
 from transformer.cli.models import ModelCommand
 from transformer.config import ConfigError
+
+if TYPE_CHECKING:
+    from transformer.inference import Opened
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +40,14 @@ class Generate(ModelCommand):
     """choose among tokens at least this share as likely as the likeliest"""
     seed: int = 0
     """of the choices; the same seed gives the same text"""
+    slots: int | None = None
+    """running text: prompts that are written at once; where one ends, the next begins. None: all"""
+    draft: str | None = None
+    """running text: a smaller model of the same tokenizer that guesses ahead; the text stays the same"""
+    draft_tokens: int = 4
+    """guesses at a time"""
+    int8: bool = False
+    """keep the weights in 8 bits: a quarter of the memory; what that saves and costs is said on stderr"""
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -48,10 +61,20 @@ def main(arguments: Sequence[str]) -> None:
     from transformer.generate import Sampling
     from transformer.models import Seq2Seq
 
+    if command.slots is not None and command.slots < 1:
+        raise ConfigError(f"--slots must be at least 1, got {command.slots}.")
+    if command.draft_tokens < 1:
+        raise ConfigError(f"--draft-tokens must be at least 1, got {command.draft_tokens}.")
+    if command.slots is not None and command.draft is not None:
+        raise ConfigError("--slots and --draft can't be used together: leave one of them out.")
     filters = {name: getattr(command, name) for name in ("top_k", "top_p", "min_p")}
-    Sampling(temperature=1.0 if command.temperature is None else command.temperature, **filters)  # wrong: soon
+    with told_as_options(**{name: name for name in ("temperature", *filters)}):  # wrong: soon
+        Sampling(temperature=1.0 if command.temperature is None else command.temperature, **filters)
     run = command.load_writer()
     translates = isinstance(run.model, Seq2Seq)
+    ways = _ways(command, translates)
+    if command.int8:
+        run = _in_8_bits(run)
     prompts = texts.read_prompts(command.prompt, lines=translates)
     usual = 1.0 if any(value is not None for value in filters.values()) else 0.0 if translates else 0.8
     sampling = Sampling(temperature=usual if command.temperature is None else command.temperature, **filters)
@@ -61,6 +84,7 @@ def main(arguments: Sequence[str]) -> None:
         max_new_tokens=command.max_new_tokens or (128 if translates else 200),
         sampling=sampling,
         seed=command.seed,
+        **ways,
     )
     if command.json:
         command.print_json(run, results=[dataclasses.asdict(one) for one in written])
@@ -69,3 +93,26 @@ def main(arguments: Sequence[str]) -> None:
             print(texts.shown(one.output))
     else:
         print("\n---\n".join(texts.shown(one.prompt + one.output) for one in written))
+
+
+def _ways(command: Generate, translates: bool) -> dict[str, Any]:
+    """How rows are written, as `generate` takes it."""
+    if translates and (command.slots is not None or command.draft is not None):
+        raise ConfigError("--slots and --draft are for a model that goes on with a text. Leave them out.")
+    ways: dict[str, Any] = {} if command.slots is None else {"slots": command.slots}
+    if command.draft is not None:
+        from transformer.generate import Draft
+        from transformer.inference import open_model
+
+        draft = open_model(command.draft)
+        ways["draft"] = Draft(model=draft.model, params=draft.params, tokens=command.draft_tokens)
+    return ways
+
+
+def _in_8_bits(run: Opened) -> Opened:
+    from transformer.int8 import quantize
+
+    params, report = quantize(run.params)
+    for row in report:
+        print(row, file=sys.stderr)
+    return dataclasses.replace(run, params=params)

@@ -17,9 +17,9 @@ def train_lines(name: str, topology: Topology, assumed: Sequence[str], plan: Pla
     yield _title(name, topology, plan.mesh)
     yield from (f"assumed: {assumption}" for assumption in assumed)
     yield from _memory(plan, topology)
-    flops = plan.flops
+    flops, each = plan.flops, ("an " if plan.unit == "images" else "a ") + plan.unit.removesuffix("s")
     yield (
-        f"work: {flops.total:.3g} FLOPs a step, {flops.total / plan.batch_tokens:.3g} a token, {plan.num_parameters:,} "
+        f"work: {flops.total:.3g} FLOPs a step, {flops.total / plan.counted:.3g} {each}, {plan.num_parameters:,} "
         f"parameters; {100 * flops.attention / flops.total:.1f} % in scores (counted whole)"
     )
     if plan.computed_flops and plan.computed_flops > 1.02 * flops.total:
@@ -30,7 +30,7 @@ def train_lines(name: str, topology: Topology, assumed: Sequence[str], plan: Pla
         one = plan.estimate
         yield (
             f"estimate, not a measurement: {duration(one.seconds)} a step, MFU {percent(one.mfu)} %, "
-            f"{plan.tokens_per_second:,.0f} tokens/s"
+            f"{plan.units_per_second:,.0f} {plan.unit}/s"
         )
         yield f"  {_parts(one)}"
         if not plan.loops_known:
@@ -76,7 +76,7 @@ def search_line(one: Tried) -> str:
         return f"{one.candidate.flags}: does not fit, {size(one.plan.needed_bytes)}"
     if one.plan.estimate is None:
         return f"{one.candidate.flags}: fits, no estimate: {UNPRINTED}"
-    return f"{one.candidate.flags}: {one.plan.tokens_per_second:,.0f} tokens/s"
+    return f"{one.candidate.flags}: {one.plan.units_per_second:,.0f} {one.plan.unit}/s"
 
 
 def search_lines(
@@ -85,12 +85,13 @@ def search_lines(
     """Of a search: what fits, best first, with the flags to add to the same command."""
     yield _title(name, topology, f"{len(tried)} ways compiled in {sum(one.seconds for one in tried):.0f} s")
     yield from (f"assumed: {assumption}" for assumption in assumed)
+    speeds = f"{best[0].plan.unit}/s".rjust(11) if best else ""
     if best:
-        yield f"rank     tokens/s  ms a step  MFU %  GiB a {topology.unit}  flags to add to this command"
+        yield f"rank  {speeds}  ms a step  MFU %  GiB a {topology.unit}  flags to add to this command"
     for place, one in enumerate(best, 1):
         plan = one.plan
         yield (
-            f"{place:>4}  {plan.tokens_per_second:>11,.0f}  {plan.estimate.seconds * 1e3:>9.4g}  "
+            f"{place:>4}  {plan.units_per_second:>{len(speeds)},.0f}  {plan.estimate.seconds * 1e3:>9.4g}  "
             f"{percent(plan.estimate.mfu):>5}  {plan.needed_bytes / 2**30:>{len(topology.unit) + 6}.2f}  "
             f"{one.candidate.flags}"
         )

@@ -8,7 +8,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from transformer.config import ConfigError
 from transformer.generate import Sampling, generate
@@ -136,9 +136,9 @@ class _Text:
 
 
 def continue_texts(
-    run: Opened, prompts: Sequence[str], *, max_new_tokens: int, sampling: Sampling, seed: int
+    run: Opened, prompts: Sequence[str], *, max_new_tokens: int, sampling: Sampling, seed: int, **ways: Any
 ) -> list[Written]:
-    """How a causal model goes on with each prompt.
+    """How a causal model goes on with each prompt; `ways` are the `draft` or `slots` of `generate`.
 
     A model trained on windows of n tokens doesn't know later positions: what doesn't fit one window is written in
     pieces, each after the last half window of the text so far. A prompt longer than a window is read from its end,
@@ -166,18 +166,21 @@ def continue_texts(
                 max_new_tokens=wanted,
                 sampling=dataclasses.replace(sampling, suppress=run.suppressed),
                 seed=[(seed + 7919 * number + 104_729 * len(texts[number].new)) % 2**32 for number in numbers],
+                **ways,
             )
             for number, row in zip(numbers, rows, strict=True):
                 texts[number] = texts[number].grown(row, wanted)
-    return [Written(text.prompt, _went_on(tokenizer, text), text.ended) for text in texts]
+    return [Written(text.prompt, went_on(tokenizer, text.ids, len(text.new)), text.ended) for text in texts]
 
 
-def _went_on(tokenizer: Tokenizer, text: _Text) -> str:
-    """What was written, as it stands behind the prompt: of a text alone some decoders take the first blank away."""
-    before = tokenizer.decode(text.ids[: len(text.ids) - len(text.new)])
-    whole = tokenizer.decode(text.ids)
+def went_on(tokenizer: Tokenizer, ids: Sequence[int], new: int) -> str:
+    """The text of the last `new` ids, as it stands behind the others: of a text alone some decoders take the first
+    blank away.
+    """
+    prompt = len(ids) - new
+    before, whole = tokenizer.decode(ids[:prompt]), tokenizer.decode(ids)
     # Where the prompt ends within a character, the two don't begin alike.
-    return whole[len(before) :] if whole.startswith(before) else tokenizer.decode(text.new)
+    return whole[len(before) :] if whole.startswith(before) else tokenizer.decode(ids[prompt:])
 
 
 def shown(text: str) -> str:

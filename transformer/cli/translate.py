@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from transformer.cli.arguments import parse
+from transformer.cli.arguments import parse, told_as_options
 from transformer.cli.models import ModelCommand
 from transformer.config import ConfigError
 
@@ -18,7 +18,8 @@ from transformer.config import ConfigError
 class Translate(ModelCommand):
     """Translates stdin, line by line, by beam search: line n of the output is the translation of line n.
 
-    An empty line stays empty. What is cut is said on stderr, and at the end how fast it went.
+    An empty line stays empty, and one that can't be read becomes empty. That is said on stderr, and what is cut, and at
+    the end how fast it went.
     """
 
     beam_size: int = 4
@@ -33,7 +34,10 @@ class Translate(ModelCommand):
     """tokens of a translation at most, for each of its source"""
     max_extra: int = 50
     """tokens of a translation beyond that"""
-    batch_tokens: int = 2048
+    max_source_tokens: int | None = None
+    """tokens that are read of a line, of a longer one the first: time grows with the square of its length; None: 1024,
+    or as many as the model was trained on where those are more"""
+    batch_tokens: int = 1024
     """source tokens that are translated at once, padding included"""
     chunk_lines: int = 2000
     """lines that are read before their translations are written; 1 answers line by line"""
@@ -50,18 +54,22 @@ def main(arguments: Sequence[str]) -> None:
     from transformer.generate import Beam
     from transformer.inference.translating import translate_lines
 
-    beam = Beam(
-        size=command.beam_size,
-        alpha=command.alpha,
-        n_best=command.n_best,
-        early_stop=not command.exact,
-        length_ratio=command.max_ratio,
-        length_extra=command.max_extra,
-    )
+    typed = {"size": "beam_size", "length_ratio": "max_ratio", "length_extra": "max_extra"}
+    with told_as_options(**typed, n_best="n_best", alpha="alpha"):
+        beam = Beam(
+            size=command.beam_size,
+            alpha=command.alpha,
+            n_best=command.n_best,
+            early_stop=not command.exact,
+            length_ratio=command.max_ratio,
+            length_extra=command.max_extra,
+        )
     opened = command.load()
     begun, lines, cut = time.monotonic(), 0, 0
-    sizes = {"batch_tokens": command.batch_tokens, "chunk_lines": command.chunk_lines}
-    for chunk in translate_lines(opened, _lines(), beam=beam, **sizes):
+    sizes = {name: getattr(command, name) for name in ("max_source_tokens", "batch_tokens", "chunk_lines")}
+    with told_as_options(**{name: name for name in sizes}):
+        chunks = translate_lines(opened, _lines(), beam=beam, **sizes)
+    for chunk in chunks:
         for line in chunk:
             if command.json:
                 best = [dataclasses.asdict(one) for one in line.best]
@@ -80,13 +88,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _lines() -> Iterator[str]:
-    """The lines of stdin, as they come. ValueError: one that is no UTF-8."""
-    for number, line in enumerate(sys.stdin.buffer, 1):
-        try:
-            text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(
-                f"line {number} of stdin is not UTF-8 text: byte {error.start} of it can't be read. Convert it to "
-                f"UTF-8."
-            ) from None
+    """The lines of stdin, as they come; bytes that are no UTF-8 as lone surrogates."""
+    for number, line in enumerate(sys.stdin.buffer):
+        text = line.decode("utf-8" if number else "utf-8-sig", errors="surrogateescape")
         yield text.removesuffix("\n").removesuffix("\r")

@@ -1,6 +1,6 @@
 """What a model is: frozen, typed, validated at birth. No JAX here, so that a recipe or a tool can read it cheaply."""
 
-from transformer.config.checks import ConfigError, check_choice, nearest
+from transformer.config.checks import ConfigError, boxed_message, check_choice, nearest
 from transformer.config.model import (
     Dtype,
     Execution,
@@ -47,6 +47,7 @@ __all__ = [
     "RotaryScaling",
     "Series",
     "TransformerConfig",
+    "boxed_message",
     "check_choice",
     "nearest",
     "transformer_base",

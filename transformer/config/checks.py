@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 
 
@@ -12,8 +13,31 @@ class ConfigError(ValueError):
 
 def nearest(name: str, choices: Iterable[str]) -> str:
     """`" Did you mean 'x'?"` for the choice most like `name`, or an empty string when none is close."""
-    close = difflib.get_close_matches(str(name), list(choices), n=1, cutoff=0.5)
+    close = difflib.get_close_matches(str(name)[:200], list(choices), n=1, cutoff=0.5)
     return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def boxed_message(box: str) -> str:
+    """What tyro says inside a box that it draws around an error: its first paragraph, on one line. The frame is blank
+    where UTF-8 can't be printed.
+    """
+    paragraph: list[str] = []
+    for line in box.splitlines()[1:]:
+        line = line.strip("│╰╯ ")
+        if line.strip("─-"):
+            paragraph.append(line)
+        elif paragraph:
+            break
+    text = " ".join(paragraph)
+    text = re.sub(r"^Missing from [^:]*: (\S+) (.*?)( \(required\))?$", r"\1 is missing: \2", text)
+    text = re.sub(r"no type matching (\S+) could be instantiated from \['(.*)'\]", r"expected \1, got '\2'", text)
+    place = re.match(r"Error parsing ([\w.-]+): ", text)
+    if place:
+        text = text[place.end() :]
+        if not text.startswith(place[1]) and not place[1][0].isupper():  # a class of ours is no word of the user's
+            text = f"{place[1]}: {text}"
+    text = text.replace("{None}|", "").replace("Unrecognized options:", "this is one word too many:")
+    return text if text.endswith((".", "?")) else f"{text}."
 
 
 def check_choice(field: str, value: object, choices: Iterable[str]) -> None:

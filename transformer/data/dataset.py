@@ -50,6 +50,10 @@ class Dataset(ABC):
     tokenizer: Tokenizer | None = None
     fingerprint: str
 
+    def is_known_as(self, fingerprint: str) -> bool:
+        """Whether a fingerprint is of this data, computed now or by an earlier version."""
+        return fingerprint == self.fingerprint
+
     @property
     @abstractmethod
     def splits(self) -> tuple[str, ...]:

@@ -88,9 +88,22 @@ class PairDataset(Dataset):
                 buckets=config.buckets,
                 row_multiple=config.row_multiple,
             )
+        self.fingerprint = self._fingerprint(texts)
+
+    def is_known_as(self, fingerprint: str) -> bool:
+        """Whether a fingerprint is of this data. The first versions took all texts in one list: read again for that."""
+        if fingerprint == self.fingerprint:
+            return True
+        as_first = {
+            split: [text for pair in pairs for text in (pair.source, pair.target)]
+            for split, pairs in self._pairs.items()
+        }
+        return fingerprint == self._fingerprint(as_first)
+
+    def _fingerprint(self, texts: dict) -> str:
+        settings = [self.config.kind, self.max_source_length, self.max_target_length, self.tokenizer.state()]
         arrays = [ragged.values for side in (self._sources, self._targets) for ragged in side.values()]
-        settings = [config.kind, self.max_source_length, self.max_target_length, tokenizer.state()]
-        self.fingerprint = fingerprint(settings, texts, arrays)
+        return fingerprint(settings, texts, arrays)
 
     @property
     def splits(self) -> tuple[str, ...]:

@@ -11,14 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from transformer.data.tokenizer import TOKENIZER_FILE, VISIBLE, Tokenizer, utf8
+from transformer.foreign import MAX_JSON_BYTES, parse_json, read_bounded
 
-MAX_BYTES = 64 * 2**20
-"""bound of each file"""
 # Beside tokenizer.json: what names special tokens, and what gives their ids.
 _NAMING = ("tokenizer_config.json", "special_tokens_map.json")
 _NUMBERING = ("generation_config.json", "config.json")
-FILES = (TOKENIZER_FILE, *_NAMING, *_NUMBERING)
-"""what is read of a checkpoint's directory"""
+_FILES = (TOKENIZER_FILE, *_NAMING, *_NUMBERING)
 # Files of tokenizers that are not read here; transformers converts them.
 _OTHERS = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "source.spm", "vocab.json", "vocab.txt")
 
@@ -273,12 +271,12 @@ def load_pretrained_tokenizer(directory: str | os.PathLike, vocab_size: int | No
     """
     directory = Path(directory)
     files = {}
-    for name in FILES:
-        path = directory / name
-        if path.exists():
-            if not path.is_file() or path.stat().st_size > MAX_BYTES:
-                raise ValueError(f"{path} must be a regular file of at most {MAX_BYTES} bytes. Get it anew.")
-            files[name] = path.read_bytes()
+    for name in _FILES:
+        if os.path.lexists(directory / name):
+            try:
+                files[name] = read_bounded(directory, name, MAX_JSON_BYTES)
+            except ValueError as error:
+                raise ValueError(f"{directory}: {error}. Get the file anew.") from None
     if TOKENIZER_FILE not in files:
         others = [name for name in _OTHERS if (directory / name).exists()]
         only = f", only {others[0]}, which is not read here" if others else ""
@@ -295,18 +293,20 @@ def load_pretrained_tokenizer(directory: str | os.PathLike, vocab_size: int | No
 def load_saved_alone(directory: str | os.PathLike) -> PretrainedTokenizer:
     """What `PretrainedTokenizer.save_alone` wrote. FileNotFoundError and ValueError as `load_pretrained_tokenizer`."""
     path = Path(directory) / "config.json"
-    files = {"config.json": path.read_bytes()} if path.is_file() else {}
+    files = {"config.json": read_bounded(Path(directory), "config.json")} if os.path.lexists(path) else {}
     size = _object("config.json", files).get("vocab_size")
-    if size is not None and type(size) is not int:
-        raise ValueError(f"{path} has a vocab_size that is no whole number, {size!r:.40}. Restore it from a copy.")
+    if size is not None and (type(size) is not int or size < 1):
+        raise ValueError(
+            f"{path} has the vocab_size {size!r:.40}: expected a whole number above 0. Restore it from a copy."
+        )
     return load_pretrained_tokenizer(directory, size)
 
 
 def _object(name: str, files: Mapping[str, bytes]) -> dict[str, Any]:
     """The JSON object of a file; {} where there is none."""
     try:
-        value = json.loads(files.get(name, b"{}").decode("utf-8"))
-    except (ValueError, RecursionError) as error:
+        value = parse_json(files.get(name, b"{}"))
+    except ValueError as error:
         raise ValueError(f"{name} is no valid JSON: {error}. Get the file anew.") from None
     if not isinstance(value, dict):
         raise ValueError(f"{name} must hold a JSON object, got {type(value).__name__}. Get the file anew.")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections import Counter
 from collections.abc import Iterable
@@ -14,6 +13,7 @@ from transformer.data.bpe import BPETokenizer
 from transformer.data.configs import TokenizerConfig
 from transformer.data.tokenizer import FORMAT, SPECIAL_TOKENS, TOKENIZER_FILE, Tokenizer
 from transformer.data.vocabularies import ByteTokenizer, CharTokenizer, WordTokenizer
+from transformer.foreign import parse_json, read_bounded
 
 DEFAULT_BPE_SIZE = 8192
 """ids of a bpe vocabulary whose config names no size"""
@@ -54,29 +54,31 @@ def build_tokenizer(
 def load_tokenizer(directory: str | os.PathLike) -> Tokenizer:
     """The tokenizer saved in a directory alone. FileNotFoundError if there is none, ValueError if it is broken."""
     path = Path(directory) / TOKENIZER_FILE
-    if not path.is_file():
+    if not os.path.lexists(path):
         raise FileNotFoundError(f"no tokenizer in {directory}: expected a file {path}. Name the folder save() wrote.")
     try:
-        state = json.loads(path.read_bytes())
+        state = parse_json(read_bounded(Path(directory), TOKENIZER_FILE))
         if isinstance(state, dict) and "format" not in state and "model" in state:  # a file of the tokenizers library
             from transformer.data.pretrained_tokenizer import load_saved_alone
 
             return load_saved_alone(directory)
         return _from_state(state)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is no valid tokenizer: {error} Restore it from a copy, or train anew.") from error
+    except ValueError as error:
+        told = str(error).rstrip(".")
+        raise ValueError(f"{path} is no valid tokenizer: {told}. Restore it from a copy, or train anew.") from error
 
 
 def _from_state(state: Any) -> Tokenizer:
     if not isinstance(state, dict):
         raise ValueError(f"expected a JSON object, got {type(state).__name__}.")
     if state.get("format") != FORMAT:
-        raise ValueError(f"expected format {FORMAT}, got {state.get('format')!r}.")
+        raise ValueError(f"expected format {FORMAT}, got {state.get('format')!r:.80}.")
     kind, normalization = state.get("kind"), state.get("normalization")
-    if kind not in TOKENIZERS:
-        raise ValueError(f"kind must be one of {', '.join(TOKENIZERS)}, got {kind!r}.{nearest(str(kind), TOKENIZERS)}")
+    if not isinstance(kind, str) or kind not in TOKENIZERS:
+        hint = nearest(str(kind), TOKENIZERS)
+        raise ValueError(f"kind must be one of {', '.join(TOKENIZERS)}, got {kind!r:.80}.{hint}")
     if not isinstance(normalization, str):
-        raise ValueError(f"normalization must be a string, got {normalization!r}.")
+        raise ValueError(f"normalization must be a string, got {normalization!r:.80}.")
     special = state.get("special_tokens")
     unknown, masked = _extras(special, kind)
     if kind == "byte":
@@ -96,7 +98,8 @@ def _extras(special: Any, kind: str) -> tuple[bool, bool]:
     expected = [*SPECIAL_TOKENS[:3], *["<unk>"][: unknown and kind == "word"], *["<mask>"][:masked]]
     if given != expected:
         raise ValueError(
-            f"special_tokens must be {list(SPECIAL_TOKENS[:3])} (then <unk> for words, and <mask>), got {special!r}."
+            f"special_tokens must be {list(SPECIAL_TOKENS[:3])} (then <unk> for words, and <mask>), got "
+            f"{special!r:.200}."
         )
     return unknown, masked
 

@@ -4,5 +4,6 @@ from transformer.generate.batches import beam_search_all
 from transformer.generate.beam import Beam, Hypothesis, beam_search
 from transformer.generate.generation import generate
 from transformer.generate.sampling import Sampling, sample
+from transformer.generate.speculative import Draft
 
-__all__ = ["Beam", "Hypothesis", "Sampling", "beam_search", "beam_search_all", "generate", "sample"]
+__all__ = ["Beam", "Draft", "Hypothesis", "Sampling", "beam_search", "beam_search_all", "generate", "sample"]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from numbers import Integral
 from typing import Any, SupportsIndex
 
@@ -12,6 +14,10 @@ import numpy as np
 from transformer.generate.beam import USUAL, Beam, Hypothesis, beam_search
 from transformer.generate.prompts import Ids, check_rows, check_source_lengths, check_writer, padded_length
 from transformer.models import Seq2Seq, SpeechToText
+from transformer.partitioning import has_mesh, platform
+
+MOST_AT_ONCE = 4
+"""batches that are searched side by side: each holds a cache"""
 
 
 def beam_search_all(
@@ -24,7 +30,7 @@ def beam_search_all(
     beam: Beam = USUAL,
     max_new_tokens: SupportsIndex | None = None,
     suppress: Sequence[int] = (),
-    batch_tokens: SupportsIndex = 2048,
+    batch_tokens: SupportsIndex = 1024,
 ) -> list[list[Hypothesis]]:
     """`beam_search` of many sources: the hypotheses of each, in the order of the sources.
 
@@ -49,22 +55,37 @@ def beam_search_all(
     rows = check_rows("source", sources, model.config.source_vocab_size or vocab_size)
     check_source_lengths(model.config, rows)
 
-    found: dict[int, list[Hypothesis]] = {}
-    for numbers, count in _batches(rows, model.config.longest_source, int(batch_tokens)):
+    batches = _batches(rows, model.config.longest_source, int(batch_tokens))
+
+    def search(batch: tuple[list[int], int]) -> list[list[Hypothesis]]:
         # The batch filled up to a size that is compiled anyway, with what takes no longer than the rest.
-        filled = [rows[number] for number in [*numbers, *numbers[:1] * (count - len(numbers))]]
-        hypotheses = beam_search(
+        numbers, count = batch
+        return beam_search(
             model,
             params,
-            filled,
+            [rows[number] for number in [*numbers, *numbers[:1] * (count - len(numbers))]],
             prompts=[begin] * count,
             eos_id=eos_id,
             beam=beam,
             max_new_tokens=max_new_tokens,
             suppress=suppress,
         )
-        found |= dict(zip(numbers, hypotheses, strict=False))
+
+    found: dict[int, list[Hypothesis]] = {}
+    with ThreadPoolExecutor(_at_once()) as threads:
+        for (numbers, _), hypotheses in zip(batches, threads.map(search, batches), strict=True):
+            found |= dict(zip(numbers, hypotheses, strict=False))
     return [found[number] for number in range(len(rows))]
+
+
+def _at_once() -> int:
+    """How many batches are searched side by side. The operations of one step are too small to keep several cores busy
+    (docs/benchmarks.md), and an accelerator would wait while what it found is traced back. With a mesh, one by one:
+    several processes have to agree on the order.
+    """
+    if has_mesh():
+        return 1
+    return min(os.cpu_count() or 1, MOST_AT_ONCE) if platform() == "cpu" else 2
 
 
 def _batches(rows: Sequence[np.ndarray], longest: int | None, batch_tokens: int) -> list[tuple[list[int], int]]:

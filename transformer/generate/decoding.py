@@ -9,9 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from transformer.attention import ContextCache, cache_length, set_cache_length
 from transformer.axes import Array, Float, Int, Leaf, PRNGKey, Tokens
-from transformer.generate.layers import separate, separated
+from transformer.caches import ContextCache, cache_length, set_cache_length
+from transformer.generate.layers import keeps_apart, separate, separated
 from transformer.generate.sampling import Choice, choose
 from transformer.masks import Mask
 from transformer.models import CausalLM, Seq2Seq
@@ -44,20 +44,59 @@ def decode_step(
     """One more token a row, (B,): the logits after it, (B, V), and the cache that holds it. Of the source, only its
     lengths are read: its keys and values are in the cache.
     """
-    hidden, grown = _hidden(model, params, None, tokens[:, None], cache, source)
-    return _logits(model, params, hidden), _with_context(grown, cache)
+    logits, cache = decode_side_by_side(model, params, tokens[:, None], None, None, cache, source)
+    return logits[:, 0], cache
 
 
-def _hidden(model, params, read, tokens: Tokens, cache, source):
+def decode_side_by_side(
+    model: CausalLM | Seq2Seq,
+    params: Any,
+    tokens: Int[Array, "B Z"],
+    positions: Int[Array, "B Z"] | None,
+    mask: Mask | None,
+    cache: Any,
+    source: Rows | None,
+) -> tuple[Float[Array, "B Z V"], Any]:
+    """One more token of each of Z hypotheses a row, (B, Z), at `positions` and attending to what `mask` leaves of the
+    cache: the logits after each, (B, Z, V), and the cache that holds them. Of the source, as in `decode_step`.
+    """
+    hidden, grown = _hidden(model, params, None, tokens, cache, source, positions, mask)
+    logits = model.apply({"params": params}, hidden, method=type(model).head)
+    return logits, _with_context(grown, cache)
+
+
+def read(model: CausalLM, params: Any, tokens: Tokens, cache: Any) -> tuple[Float[Array, "B T V"], Any]:
+    """T more tokens a row, (B, T), the last of which may be one too many for a learned position table: the logits after
+    each, (B, T, V), and the cache that holds them.
+    """
+    positions = cache_length(cache)[:, None] + jnp.arange(tokens.shape[1])[None, :]
+    if model.config.position == "learned":
+        positions = jnp.minimum(positions, model.config.max_length - 1)  # past the table would be NaN, to all who look
     variables = {"params": params}
+    hidden, cache = model.apply(variables, tokens, positions, cache=cache, method=CausalLM.hidden)
+    return model.apply(variables, hidden, method=CausalLM.head), cache
+
+
+def looping(model: CausalLM | Seq2Seq, params: Any, cache: Any) -> tuple[CausalLM | Seq2Seq, Any, Any]:
+    """Model, and trees of parameters and cache, as a loop over tokens takes them: where `keeps_apart` says so, each
+    layer's part a tree of its own.
+    """
+    if not keeps_apart(model, params):
+        return model, params, cache
+    params = {**params, "decoder": separate(model, params["decoder"])}
+    return separated(model), params, separate(model, cache)
+
+
+def _hidden(model, params, read, tokens: Tokens, cache, source, positions=None, mask=None):
+    variables, given = {"params": params}, {"positions": positions, "mask": mask, "cache": cache}
     if isinstance(model, CausalLM):
-        return model.apply(variables, tokens, cache=cache, method=CausalLM.hidden)
+        return model.apply(variables, tokens, **given, method=CausalLM.hidden)
     return model.apply(
         variables,
         None if read is None else read.tokens,
         tokens,
         source_mask=Mask.lengths(source.lengths),
-        cache=cache,
+        **given,
         method=Seq2Seq.hidden,
     )
 
@@ -87,6 +126,15 @@ class Written:
     failed_at: Leaf
     """(B,), position whose logits were not finite, or -1. The loop stops at the first, for all rows"""
 
+    @staticmethod
+    def blank(batch: int, new_slots: int) -> Written:
+        """Nothing yet."""
+        return Written(
+            tokens=jnp.zeros((batch, new_slots), jnp.int32),
+            counts=jnp.zeros((batch,), jnp.int32),
+            failed_at=jnp.full((batch,), -1, jnp.int32),
+        )
+
 
 @functools.partial(jax.jit, static_argnames=("model", "cache_slots", "new_slots"))
 def decode(
@@ -103,8 +151,7 @@ def decode(
     new_slots: int,
 ) -> Written:
     """Prefill, then one loop until every row has ended or has `limit` new tokens. Compiled once for each model, shape
-    of the arrays and kind of `choice`. With `execution.scan` off, the loop takes each layer's parameters from an array
-    of its own, for which they are copied once: more memory, less time a token.
+    of the arrays and kind of `choice`.
 
     Args:
         keys: (B,), one a row; the token at position p is drawn from `fold_in(key, p)`.
@@ -112,9 +159,7 @@ def decode(
         limit: new tokens at most, no more than `new_slots`.
     """
     logits, cache = prefill(model, params, prompts, source, cache_slots)
-    if not model.execution.scan:
-        params = {**params, "decoder": separate(model, params["decoder"])}
-        model, cache = separated(model), separate(model, cache)
+    model, params, cache = looping(model, params, cache)
     batch = prompts.lengths.shape[0]
 
     def draw(logits, positions):
@@ -143,11 +188,8 @@ def decode(
         written, running = record(written, step, running, tokens, positions)
         return step + 1, tokens, running, cache, written
 
-    blank = Written(
-        tokens=jnp.zeros((batch, new_slots), jnp.int32),
-        counts=jnp.zeros((batch,), jnp.int32),
-        failed_at=jnp.full((batch,), -1, jnp.int32),
-    )
     tokens = draw(logits, prompts.lengths)
-    written, running = record(blank, jnp.int32(0), jnp.ones((batch,), bool), tokens, prompts.lengths)
+    written, running = record(
+        Written.blank(batch, new_slots), jnp.int32(0), jnp.ones((batch,), bool), tokens, prompts.lengths
+    )
     return jax.lax.while_loop(unfinished, advance, (jnp.int32(1), tokens, running, cache, written))[-1]

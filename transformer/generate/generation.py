@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any, SupportsIndex
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from transformer.generate.continuous import decode_in_slots
 from transformer.generate.decoding import decode
 from transformer.generate.prompts import (
     Ids,
@@ -19,12 +21,15 @@ from transformer.generate.prompts import (
     decoding_model,
     end_ids,
     pad,
+    padded_length,
     row_seeds,
     slots_of_prompts,
     source_rows,
     target_rows,
 )
 from transformer.generate.sampling import PLAIN, Choice, Sampling
+from transformer.generate.speculative import Draft, decode_with_draft
+from transformer.models import CausalLM
 
 
 def generate(
@@ -38,6 +43,8 @@ def generate(
     seed: SupportsIndex | Sequence[SupportsIndex] = 0,
     sources: Sequence[Ids] | np.ndarray | jax.Array | None = None,
     bos_id: SupportsIndex | None = None,
+    draft: Draft | None = None,
+    slots: SupportsIndex | None = None,
 ) -> list[list[int]]:
     """Continues each prompt: returns the new tokens of each row, without `eos_id`.
 
@@ -56,10 +63,14 @@ def generate(
             continued with the same seed goes on as if it had not been interrupted. Given one seed a row, row b draws
             from `fold_in(fold_in(key(seed[b]), 0), p)`: as if it were alone with that seed, at whatever place.
         sources: Seq2Seq only: token ids of each source; of a SpeechToText frames, (B, F, M).
+        draft: CausalLM only: a smaller model of the same vocabulary that guesses ahead. The rows stay what they are
+            without it.
+        slots: CausalLM only: rows that are written at once; when one ends, the next prompt takes its place. None: all.
 
     Raises:
-        ValueError: ids out of range, empty or missing prompts or sources, too much for a learned position table, or
-            logits that are not finite (row, position and the parameter to blame are named).
+        ValueError: ids out of range, empty or missing prompts or sources, too much for a learned position table, a
+            draft or slots that don't fit, or logits that are not finite (row, position and the parameter to blame are
+            named).
     """
     vocab_size = check_writer("generate", model, params)
     limit = check_new_tokens(max_new_tokens)
@@ -67,25 +78,58 @@ def generate(
     source = source_rows(model, sources, vocab_size)
     prompt_rows = target_rows(prompts, source, bos_id, vocab_size)
     check_lengths(model.config, prompt_rows, limit)
+    if draft is not None:
+        check_draft(model, vocab_size, draft, prompt_rows, limit)
+
+    if slots is not None:
+        check_slots(model, slots, draft)
 
     model = decoding_model(model)
     prompt_slots = slots_of_prompts(prompt_rows, source, model.config.max_length)
     new_slots = bucket(limit)
-    written = decode(
-        model,
-        params,
-        pad(prompt_rows, prompt_slots),
-        source,
-        _row_keys(*row_seeds(seed, len(prompt_rows))),
-        Choice.of(sampling, vocab_size),
-        np.array(ends or [-1], np.int32),
-        np.int32(limit),
-        cache_slots=prompt_slots + new_slots,
-        new_slots=new_slots,
-    )
+    keys = _row_keys(*row_seeds(seed, len(prompt_rows)))
+    how = Choice.of(sampling, vocab_size), np.array(ends or [-1], np.int32), np.int32(limit)
+    room = {"cache_slots": prompt_slots + new_slots, "new_slots": new_slots}
+    if slots is not None and slots < len(prompt_rows):
+        each = [pad([row], padded_length([row], model.config.max_length)) for row in prompt_rows]
+        written = decode_in_slots(model, params, each, keys, *how, slots=int(slots), **room)
+    elif draft is not None:
+        room["cache_slots"] += bucket(draft.tokens)
+        small = Draft(model=decoding_model(draft.model), params=draft.params, tokens=draft.tokens)
+        written, _ = decode_with_draft(model, params, small, pad(prompt_rows, prompt_slots), keys, *how, **room)
+    else:
+        written = decode(model, params, pad(prompt_rows, prompt_slots), source, keys, *how, **room)
     written = jax.device_get(written)
     check_finite(written.failed_at, prompt_rows, params, model.config.dtype)
     return [row[:count].tolist() for row, count in zip(written.tokens, written.counts, strict=True)]
+
+
+def check_draft(model: Any, vocab_size: int, draft: Draft, prompts: Sequence[np.ndarray], max_new_tokens: int) -> None:
+    """Raises ValueError where a draft can't guess for a model: a Seq2Seq, another vocabulary, or a learned position
+    table of the draft without room for the text.
+    """
+    if not isinstance(model, CausalLM):
+        raise ValueError(f"a draft guesses for a CausalLM, got a {type(model).__name__}. Leave draft out.")
+    if (size := check_writer("a draft", draft.model, draft.params)) != vocab_size:
+        raise ValueError(
+            f"the draft has a vocabulary of {size} tokens and the model one of {vocab_size}: it must read and write "
+            f"the same ids. Take a draft trained with the model's tokenizer."
+        )
+    check_lengths(draft.model.config, prompts, max_new_tokens)
+
+
+def check_slots(model: Any, slots: SupportsIndex, draft: Draft | None) -> None:
+    """Raises ValueError unless `slots` is a whole number of at least 1, for a CausalLM without a draft."""
+    if not isinstance(slots, Integral) or isinstance(slots, bool) or slots < 1:
+        raise ValueError(
+            f"slots must be a whole number of at least 1, or None to write all rows at once, got {slots!r}."
+        )
+    if not isinstance(model, CausalLM):
+        raise ValueError(
+            f"slots are for a CausalLM, got a {type(model).__name__}. Use beam_search_all, or leave it out."
+        )
+    if draft is not None:
+        raise ValueError("slots and draft can't be used together: leave one of them out.")
 
 
 @jax.jit

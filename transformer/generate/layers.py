@@ -8,6 +8,19 @@ import jax
 
 from transformer.config import LayerKind
 from transformer.models import CausalLM, Seq2Seq
+from transformer.partitioning import platform
+
+COPIED = 2**31
+"""bytes of a decoder that are copied on CPU without being asked for"""
+
+
+def keeps_apart(model: CausalLM | Seq2Seq, params: Any) -> bool:
+    """Whether a loop over tokens has each layer's parameters in an array of its own, for which those of the decoder are
+    copied once: with `execution.scan` off; and on CPU, where it saves a third of the time a token (docs/benchmarks.md),
+    if they are no more than `COPIED`.
+    """
+    size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params["decoder"]))
+    return not model.execution.scan or (platform() == "cpu" and size <= COPIED)
 
 
 def separate(model: CausalLM | Seq2Seq, tree: Any) -> Any:

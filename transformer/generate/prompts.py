@@ -11,15 +11,12 @@ import numpy as np
 
 from transformer.config import ConfigError, TransformerConfig
 from transformer.generate.decoding import Rows
-from transformer.kernels import SPLIT_KERNELS, TPU_KERNELS
+from transformer.kernels import WHOLE_SEQUENCES
 from transformer.models import CausalLM, Seq2Seq, SpeechToText
 from transformer.models.speech import FRAMES_A_POSITION, check_frames
 
 Ids: TypeAlias = Any
 """token ids of one row: a list or an array of whole numbers; looked at by `check_rows`, which says what is wrong"""
-
-TRAINING_KERNELS = (*TPU_KERNELS, *SPLIT_KERNELS)
-"""kernels for whole sequences"""
 
 
 def check_writer(verb: str, model: Any, params: Any) -> int:
@@ -38,7 +35,7 @@ def check_writer(verb: str, model: Any, params: Any) -> int:
 
 def decoding_model(model: CausalLM | Seq2Seq) -> CausalLM | Seq2Seq:
     """The model with a kernel that takes a cache: those for whole sequences refuse one, and "auto" chooses."""
-    if model.execution.attention not in TRAINING_KERNELS:
+    if model.execution.attention not in WHOLE_SEQUENCES:
         return model
     return model.clone(execution=dataclasses.replace(model.execution, attention="auto"))
 

@@ -6,18 +6,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from transformer.attention import KVCache
 from transformer.axes import Array, Bool, Float, Int, Leaf
-from transformer.blocks import LayerCache
-from transformer.generate.decoding import Rows, decode_step, prefill
-from transformer.generate.layers import separate, separated
+from transformer.caches import lengthen_cache
+from transformer.generate.decoding import Rows, decode_side_by_side, prefill
+from transformer.generate.layers import keeps_apart, separate, separated
+from transformer.masks import Mask
 from transformer.models import CausalLM, Seq2Seq
 
 IMPOSSIBLE = -jnp.inf
@@ -78,18 +77,14 @@ class Search:
     """(), steps done"""
     running: Leaf
     """(B,), whether a row goes on"""
+    visible: Leaf
+    """(B, Z, C), the slots of the cache that each hypothesis followed a step before has its tokens in"""
     cache: Any
-    """of all hypotheses: its self-attention has an axis Z"""
+    """of each row's prompt, and then of all Z hypotheses of each step, those no longer followed included"""
 
     def unfinished(self) -> Bool[Array, ""]:
         """Whether there is something left to do."""
         return self.running.any() & (self.found.failed_at < 0).all()
-
-    def slots(self) -> int:
-        """How many tokens the cache can hold."""
-        name, part = next(iter(self.cache.items()))
-        layer = jax.tree.leaves(part, is_leaf=_is_layer)[0]
-        return layer.self_attention.positions.shape[3 if name == "layers" else 2]
 
 
 def length_penalty(length: Float[Array, "..."], alpha: Float[Array, ""]) -> Float[Array, "..."]:
@@ -107,15 +102,15 @@ def search(
 ) -> Found:
     """The whole search, of up to `new_slots` new tokens a row.
 
-    Every step reads and moves the whole cache, filled or not. Few targets are twice as long as their source: the cache
-    is, at first, and as long as it may have to be only for what does not end by then.
+    Every step reads the whole cache, filled or not. Few targets are twice as long as their source: the cache is, at
+    first, and as long as it may have to be only for what does not end by then.
     """
     slots = prompts.tokens.shape[1]
     first = new_slots if source is None else min(new_slots, 2 * source.tokens.shape[1])
-    begun = begin(model, params, prompts, source, terms, cache_slots=slots + first, new_slots=new_slots)
-    begun = go_on(model, params, begun, source, prompts.lengths, terms, cache_slots=slots + first)
+    begun = begin(model, params, prompts, source, terms, cache_slots=slots + terms.size * first, new_slots=new_slots)
+    begun = go_on(model, params, begun, source, prompts.lengths, terms, cache_slots=slots + terms.size * first)
     if first < new_slots and begun.unfinished():
-        begun = go_on(model, params, begun, source, prompts.lengths, terms, cache_slots=slots + new_slots)
+        begun = go_on(model, params, begun, source, prompts.lengths, terms, cache_slots=slots + terms.size * new_slots)
     return begun.found
 
 
@@ -132,7 +127,7 @@ def begin(
 ) -> Search:
     """Prefill of each row, once, and the first tokens of its hypotheses. Compiled once for each model and shape."""
     logits, cache = prefill(model, params, prompts, source, cache_slots)
-    if not model.execution.scan:
+    if keeps_apart(model, params):
         cache = separate(model, cache)
     batch, size = prompts.lengths.shape[0], terms.size
     none = jnp.full((batch, size), IMPOSSIBLE, jnp.float32)
@@ -148,10 +143,10 @@ def begin(
         places=zeros,
         failed_at=zeros[:, 0] - 1,
     )
-    logits, step = jnp.broadcast_to(logits, (size, *logits.shape)), jnp.int32(0)
+    logits, step = jnp.broadcast_to(logits[:, None], (batch, size, logits.shape[1])), jnp.int32(0)
     found, running = choose(found, jnp.ones((batch,), bool), logits, step, prompts.lengths, terms)
-    cache = _each_cache(lambda kept, axis: jax.tree.map(lambda a: _repeated(a, size, axis), kept), cache)
-    return Search(found, step + 1, running, cache)
+    prompt = jnp.arange(cache_slots)[None, None, :] < prompts.lengths[:, None, None]
+    return Search(found, step + 1, running, jnp.broadcast_to(prompt, (batch, size, cache_slots)), cache)
 
 
 @functools.partial(jax.jit, static_argnames=("model", "cache_slots"))
@@ -168,41 +163,43 @@ def go_on(
     """One loop until every row has stopped, or a cache of `cache_slots` is full. Compiled once for each model and
     shape.
 
-    Hypotheses are an axis Z in front of the rows, by `jax.vmap`, and only in the cache of self-attention: the Z
-    hypotheses of a row are Z queries of the same keys and values of cross-attention, of which there is one copy.
+    Nothing in the cache is moved when hypotheses are dropped or forked. Those of a row are queries side by side of one
+    cache, in which each step fills a slot for each; a hypothesis sees the slots that it has come through. So the prompt
+    is there once, and so are the keys and values of cross-attention.
 
     Args:
         begun: with a cache of so many slots, or fewer.
         lengths: (B,), of the prompts.
     """
-    if not model.execution.scan:
+    if keeps_apart(model, params):
         params = {**params, "decoder": separate(model, params["decoder"])}
         model = separated(model)
-    room = cache_slots - begun.slots()
-    cache = _each_cache(lambda kept, axis: _longer(kept, room, axis), begun.cache)
-    axes = _axes(cache)
-    last = cache_slots - lengths.max()
-
-    def one(tokens, cache):
-        return decode_step(model, params, tokens, cache, source)
+    room = cache_slots - begun.visible.shape[-1]
+    begun = dataclasses.replace(
+        begun, visible=jnp.pad(begun.visible, ((0, 0), (0, 0), (0, room))), cache=lengthen_cache(begun.cache, room)
+    )
+    size, slots, first = terms.size, jnp.arange(cache_slots)[None, :], lengths[:, None]
+    places = jnp.where(slots < first, slots, first + (slots - first) // size)
 
     def advance(now):
-        tokens, parents = now.found.tokens[now.step - 1].T, now.found.parents[now.step - 1].T
-        cache = _each_cache(lambda kept, axis: jax.tree.map(lambda a: _of(a, parents, axis), kept), now.cache)
-        logits, cache = jax.vmap(one, in_axes=(0, axes), out_axes=(0, axes))(tokens, cache)
+        tokens, parents = now.found.tokens[now.step - 1], now.found.parents[now.step - 1]
+        own = (first + (now.step - 1) * size + jnp.arange(size)[None, :])[:, :, None] == slots[None]
+        visible = jnp.take_along_axis(now.visible, parents[:, :, None], axis=1) | own
+        positions = jnp.broadcast_to(first + now.step - 1, tokens.shape)
+        mask = Mask.array(visible[:, None]) & Mask.places(positions, places)
+        logits, cache = decode_side_by_side(model, params, tokens, positions, mask, now.cache, source)
         found, running = choose(now.found, now.running, logits, now.step, lengths + now.step, terms)
-        return Search(found, now.step + 1, running, cache)
+        return Search(found, now.step + 1, running, visible, cache)
 
     # So many steps that another token would find no slot.
-    return jax.lax.while_loop(
-        lambda now: now.unfinished() & (now.step <= last), advance, dataclasses.replace(begun, cache=cache)
-    )
+    last = (cache_slots - lengths.max()) // size
+    return jax.lax.while_loop(lambda now: now.unfinished() & (now.step <= last), advance, begun)
 
 
 def choose(
     found: Found,
     running: Bool[Array, " B"],
-    logits: Float[Array, "Z B V"],
+    logits: Float[Array, "B Z V"],
     step: Int[Array, ""],
     positions: Int[Array, " B"],
     terms: Terms,
@@ -212,13 +209,13 @@ def choose(
 
     Args:
         running: (B,), rows that have not stopped; the others keep what they found.
-        logits: (Z, B, V), after each hypothesis.
+        logits: (B, Z, V), after each hypothesis.
         step: (), steps done before.
         positions: (B,), of the tokens that are chosen.
     """
-    size, batch, vocab_size = logits.shape
+    batch, size, vocab_size = logits.shape
     ends, rows = terms.end_ids, jnp.arange(batch)[:, None]
-    norms = jax.nn.logsumexp(logits, -1).T
+    norms = jax.nn.logsumexp(logits, -1)
     failed = running & ((found.live > IMPOSSIBLE) & ~jnp.isfinite(norms)).any(-1)
     if terms.suppressed.size:
         logits = logits.at[:, :, terms.suppressed].set(IMPOSSIBLE)
@@ -227,8 +224,7 @@ def choose(
         logits = logits.at[:, :, ends].set(IMPOSSIBLE).at[:, :, ends[0]].set(together)
 
     each = min(2 * size, vocab_size)
-    top, tokens = jax.lax.top_k(logits.reshape(size * batch, vocab_size), each)  # equal ones: the lower id first
-    top, tokens = (a.reshape(size, batch, each).transpose(1, 0, 2) for a in (top, tokens))
+    top, tokens = top_k(logits, each)  # equal ones: the lower id first
     totals = (top + (found.live - norms)[:, :, None]).reshape(batch, size * each)
     totals, picked = jax.lax.top_k(totals, min(2 * size, size * each))
     tokens, parents = tokens.reshape(batch, size * each)[rows, picked], picked // each
@@ -268,46 +264,20 @@ def choose(
     return dataclasses.replace(found, **of_rows, **of_steps), running
 
 
-def _is_layer(node: Any) -> bool:
-    return isinstance(node, LayerCache)
-
-
-def _axes(cache: Any) -> Any:
-    """Where the axis of hypotheses is, in each layer of a cache; cross-attention has none. Behind that of layers, where
-    they are stacked: a scan over them would move it there, and copy the cache.
+def top_k(x: Array, k: int) -> tuple[Array, Array]:
+    """The k highest of x (..., V) and their ids, (..., k), falling; of equal ones the first. They stand in those k
+    blocks whose maxima are highest, so with a large V this takes a third of the time of `jax.lax.top_k`.
     """
-
-    def of(part: Any, axis: int) -> Any:
-        return jax.tree.map(lambda layer: LayerCache(axis, None), part, is_leaf=_is_layer)
-
-    return {name: of(part, 1 if name == "layers" else 0) for name, part in cache.items()}
-
-
-def _each_cache(change: Callable[[KVCache, int], KVCache], cache: Any) -> Any:
-    """The cache with `change(kept, axis)` for what each self-attention has kept."""
-
-    def changed(where: LayerCache, layer: LayerCache) -> LayerCache:
-        return LayerCache(change(layer.self_attention, where.self_attention), layer.cross_attention)
-
-    return jax.tree.map(changed, _axes(cache), cache, is_leaf=_is_layer)
-
-
-def _repeated(array: Array, size: int, axis: int) -> Array:
-    return jnp.repeat(jnp.expand_dims(array, axis), size, axis)
-
-
-def _of(array: Array, parents: Int[Array, "Z B"], axis: int) -> Array:
-    """Of each row the hypotheses `parents`, in an array (Z, B, ...), or (L, Z, B, ...) where `axis` is 1."""
-    places = parents.reshape((1,) * axis + parents.shape + (1,) * (array.ndim - axis - 2))
-    return jnp.take_along_axis(array, places, axis, mode="promise_in_bounds")
-
-
-def _longer(kept: KVCache, room: int, axis: int) -> KVCache:
-    """With so many more slots."""
-
-    def longer(array: Array) -> Array:
-        widths = [(0, 0)] * array.ndim
-        widths[axis + 2] = (0, room)
-        return jnp.pad(array, widths)
-
-    return KVCache(longer(kept.key), longer(kept.value), longer(kept.positions), kept.length)
+    block = next((size for size in range(48, 15, -1) if x.shape[-1] % size == 0), 32)  # nothing left over, if it can be
+    blocks = x.shape[-1] // block
+    if blocks <= 4 * k:
+        top, ids = jax.lax.top_k(x, k)
+        return top, ids
+    maxima = x[..., : blocks * block].reshape(*x.shape[:-1], blocks, block).max(-1)
+    highest = jnp.sort(jax.lax.top_k(maxima, k)[1], -1)
+    behind = jax.lax.broadcasted_iota(highest.dtype, (*highest.shape, block), highest.ndim)
+    ids = (highest[..., None] * block + behind).reshape(*highest.shape[:-1], k * block)
+    rest = jax.lax.broadcasted_iota(ids.dtype, (*ids.shape[:-1], x.shape[-1] % block), ids.ndim - 1) + blocks * block
+    ids = jnp.concatenate([ids, rest], -1)
+    top, places = jax.lax.top_k(jnp.take_along_axis(x, ids, -1, mode="promise_in_bounds"), k)
+    return top, jnp.take_along_axis(ids, places, -1, mode="promise_in_bounds")

@@ -2,32 +2,42 @@
 
 from __future__ import annotations
 
+import functools
+import logging
+
 from transformer.config import ConfigError, nearest
 from transformer.kernels.chunked import chunked_attention
 from transformer.kernels.contract import BiasFunction, Kernel, Request
+from transformer.kernels.cudnn import cudnn_attention, cudnn_refusal
 from transformer.kernels.reference import reference_attention
 from transformer.kernels.ring import gathered_attention, gathered_refusal, ring_attention, ring_refusal
+from transformer.kernels.sliced import sliced_attention, sliced_refusal
 from transformer.kernels.splash import splash_attention, splash_refusal
 from transformer.partitioning import platform
 
 __all__ = [
     "ALL_KERNELS",
+    "GPU_KERNELS",
     "KERNELS",
     "SPLIT_KERNELS",
     "TPU_KERNELS",
+    "WHOLE_SEQUENCES",
     "BiasFunction",
     "Kernel",
     "Request",
     "choose",
     "chunked_attention",
+    "cudnn_attention",
     "gathered_attention",
     "reference_attention",
     "ring_attention",
+    "sliced_attention",
     "splash_attention",
 ]
 
 KERNELS: dict[str, Kernel] = {
     "reference": Kernel(run=reference_attention, refusal=lambda request: None),
+    "sliced": Kernel(run=sliced_attention, refusal=sliced_refusal),
     "chunked": Kernel(
         run=chunked_attention,
         refusal=lambda request: (
@@ -40,37 +50,45 @@ KERNELS: dict[str, Kernel] = {
 TPU_KERNELS: dict[str, Kernel] = {"splash": Kernel(run=splash_attention, refusal=splash_refusal)}
 """kernels by name, for the same on a TPU; a CPU interprets them, for tests"""
 
+GPU_KERNELS: dict[str, Kernel] = {"cudnn": Kernel(run=cudnn_attention, refusal=cudnn_refusal)}
+"""kernels by name, for the same on an NVIDIA GPU"""
+
 SPLIT_KERNELS: dict[str, Kernel] = {
     "ring": Kernel(run=ring_attention, refusal=ring_refusal, split_keys=True),
     "gathered": Kernel(run=gathered_attention, refusal=gathered_refusal),
 }
 """kernels by name, for queries whose length a mesh splits, and nowhere else"""
 
-ALL_KERNELS: dict[str, Kernel] = KERNELS | TPU_KERNELS | SPLIT_KERNELS
+WHOLE_SEQUENCES = (*TPU_KERNELS, *GPU_KERNELS, *SPLIT_KERNELS)
+"""names of kernels that are for whole sequences, and not for one token after the other"""
+
+ALL_KERNELS: dict[str, Kernel] = KERNELS | TPU_KERNELS | GPU_KERNELS | SPLIT_KERNELS
 """every kernel by name"""
 
-WHOLE_SCORES = {"cpu": 224 * 224, "gpu": 1024 * 1024, "tpu": 1024 * 1024}
+FUSED_FROM = 256 * 256
+"""auto: from so many scores a head, a kernel that is one fused program for its device is taken (a guess: docs)"""
+
+WHOLE_SCORES = {"cpu": 96 * 96, "gpu": 1024 * 1024, "tpu": 1024 * 1024}
 """auto: up to so many scores a head, holding all of them is faster than looping over blocks (docs/benchmarks.md:
 measured on CPU; elsewhere a guess on the side of few, large operations). Counted is what one device holds."""
 
+SLICED_SCORES = {"cpu": 1024 * 1024}
+"""auto: beyond these, up to so many scores are computed in slices (docs/benchmarks.md)"""
+
 
 def choose(implementation: str, request: Request) -> str:
-    """The name of the kernel that serves a request: the one asked for, or for "auto" the fastest that can.
+    """The name of the kernel that serves a request: the one asked for, or for "auto" the fastest that can, which is
+    told once for each size: `logging`, "transformer.kernels", level INFO.
 
     Raises:
         ConfigError: an unknown name, or a kernel that can't do what is asked; the message names those that can.
     """
     if implementation == "auto":
-        if not isinstance(request.num_queries, int) or not isinstance(request.num_keys, int):
-            return "reference"  # a length left open (jax.export) can't be cut into blocks
-        if _serves("ring", request):
-            return "ring"
-        scores = request.num_queries * request.num_keys // request.length_ways
-        if scores <= WHOLE_SCORES.get(platform(), 0) or request.num_queries == 1 or request.return_weights:
-            return "reference"
-        return next(name for name in ("splash", "gathered", "chunked") if _serves(name, request))
+        name = _fastest(request)
+        _tell(f"{request.num_queries} x {request.num_keys} scores a head on {platform()}: auto takes {name}")
+        return name
     if implementation not in ALL_KERNELS:
-        names = ["auto", *(ALL_KERNELS if request.length_ways > 1 else KERNELS | TPU_KERNELS)]
+        names = ["auto", *(ALL_KERNELS if request.length_ways > 1 else KERNELS | TPU_KERNELS | GPU_KERNELS)]
         raise ConfigError(
             f"attention kernel must be one of {', '.join(names)}, got {implementation!r}."
             f"{nearest(implementation, names)}"
@@ -80,6 +98,26 @@ def choose(implementation: str, request: Request) -> str:
         able = [name for name in ALL_KERNELS if _serves(name, request)]
         raise ConfigError(f"the {implementation} attention kernel can't {refused}. Use {' or '.join(able)}, or auto.")
     return implementation
+
+
+def _fastest(request: Request) -> str:
+    if not isinstance(request.num_queries, int) or not isinstance(request.num_keys, int):
+        return "reference"  # a length left open (jax.export) can't be cut into blocks
+    if _serves("ring", request):
+        return "ring"
+    scores = request.num_queries * request.num_keys // request.length_ways
+    if scores >= FUSED_FROM and request.num_queries > 1 and _serves("cudnn", request):
+        return "cudnn"
+    if scores <= WHOLE_SCORES.get(platform(), 0) or request.num_queries == 1 or request.return_weights:
+        return "reference"
+    if scores <= SLICED_SCORES.get(platform(), 0) and _serves("sliced", request):
+        return "sliced"
+    return next(name for name in ("splash", "gathered", "chunked") if _serves(name, request))
+
+
+@functools.cache
+def _tell(choice: str) -> None:
+    logging.getLogger(__name__).info(choice)
 
 
 def _serves(name: str, request: Request) -> bool:

@@ -30,10 +30,20 @@ class Request:
     """whether the mask is, or holds, a boolean array of size T x S"""
     has_offset: bool = False
     """whether the first query stands at another index than the first key, known only when the program runs"""
+    has_segments: bool = False
+    """whether only keys of the query's own segment are attended"""
+    has_two_sided_window: bool = False
+    """whether a window shows keys behind the query as well as before it"""
+    has_softcap: bool = False
+    """whether scores are capped"""
+    has_sinks: bool = False
+    """whether each head has a logit without a value"""
     dtype: DType = jnp.float32
     """of queries, keys and values"""
     head_size: int = 64
-    """of queries and keys or of values, the larger"""
+    """of queries and keys"""
+    value_size: int = 64
+    """of a head's values"""
     length_ways: int = 1
     """into how many parts the mesh in force splits the length"""
 

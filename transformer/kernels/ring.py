@@ -325,5 +325,6 @@ def _own_queries(mask: Mask, start: Array, size: int) -> Mask:
         mask,
         offset=start + (0 if mask.offset is None else mask.offset),
         query_segments=cut(mask.query_segments, 1),
+        query_places=cut(mask.query_places, 1),
         dense_part=cut(mask.dense_part, 2),
     )

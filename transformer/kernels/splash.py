@@ -55,8 +55,8 @@ def splash_refusal(request: Request) -> str | None:
         return "begin at an offset (a cache): which blocks it skips is settled when the program is made"
     if not isinstance(request.num_queries, int) or not isinstance(request.num_keys, int):
         return "work on a length left open: which blocks it skips is settled when the program is made"
-    if request.head_size > HEAD_SIZE:
-        return f"take heads of {request.head_size}: blocks of more than {HEAD_SIZE} do not fit the fast memory of a TPU"
+    if (size := max(request.head_size, request.value_size)) > HEAD_SIZE:
+        return f"take heads of {size}: blocks of more than {HEAD_SIZE} do not fit the fast memory of a TPU"
     if request.dtype not in (jnp.float32, jnp.bfloat16):
         return f"compute in {jnp.dtype(request.dtype)}: it takes float32 and bfloat16"
     if request.dtype == jnp.bfloat16 and (kind := _device_kind()) in FLOAT32_ALONE:

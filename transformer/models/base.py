@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import flax.linen as nn
@@ -73,8 +74,19 @@ class Model(nn.Module):
         """What a call without a cache takes -> logits (B, T, V), and aux, what the layers report to the training
         loss.
         """
-        x, _, aux = self._run(*inputs, **options)
+        x, aux = self.hidden_with_aux(*inputs, **options)
         return self.head(x), aux
+
+    def hidden_with_aux(self, *inputs: Any, **options: Any) -> tuple[Hidden, Aux]:
+        """The same up to the hidden states (B, T, D) that `head` takes, and aux."""
+        x, _, aux = self._run(*inputs, **options)
+        return x, aux
+
+    @nn.nowrap
+    def head_parameters(self, params: Mapping[str, Any]) -> dict[str, Any]:
+        """Of a tree of parameters, those that `head` reads."""
+        names = {"embedding"} if self.config.tie_embeddings else {"output"}
+        return {name: params[name] for name in names | {"output_bias", "head_transform"} if name in params}
 
     def head(self, hidden: Hidden) -> Logits:
         """Hidden states (B, T, D) -> logits (B, T, V), float32."""

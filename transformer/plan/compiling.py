@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,10 +9,9 @@ from pathlib import Path
 
 import jax
 
-from transformer.plan.chips import CHIPS, CompilerError, Topology
-
-GIB = 2**30
-"""bytes of a GiB"""
+from transformer.chips import CHIPS
+from transformer.plan.topologies import CompilerError, Topology
+from transformer.training.memory import GIB, memory_in_error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,14 +72,3 @@ def _text(compiled: jax.stages.Compiled, folder: Path) -> str | None:
     except jax.errors.JaxRuntimeError:  # JAX can't read some asynchronous programs of a newer compiler
         written = sorted(folder.glob("*after_optimizations.txt"), key=lambda path: path.stat().st_size)
         return written[-1].read_text() if written else None
-
-
-def memory_in_error(message: str) -> tuple[int, int] | None:
-    """Bytes (needed, available) of a device, of the compiler's RESOURCE_EXHAUSTED; None where it tells none."""
-    size = r"([\d.]+)([KMGT]?)"
-    for pattern in (rf"[Uu]sed {size} of {size} hbm", rf"\({size}\) exceeds available HBM \({size}\)"):
-        if found := re.search(pattern, message):
-            first, unit, second, other = found.groups()
-            scale = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-            return round(float(first) * scale[unit]), round(float(second) * scale[other])
-    return None

@@ -17,12 +17,10 @@ from transformer.config import ConfigError
 from transformer.generate.decoding import Rows, decode
 from transformer.generate.sampling import Choice, Sampling
 from transformer.models import count_parameters
-from transformer.plan.chips import Topology
 from transformer.plan.compiling import compile_program
-from transformer.plan.flops import matrix_flops
 from transformer.plan.hlo import Collective, Cost, Program
-from transformer.plan.programs import shard_bytes
 from transformer.plan.roofline import Estimate, estimate
+from transformer.plan.topologies import Topology
 from transformer.sharding import (
     BATCH_AXES,
     check_model,
@@ -32,6 +30,8 @@ from transformer.sharding import (
     state_shardings,
     told_sizes,
 )
+from transformer.training.flops import matrix_flops
+from transformer.training.memory import shard_bytes
 from transformer.training.recipe import Recipe, build_model
 from transformer.training.state import abstract_state
 from transformer.training.tasks import TASKS

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from collections.abc import Callable
@@ -13,26 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from transformer.plan.chips import CHIPS, Chip, Topology
-from transformer.plan.compiling import GIB
-from transformer.plan.flops import batch_shapes
+from transformer.chips import CHIPS, DEVICE_KINDS, Chip
+from transformer.plan.topologies import Topology
+from transformer.training.flops import batch_shapes
+from transformer.training.memory import GIB, device_bytes
 from transformer.training.parallel import place
 from transformer.training.recipe import Recipe
 from transformer.training.tasks import TASKS
-
-DEVICE_KINDS = {
-    "TPU v2": "v2",
-    "TPU v3": "v3",
-    "TPU v4": "v4",
-    "TPU v5 lite": "v5e",
-    "TPU v5e": "v5e",
-    "TPU v5": "v5p",
-    "TPU v5p": "v5p",
-    "TPU v6 lite": "v6e",
-    "TPU v6e": "v6e",
-    "TPU7x": "tpu7x",
-}
-"""chips by what JAX calls their devices"""
 
 MATRIX = 2048
 """width of the square matrices whose product is timed"""
@@ -59,7 +45,7 @@ def present_topology(devices: list[Any]) -> tuple[Topology, str]:
         example="1",
         pod=len(devices),
         flops=flops,
-        hbm=_memory(devices) / GIB,
+        hbm=device_bytes(devices) / GIB,
         hbm_bandwidth=bandwidth,
         ici_bandwidth=bandwidth / 2,  # what is sent is read here and written there
     )
@@ -95,14 +81,6 @@ def _timed(function: Callable[[Any], Any], x: np.ndarray, devices: list[Any]) ->
         jax.block_until_ready([run(part) for part in parts])
         seconds.append(time.perf_counter() - begun)
     return min(seconds)
-
-
-def _memory(devices: list[Any]) -> float:
-    """Bytes of a device."""
-    stats = devices[0].memory_stats() or {}
-    if "bytes_limit" in stats:
-        return stats["bytes_limit"]
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / len(devices)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from transformer.models import count_parameters
-from transformer.plan.chips import Topology
 from transformer.plan.compiling import compile_program
-from transformer.plan.flops import Flops, batch_shapes, step_flops, step_tokens
 from transformer.plan.hlo import Collective, Program
 from transformer.plan.programs import program
 from transformer.plan.roofline import Estimate, estimate
-from transformer.sharding import row_ways
+from transformer.plan.topologies import Topology
+from transformer.training.flops import Flops, batch_shapes, counted, step_flops
+from transformer.training.memory import remedies, times_smaller
 from transformer.training.recipe import Recipe
+
+MORE = "more chips, or a kind with more memory: another --topology"
+"""what helps everything"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +37,10 @@ class Plan:
     """in all"""
     available_bytes: int
     """that the compiler may use; where it fits, the HBM of a device"""
-    batch_tokens: int
-    """of sources and targets, or patches of images and time series"""
+    counted: int
+    """in a step, by what speed is told: tokens of sources and targets, images or forecast values"""
+    unit: str
+    """which of them"""
     flops: Flops
     computed_flops: int | None
     """by all devices, with what is computed again, no less than `flops`; None: not available"""
@@ -53,9 +56,9 @@ class Plan:
     """that lowering and compiling took"""
 
     @property
-    def tokens_per_second(self) -> float:
+    def units_per_second(self) -> float:
         """By the estimate, all devices together; 0 where it does not fit."""
-        return self.batch_tokens / self.estimate.seconds if self.estimate else 0.0
+        return self.counted / self.estimate.seconds if self.estimate else 0.0
 
 
 def make_plan(recipe: Recipe, topology: Topology, devices: list[Any]) -> Plan:
@@ -65,7 +68,7 @@ def make_plan(recipe: Recipe, topology: Topology, devices: list[Any]) -> Plan:
         ConfigError: a recipe that does not fit the mesh.
     """
     begun = time.perf_counter()
-    batch = batch_shapes(recipe)
+    batch, (number, unit) = batch_shapes(recipe), counted(recipe)
     step = program(recipe, devices, batch)
     fit, text = compile_program(step.lowered, step.held, topology)
     flops, devices_used, cost = step_flops(recipe), len(step.devices), None
@@ -91,42 +94,11 @@ def make_plan(recipe: Recipe, topology: Topology, devices: list[Any]) -> Plan:
         num_parameters=count_parameters(step.params),
         flops=flops,
         computed_flops=computed and computed * devices_used,
-        batch_tokens=step_tokens(recipe),
+        counted=number,
+        unit=unit,
         collectives=None if cost is None else cost.collectives,
         loops_known=cost is not None and cost.loops_known,
         estimate=expected,
-        remedies=[] if fit.fits else remedies(recipe, step.sizes, times),
+        remedies=[] if fit.fits else [*map(str, remedies(recipe, step.sizes, times)), MORE],
         seconds=time.perf_counter() - begun,
     )
-
-
-def times_smaller(needed: int, available: int, state: int) -> int | None:
-    """The power of two by which to divide what is no state, so that it fits; None: the state alone does not fit."""
-    if state >= min(needed, available):
-        return None
-    return max(2, 2 ** math.ceil(math.log2((needed - state) / (available - state))))
-
-
-def remedies(recipe: Recipe, sizes: Mapping[str, int], times: int | None) -> list[str]:
-    """Flags that lower the memory of a recipe on a mesh of these sizes, each with what it does; `times` of
-    `times_smaller`.
-    """
-    found = []
-    rows, accumulation = recipe.data.batch_size, recipe.training.accumulation
-    ways = row_ways(sizes)
-    fsdp = sizes["fsdp"] * sizes["data"]
-    if sizes["data"] > 1 and recipe.model.d_model % fsdp == 0:
-        before = "" if recipe.parallel.kind == "mesh" else "--parallel.kind mesh "
-        before += "" if recipe.parallel.data == -1 else "--parallel.data 1 "
-        found.append(
-            f"{before}--parallel.fsdp {fsdp}: parameters and optimizer state split over the same devices as rows"
-        )
-    if times is not None:
-        if recipe.execution.remat == "none":
-            found.append("--execution.remat full: activations computed again, at about a third more FLOPs")
-        if rows % (ways * accumulation * times) == 0:
-            found.append(f"--training.accumulation {accumulation * times}: fewer rows at once, the same result")
-            found.append(f"--data.batch-size {rows // times}: fewer rows in a step, another recipe")
-        if recipe.model.dtype == "float32":
-            found.append("--model.dtype bfloat16: activations of half the size")
-    return [*found, "more chips, or a kind with more memory: another --topology"]

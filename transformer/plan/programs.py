@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import jax
 
 from transformer.sharding import mesh_sizes
+from transformer.training.memory import shard_bytes
 from transformer.training.parallel import MeshPlacement, PmapPlacement, placed_shapes
 from transformer.training.recipe import Recipe
 from transformer.training.state import TrainState
@@ -79,13 +79,3 @@ def _held(state: TrainState, batch: Any) -> dict[str, int]:
         "averaged parameters": shard_bytes(state.ema),
         "batch": shard_bytes(batch),
     }
-
-
-def shard_bytes(tree: Any) -> int:
-    """Bytes that one device holds of a tree of shapes."""
-
-    def size(leaf):
-        shape = leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
-        return math.prod(shape) * leaf.dtype.itemsize
-
-    return sum(map(size, jax.tree.leaves(tree)))

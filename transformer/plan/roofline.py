@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from transformer.plan.chips import Chip
+from transformer.chips import Chip
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,13 @@ import jax
 import jax.numpy as jnp
 
 from transformer.config import ConfigError, Remat
-from transformer.plan.chips import Topology
-from transformer.plan.compiling import GIB
-from transformer.plan.flops import step_flops, step_tokens
+from transformer.data.configs.common import shared_rows
 from transformer.plan.planning import Plan, make_plan
 from transformer.plan.roofline import estimate
+from transformer.plan.topologies import Topology
 from transformer.sharding import AXES, check_batch_sizes, check_model, parameter_spec, row_ways
+from transformer.training.flops import batch_field, batch_rows, step_flops, step_tokens
+from transformer.training.memory import GIB
 from transformer.training.recipe import Recipe
 from transformer.training.state import abstract_state
 
@@ -55,33 +56,33 @@ class Tried:
 
 
 def candidates(recipe: Recipe, topology: Topology, num_devices: int) -> list[Candidate]:
-    """All that can be, the most promising first: what may fit, by tokens/s; batches of half, once and twice the rows.
+    """All that can be, the most promising first: what may fit, by speed; batches of half, once and twice the rows.
 
     Left out are meshes that do not divide model or batch, and those whose parameters and optimizer state alone are more
     than a device holds.
     """
     state, flops, found = abstract_state(recipe), step_flops(recipe), []
     available = topology.hbm * GIB
-    rows, length = recipe.data.batch_size, getattr(recipe.data, "sequence_length", None)
-    batches = [*([rows // 2] if rows % 2 == 0 else []), rows, 2 * rows]
+    field, length = batch_field(recipe.data), getattr(recipe.data, "sequence_length", None)
+    size, rows = getattr(recipe.data, field), batch_rows(recipe.data)
+    batches = [dataclasses.replace(recipe.data, **{field: number}) for number in (size // 2, size, 2 * size) if number]
+    batches = [data for data in batches if batch_rows(data)]
     for sizes in meshes(recipe, num_devices):
         held = _held(state, sizes)
-        for batch_size in batches if held < available else []:
+        for data in batches if held < available else []:
             try:
                 check_model(recipe.model, sizes)
-                check_batch_sizes("batch_size", batch_size, recipe.training.accumulation, sizes, length)
+                check_batch_sizes(*shared_rows(data), recipe.training.accumulation, sizes, length)
             except ConfigError:
                 continue
             changed = dataclasses.replace(
-                recipe,
-                data=dataclasses.replace(recipe.data, batch_size=batch_size),
-                parallel=dataclasses.replace(recipe.parallel, kind="mesh", **sizes),
+                recipe, data=data, parallel=dataclasses.replace(recipe.parallel, kind="mesh", **sizes)
             )
             for remat in REMATS:
                 execution = dataclasses.replace(recipe.execution, remat=remat)
                 one = dataclasses.replace(changed, execution=execution)
-                found.append(_guessed(one, recipe, held, flops.total * batch_size // rows, topology))
-    return sorted(found, key=lambda one: (one.needed_bytes > available, one.seconds / one.recipe.data.batch_size))
+                found.append(_guessed(one, recipe, held, flops.total * batch_rows(data) // rows, topology))
+    return sorted(found, key=lambda one: (one.needed_bytes > available, one.seconds / batch_rows(one.recipe.data)))
 
 
 def _held(state: Any, sizes: Mapping[str, int]) -> int:
@@ -147,7 +148,8 @@ def _guessed(recipe: Recipe, before: Recipe, held: int, work: int, topology: Top
     told = [axis for axis, size in sizes.items() if size > 1 or axis == "data" or before.parallel.sizes[axis] != 1]
     kind = "" if before.parallel.kind == "mesh" else "--parallel.kind mesh "
     mesh = kind + " ".join(f"--parallel.{axis} {sizes[axis]}" for axis in told)
-    flags = f"{mesh} --data.batch-size {recipe.data.batch_size} --execution.remat {remat}"
+    field = batch_field(recipe.data)
+    flags = f"{mesh} --data.{field.replace('_', '-')} {getattr(recipe.data, field)} --execution.remat {remat}"
     return Candidate(recipe=recipe, sizes=sizes, seconds=guess.seconds, needed_bytes=needed, flags=flags)
 
 
@@ -191,8 +193,9 @@ def _why_none(recipe: Recipe, topology: Topology, num_devices: int) -> str:
             "however they are split. Give more chips, or a kind with more memory: another --topology."
         )
     model, accumulation = recipe.model, recipe.training.accumulation
+    field, rows = shared_rows(recipe.data)
     parts = [
-        ("--data.batch-size", recipe.data.batch_size, num_devices * accumulation),
+        (f"--data.{field.replace('_', '-')}", rows, num_devices * accumulation),
         ("--model.d-model", model.d_model, num_devices),
         ("--model.num-heads", model.num_heads, num_devices),
     ]
@@ -206,10 +209,10 @@ def _why_none(recipe: Recipe, topology: Topology, num_devices: int) -> str:
 def _asks_more(candidate: Candidate, other: Candidate) -> bool:
     mine, theirs = candidate.recipe, other.recipe
     keeps = mine.execution.remat in ("none", theirs.execution.remat) or theirs.execution.remat == "full"
-    return candidate.sizes == other.sizes and mine.data.batch_size >= theirs.data.batch_size and keeps
+    return candidate.sizes == other.sizes and batch_rows(mine.data) >= batch_rows(theirs.data) and keeps
 
 
 def ranked(tried: Sequence[Tried]) -> list[Tried]:
-    """Those that fit, the most tokens/s by the estimate first."""
+    """Those that fit, the fastest by the estimate first."""
     fitting = [one for one in tried if one.plan is not None and one.plan.estimate is not None]
-    return sorted(fitting, key=lambda one: -one.plan.tokens_per_second)
+    return sorted(fitting, key=lambda one: -one.plan.units_per_second)

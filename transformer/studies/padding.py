@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from transformer.data.buckets import bucket_bounds
 from transformer.data.local_files import read_lines
 from transformer.data.number_words import training_numbers, words
 
@@ -73,13 +74,6 @@ def padding_study(
         "packing": [(rows, longest) for rows in _split(len(packed), batch_rows)],
     }
     return tuple(_row(strategy, batches, tokens) for strategy, batches in strategies.items())
-
-
-def bucket_bounds(lengths: np.ndarray, buckets: int) -> np.ndarray:
-    """At most `buckets` widths, rising, the last the longest length: each bucket holds about as many tokens."""
-    rising = np.sort(lengths)
-    so_far = np.cumsum(rising)
-    return np.unique(rising[np.searchsorted(so_far, so_far[-1] * np.arange(1, buckets + 1) / buckets)])
 
 
 def pack(lengths: np.ndarray, row_length: int, rows_at_once: int = BATCH_ROWS) -> np.ndarray:

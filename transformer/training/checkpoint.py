@@ -200,9 +200,7 @@ class Checkpointer:
         first = processes.is_first()
         try:
             if first:
-                self._root.mkdir(parents=True, exist_ok=True)
-                for left_over in self._root.glob("*.tmp"):  # of a process that was killed: there is one writer
-                    shutil.rmtree(left_over)
+                self._clear()
                 (temporary / "state").mkdir(parents=True)
             processes.barrier("checkpoint begun")
             finalize = arrays.save(temporary / "state", leaves, copied.set)
@@ -226,6 +224,15 @@ class Checkpointer:
         if first:
             self._delete_old(step)
         processes.barrier("checkpoint committed")
+
+    def _clear(self) -> None:
+        """Makes the root, and removes what a process left over that was killed: there is one writer."""
+        if not self._root.is_dir():
+            self._root.mkdir(parents=True, exist_ok=True)
+            sync(self._root.parent)
+        for path in self._root.glob("*.tmp"):
+            if path.stem.isdecimal():  # others are not ours
+                path.unlink() if path.is_symlink() or path.is_file() else shutil.rmtree(path)
 
     def _amend(self, step: int, items: dict[str, bytes], metric: float | None) -> bool:
         """The arrays stay; a metric and items known only now (an evaluation made up for, say) are added atomically."""

@@ -9,10 +9,12 @@ from typing import Any
 
 import flax.linen as nn
 import jax
+import numpy as np
 
 from transformer.data import Batch, Tokenizer
 from transformer.generate import Sampling, generate
-from transformer.training.step import EvalStep
+from transformer.training.finite import first_bad_parameter
+from transformer.training.step import EvalStep, NonFiniteError
 
 
 @dataclass(frozen=True)
@@ -41,18 +43,32 @@ class EvalLoss:
 
 
 def evaluate_loss(
-    eval_step: EvalStep, params: Any, batches: Iterable[Batch], should_stop: Callable[[], bool] = lambda: False
+    eval_step: EvalStep,
+    params: Any,
+    batches: Iterable[Batch],
+    should_stop: Callable[[], bool] = lambda: False,
+    strict: bool = True,
 ) -> EvalLoss | None:
     """Loss over all batches, each target counted once by its weight; None when `should_stop` said so in between.
+    Not `strict`, a loss that is not finite is a result as any other.
 
     Raises:
-        ValueError: no target at all, or a loss that is not a number.
+        ValueError: no target at all.
+        NonFiniteError: the loss of a batch is not finite; names the batch, and the parameter where one is to blame.
     """
     sums: dict[str, float] = defaultdict(float)
-    for batch in batches:
+    for number, batch in enumerate(batches):
         if should_stop():
             return None
-        for name, value in jax.device_get(eval_step(params, batch)).items():
+        told = jax.device_get(eval_step(params, batch))
+        if strict and not np.isfinite(told["loss_sum"]):
+            bad = first_bad_parameter(params)
+            cause = f"{bad} holds NaN or infinity" if bad else "every parameter is finite, so its logits are not"
+            raise NonFiniteError(
+                f"the loss of held-out batch {number} is {float(told['loss_sum']):g}: {cause}. Use an earlier "
+                f"checkpoint, or compute in float32 (--model.dtype)."
+            )
+        for name, value in told.items():
             sums[name] += float(value)
     if not sums["weight"]:
         raise ValueError("there is nothing to evaluate on: the held-out data has no target. Hold out more of it.")

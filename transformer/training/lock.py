@@ -25,7 +25,8 @@ class WorkdirLock:
 
     The file says who holds it: pid, host, and when that process started, since pids are used again. Raises
     WorkdirInUseError when another process holds it, also when that is on another host, where nobody can tell whether it
-    lives. A lock whose process is dead is taken over with a line on stderr. OSError when the workdir cannot be written.
+    lives. A lock whose process is dead is taken over with a line on stderr, and one that stays empty, whose process
+    died before it wrote its name. OSError when the workdir cannot be written.
     """
 
     def __init__(self, workdir: str | os.PathLike):
@@ -65,6 +66,8 @@ class WorkdirLock:
             return False
         with file:
             fcntl.flock(file, fcntl.LOCK_EX)
+            if os.fstat(file.fileno()).st_size:
+                return False  # so long asleep between these lines that another one took it
             _write(file, record)
         return True
 
@@ -80,16 +83,17 @@ class WorkdirLock:
             if holder is None:
                 if not late:
                     return False  # another process is just writing its name
-                raise WorkdirInUseError(
-                    f"{self._path} does not say who holds it (its content is damaged). If no training runs in "
-                    f"{self._path.parent}, remove it: rm {self._path}"
-                )
-            self._refuse_if_held(holder, record)
+                if os.fstat(file.fileno()).st_size:
+                    raise WorkdirInUseError(
+                        f"{self._path} does not say who holds it (its content is damaged). If no training runs in "
+                        f"{self._path.parent}, remove it: rm {self._path}"
+                    )
+                whose = "a process that was killed before it wrote its name"
+            else:
+                self._refuse_if_held(holder, record)
+                whose = f"process {holder['pid']}, which no longer runs (killed or crashed)"
             _write(file, record)
-        print(
-            f"Took over {self._path} from process {holder['pid']}, which no longer runs (killed or crashed).",
-            file=sys.stderr,
-        )
+        print(f"Took over {self._path} from {whose}.", file=sys.stderr)
         return True
 
     def _open(self) -> Any | None:
@@ -121,6 +125,18 @@ class WorkdirLock:
                 f"{workdir} is in use by {who} on host {host}. Wait for it, stop it (kill {pid}), or use another "
                 "workdir."
             )
+
+
+def in_use(workdir: str | os.PathLike) -> bool:
+    """Whether a process that lives writes into a workdir. One on another host counts: nobody here can tell."""
+    try:
+        with open(Path(workdir) / NAME, encoding="utf-8") as file:
+            holder = _read(file)
+    except OSError:
+        return False
+    return holder is not None and (
+        holder["host"] != socket.gethostname() or _started(holder["pid"]) == holder["started"]
+    )
 
 
 def _read(file: Any) -> dict[str, Any] | None:

@@ -14,20 +14,25 @@ import jax
 from transformer.data import check_batch, padding
 from transformer.models import count_parameters
 from transformer.training import processes
+from transformer.training.calls import record_call
 from transformer.training.checkpoint import Checkpointer
 from transformer.training.evaluation import evaluate_loss
+from transformer.training.finite import why_not_finite
 from transformer.training.journal import Journal
 from transformer.training.lock import NAME as LOCK
 from transformer.training.lock import WorkdirLock
+from transformer.training.memory import EVALUATION, STEP, MemoryWatch
 from transformer.training.metrics import MetricsWriter, Progress
 from transformer.training.numbers import draw_forecasts
 from transformer.training.parallel import place
+from transformer.training.profiling import Profiler, Window
 from transformer.training.recipe import Recipe, build_model, to_json
 from transformer.training.report import append_samples, cut_samples, device_line, report, samples
 from transformer.training.runs import begin, checkpoint_data, load_run, open_run, record_run, shared_facts
 from transformer.training.signals import StopSignal
+from transformer.training.speed import Speed
 from transformer.training.start import Start
-from transformer.training.state import make_usable, parameter_paths
+from transformer.training.state import make_usable, model_params, parameter_paths
 from transformer.training.summary import (
     Summary,
     read_summary,
@@ -40,20 +45,29 @@ from transformer.training.tasks import TASKS
 from transformer.viz.curves import loss_curve
 
 
-def train(recipe: Recipe, workdir: str | os.PathLike, *, command: str = "", start: Start | None = None) -> Summary:
+def train(
+    recipe: Recipe,
+    workdir: str | os.PathLike,
+    *,
+    command: str = "",
+    start: Start | None = None,
+    profile: Window | None = None,
+) -> Summary:
     """Trains a recipe in a workdir to its end, or until a signal; called again it goes on as if never stopped.
 
     `start` is a model to begin from instead of at random (`transformer.inference.start_from` makes it of a directory);
-    to go on it need not be given again. `command` is what goes on with this run, as it is shown to the user. A workdir
-    is left with recipe.json, tokenizer/, checkpoints/, metrics.jsonl, tensorboard/, samples.txt, loss.png and
-    summary.json. Processes that train together (`parallel.coordinator`) all call this alike, with one workdir that all
-    can see.
+    to go on it need not be given again. `command` is what goes on with this run, as it is shown to the user. `profile`
+    are steps to trace. A workdir is left with recipe.json, calls.jsonl, tokenizer/, checkpoints/, metrics.jsonl,
+    tensorboard/, samples.txt, loss.png, summary.json and, of a profile, profile/. Processes that train together
+    (`parallel.coordinator`) all call this alike, with one workdir that all can see.
 
     Raises:
         ValueError: a recipe or data that can't be, or a workdir of another run.
         WorkdirInUseError, CheckpointSaveError, OSError: the workdir can't be used or written.
-        NonFiniteError: loss or gradient was not finite, with nan_policy "stop".
+        NonFiniteError: loss, gradient or parameter was not finite, with nan_policy "stop", or always again.
+        LossSpikeError: a loss far above the usual, with spike_policy "stop".
         ProcessesError: other processes of the run can't be reached, or are gone.
+        OutOfMemoryError: a device has no room for it; says how much it takes, and what helps.
     """
     started, workdir = time.perf_counter(), Path(workdir)
     command = command or f"transformer.training.loop.train(recipe, {str(workdir)!r})"
@@ -77,7 +91,8 @@ def train(recipe: Recipe, workdir: str | os.PathLike, *, command: str = "", star
         recipe, dataset = open_run(recipe, workdir, say=print, start=start)
         processes.check_alike("data", dataset.fingerprint)
         model, steps = build_model(recipe), recipe.training.steps
-        placement = place(recipe)
+        watch = resources.enter_context(MemoryWatch(recipe))
+        placement = watch.placement = place(recipe)
         print(f"data: {dataset.describe()}")
         if spread := placement.describe():
             print(spread)
@@ -91,7 +106,8 @@ def train(recipe: Recipe, workdir: str | os.PathLike, *, command: str = "", star
         record_run(recipe, dataset, own)
         cut_samples(own, step)
         usable = make_usable(recipe)
-        parameters = count_parameters(jax.eval_shape(usable, state))
+        shapes = jax.eval_shape(usable, state)
+        parameters = count_parameters(shapes)
         about = {"name": recipe.name, "workdir": str(workdir), "command": command, "task": recipe.task}
         summary = Summary(**about, steps=steps, parameters=parameters)
         vocabulary = f", vocabulary of {recipe.model.vocab_size}" if TASKS[recipe.task].tokens else ""
@@ -103,20 +119,31 @@ def train(recipe: Recipe, workdir: str | os.PathLike, *, command: str = "", star
             print(f"{render(last)}\n{render_finished(dataclasses.replace(last, command=command))}")
             return last
         where = f"going on from step {step}" if step else "a new run"
-        print(f"workdir: {workdir}, {where}, to step {steps}", flush=True)
+        speed = Speed(recipe, shapes, placement)
+        print(f"{speed}\nworkdir: {workdir}, {where}, to step {steps}", flush=True)
+        record_call(own, step, command, device_line())
 
         # What the loop is made of
         writer = MetricsWriter(own, restored_step=step or None, tensorboard=recipe.logging.tensorboard)
         resources.callback(writer.close)
-        progress = Progress(steps, start_step=step, mode=recipe.logging.progress)
+        counted = TASKS[recipe.task].targets
+        progress = Progress(steps, start_step=step, mode=recipe.logging.progress, targets=counted)
         resources.callback(progress.close)
-        journal = Journal(recipe, ledger, writer, progress, parameter_paths(state.params))
+        profiler = Profiler(profile, workdir, step=step, first=processes.is_first(), say=progress.print)
+        resources.enter_context(profiler)
+
+        def why(batch) -> str:
+            now = placement.whole(state)
+            return why_not_finite(recipe, model, model_params(recipe, now.params, now.base), batch)
+
+        journal = Journal(recipe, ledger, writer, progress, parameter_paths(state.params), why, speed)
         state = placement.spread(state)
 
         def evaluate() -> None:
             held_out = dataset.eval_batches()[: recipe.evaluation.batches]
             params = usable(placement.whole(state))
-            result = evaluate_loss(placement.eval_step, params, held_out, stopping)
+            strict = recipe.training.nan_policy == "stop"
+            result = evaluate_loss(placement.eval_step, params, held_out, stopping, strict)
             text = "" if stopping() else samples(recipe, model, params, dataset, step)
             if result is None or stopping():
                 return  # it is done again when the run goes on
@@ -135,15 +162,18 @@ def train(recipe: Recipe, workdir: str | os.PathLike, *, command: str = "", star
             checkpoints.save(step, placement.whole(state), data=data, recipe=to_json(recipe), metric=metric)
 
         # Training
-        compiled = False
+        compiled = set()
         while True:
+            profiler.at(step, journal.pause)
             stop_now = stopping.soon()
             to_evaluate = ledger.evaluated < step and _due(step, recipe.evaluation.every, steps)
             to_save = _due(step, recipe.checkpoint.every or recipe.evaluation.every, steps)
             if to_evaluate or to_save or stop_now:
                 journal.pause()
             if to_evaluate and not stop_now:
+                watch.now = EVALUATION
                 evaluate()
+                watch.now = STEP
                 stop_now = stopping()
                 to_save = to_save or checkpoints.newest_step == step  # gone on with: its checkpoint lacks the loss
             if step and (to_save or stop_now):
@@ -151,25 +181,34 @@ def train(recipe: Recipe, workdir: str | os.PathLike, *, command: str = "", star
                 stop_now = stopping()
             if step >= steps or stop_now:
                 break
+            asked = time.perf_counter()
             batch = next(batches)
             check_batch(batch, recipe.model.vocab_size, recipe.model.source_vocab_size, recipe.model.num_classes)
-            if not compiled:
-                progress.print("compiling the training step ...")
-            before = time.perf_counter()
-            state, metrics = placement.train_step(state, batch)
-            if not compiled:
-                progress.print(f"compiled in {time.perf_counter() - before:.1f} s")
-                compiled = True
+            journal.fed(time.perf_counter() - asked)
+            sizes = tuple(array.shape for array in batch.values())
+            if sizes not in compiled:
+                journal.read()  # else its wait would count as compilation
+                progress.print(f"compiling the training step{' for a batch of other sizes' * bool(compiled)} ...")
+            watch.batch, before = batch, time.perf_counter()
+            with profiler.step(step + 1):
+                state, metrics = placement.train_step(state, batch, journal.skip_above())
+            if sizes not in compiled:
+                seconds = time.perf_counter() - before
+                progress.print(f"compiled in {seconds:.1f} s")
+                compiled.add(sizes)
+                journal.compiled(seconds)
             step += 1
-            journal.add(step, metrics, padding(batch))
+            journal.add(step, metrics, padding(batch), batch)
         checkpoints.wait()
 
         # What came of it
+        watch.now = EVALUATION
         summary = dataclasses.replace(
             summary,
             step=step,
             tokens_per_s=ledger.tokens_per_s,
             skipped=ledger.skipped,
+            spikes=ledger.spikes,
             eval_loss=ledger.eval_loss,
             eval_accuracy=ledger.eval_accuracy,
             eval_mae=ledger.eval_mae,

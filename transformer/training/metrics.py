@@ -34,8 +34,13 @@ NAMES = {
     "eval/bleu": "0 to 100",
     "eval/chrf": "0 to 100",
     "data/padding": "fraction",
-    "perf/tokens_per_s": "tokens per second",
+    "perf/tokens_per_s": "targets per second",
     "perf/step_time_s": "seconds",
+    "perf/data_wait": "fraction",
+    "perf/flops_per_s": "FLOPs of the model per second",
+    "perf/mfu": "fraction",
+    "perf/peak_memory_bytes": "bytes",
+    "perf/compile_s": "seconds",
 }
 
 
@@ -101,10 +106,10 @@ class MetricsWriter:
 
 
 class Progress:
-    """A bar with step, loss, tokens/s and time left on a terminal; one plain line per `update` into anything else.
+    """A bar with step, loss, speed and time left on a terminal; one plain line per `update` into anything else.
 
-    mode "auto" asks the stream (stdout if not given), "bar" and "lines" insist, "none" shows nothing but `print`; any
-    other is a ValueError.
+    `targets` is what the speed counts. mode "auto" asks the stream (stdout if not given), "bar" and "lines" insist,
+    "none" shows nothing but `print`; any other is a ValueError.
     """
 
     def __init__(
@@ -113,6 +118,7 @@ class Progress:
         *,
         start_step: int = 0,
         mode: str = "auto",
+        targets: str = "tokens",
         stream: io.TextIOBase | None = None,
     ):
         if mode not in ("auto", "bar", "lines", "none"):
@@ -122,6 +128,7 @@ class Progress:
             terminal = self._stream.isatty() and os.environ.get("TERM") not in ("dumb", "")
             mode = "bar" if terminal else "lines"
         self._mode, self._total, self._step = mode, total_steps, start_step
+        self._targets = targets
         self._began: tuple[float, int] | None = None  # time and step of the first figures: before, it compiled
         if mode == "bar":
             columns = [TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[figures]}")]
@@ -131,11 +138,21 @@ class Progress:
             self._task = self._bar.add_task("", total=total_steps, completed=start_step, figures="")
             self._bar.start()
 
-    def update(self, step: int, *, loss: float | None = None, tokens_per_s: float | None = None) -> None:
-        """To be called when metrics are logged (not every step): moves the bar, or writes a line; the loss in nats."""
+    def update(
+        self,
+        step: int,
+        *,
+        loss: float | None = None,
+        targets_per_s: float | None = None,
+        mfu: float | None = None,
+    ) -> None:
+        """To be called when metrics are logged (not every step): moves the bar, or writes a line; the loss in nats, the
+        MFU a fraction.
+        """
         self._step = step
         figures = [] if loss is None else [f"loss {float(loss):.4f}"]
-        figures += [] if tokens_per_s is None else [f"{float(tokens_per_s):,.0f} tokens/s"]
+        figures += [] if targets_per_s is None else [f"{float(targets_per_s):,.0f} {self._targets}/s"]
+        figures += [] if mfu is None else [f"MFU {100 * mfu:.1f} %"]
         if self._mode == "bar":
             self._bar.update(self._task, completed=step, figures="  ".join(figures))
         elif self._mode == "lines":

@@ -26,7 +26,8 @@ def measured(
     """The summary with the measures of the test (of the validation where there is none), and of the baseline."""
     split = "test" if "test" in dataset.splits else "validation"
     batches = dataset.eval_batches(split)
-    result = evaluate_loss(jax.jit(make_eval_step(recipe)), params, batches, should_stop)
+    strict = recipe.training.nan_policy == "stop"
+    result = evaluate_loss(jax.jit(make_eval_step(recipe)), params, batches, should_stop, strict)
     if result is None:
         return summary
     baseline = persistence(batches) if recipe.task == "forecaster" else None

@@ -28,8 +28,8 @@ def make_schedule(recipe: Recipe) -> Schedule:
     - rsqrt: r sqrt(w / n)
     - noam: the same with r / sqrt(d_model w) as its height: d_model^-0.5 min(n^-0.5, n w^-1.5) for r = 1 (Vaswani et
       al. 2017, section 5.3)
-    - wsd: r, and over the last decay_fraction of the updates up to decay_steps linearly down to r final_fraction
-      (warm-up, stable, decay: Hu et al. 2024, arXiv 2404.06395, section 4)
+    - wsd: r, and over the last decay_fraction of the updates up to decay_steps, but of none of the warm-up, linearly
+      down to r final_fraction (warm-up, stable, decay: Hu et al. 2024, arXiv 2404.06395, section 4)
     """
     config, steps = recipe.optimizer, recipe.training.steps
     peak, warmup = config.learning_rate, config.warmup_steps
@@ -57,7 +57,8 @@ def _cosine(config: OptimizerConfig, steps: int, number: jax.Array) -> jax.Array
 
 def _wsd(config: OptimizerConfig, steps: int, number: jax.Array) -> jax.Array:
     last = steps if config.decay_steps is None else config.decay_steps
-    left = jnp.clip((last - number) / max(config.decay_fraction * last, 1.0), 0.0, 1.0)
+    falling = min(config.decay_fraction * last, last - config.warmup_steps)
+    left = jnp.clip((last - number) / max(falling, 1.0), 0.0, 1.0)
     return config.final_fraction + (1.0 - config.final_fraction) * left
 
 

@@ -6,15 +6,13 @@ import contextlib
 import dataclasses
 import importlib.util
 import io
-import itertools
 import os
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
 import tyro
 
-from transformer.config import ConfigError, nearest
+from transformer.config import ConfigError, boxed_message, nearest
 from transformer.lora import LoRA
 from transformer.training.recipe import Recipe
 from transformer.training.serial import flatten
@@ -38,7 +36,7 @@ def find_recipe(name: str, *directories: str | os.PathLike) -> Path:
     """
     known = recipe_files(*directories)
     for path in (Path(name), Path(f"{name}.py")):
-        if path.is_file():
+        if os.path.isfile(path):  # Path.is_file raises for a name that is too long
             return path
     stem = Path(name).name.removesuffix(".py")
     if stem in known and str(Path(name).parent) in (".", "configs"):
@@ -102,7 +100,7 @@ def override(recipe: Recipe, arguments: Sequence[str], *, program: str, descript
     except SystemExit as stop:
         if stop.code in (None, 0):
             raise
-        raise ConfigError(_one_line(captured.getvalue())) from None
+        raise ConfigError(boxed_message(captured.getvalue())) from None
 
 
 def fast(recipe: Recipe) -> Recipe:
@@ -123,27 +121,10 @@ def fast(recipe: Recipe) -> Recipe:
 def _options(recipe: Recipe) -> list[str]:
     names = [f"--{field.replace('_', '-')}" for field in flatten(recipe)]
     names += [f"--lora.{field.name}" for field in dataclasses.fields(LoRA)]
-    return [*dict.fromkeys(names), "--help", "--list", "--fast", "--workdir", "--init", "--debug"]
+    return [*dict.fromkeys(names), "--help", "--list", "--fast", "--workdir", "--init", "--profile", "--debug"]
 
 
 def _unknown_option(recipe: Recipe, arguments: Sequence[str]) -> str | None:
     names = set(_options(recipe)) | {"-h"}
     given = [argument.split("=", 1)[0] for argument in arguments if argument.startswith("--")]
     return next((option for option in given if option.replace("_", "-") not in names), None)
-
-
-def _one_line(text: str) -> str:
-    """The message inside one of tyro's boxes (UTF-8 or plain): a title, then the message up to the first rule."""
-    lines = [re.sub(r"[╭╮╰╯│─]|-{5,}", " ", line).strip() for line in text.splitlines()]
-    parts = [" ".join(group) for full, group in itertools.groupby(lines, key=bool) if full]
-    if len(parts) > 1 and lines[0] == parts[0]:
-        parts = parts[1:]
-    elif parts:
-        parts[0] = parts[0].removeprefix(lines[0]).strip()
-    joined = (parts[0] if parts else text).replace("Unrecognized options:", "this is one word too many:")
-    place = re.match(r"Error parsing ([\w.-]+): ", joined)
-    if place:
-        joined = joined[place.end() :]
-        if not joined.startswith(place[1]) and place[1] != Recipe.__name__:
-            joined = f"{place[1]}: {joined}"
-    return joined if joined.endswith((".", "?", ")")) else f"{joined}."

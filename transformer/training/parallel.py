@@ -61,6 +61,16 @@ class MeshPlacement:
         """Which rows of a batch of `total` to train on this process is to give, ascending."""
         return local_rows(self.mesh, total)
 
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """Of all mesh axes."""
+        return self.mesh.shape
+
+    def whole_rows(self, rows: int) -> int:
+        """Rows of the whole batch of which this process has so many."""
+        own, ways = self._parts
+        return rows * ways // own
+
     def describe(self) -> str:
         """The axes that split something, "mesh: data 4 x tensor 2"; "" on one device."""
         told = told_sizes(self.mesh.shape)
@@ -83,12 +93,17 @@ class MeshPlacement:
         """The state as a checkpoint, an evaluation or a user takes it."""
         return state
 
-    def train_step(self, state: TrainState, batch: HostBatch) -> tuple[TrainState, Metrics]:
-        """One update; the state that goes in is used up."""
+    def train_step(
+        self, state: TrainState, batch: HostBatch, limit: np.float32 | None = None
+    ) -> tuple[TrainState, Metrics]:
+        """One update, unless the mean loss is above `limit` (nats a target, or squared); the state that goes in is
+        used up.
+        """
         with jax.set_mesh(self.mesh):
             own, ways = self._parts
-            total = len(batch["weights"]) * ways // own
-            return self._train(state, place_batch(batch, self.mesh, None if own == ways else self.rows(total), total))
+            total = self.whole_rows(len(batch["weights"]))
+            placed = place_batch(batch, self.mesh, None if own == ways else self.rows(total), total)
+            return self._train(state, placed, limit)
 
     def eval_step(self, params: Any, batch: HostBatch) -> Metrics:
         """Sums over a batch of any number of rows: it is filled up with rows of weight 0."""
@@ -129,12 +144,21 @@ class PmapPlacement:
         self._shapes = abstract_state(recipe)
         self._make = jax.jit(lambda: make_state(recipe))
         step = make_train_step(recipe, axis_name="data")
-        self._train = jax.pmap(step, axis_name="data", devices=self._devices, donate_argnums=0)
+        self._train = jax.pmap(step, axis_name="data", in_axes=(0, 0, None), devices=self._devices, donate_argnums=0)
         self._eval = jax.jit(make_eval_step(recipe))
 
     def rows(self, total: int) -> np.ndarray:
         """All rows of a batch: there is one process."""
         return np.arange(total)
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """As of a mesh that splits rows alone."""
+        return mesh_sizes({"data": len(self._devices)}, len(self._devices))
+
+    def whole_rows(self, rows: int) -> int:
+        """As that of `MeshPlacement`: there is one process."""
+        return rows
 
     def describe(self) -> str:
         """How many copies."""
@@ -162,11 +186,13 @@ class PmapPlacement:
         """The copy of the first device: all are alike."""
         return jax.tree.map(lambda copies: copies.addressable_data(0)[0], state)
 
-    def train_step(self, state: TrainState, batch: HostBatch) -> tuple[TrainState, Metrics]:
-        """One update; the state that goes in is used up."""
+    def train_step(
+        self, state: TrainState, batch: HostBatch, limit: np.float32 | None = None
+    ) -> tuple[TrainState, Metrics]:
+        """As that of `MeshPlacement`."""
         count = len(self._devices)
         parts = {name: array.reshape(count, -1, *array.shape[1:]) for name, array in batch.items()}
-        state, metrics = self._train(state, parts)
+        state, metrics = self._train(state, parts, limit)
         return state, jax.tree.map(lambda copies: copies[0], metrics)
 
     def eval_step(self, params: Any, batch: HostBatch) -> Metrics:
@@ -181,7 +207,7 @@ class PmapPlacement:
             name: jax.ShapeDtypeStruct((count, array.shape[0] // count, *array.shape[1:]), array.dtype)
             for name, array in batch.items()
         }
-        return self._train.lower(state, parts)
+        return self._train.lower(state, parts, None)
 
 
 def placed_shapes(batch: Mapping[str, Any], mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:

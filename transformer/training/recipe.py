@@ -14,6 +14,7 @@ import flax.linen as nn
 from transformer.config import ConfigError, Execution, TransformerConfig
 from transformer.data.configs import PLACES, DataConfig
 from transformer.data.configs.common import shared_rows
+from transformer.foreign import parse_json, read_bounded
 from transformer.lora import LoRA
 from transformer.sharding import ParallelConfig
 from transformer.training.serial import decode, encode, flatten
@@ -41,6 +42,8 @@ MAY_CHANGE = (
     "training.steps",
     "training.accumulation",
     "training.nan_policy",
+    "training.spike_policy",
+    "training.spike_deviations",
     "data.eval_batch_size",
     "origin.source",
     *sorted(f"data.{field}" for field in PLACES),
@@ -108,6 +111,11 @@ class Recipe:
             raise ConfigError(
                 "training.label_smoothing and training.z_loss are for probabilities, and forecasts have none. Leave "
                 "them at 0."
+            )
+        if self.training.loss_tokens is not None and self.task in ("classifier", "image_classifier", "forecaster"):
+            raise ConfigError(
+                f"training.loss_tokens is for tasks with a target for every token, and a {self.task} has none. Leave "
+                f"it at None."
             )
         for field in ("sequence_length", "packed_length"):
             length = getattr(self.data, field, None)
@@ -212,15 +220,15 @@ def load_recipe(workdir: str | os.PathLike) -> Recipe:
         ConfigError: a recipe.json that can't be read.
     """
     path = Path(workdir) / FILE
-    if not path.exists():
+    if not os.path.lexists(path):
         raise FileNotFoundError(
             f"{path} does not exist: {workdir} is not the workdir of a run. Name one, such as runs/number_words."
         )
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = parse_json(read_bounded(Path(workdir), FILE))
     except ValueError as error:
         raise ConfigError(
-            f"{path} is not valid JSON ({error}). Remove it to have the next training run write it anew."
+            f"{path} is not what a run wrote ({error}). Remove it to have the next training run write it anew."
         ) from error
     return from_json(values, str(path))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -62,8 +63,24 @@ def cut_samples(workdir: Path, step: int) -> None:
     for index, line in enumerate(lines):
         number = line.removeprefix(_HEADER).removesuffix(" ===\n")
         if line.startswith(_HEADER) and number.isdecimal() and int(number) > step:
-            path.write_text("".join(lines[:index]), encoding="utf-8")
+            partial = path.with_suffix(".txt.partial")
+            partial.write_text("".join(lines[:index]), encoding="utf-8")
+            os.replace(partial, path)
             return
+
+
+def read_samples(workdir: str | os.PathLike) -> list[tuple[int, str]]:
+    """The steps and texts of samples.txt, oldest first; none where there is no such file."""
+    path, found = Path(workdir) / SAMPLES, []
+    if not path.exists():
+        return found
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
+        number = line.removeprefix(_HEADER).removesuffix(" ===\n")
+        if line.startswith(_HEADER) and number.isdecimal():
+            found.append((int(number), ""))
+        elif found:
+            found[-1] = found[-1][0], found[-1][1] + line
+    return found
 
 
 def report(

@@ -19,6 +19,7 @@ from transformer.data import prepare as prepare_data
 from transformer.training import processes
 from transformer.training.checkpoint import Checkpointer, CheckpointError, load_data, load_params
 from transformer.training.journal import Ledger
+from transformer.training.manifest import find_steps
 from transformer.training.parallel import Placement
 from transformer.training.recipe import (
     FILE,
@@ -182,7 +183,7 @@ def begin(
         return begun_from(start, placement.new_state()), Ledger()
     restored = checkpoints.restore_newest(placement.abstract_state())
     _refuse_other_run(from_json(restored.recipe, f"the recipe in {restored.path}"), recipe, workdir)
-    if restored.data["fingerprint"] != dataset.fingerprint:
+    if not dataset.is_known_as(restored.data["fingerprint"]):
         raise WorkdirError(
             f"the data has changed since {workdir} was trained on it (fingerprint {restored.data['fingerprint'][:12]}, "
             f"now {dataset.fingerprint[:12]}): going on would mix two data sets. Put the old data back, or give "
@@ -215,8 +216,7 @@ def shared_facts(recipe: Recipe) -> str:
 
 def has_checkpoints(workdir: str | os.PathLike) -> bool:
     """Whether there is any checkpoint, valid or not."""
-    directory = Path(workdir) / "checkpoints"
-    return directory.is_dir() and any(path.name.isdecimal() for path in directory.iterdir())
+    return bool(find_steps(Path(workdir) / "checkpoints"))
 
 
 def _refuse_other_run(old: Recipe, new: Recipe, workdir: str | os.PathLike) -> list[Change]:
@@ -254,15 +254,25 @@ def _check_shapes(recipe: Recipe, dataset: Dataset) -> None:
     if not TASKS[recipe.task].tokens:
         batch, (example,) = dataset.eval_batches()[0], example_inputs(recipe)
         expected, got = example.shape[1:], batch["values"].shape[1:]
-        fields = "patches (image_height, image_width, channels)"
+        part, fields = "patches", ("image_height", "image_width", "channels")
         if recipe.task == "forecaster":
-            fields = "series (context_length, channels, horizon)"
+            part, fields = "series", ("context_length", "channels", "horizon")
             expected, got = (*expected, recipe.model.series.horizon), (*got, batch["targets"].shape[1])
-        if expected != got:
+        unlike = [
+            f"{field} {old} where the data has {new}"
+            for field, old, new in zip(fields, expected, got, strict=True)
+            if old != new
+        ]
+        if unlike and recipe.origin is not None:
+            remedy = "images of its size"
+            if recipe.task == "forecaster":
+                remedy = "it as many columns (--data.columns), and its --data.context-length and --data.horizon"
             raise ConfigError(
-                f"model.{fields} must be as the data is: {', '.join(map(str, got))}, got "
-                f"{', '.join(map(str, expected))}. Change the model, or the data."
+                f"the model of {recipe.origin.source} has {', '.join(unlike)}. Give {remedy}, or start from another "
+                f"model (--init)."
             )
+        if unlike:
+            raise ConfigError(f"model.{part} must be as the data is, but has {', '.join(unlike)}. Change one of them.")
         return
     limit = recipe.model.max_length
     if limit is None:

@@ -25,7 +25,7 @@ LATER = {
     **dict.fromkeys(("number_words", "parallel_text"), ("batch_tokens", "buckets", "row_multiple", "packed_length")),
     "Recipe": ("parallel", "lora", "origin"),
     "RotaryScaling": ("attention_factor", "truncate"),
-    "TrainingConfig": ("z_loss",),
+    "TrainingConfig": ("z_loss", "loss_tokens", "spike_policy", "spike_deviations"),
     "TransformerConfig": (
         *("attention_biases", "embedding_norm", "source_max_length", "position_table_per_layer", "token_types"),
         *("head_transform", "output_bias", "logit_scale", "qk_norm_scope", "causal", "normalize_embeddings", "patches"),
@@ -67,7 +67,7 @@ def decode(hint: Any, value: Any, where: str) -> Any:
         return value
     if origin is Literal:
         if value not in arguments:
-            raise ConfigError(f"{where} must be one of {', '.join(map(str, arguments))}, got {value!r}.")
+            raise ConfigError(f"{where} must be one of {', '.join(map(str, arguments))}, got {value!r:.80}.")
         return value
     if origin in (Union, types.UnionType):
         return _decode_union(arguments, value, where)
@@ -75,21 +75,22 @@ def decode(hint: Any, value: Any, where: str) -> Any:
         return _decode_sequence(origin, arguments, value, where)
     if dataclasses.is_dataclass(hint):
         return _decode_dataclass(_choose({tag_of(hint): hint}, value, where), value, where)
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+    # 2**1023 is the largest power of 2 that a float holds: of a larger integer float() would raise OverflowError.
+    if hint is float and isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**1023:
         return float(value)
     if hint is type(None) and value is None:
         return None
     if not isinstance(hint, type) or not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
-        raise ConfigError(f"{where} must be of type {getattr(hint, '__name__', hint)}, got {value!r}.")
+        raise ConfigError(f"{where} must be of type {getattr(hint, '__name__', hint)}, got {value!r:.80}.")
     return value
 
 
 def _choose(choices: Mapping[str, type], value: Any, where: str) -> type:
     if not isinstance(value, dict) or TAG not in value:
-        raise ConfigError(f"{where} must be an object with a {TAG!r} ({', '.join(choices)}), got {value!r}.")
-    if value[TAG] not in choices:
-        hint = nearest(value[TAG], choices)
-        raise ConfigError(f"{where} is of class {value[TAG]!r}, which is not one of {', '.join(choices)}.{hint}")
+        raise ConfigError(f"{where} must be an object with a {TAG!r} ({', '.join(choices)}), got {value!r:.80}.")
+    if not isinstance(value[TAG], str) or value[TAG] not in choices:
+        hint = nearest(value[TAG], choices) if isinstance(value[TAG], str) else ""
+        raise ConfigError(f"{where} is of class {value[TAG]!r:.80}, which is not one of {', '.join(choices)}.{hint}")
     return choices[value[TAG]]
 
 
@@ -97,7 +98,7 @@ def _decode_dataclass(cls: type, value: dict, where: str) -> Any:
     names = [field.name for field in dataclasses.fields(cls)]
     for name in value:
         if name not in names and name != TAG:
-            raise ConfigError(f"{where} has an unknown field {name!r}.{nearest(name, names)}")
+            raise ConfigError(f"{where} has an unknown field {name!r:.80}.{nearest(name, names)}")
     later = [name for name in LATER.get(tag_of(cls), ()) if name not in value]
     missing = [name for name in names if name not in value and name not in later]
     if missing:
@@ -124,7 +125,7 @@ def _decode_union(arguments: tuple, value: Any, where: str) -> Any:
 
 def _decode_sequence(origin: type, arguments: tuple, value: Any, where: str) -> Any:
     if not isinstance(value, list):
-        raise ConfigError(f"{where} must be a list, got {value!r}.")
+        raise ConfigError(f"{where} must be a list, got {value!r:.80}.")
     if origin is list or (len(arguments) == 2 and arguments[1] is Ellipsis):
         hints = [arguments[0]] * len(value)
     elif len(arguments) == len(value):

@@ -10,6 +10,7 @@ from transformer.config import ConfigError, check_choice
 OptimizerName = Literal["adamw", "muon"]
 ScheduleName = Literal["cosine", "rsqrt", "noam", "constant", "wsd"]
 NanPolicy = Literal["stop", "skip"]
+SpikePolicy = Literal["log", "skip", "stop"]
 ProgressMode = Literal["auto", "bar", "lines", "none"]
 
 
@@ -20,6 +21,13 @@ def _check_whole(group: str, config: object, least: int, *fields: str) -> None:
             continue
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise ConfigError(f"{group}.{field} must be a whole number of at least {least}, got {value!r}.")
+
+
+def _check_share(group: str, config: object, *fields: str) -> None:
+    for field in fields:
+        value = getattr(config, field)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= 1:
+            raise ConfigError(f"{group}.{field} must be a number from 0 to 1, got {value!r}.")
 
 
 def _check_number(group: str, config: object, low: float, high: float, *fields: str) -> None:
@@ -54,7 +62,8 @@ class OptimizerConfig:
     final_fraction: float = 0.1
     """cosine and wsd end at this share of learning_rate"""
     decay_fraction: float = 0.2
-    """wsd: share of the steps up to its end in which the rate falls"""
+    """wsd: share of the steps up to its end in which the rate falls, at most those after the warm-up; 0: it falls at
+    once, at the end"""
     beta1: float = 0.9
     """adam: decay of the mean of gradients"""
     beta2: float = 0.99
@@ -75,7 +84,7 @@ class OptimizerConfig:
         check_choice("optimizer.schedule", self.schedule, ScheduleName.__args__)
         _check_number("optimizer", self, 0.0, float("inf"), "learning_rate", "weight_decay", "epsilon")
         _check_number("optimizer", self, 0.0, 1.0, "beta1", "beta2", "momentum")
-        _check_number("optimizer", self, 0.0, 1.0 + 1e-9, "final_fraction", "decay_fraction")
+        _check_share("optimizer", self, "final_fraction", "decay_fraction")
         _check_whole("optimizer", self, 0, "warmup_steps")
         _check_whole("optimizer", self, 1, "decay_steps")
         if self.clip_norm is not None and not self.clip_norm > 0:
@@ -100,17 +109,25 @@ class TrainingConfig:
     """share of the target's probability that is spread over the vocabulary (training loss only)"""
     z_loss: float = 0.0
     """nats added for each square of ln(sum of exp(logits)), which keeps logits small (training loss only)"""
+    loss_tokens: int | None = None
+    """tokens of a device whose logits are there at once; None: all, or where they are many as many as pays; 0: all"""
     ema_decay: float | None = None
     """keep an exponential average of the parameters, used in evaluation and after training; None: don't"""
     nan_policy: NanPolicy = "stop"
-    """at a loss or gradient that is not finite: stop with an error, or skip that update and count it"""
+    """at a loss, gradient or parameter that is not finite: stop with an error, or skip that update and count it"""
+    spike_policy: SpikePolicy = "log"
+    """at a loss far above what was usual: say so and count it, skip that update, too, or stop with an error"""
+    spike_deviations: float = 10.0
+    """standard deviations above the mean of recent losses (about 50 steps) from which a loss is such a spike"""
 
     def __post_init__(self):
         check_choice("training.nan_policy", self.nan_policy, NanPolicy.__args__)
+        check_choice("training.spike_policy", self.spike_policy, SpikePolicy.__args__)
         _check_whole("training", self, 1, "steps", "accumulation")
-        _check_whole("training", self, 0, "seed")
+        _check_whole("training", self, 0, "seed", "loss_tokens")
         _check_number("training", self, 0.0, 1.0, "label_smoothing", "ema_decay")
         _check_number("training", self, 0.0, float("inf"), "z_loss")
+        _check_number("training", self, 1.0, float("inf"), "spike_deviations")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,7 +32,8 @@ class TrainState:
     ema: Any
     """exponential average of params, or None"""
     skipped: Any
-    """(), batches that changed nothing, because loss or gradient was not finite, int32"""
+    """(), batches that changed nothing, because they were not finite or a spike, int32; -1: with nan_policy "stop" one
+    was not finite, and nothing changes any more"""
     base: Any = None
     """with LoRA the parameters that stay as they are; else None"""
 

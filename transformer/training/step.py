@@ -14,30 +14,32 @@ from transformer.training.losses import Batch
 from transformer.training.optimizers import make_optimizer, make_schedule
 from transformer.training.recipe import Recipe, build_model
 from transformer.training.state import TrainState, model_params
-from transformer.training.tasks import TASKS, batch_outputs, outputs_and_router_loss
+from transformer.training.tasks import evaluation_sums, training_loss
 
 Metrics = dict[str, jax.Array]
 """scalars by name"""
-TrainStep = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
-"""what `make_train_step` makes"""
+TrainStep = Callable[..., tuple[TrainState, Metrics]]
+"""what `make_train_step` makes; the arguments are a state, a batch and, or not, a limit, ()"""
 EvalStep = Callable[[Any, Batch], Metrics]
 """what `make_eval_step` makes; the first argument is the parameters"""
 
 
 class NonFiniteError(ArithmeticError):
-    """Loss or gradient was not finite, and the recipe says to stop. The state is that of the step before."""
+    """A number was not finite, and the recipe says to stop. The state is that of the step before."""
 
 
 def make_train_step(recipe: Recipe, axis_name: str | None = None) -> TrainStep:
-    """A pure function (state, batch) -> (state, metrics), for `jax.jit`, or for `jax.pmap` over `axis_name`.
+    """A pure function (state, batch, limit) -> (state, metrics), for `jax.jit`, or for `jax.pmap` over `axis_name`.
 
     Losses are summed and divided once by the weight of the whole batch, over micro-batches and over `axis_name`, so
     that any split gives the same number to rounding. Rows of weight 0 count nothing.
 
     Metrics (scalars): `loss_sum`, `weight`, `grad_norm` (before clipping), `learning_rate`, `skipped` (so far), and
-    `finite`, `first_bad` for `check_finite`; with routed layers `router_loss`, a sum (nats) that is minimized beside
-    `loss_sum`. A step whose loss or gradient is not finite leaves parameters, optimizer and average as they were; with
-    nan_policy "stop" so does every step after it.
+    `finite`, `first_bad`, `first_bad_weight` for `check_finite`; with routed layers `router_loss`, a sum (nats) that is
+    minimized beside `loss_sum`. A step whose loss, gradient or new parameters are not finite leaves parameters,
+    optimizer and average as they were; with nan_policy "stop" so does every step after it. So does a step whose mean
+    loss is above the `limit`, in the same unit, that it is given: a spike's (Chowdhery et al. 2022, arXiv 2204.02311,
+    section 5.1, pass over such batches).
     """
     model, optimizer, schedule = build_model(recipe), make_optimizer(recipe), make_schedule(recipe)
     training, task = recipe.training, recipe.task
@@ -45,8 +47,8 @@ def make_train_step(recipe: Recipe, axis_name: str | None = None) -> TrainStep:
 
     def loss(trained, base, batch, key):
         params = model_params(recipe, trained, base)
-        outputs, router_loss = outputs_and_router_loss(task, model, params, batch, key if dropout else None)
-        loss_sum, weight = TASKS[task].loss(outputs, batch, training)
+        key = key if dropout else None
+        loss_sum, weight, router_loss = training_loss(task, model, params, batch, training, key)
         if router_loss is None:
             return loss_sum, {"weight": weight}
         return loss_sum + router_loss, {"weight": weight, "router_loss": router_loss}
@@ -70,7 +72,7 @@ def make_train_step(recipe: Recipe, axis_name: str | None = None) -> TrainStep:
         """(B, ...) -> (A, B / A, ...), a micro-batch is every A-th row: rows spread over devices stay there."""
         return array.reshape(-1, training.accumulation, *array.shape[1:]).swapaxes(0, 1)
 
-    def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+    def step(state: TrainState, batch: Batch, limit: Any = None) -> tuple[TrainState, Metrics]:
         key = jax.random.fold_in(jax.random.key(training.seed), state.step)
         if axis_name is not None:
             key = jax.random.fold_in(key, jax.lax.axis_index(axis_name))
@@ -82,22 +84,31 @@ def make_train_step(recipe: Recipe, axis_name: str | None = None) -> TrainStep:
             loss_sum = loss_sum - sums["router_loss"]  # what evaluation measures, too
         gradients = jax.tree.map(lambda g: g / jnp.maximum(weight, 1e-9).astype(g.dtype), gradients)
 
-        squares = jnp.stack([jnp.square(leaf.astype(jnp.float32)).sum() for leaf in jax.tree.leaves(gradients)])
+        squares = _squares(gradients)
         grad_norm = jnp.sqrt(squares.sum())
         updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
-        finite = jnp.isfinite(loss_sum) & jnp.isfinite(grad_norm) & jnp.isfinite(optax.tree.norm(updates))
-        applied = finite if training.nan_policy == "skip" else finite & (state.skipped == 0)
+        params = optax.apply_updates(state.params, updates)
+        weight_squares = _squares(params)
+        finite = jnp.isfinite(loss_sum) & jnp.isfinite(grad_norm) & jnp.isfinite(weight_squares).all()
+        usual = True if limit is None else loss_sum / jnp.maximum(weight, 1e-9) <= limit
+        if training.nan_policy == "skip":
+            applied = finite & usual
+            skipped = state.skipped + (~applied).astype(jnp.int32)
+        else:
+            failed = ~finite | (state.skipped < 0)
+            applied = ~failed & usual
+            skipped = jnp.where(failed, -1, state.skipped + (~applied).astype(jnp.int32))
 
         def kept(new, old):
             return jax.tree.map(lambda a, b: jnp.where(applied, a, b), new, old)
 
-        params = kept(optax.apply_updates(state.params, updates), state.params)
+        params = kept(params, state.params)
         new_state = TrainState(
             step=state.step + 1,
             params=params,
             opt_state=kept(opt_state, state.opt_state),
             ema=None if state.ema is None else kept(_averaged(training.ema_decay, state, params), state.ema),
-            skipped=state.skipped + (~applied).astype(jnp.int32),
+            skipped=skipped,
             base=state.base,
         )
         metrics = {
@@ -107,11 +118,21 @@ def make_train_step(recipe: Recipe, axis_name: str | None = None) -> TrainStep:
             "learning_rate": schedule(state.step - state.skipped),
             "skipped": new_state.skipped,
             "finite": finite,
-            "first_bad": jnp.where(jnp.isfinite(squares).all(), -1, jnp.argmin(jnp.isfinite(squares))),
+            "first_bad": _first_bad(squares),
+            "first_bad_weight": _first_bad(weight_squares),
         }
         return new_state, metrics
 
     return step
+
+
+def _squares(tree: Any) -> jax.Array:
+    """The sum of squares of each leaf, (leaves,), in float32."""
+    return jnp.stack([jnp.square(leaf.astype(jnp.float32)).sum() for leaf in jax.tree.leaves(tree)])
+
+
+def _first_bad(sums: jax.Array) -> jax.Array:
+    return jnp.where(jnp.isfinite(sums).all(), -1, jnp.argmin(jnp.isfinite(sums)))
 
 
 def _averaged(decay: float, state: TrainState, params: Any) -> Any:
@@ -125,31 +146,27 @@ def make_eval_step(recipe: Recipe) -> EvalStep:
     """A pure function (params, batch) -> sums: `loss_sum` (without what `training` adds to it), `weight`, and the
     measures of the task, `correct` or `absolute_error`.
     """
-    model, task = build_model(recipe), TASKS[recipe.task]
-
-    def step(params: Any, batch: Batch) -> Metrics:
-        outputs = batch_outputs(recipe.task, model, params, batch)
-        loss_sum, weight = task.loss(outputs, batch, None)
-        return {"loss_sum": loss_sum, "weight": weight, **task.measures(outputs, batch)}
-
-    return step
+    model = build_model(recipe)
+    return lambda params, batch: dict(evaluation_sums(recipe.task, model, params, batch))
 
 
-def check_finite(step: int, metrics: Mapping[str, np.ndarray], paths: Sequence[str]) -> None:
-    """Looks at the metrics (scalars) of a step, read from the device; `paths` are the `parameter_paths`.
+def check_finite(step: int, metrics: Mapping[str, np.ndarray], paths: Sequence[str], why: str = "") -> None:
+    """Looks at the metrics (scalars) of a step, read from the device; `paths` are the `parameter_paths`, `why` is a
+    sentence of what is known besides.
 
     Raises:
-        NonFiniteError: they were not finite; names the step and the first parameter whose gradient was not.
+        NonFiniteError: they were not finite; names the step and the first parameter whose gradient or update was not.
     """
     if metrics["finite"]:
         return
     loss = float(metrics["loss_sum"]) / max(float(metrics["weight"]), 1e-9)
-    bad = int(metrics["first_bad"])
-    if bad >= 0:
-        where = f"the first bad gradient is that of {paths[bad]}"
+    gradient, weight = int(metrics["first_bad"]), int(metrics["first_bad_weight"])
+    if gradient >= 0:
+        where = f"the first bad gradient is that of {paths[gradient]}"
     else:
-        where = "every gradient is finite" + (", but not the update" if np.isfinite(loss) else "")
+        where = "every gradient is finite" + (f", but not the update of {paths[weight]}" if weight >= 0 else "")
     raise NonFiniteError(
-        f"step {step}: the loss is {loss:g}, {where}. The state was not updated. Lower --optimizer.learning-rate, "
-        f"lengthen --optimizer.warmup-steps, or pass over such batches with --training.nan-policy skip."
+        f"step {step}: the loss is {loss:g}, {where}.{why and ' '}{why} The state was not updated. Lower "
+        f"--optimizer.learning-rate, lengthen --optimizer.warmup-steps, or pass over such batches with "
+        f"--training.nan-policy skip."
     )

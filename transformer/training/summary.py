@@ -40,7 +40,9 @@ class Summary:
     tokens_per_s: float = 0.0
     """target tokens a second while training"""
     skipped: int = 0
-    """batches passed over because they were not finite"""
+    """batches passed over because they were not finite, or a spike"""
+    spikes: int = 0
+    """batches whose loss was far above the usual one"""
     eval_loss: float | None = None
     """nats a target, at the last evaluation"""
     eval_accuracy: float | None = None
@@ -145,7 +147,9 @@ def render(summary: Summary) -> str:
         baseline = "" if summary.baseline is None else f" (repeating the last step: {summary.baseline})"
         lines.append(f"{summary.split}: {summary.held_out}{baseline}")
     if summary.skipped:
-        lines.append(f"batches passed over because loss or gradient was not finite: {summary.skipped}")
+        lines.append(f"batches passed over because their loss was a spike, or not finite: {summary.skipped}")
+    if summary.spikes:
+        lines.append(f"spikes of the loss: {summary.spikes}")
     what = TASKS[summary.task].targets
     lines.append(f"speed: {summary.tokens_per_s:,.0f} {what}/s while training")
     lines.append(f"loss curve: {workdir / 'loss.png'}   checkpoints: {workdir / 'checkpoints'}")

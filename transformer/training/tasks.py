@@ -14,6 +14,7 @@ from transformer.axes import Array, Float, PRNGKey
 from transformer.config import TransformerConfig
 from transformer.masks import Mask
 from transformer.models import CausalLM, Classifier, Forecaster, MaskedLM, Seq2Seq, VisionClassifier
+from transformer.training.chunked_loss import loss_in_chunks, sum_in_chunks, tokens_at_once
 from transformer.training.losses import Batch, Scalar, absolute_error, correct, cross_entropy, squared_error
 from transformer.training.settings import TrainingConfig
 
@@ -32,8 +33,13 @@ def _causal_lm(model: nn.Module, variables: Any, batch: Batch, **kwargs) -> Any:
 
 def _seq2seq(model: nn.Module, variables: Any, batch: Batch, **kwargs) -> Any:
     if "segment_ids" not in batch:
-        source_mask = Mask.lengths(batch["source_lengths"])
-        return model.apply(variables, batch["source"], batch["tokens"], source_mask=source_mask, **kwargs)
+        masks = {"source_mask": Mask.lengths(batch["source_lengths"])}
+        config = model.config
+        if any(kind.moe is not None for kind in (*config.prefix, *config.period, *config.suffix)):
+            # Causality hides padding from all targets that weigh something; routers would count it.
+            places = jnp.arange(1, 1 + batch["weights"].shape[1])[None, :]
+            masks["mask"] = Mask.lengths(jnp.where(batch["weights"] > 0, places, 0).max(1))
+        return model.apply(variables, batch["source"], batch["tokens"], **masks, **kwargs)
     source, target = batch["source_segment_ids"], batch["segment_ids"]
     return model.apply(
         variables,
@@ -113,6 +119,8 @@ class Task:
     """reads tokens: there are a tokenizer and a vocabulary; else numbers, the batch's `values`"""
     writes: bool = False
     """writes tokens one after the other: texts can be generated"""
+    each_token: bool = False
+    """every token has logits, so that `loss` and `measures` may be those of a part of them at a time"""
     labels: bool = False
     """targets are classes, one for each of data.labels"""
     lengths: str = ""
@@ -120,12 +128,13 @@ class Task:
 
 
 TASKS: dict[str, Task] = {
-    "causal_lm": Task(model=CausalLM, forward=_causal_lm, writes=True, lengths="data.sequence_length"),
+    "causal_lm": Task(model=CausalLM, forward=_causal_lm, writes=True, each_token=True, lengths="data.sequence_length"),
     "seq2seq": Task(
         model=Seq2Seq,
         forward=_seq2seq,
         example=_two_tokens,
         writes=True,
+        each_token=True,
         lengths="data.max_source_length and data.max_target_length",
     ),
     "classifier": Task(
@@ -136,7 +145,9 @@ TASKS: dict[str, Task] = {
         labels=True,
         lengths="data.max_length",
     ),
-    "masked_lm": Task(model=MaskedLM, forward=_encoder, targets="hidden tokens", lengths="data.max_length"),
+    "masked_lm": Task(
+        model=MaskedLM, forward=_encoder, each_token=True, targets="hidden tokens", lengths="data.max_length"
+    ),
     "image_classifier": Task(
         model=VisionClassifier,
         forward=_values,
@@ -160,27 +171,71 @@ TASKS: dict[str, Task] = {
 """Tasks by what data calls them."""
 
 
-def batch_outputs(
-    task: str, model: nn.Module, params: Any, batch: Batch, dropout_key: PRNGKey | None = None
-) -> Outputs:
-    """Logits of a batch, (B, T, V) or (B, C), or its forecast (B, horizon, channels); dropout when a key is given."""
-    rngs = None if dropout_key is None else {"dropout": dropout_key}
-    return TASKS[task].forward(model, {"params": params}, batch, deterministic=dropout_key is None, rngs=rngs)
-
-
-def outputs_and_router_loss(
-    task: str, model: nn.Module, params: Any, batch: Batch, dropout_key: PRNGKey | None = None
-) -> tuple[Outputs, Scalar | None]:
-    """`batch_outputs` (with a tree of parameters), and what routed layers add to the training loss: a sum over tokens,
-    as `cross_entropy`'s, in nats (Fedus et al. 2021, arXiv 2101.03961, section 2.2); None without such layers. Rows of
-    weight 0 add nothing.
+def training_loss(
+    task: str, model: nn.Module, params: Any, batch: Batch, training: TrainingConfig, dropout_key: PRNGKey | None
+) -> tuple[Scalar, Scalar, Scalar | None]:
+    """(loss sum, weight, router loss) of a batch with a tree of parameters, dropout when a key is given. The last is
+    what routed layers add to the loss: a sum over tokens, as `cross_entropy`'s, in nats (Fedus et al. 2021, arXiv
+    2101.03961, section 2.2); None without such layers. Rows of weight 0 add nothing.
     """
-    rngs = None if dropout_key is None else {"dropout": dropout_key}
-    outputs, aux = TASKS[task].forward(
-        model, {"params": params}, batch, deterministic=dropout_key is None, rngs=rngs, method=type(model).with_aux
-    )
+    kind, weights = TASKS[task], batch["weights"]
+    method = type(model).hidden_with_aux if kind.each_token else type(model).with_aux
+    outputs, aux = _forward(task, model, params, batch, dropout_key, method)
+    if kind.each_token:
+        loss_sum, weight = _token_loss(kind, model, params, outputs, batch, training)
+    else:
+        loss_sum, weight = kind.loss(outputs, batch, training)
     if not aux:
-        return outputs, None
-    weights = batch["weights"]
+        return loss_sum, weight, None
     counts = (weights > 0).any(tuple(range(1, weights.ndim)))
-    return outputs, jnp.where(counts, sum(aux.values()), 0.0).sum()
+    return loss_sum, weight, jnp.where(counts, sum(aux.values()), 0.0).sum()
+
+
+def evaluation_sums(task: str, model: nn.Module, params: Any, batch: Batch) -> Sums:
+    """Sums over a batch: `loss_sum` (without what training adds to it), `weight`, and the task's measures."""
+    kind = TASKS[task]
+
+    def sums(outputs, batch):
+        loss_sum, weight = kind.loss(outputs, batch, None)
+        return {"loss_sum": loss_sum, "weight": weight, **kind.measures(outputs, batch)}
+
+    if not kind.each_token:
+        return sums(_forward(task, model, params, batch, None, type(model).with_aux)[0], batch)
+    hidden, _ = _forward(task, model, params, batch, None, type(model).hidden_with_aux)
+    head, parameters = _head(model, params)
+    tokens = tokens_at_once(hidden, model.config.vocab_size)
+    if tokens is None:
+        return sums(head(parameters, hidden), batch)
+
+    def part(parameters, hidden, targets, weights):
+        return sums(head(parameters, hidden), {"targets": targets, "weights": weights})
+
+    return sum_in_chunks(part, parameters, hidden, batch["targets"], batch["weights"], tokens)
+
+
+def _forward(task, model, params, batch, dropout_key, method):
+    rngs = None if dropout_key is None else {"dropout": dropout_key}
+    return TASKS[task].forward(
+        model, {"params": params}, batch, deterministic=dropout_key is None, rngs=rngs, method=method
+    )
+
+
+def _head(model: nn.Module, params: Any) -> tuple[Callable[..., Outputs], Any]:
+    """(parameters, hidden (B, T, D)) -> logits (B, T, V), and the parameters."""
+    method = type(model).head
+    return lambda params, hidden: model.apply({"params": params}, hidden, method=method), model.head_parameters(params)
+
+
+def _token_loss(kind, model, params, hidden, batch, training):
+    head, parameters = _head(model, params)
+    tokens = training.loss_tokens
+    if tokens is None:
+        tokens = tokens_at_once(hidden, model.config.vocab_size)
+    if not tokens:
+        return kind.loss(head(parameters, hidden), batch, training)
+
+    def part(parameters, hidden, targets, weights):
+        return kind.loss(head(parameters, hidden), {"targets": targets, "weights": weights}, training)[0]
+
+    loss_sum = loss_in_chunks(part, parameters, hidden, batch["targets"], batch["weights"], tokens)
+    return loss_sum, batch["weights"].sum().astype(jnp.float32)

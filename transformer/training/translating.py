@@ -12,7 +12,7 @@ import flax.linen as nn
 from sacrebleu.metrics import BLEU, CHRF
 
 from transformer.data import Example, Tokenizer
-from transformer.generate import Beam, Sampling, beam_search, generate
+from transformer.generate import Beam, Sampling, beam_search_all, generate
 
 
 @dataclass(frozen=True)
@@ -68,13 +68,14 @@ def translate(
             return None
         places = order[start : start + size]
         part = [ids[place] for place in places]
-        filled = part + part[-1:] * (size - len(part))  # one batch size, so that fewer shapes are compiled
-        begin = [[tokenizer.begin_id]] * size
-        options = {"sources": filled, "max_new_tokens": most, "eos_id": tokenizer.eos_id}
+        options = {"max_new_tokens": most, "eos_id": tokenizer.eos_id}
         if beam is None:
-            rows = generate(model, params, begin, sampling=Sampling(temperature=0.0), **options)
+            filled = part + part[-1:] * (size - len(part))  # one batch size, so that fewer shapes are compiled
+            begin = [[tokenizer.begin_id]] * size
+            rows = generate(model, params, begin, sources=filled, sampling=Sampling(temperature=0.0), **options)
         else:
-            rows = [found[0].tokens for found in beam_search(model, params, prompts=begin, beam=beam, **options)]
+            found = beam_search_all(model, params, part, begin=[tokenizer.begin_id], beam=beam, **options)
+            rows = [best.tokens for best, *_ in found]
         for place, row in zip(places, rows, strict=False):
             outputs[place] = tokenizer.decode(row)
     return outputs

@@ -1,14 +1,13 @@
-"""Who looks at whom: the attention weights of every layer and head as pictures, with words on both axes."""
+"""Attention weights of every layer and head as pictures, with words on both axes."""
 
 from __future__ import annotations
 
 import math
 import os
 import unicodedata
-from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Sequence, Set
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Float
@@ -21,76 +20,13 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from transformer.config import LayerKind, TransformerConfig
-from transformer.masks import Mask
+from transformer.viz.attention_weights import AttentionMap, printable
 
 _DPI = 110
 _LONGEST_LAYER, _LONGEST_HEAD = 22.0, 36.0  # inches of a page, either way: 2,420 and 3,960 pixels
 _FONT_SIZE = 8.0
 _LINE = 0.14  # inches that one label needs
 _COLORS, _INK, _HIDDEN, _HATCH = "Blues", "#333333", "#ececec", "#b5b5b5"
-_SIGNS = {" ": "␣", "\n": "⏎", "\\n": "⏎", "\t": "⇥", "\\t": "⇥", "\r": "␍", "\\r": "␍", "": "∅"}
-
-
-@dataclass(frozen=True)
-class AttentionMap:
-    """The weights of one attention layer for one example: of which `stack`, and of which `kind`."""
-
-    stack: Literal["encoder", "decoder"]
-    layer: int
-    """from 0, as data flows"""
-    kind: Literal["self", "cross"]
-    weights: Float[np.ndarray, "N T S"]
-    """of each head: how much query t takes from key s"""
-    hidden: Bool[np.ndarray, "T S"]
-    """which keys the mask hides from which query"""
-
-
-def attention_maps(intermediates: Mapping[str, Any], config: TransformerConfig) -> list[AttentionMap]:
-    """What `MultiHeadAttention` sowed in a call on one example without padding, in the order data flows.
-
-    `intermediates` is the collection of that name, as `model.apply(..., mutable=["intermediates"])` returns it beside
-    the output. ValueError when it holds no weights, or those of a batch.
-    """
-    maps = []
-    for stack in ("encoder", "decoder"):
-        for layer, (kind, parts) in enumerate(_layers(intermediates.get(stack, {}), config)):
-            for name in ("self_attention", "cross_attention"):
-                if name not in parts:
-                    continue
-                (weights,) = parts[name]["weights"]
-                weights = np.asarray(weights, np.float32)
-                if weights.shape[0] != 1:
-                    raise ValueError(f"attention maps show one example, got a batch of {weights.shape[0]}.")
-                which = name.removesuffix("_attention")
-                mask = _mask(kind, causal=stack == "decoder") if which == "self" else Mask()
-                visible = np.asarray(mask.dense(*weights.shape[2:]))[0, 0]
-                maps.append(AttentionMap(stack, layer, which, weights[0], ~visible))
-    if not maps:
-        raise ValueError("there are no attention weights: call the model with mutable=['intermediates'].")
-    return maps
-
-
-def _layers(stack: Mapping[str, Any], config: TransformerConfig) -> list[tuple[LayerKind, dict[str, Any]]]:
-    """Kind and sown values of each layer of a stack: prefix, then the period as often as it repeats, then suffix."""
-    layers = [(kind, dict(stack[f"prefix_{i}"])) for i, kind in enumerate(config.prefix) if stack]
-    repeated = stack.get("layers", {})
-    if repeated:
-        slots = [_sown(repeated[f"slot_{k}"]) for k in range(len(config.period))]
-        for repeat in range(len(slots[0]["self_attention"]["weights"][0])):
-            for kind, slot in zip(config.period, slots, strict=True):
-                one = {name: {"weights": [part["weights"][0][repeat]]} for name, part in slot.items()}
-                layers.append((kind, one))
-    return layers + [(kind, dict(stack[f"suffix_{i}"])) for i, kind in enumerate(config.suffix) if stack]
-
-
-def _sown(slot: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: part for name, part in slot.items() if "weights" in part}
-
-
-def _mask(kind: LayerKind, *, causal: bool) -> Mask:
-    window = Mask() if kind.window is None else Mask.window(kind.window)
-    return window & Mask.causal() if causal else window
 
 
 def save_attention_maps(
@@ -107,7 +43,7 @@ def save_attention_maps(
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    fonts, missing = _fonts([*map(_printable, source), *map(_printable, target)])
+    fonts, missing = _fonts([*map(printable, source), *map(printable, target)])
     words = {
         stack: [_label(word, missing) for word in labels]
         for stack, labels in (("encoder", source), ("decoder", target))
@@ -284,15 +220,9 @@ def _runs(hidden: Bool[np.ndarray, "T S"]) -> list[list[tuple[float, float]]]:
     return corners
 
 
-def _printable(word: str) -> str:
-    """A word with blanks as signs and unprintable characters as escapes."""
-    word = _SIGNS.get(word, word)
-    return "".join(_SIGNS.get(c, c if c.isprintable() else ascii(c)[1:-1]) for c in word)
-
-
 def _label(word: str, missing: Set[int] = frozenset(), longest: int = 16) -> str:
     """A word as it is drawn: characters without a font as escapes, shortened."""
-    word = "".join(ascii(c)[1:-1] if ord(c) in missing else c for c in _printable(word))
+    word = "".join(ascii(c)[1:-1] if ord(c) in missing else c for c in printable(word))
     return word if _width(word) <= longest else word[: longest - 1] + "…"
 
 

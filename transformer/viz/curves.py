@@ -34,9 +34,7 @@ def loss_curve(
         window = len(steps) // 40
         if window > 1:  # many points: the trend over their scatter
             axes.plot(steps, losses, color=BLUE, alpha=0.25, linewidth=0.8)
-            axes.plot(
-                steps, _smooth(losses, window), color=BLUE, linewidth=1.8, label=f"train, mean of {window} points"
-            )
+            axes.plot(steps, smooth(losses, window), color=BLUE, linewidth=1.8, label=f"train, mean of {window} points")
         else:
             axes.plot(steps, losses, color=BLUE, linewidth=1.8, label="train", marker="." if len(steps) < 20 else None)
     steps, losses = evaluation
@@ -104,7 +102,7 @@ def _series(records: list[dict], name: str) -> tuple[np.ndarray, np.ndarray]:
     return np.array(steps, np.int64), np.array(values, np.float64)
 
 
-def _smooth(values: np.ndarray, window: int) -> np.ndarray:
+def smooth(values: np.ndarray, window: int) -> np.ndarray:
     """Running mean over `window` values around each; fewer at the ends, so that the curve reaches both."""
     sums = np.cumsum(np.concatenate([[0.0], values]))
     centers = np.arange(len(values))

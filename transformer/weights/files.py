@@ -1,11 +1,7 @@
 """Directories of a checkpoint as Hugging Face's libraries write them, read and written; nothing in them is run.
 
-Only JSON and safetensors are opened, and only what lies in the directory. Every size is checked before memory is taken
-for it, and every fault that can be found is told in one message.
-
-A symbolic link may lead to a regular file in the directory itself, or, from `snapshots/REVISION/` of the hub's cache
-(which is made of such links), to the `blobs/` beside it. Any other link is refused: whoever made the directory would
-choose a file of whoever opens it.
+Only JSON and safetensors are opened, and only what lies in the directory (`transformer.foreign`). Every size is checked
+before memory is taken for it, and every fault that can be found is told in one message.
 """
 
 from __future__ import annotations
@@ -15,19 +11,19 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
 from transformer.config import nearest
+from transformer.foreign import MAX_JSON_BYTES, parse_json, read_bounded, regular_file
 from transformer.weights.header import (
     DTYPE_NAMES,
     TensorInfo,
     WeightsError,
     check_name,
     header_bytes,
-    parse_json,
     read_header,
 )
 
@@ -36,8 +32,6 @@ WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 MAX_CONFIG_BYTES = 16 * 2**20
 """bound of config.json"""
-MAX_JSON_BYTES = 64 * 2**20
-"""bound of every other JSON file"""
 SHOWN = 20
 """faults that a message lists"""
 
@@ -73,7 +67,7 @@ class WeightFiles:
         self.directory = Path(directory)
         if not self.directory.is_dir():
             raise FileNotFoundError(f"no directory {directory}. Name one with {CONFIG_FILE} and {WEIGHTS_FILE}.")
-        # Not `is_file`: of a directory, a pipe or a broken link in its place `_regular` tells more.
+        # Not `is_file`: of a directory, a pipe or a broken link in its place `regular_file` tells more.
         if not os.path.lexists(self.directory / CONFIG_FILE):
             raise FileNotFoundError(f"no {CONFIG_FILE} in {directory}. Name the directory of a whole checkpoint.")
         problems: list[str] = []
@@ -106,7 +100,7 @@ class WeightFiles:
         array = np.empty(info.shape, info.dtype)
         raw = array.reshape(-1).view(np.uint8)
         try:
-            path = self._regular(info.file.name)
+            path = regular_file(self.directory, info.file.name)
         except ValueError as error:
             raise self._error(str(error)) from None
         with path.open("rb") as stream:
@@ -128,7 +122,7 @@ class WeightFiles:
         if not os.path.lexists(self.directory / filename):
             return None
         try:
-            return self._regular(filename)
+            return regular_file(self.directory, filename)
         except ValueError as error:
             raise self._error(str(error)) from None
 
@@ -148,11 +142,7 @@ class WeightFiles:
     # The methods below raise ValueError with one fault, for a message that lists all.
 
     def _json(self, filename: str, expected: type, limit: int) -> Any:
-        path = self._regular(filename)
-        with path.open("rb") as stream:
-            content = stream.read(limit + 1)
-        if len(content) > limit:
-            raise ValueError(f"{filename}: expected at most {limit} bytes, got {path.stat().st_size}")
+        content = read_bounded(self.directory, filename, limit)
         try:
             value = parse_json(content)
         except ValueError as error:
@@ -162,26 +152,9 @@ class WeightFiles:
             raise ValueError(f"{filename} must hold {kinds[expected]}, got {type(value).__name__}")
         return value
 
-    def _regular(self, filename: str) -> Path:
-        """The path of a file of the directory, when it is a regular one that may be opened."""
-        name = PurePosixPath(filename)
-        if name.is_absolute() or ".." in name.parts or "\\" in filename or "\0" in filename:
-            raise ValueError(f"{filename!r} must name a file of the directory")
-        path, home = self.directory / filename, self.directory.resolve()
-        try:
-            target = path.resolve(strict=True)
-        except (OSError, RuntimeError):  # a loop of links is a RuntimeError until Python 3.13
-            raise ValueError(f"{filename} is not there, or a link that leads nowhere: get it anew") from None
-        allowed = [home, home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [home]
-        if not any(target.is_relative_to(place) for place in allowed):
-            raise ValueError(f"{filename} is a link to {target}, outside of the directory: put the file itself there")
-        if not target.is_file():
-            raise ValueError(f"{filename} must be a regular file; a directory, pipe or device is not read")
-        return path
-
     def _tensors_of(self, filename: str) -> tuple[dict[str, TensorInfo], list[str]]:
         try:
-            tensors, problems = read_header(self._regular(filename))
+            tensors, problems = read_header(regular_file(self.directory, filename))
         except ValueError as error:
             return {}, [str(error)]
         return tensors, [f"{filename}: {problem}" for problem in problems]

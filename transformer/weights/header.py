@@ -18,6 +18,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from transformer.foreign import parse_json
+
 MAX_HEADER_BYTES = 100_000_000
 """the library's own bound"""
 MAX_NAME = 1024
@@ -63,16 +65,6 @@ class TensorInfo:
     def nbytes(self) -> int:
         """Bytes of its data."""
         return math.prod(self.shape) * self.dtype.itemsize
-
-
-def parse_json(content: bytes) -> Any:
-    """The value of strict JSON: UTF-8, no key twice, nested no deeper than Python's stack. ValueError if it is not."""
-    try:
-        return json.loads(content.decode("utf-8"), object_pairs_hook=_unique)
-    except UnicodeDecodeError as error:
-        raise ValueError(f"byte {error.start} is no UTF-8") from None
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
 
 
 def read_header(file: Path) -> tuple[dict[str, TensorInfo], list[str]]:
@@ -146,15 +138,6 @@ def header_bytes(entries: Mapping[str, tuple[np.dtype, tuple[int, ...]]]) -> byt
     raw = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
     raw += b" " * (-len(raw) % 8)
     return struct.pack("<Q", len(raw)) + raw
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
-        raise ValueError(f"the key {twice!r:.80} is there twice")
-    return values
 
 
 def _entry(name: str, entry: Any) -> tuple[tuple[int, ...], np.dtype, int, int]:

@@ -18,8 +18,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from transformer.config import ConfigError, Execution, TransformerConfig, nearest
-from transformer.data.pretrained_tokenizer import FILES as TOKENIZER_FILES
 from transformer.data.pretrained_tokenizer import PretrainedTokenizer, load_pretrained_tokenizer
+from transformer.data.tokenizer import TOKENIZER_FILE
 from transformer.models import CausalLM, MaskedLM, Seq2Seq
 from transformer.sharding import AXES, check_model, parameter_spec
 from transformer.weights.files import WeightFiles, first_non_finite, write_weights
@@ -134,8 +134,7 @@ def load_pretrained(
     _check_sizes(files, config)
     model = head.model(config, execution)
     tokenizer = None
-    places = [files.place(one) for one in TOKENIZER_FILES]  # of all: none may be a link that leads out
-    if places[0] is not None:
+    if files.place(TOKENIZER_FILE) is not None:
         tokenizer = load_pretrained_tokenizer(directory, config.vocab_size)
     params = _read_params(files, family, name, model, mesh)
     generation = files.json("generation_config.json") or files.config

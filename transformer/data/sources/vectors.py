@@ -45,7 +45,7 @@ def etth1(config: ETTh1) -> Series:
 
     found = records(ETTh1Builder, config.data_dir, downloads={URL: FILE}, manual_dir=config.manual_dir)
     values = np.concatenate([found[split][0]["values"] for split in SPLITS])
-    return _chosen(Series(values, COLUMNS, SPLITS), config.columns, "ETTh1")
+    return _chosen(Series(values, COLUMNS, SPLITS), config.columns, ETTh1Builder.name)
 
 
 def series_file(config: SeriesFile) -> Series:

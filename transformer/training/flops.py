@@ -1,83 +1,41 @@
-"""Operations of a training step, counted from the model; what the data would decide is assumed aloud."""
+"""Operations of a training step, counted from the model and the shapes of a batch."""
 
 from __future__ import annotations
 
-import dataclasses
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from transformer.config import ConfigError, LayerKind
-from transformer.data.configs import NumberWords
+from transformer.config import LayerKind
+from transformer.data.configs import DataConfig
 from transformer.training.recipe import Recipe
-from transformer.training.state import abstract_state, example_inputs
+from transformer.training.state import example_inputs, initial_params
 from transformer.training.tasks import TASKS
 
-ASSUMED_LENGTH = 64
-"""tokens of a source or target where the recipe leaves that to the data"""
-ASSUMED_VOCABULARY = {"char": 128, "byte": 259, "bpe": 8192}
-"""tokens of a vocabulary by the kind of tokenizer, where the recipe leaves that to the data"""
+Shapes = Mapping[str, Any]
+"""a batch by name: arrays, or what has their shape (B, ...)"""
 
 
-def without_data(recipe: Recipe) -> tuple[Recipe, list[str]]:
-    """The recipe with what the data would decide filled in, and a sentence for each of these.
-
-    Raises:
-        ConfigError: a vocabulary that nothing but the data can tell, batches too small for their rows, or low-rank
-            updates and packed pairs, which no plan knows yet.
-    """
-    assumed, data = [], recipe.data
-    if recipe.lora is not None:
-        raise ConfigError("a plan knows no low-rank updates (lora) yet. Leave them out: whole training takes more.")
-    task = TASKS[recipe.task]
-    if task.tokens and recipe.model.vocab_size is None:
-        kind = data.tokenizer.kind
-        size = (
-            data.tokenizer.vocab_size or ASSUMED_VOCABULARY.get(kind) or (128 if isinstance(data, NumberWords) else 0)
-        )
-        if not size:
-            raise ConfigError(
-                f"the {kind} vocabulary follows from the data, which is not read. Give --model.vocab-size."
-            )
-        recipe = dataclasses.replace(recipe, model=recipe.model.replace(vocab_size=size))
-        assumed.append(f"a vocabulary of {size:,} (--model.vocab-size)")
-    if task.labels and recipe.model.num_classes is None:
-        classes = len(data.labels) or 2
-        recipe = dataclasses.replace(recipe, model=recipe.model.replace(num_classes=classes))
-        assumed += [] if data.labels else ["2 classes (--model.num-classes)"]
-    if recipe.task == "seq2seq":
-        free = [field for field in ("max_source_length", "max_target_length") if getattr(data, field) is None]
-        length = min(ASSUMED_LENGTH, recipe.model.max_length or ASSUMED_LENGTH)
-        recipe = dataclasses.replace(recipe, data=dataclasses.replace(data, **dict.fromkeys(free, length)))
-        assumed += [f"{f[4:10]}s of {length} tokens (--data.{f.replace('_', '-')})" for f in free]
-        if data.batch_tokens is not None:
-            recipe, told = _widest_bucket(recipe)
-            assumed.append(told)
-    return recipe, assumed
+def batch_field(data: DataConfig) -> str:
+    """The field of the data that says how large a training batch is."""
+    return "batch_size" if getattr(data, "batch_tokens", None) is None else "batch_tokens"
 
 
-def _widest_bucket(recipe: Recipe) -> tuple[Recipe, str]:
-    """The recipe with batches of as many pairs as the widest bucket has: the others hold as many tokens, shorter."""
-    data = recipe.data
-    if data.packed_length is not None:
-        raise ConfigError("a plan knows no packed pairs yet. Leave --data.packed-length out: buckets are planned.")
+def batch_rows(data: DataConfig) -> int:
+    """Rows of a training batch; of batches by tokens those of the widest: the others hold as many tokens, shorter."""
+    if batch_field(data) == "batch_size":
+        return data.batch_size
     width = max(data.max_source_length, data.max_target_length)
-    rows = data.batch_tokens // width // data.row_multiple * data.row_multiple
-    if not rows:
-        raise ConfigError(
-            f"batch_tokens ({data.batch_tokens:,}) has no room for row_multiple ({data.row_multiple}) pairs of {width} "
-            f"tokens. Give at least {width * data.row_multiple:,}, or a smaller --data.max-source-length and "
-            "--data.max-target-length."
-        )
-    told = f"every batch as the widest: {rows} pairs of {width} tokens (--data.batch-tokens)"
-    return dataclasses.replace(recipe, data=dataclasses.replace(data, batch_tokens=None, batch_size=rows)), told
+    return data.batch_tokens // width // data.row_multiple * data.row_multiple
 
 
 def batch_shapes(recipe: Recipe) -> dict[str, jax.ShapeDtypeStruct]:
     """A training batch of a recipe whose lengths are known, as shapes."""
-    rows, data = recipe.data.batch_size, recipe.data
+    rows, data = batch_rows(recipe.data), recipe.data
     if not TASKS[recipe.task].tokens:
         (example,), series = example_inputs(recipe), recipe.model.series
         targets = ((rows,), jnp.int32) if series is None else ((rows, series.horizon, series.channels), jnp.float32)
@@ -99,23 +57,29 @@ def batch_shapes(recipe: Recipe) -> dict[str, jax.ShapeDtypeStruct]:
     return {name: jax.ShapeDtypeStruct(*shape) for name, shape in shapes.items()}
 
 
-def sequences(recipe: Recipe) -> tuple[int, int]:
-    """Rows that a stack reads in a training step, a target's in pairs, and their length: an image is one, a time series
-    one for each channel.
+def sequences(recipe: Recipe, batch: Shapes) -> tuple[int, int]:
+    """Rows of a batch (arrays or shapes by name) as a stack reads them, a target's in pairs, and their length: an image
+    is one row, a time series one for each channel.
     """
-    model = recipe.model
+    model, rows = recipe.model, batch["weights"].shape[0]
     if recipe.task == "forecaster":
-        return recipe.data.batch_size * model.series.channels, model.series.positions
+        return rows * model.series.channels, model.series.positions
     if recipe.task == "image_classifier":
-        return recipe.data.batch_size, 1 + model.patches.count
-    return batch_shapes(recipe)["tokens"].shape
+        return rows, 1 + model.patches.count
+    return batch["tokens"].shape
 
 
 def step_tokens(recipe: Recipe) -> int:
     """Tokens that the stacks read in a training step: of sources and targets, or patches of images and time series."""
-    rows, length = sequences(recipe)
     shapes = batch_shapes(recipe)
+    rows, length = sequences(recipe, shapes)
     return rows * length + (shapes["source"].size if "source" in shapes else 0)
+
+
+def counted(recipe: Recipe) -> tuple[int, str]:
+    """By what speed is told: how many tokens a training step reads, or targets where it reads none; and their name."""
+    task = TASKS[recipe.task]
+    return (step_tokens(recipe), "tokens") if task.tokens else (batch_shapes(recipe)["targets"].size, task.targets)
 
 
 @dataclass(frozen=True)
@@ -133,17 +97,22 @@ class Flops:
         return self.matrices + self.attention
 
 
-def step_flops(recipe: Recipe) -> Flops:
+def step_flops(recipe: Recipe, batch: Shapes | None = None, params: Any = None) -> Flops:
     """Operations of a training step, counted from model and shapes (Chowdhery et al. 2022, arXiv 2204.02311, B).
 
     Forward: 2 x parameters x tokens for each matrix (of routed experts, those chosen), and 2 T S N (H + Hv) a row for
-    each attention, whole: neither causality nor a window is taken off, though a kernel may save by them. Backward is
-    twice that. What remat computes again, norms, softmax and optimizer are not counted.
+    each attention, whole: neither causality nor a window nor packing is taken off, though a kernel may save by them.
+    Backward is twice that: in all, with one kind of head and no encoder, 6 x parameters + 12 x L x N x H x T a token.
+    Padding counts, it is computed. What remat computes again, norms, softmax and optimizer are not counted. LoRA counts
+    as whole training: the gradients of the merged matrices are computed.
+
+    `batch` are arrays or shapes (B, ...) by name, those of the recipe's widest batch if not given; `params` is the tree
+    of the model's parameters, or of their shapes.
     """
-    model, shapes = recipe.model, batch_shapes(recipe)
-    rows, length = sequences(recipe)
+    model, shapes = recipe.model, batch_shapes(recipe) if batch is None else batch
+    rows, length = sequences(recipe, shapes)
     source = shapes["source"].shape[1] if "source" in shapes else 0
-    matrices = matrix_flops(recipe, rows * length, rows * (source or length))
+    matrices = matrix_flops(recipe, rows * length, rows * (source or length), params)
 
     def scores(queries, keys):
         return 2 * rows * queries * keys * model.num_heads * (model.size_of_head + model.size_of_value)
@@ -162,10 +131,13 @@ def step_flops(recipe: Recipe) -> Flops:
     return Flops(3 * matrices, 3 * attention)
 
 
-def matrix_flops(recipe: Recipe, tokens: int, source_tokens: int) -> int:
-    """Operations of a forward pass in products with parameters, of `tokens` that are no source and those of sources."""
+def matrix_flops(recipe: Recipe, tokens: int, source_tokens: int, params: Any = None) -> int:
+    """Operations of a forward pass in products with parameters (a tree of them, or of their shapes; else found out), of
+    `tokens` that are no source and those of sources.
+    """
+    params = jax.eval_shape(lambda: initial_params(recipe)) if params is None else params
     total = 0
-    for path, leaf in jax.tree_util.tree_flatten_with_path(abstract_state(recipe).params)[0]:
+    for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         classifies = TASKS[recipe.task].labels
         tied = name == "embedding/embedding" and recipe.model.tie_embeddings and not classifies

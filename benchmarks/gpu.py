@@ -1,0 +1,242 @@
+"""One GPU: training beside PyTorch, use of its matrix units and of its memory, and the Shakespeare recipe.
+
+Usage: python -m benchmarks.gpu [--parts rates gpt2 llama decode shakespeare] [--data.manual-dir FOLDER]
+
+gpt2: GPT-2 124M, context 1,024, bfloat16, 16 rows a step, beside the same model in PyTorch (torch.compile, its flash
+attention, autocast), each in a process of its own, taking turns; needs torch for CUDA. llama: a decoder of Llama 3.2's
+1B shape, contexts of 2,048 and 8,192. decode: the same, greedy, one row. Shares are of what the card was measured to do
+here: products of 8,192 x 8,192 bfloat16 matrices, and reading 4 GiB. Model FLOPs: 6 a parameter of the matrices and
+token, and 12 L T d_model / 2 for causal attention (Chowdhery et al. 2022, arXiv 2204.02311, appendix B, causal half).
+The last line is a JSON object.
+"""
+
+import argparse
+import dataclasses
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.side_by_side import ROOT, Worker, compare, last_line, serve, versions
+
+GPT2 = {"vocab_size": 50_304, "d_model": 768, "num_layers": 12, "num_heads": 12}
+LLAMA = {"vocab_size": 128_256, "d_model": 2_048, "num_layers": 16, "num_heads": 32, "num_kv_heads": 8, "d_ff": 8_192}
+WORKS = {"gpt2": (16, 1_024), "llama_2048": (8, 2_048), "llama_8192": (2, 8_192)}
+"""rows and tokens of each in a step"""
+MODULE = "benchmarks.gpu"
+
+
+def config(work: str) -> Any:
+    """The model of a work."""
+    from transformer.config import TransformerConfig
+
+    if work == "gpt2":
+        return TransformerConfig(
+            **GPT2,
+            norm="layer_norm_without_bias",
+            activation="gelu_erf",
+            position="learned",
+            max_length=WORKS[work][1],
+            use_bias=False,
+            initializer_range=0.02,
+            scale_embeddings=False,
+            dtype="bfloat16",
+        )
+    return TransformerConfig(
+        **LLAMA,
+        norm="rms_norm",
+        activation="silu",
+        gated=True,
+        use_bias=False,
+        position="rotary",
+        initializer_range=0.02,
+        scale_embeddings=False,
+        dtype="bfloat16",
+        param_dtype="bfloat16" if work == "decode" else "float32",
+    )
+
+
+def flops(work: str) -> float:
+    """Of the model in one training step."""
+    sizes, (rows, length) = GPT2 if work == "gpt2" else LLAMA, WORKS[work]
+    width, layers, heads = sizes["d_model"], sizes["num_layers"], sizes["num_heads"]
+    key_values = 2 * width * width * sizes.get("num_kv_heads", heads) // heads
+    feed_forward = 8 * width**2 if work == "gpt2" else 3 * width * sizes["d_ff"]
+    matrices = layers * (2 * width**2 + key_values + feed_forward) + width * sizes["vocab_size"]
+    return rows * length * (6 * matrices + 6 * layers * length * width)
+
+
+def batch(work: str) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens and targets."""
+    vocabulary = (GPT2 if work == "gpt2" else LLAMA)["vocab_size"]
+    return tuple(np.random.default_rng(0).integers(0, vocabulary, (2, *WORKS[work]), dtype=np.int32))
+
+
+def ours(work: str) -> Callable[[], Any]:
+    """The training step that `train.py` makes of a recipe."""
+    import jax
+    import jax.numpy as jnp
+
+    from transformer.config import Execution
+    from transformer.data.configs import TextFile
+    from transformer.training import OptimizerConfig, Recipe, TrainingConfig
+    from transformer.training.state import make_state
+    from transformer.training.step import make_train_step
+
+    rows, length = WORKS[work]
+    recipe = Recipe(
+        name="benchmark",
+        model=config(work),
+        data=TextFile(path="none", sequence_length=length, batch_size=rows),
+        execution=Execution(scan=work != "gpt2", remat="none" if work == "gpt2" else "names"),
+        optimizer=OptimizerConfig(beta2=0.95, weight_decay=0.1),
+        training=TrainingConfig(),
+    )
+    tokens, targets = map(jnp.asarray, batch(work))
+    given = {"tokens": tokens, "targets": targets, "weights": jnp.ones(targets.shape)}
+    states = [jax.jit(lambda: make_state(recipe))()]
+    compiled = jax.jit(make_train_step(recipe), donate_argnums=0)
+
+    def step():
+        states[0], metrics = compiled(states[0], given)
+        jax.block_until_ready((states[0], metrics))
+
+    return step
+
+
+def pytorch(work: str) -> Callable[[], Any]:
+    """GPT-2 in PyTorch."""
+    import torch
+
+    from benchmarks import torch_peers
+
+    torch.set_float32_matmul_precision("high")
+    model = torch_peers.GPT(
+        GPT2["vocab_size"], WORKS[work][1], *(GPT2[n] for n in ("num_layers", "num_heads", "d_model"))
+    )
+    step = torch_peers.training_step(model, batch(work), betas=(0.9, 0.95), autocast=torch.bfloat16)
+    return lambda: step().item()
+
+
+def matrix_product(_: str) -> Callable[[], Any]:
+    """One product of two square matrices of 8,192."""
+    import jax
+    import jax.numpy as jnp
+
+    matrix = jnp.ones((8_192, 8_192), jnp.bfloat16)
+    product = jax.jit(lambda a: a @ a)
+    return lambda: jax.block_until_ready(product(matrix))
+
+
+def reading(_: str) -> Callable[[], Any]:
+    """A sum over 4 GiB."""
+    import jax
+    import jax.numpy as jnp
+
+    array = jnp.ones((2**31,), jnp.bfloat16)
+    total = jax.jit(lambda a: a.sum(dtype=jnp.float32))
+    return lambda: jax.block_until_ready(total(array))
+
+
+def decoding(_: str) -> Callable[[], Any]:
+    """128 tokens of one row, greedily."""
+    import jax
+    import jax.numpy as jnp
+
+    from transformer import CausalLM
+    from transformer.config import Execution
+    from transformer.generate import Sampling, generate
+
+    model = CausalLM(config("decode"), Execution(scan=False))
+    params = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
+    prompt = [list(range(1, 33))]
+    return lambda: generate(model, params, prompt, max_new_tokens=NEW, sampling=Sampling(temperature=0.0))
+
+
+NEW = 128
+SIDES = {"ours": ours, "torch": pytorch, "products": matrix_product, "reading": reading, "decode": decoding}
+
+
+def seconds_of(side: str, work: str = "-", times: int = 10) -> float:
+    """Median seconds of a piece of work, in a process of its own."""
+    worker = Worker(MODULE, "--worker", side, work)
+    found = statistics.median(worker.run(times))
+    worker.stop()
+    return found
+
+
+def shakespeare(words: list[str]) -> dict[str, float]:
+    """Lowest evaluation loss and seconds of configs/shakespeare_gpu.py."""
+    from transformer.viz.records import read_metrics
+
+    with tempfile.TemporaryDirectory() as folder:
+        start = time.perf_counter()
+        command = [sys.executable, "train.py", "configs/shakespeare_gpu.py", "--workdir", f"{folder}/run", *words]
+        subprocess.run(command, cwd=ROOT, check=True)
+        seconds = time.perf_counter() - start
+        lines = read_metrics(Path(folder) / "run" / "metrics.jsonl")
+    return {"loss": min(line["eval/loss"] for line in lines if "eval/loss" in line), "seconds": seconds}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parts = ["gpt2", "llama", "decode", "shakespeare"]
+    parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
+    parser.add_argument("--worker", nargs=2, metavar=("SIDE", "WORK"), help="be one side: what the command starts")
+    options, words = parser.parse_known_args()
+    if options.worker:
+        side, work = options.worker
+        serve(SIDES[side](work))
+        return
+
+    import jax
+
+    from benchmarks.machine import machine
+
+    if jax.default_backend() != "gpu":
+        parser.error(f"JAX computes on {jax.default_backend()} here: this needs a GPU (make setup ACCELERATOR=gpu)")
+    where = machine()
+    rate, bandwidth = 2 * 8_192**3 / seconds_of("products"), 2**32 / seconds_of("reading")
+    found: dict[str, Any] = {"matrix_flops": rate, "bytes_per_second": bandwidth}
+    print(f"{where}: {rate / 1e12:.0f} TFLOP/s of products, {bandwidth / 1e12:.2f} TB/s read", flush=True)
+    peer = mine = ratio = 0.0
+    if "gpt2" in options.parts:
+        sides = [(MODULE, "--worker", side, "gpt2") for side in ("ours", "torch")]
+        one = compare("gpt2", "torch", *sides, environment="untouched", turns=6, times=5)
+        tokens = np.prod(WORKS["gpt2"])
+        peer, mine, ratio = tokens / one.peer_seconds, tokens / one.ours_seconds, one.ratio
+        share = flops("gpt2") / one.ours_seconds / rate
+        found["gpt2"] = dataclasses.asdict(one) | {"mfu": share}
+        print(
+            f"gpt2: {mine:,.0f} tokens/s, PyTorch {peer:,.0f}, ratio {ratio:.2f}; MFU {100 * share:.1f} %", flush=True
+        )
+    for work in [name for name in WORKS if "llama" in name and "llama" in options.parts]:
+        seconds = seconds_of("ours", work)
+        found[work] = {"seconds": seconds, "mfu": flops(work) / seconds / rate}
+        print(
+            f"{work}: {np.prod(WORKS[work]) / seconds:,.0f} tokens/s, MFU {100 * found[work]['mfu']:.1f} %", flush=True
+        )
+    if "decode" in options.parts:
+        seconds, parameters = seconds_of("decode"), 1_235_814_400
+        found["decode"] = {
+            "tokens_per_second": NEW / seconds,
+            "of_bandwidth": 2 * parameters * NEW / seconds / bandwidth,
+        }
+        print(
+            f"decode: {NEW / seconds:.1f} tokens/s, {100 * found['decode']['of_bandwidth']:.1f} % of the memory's rate"
+        )
+    if "shakespeare" in options.parts:
+        found["shakespeare"] = shakespeare(words)
+        print(f"shakespeare_gpu: {found['shakespeare']}")
+    facts = {"all": found, "versions": versions("jax", "flax", "torch")}
+    print(last_line("training step, GPT-2 124M, bfloat16", peer, mine, ratio, "tokens/s", where, **facts))
+
+
+if __name__ == "__main__":
+    main()

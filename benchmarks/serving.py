@@ -1,0 +1,193 @@
+"""Tokens a second for prompts of unlike lengths and ends: all at once, and in slots; and with a draft that guesses.
+
+Usage: python -m benchmarks.serving [--prompts 1 8 64] [--slots 4 8 16 32] [--turns 3] [--small]
+                                    [--target WORKDIR --draft WORKDIR] [--guesses 2 4 8]
+
+Slots: a model of GPT-2's kind, 12 layers, d_model 512 (--small: 2 and 64), random weights in float32; prompts of 8 to
+64 tokens, texts that end after 48 tokens on average (several ids end a row, so that one token in 48 does) and have at
+most 192; a single one has 192. `generate` on the whole list keeps every row in the batch until the last has ended; with
+`slots` the next prompt takes the place of a row that has.
+
+Draft: two trained models of one tokenizer, a large and a small one. Made so, for example:
+    python train.py configs/shakespeare_fast.py --workdir runs/large --model.num-layers 6 --model.d-model 256
+    python train.py configs/shakespeare_fast.py --workdir runs/small --model.num-layers 1
+One row at a time, greedily and drawn, within the context of the training; the share of the guesses that the large model
+takes is printed beside the time. The last line is a JSON object.
+"""
+
+import argparse
+import functools
+import statistics
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.machine import machine
+from benchmarks.side_by_side import last_line, take_turns, times_faster, versions
+from transformer import CausalLM, TransformerConfig
+from transformer.cli.allocator import keep_freed_memory
+from transformer.generate import Draft, Sampling, generate
+from transformer.generate.prompts import bucket, pad
+from transformer.generate.sampling import Choice
+from transformer.generate.speculative import decode_with_draft
+from transformer.inference import Opened, open_model
+
+VOCABULARY, ENDS, MOST = 8_208, 171, 192
+"""ids, how many of them end a row, and tokens of a row at most"""
+LINES = ("ROMEO:\n", "First Citizen:\n", "KING RICHARD II:\n", "What ", "The king", "O, ", "My lord, ", "And ")
+"""what the texts with a draft begin with"""
+TEMPERATURES = (0.0, 0.8)
+
+
+def random_model(small: bool) -> tuple[CausalLM, Any]:
+    """A model and its parameters, as they are before any training."""
+    sizes = {"d_model": 64, "num_layers": 2, "num_heads": 2} if small else {}
+    sizes = {"d_model": 512, "num_layers": 12, "num_heads": 8} | sizes
+    model = CausalLM(
+        TransformerConfig(
+            vocab_size=VOCABULARY,
+            activation="gelu_tanh",
+            position="learned",
+            max_length=1_024,
+            scale_embeddings=False,
+            initializer_range=0.02,
+            **sizes,
+        )
+    )
+    return model, jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
+
+
+def slots(options: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Tokens a second by number of prompts and slots, told as a table."""
+    model, params = random_model(options.small)
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(params))
+    print(f"{parameters:,} parameters; texts of {VOCABULARY // ENDS} tokens on average, {MOST} at most\n")
+    print("| prompts | written at once | new tokens | places used | tokens/s | of all at once | rows alike |")
+    print("| ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
+    random, found = np.random.default_rng(0), {}
+    for count in options.prompts:
+        prompts = [random.integers(ENDS, VOCABULARY, length).tolist() for length in random.integers(8, 65, count)]
+        ends = range(ENDS) if count > 1 else None  # one text says little about how long texts are
+        write = functools.partial(
+            generate, model, params, prompts, max_new_tokens=MOST, eos_id=ends, sampling=Sampling(), seed=1
+        )
+        sizes = [None, *(size for size in options.slots if size < count)]
+        rows = {size: write(slots=size) for size in sizes}
+        seconds = take_turns({size: functools.partial(write, slots=size) for size in sizes}, options.turns)
+        tokens = {size: sum(map(len, rows[size])) for size in sizes}
+        a_token = {size: [second / tokens[size] for second in seconds[size]] for size in sizes}
+        for size in sizes:
+            # Another batch size rounds otherwise, which may turn a draw: from there on the row is another.
+            alike = statistics.mean(ours == peer for ours, peer in zip(rows[size], rows[None], strict=True))
+            rate, ratio = 1 / statistics.median(a_token[size]), times_faster(a_token[None], a_token[size])
+            used = "" if size else f"{100 * tokens[size] / (count * max(map(len, rows[size]))):.0f} %"
+            name = f"{size} slots" if size else "all"
+            peer = 1 / statistics.median(a_token[None])
+            row = {"tokens_per_second": rate, "peer": peer, "ratio": ratio, "alike": alike}
+            found[f"{count} prompts, {name}"] = row
+            cells = [
+                f"{count}",
+                name,
+                f"{tokens[size]:,}",
+                used,
+                f"{rate:,.0f}",
+                f"{ratio:.2f}",
+                f"{100 * alike:.0f} %",
+            ]
+            print(f"| {' | '.join(cells)} |", flush=True)
+    return found
+
+
+def guesses(options: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Tokens a second of a trained model alone and with a draft, by temperature and guesses, told as a table."""
+    target, small = open_model(options.target), open_model(options.draft)
+    size, less = (sum(leaf.size for leaf in jax.tree.leaves(one.params)) for one in (target, small))
+    prompts = [target.tokenizer.encode(line) for line in LINES]
+    new = (target.context or 256) - max(map(len, prompts))
+    print(f"\n{size:,} parameters, a draft of {less:,}; {len(prompts)} texts of {new} tokens, one after the other\n")
+    print("| temperature | guesses a round | taken | tokens a round | tokens/s | of the model alone | rows alike |")
+    print("| ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
+    found = {}
+    for temperature in TEMPERATURES:
+        sampling = Sampling(temperature=temperature)
+        drafts = {count: Draft(model=small.model, params=small.params, tokens=count) for count in options.guesses}
+
+        def write(draft, sampling=sampling):
+            given = {"max_new_tokens": new, "sampling": sampling, "draft": draft}
+            return [generate(target.model, target.params, [prompt], **given)[0] for prompt in prompts]
+
+        ways = {None: None} | drafts
+        rows = {count: write(draft) for count, draft in ways.items()}
+        works = {count: functools.partial(write, draft) for count, draft in ways.items()}
+        seconds = take_turns(works, options.turns)
+        for count, draft in ways.items():
+            alike = statistics.mean(ours == peer for ours, peer in zip(rows[count], rows[None], strict=True))
+            rate, peer = (len(prompts) * new / statistics.median(seconds[way]) for way in (count, None))
+            ratio = times_faster(seconds[None], seconds[count])
+            row = {"tokens_per_second": rate, "peer": peer, "ratio": ratio, "alike": alike}
+            taken, each = "", "1.00"
+            if draft is not None:
+                rounds = sum(rounds_of(target, draft, prompt, new, sampling) for prompt in prompts)
+                row["tokens_a_round"] = len(prompts) * (new - 1) / rounds  # the first token comes with the prompt
+                row["taken"] = (row["tokens_a_round"] - 1) / count
+                taken, each = f"{100 * row['taken']:.0f} %", f"{row['tokens_a_round']:.2f}"
+            found[f"temperature {temperature}, {count or 'no'} guesses"] = row
+            cells = [f"{temperature}", f"{count or ''}", taken, each, f"{rate:,.0f}", f"{ratio:.2f}"]
+            print(f"| {' | '.join(cells)} | {100 * alike:.0f} % |", flush=True)
+    return found
+
+
+def rounds_of(target: Opened, draft: Draft, prompt: list[int], new: int, sampling: Sampling) -> int:
+    """Steps of the large model that a row takes with a draft, what `generate` does not tell."""
+    width, room = bucket(len(prompt)), bucket(new)
+    given = pad([np.array(prompt)], width), jax.random.split(jax.random.key(0), 1)
+    how = Choice.of(sampling, target.model.config.vocab_size), np.array([-1], np.int32), np.int32(new)
+    slots = {"cache_slots": width + room + bucket(draft.tokens), "new_slots": room}
+    return int(decode_with_draft(target.model, target.params, draft, *given, *how, **slots)[1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompts", type=int, nargs="*", default=[1, 8, 64], help="how many; none: no slots")
+    parser.add_argument("--slots", type=int, nargs="+", default=[4, 8, 16, 32], help="fewer than there are prompts")
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--small", action="store_true", help="a tiny model, to try this out")
+    parser.add_argument("--target", help="workdir of the large model")
+    parser.add_argument("--draft", help="workdir of the small model")
+    parser.add_argument(
+        "--guesses", type=int, nargs="+", default=[2, 4, 8], help="tokens that a draft guesses at a time"
+    )
+    options = parser.parse_args()
+    if (options.target is None) != (options.draft is None):
+        parser.error("--target and --draft go together: give both, or leave both out")
+    if not options.prompts and options.target is None:
+        parser.error("nothing to do: give --prompts, or --target and --draft")
+    where = machine()
+    print(where)
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    if options.prompts:
+        found["slots"] = slots(options)
+    if options.target is not None:
+        found["draft"] = guesses(options)
+    part = "slots" if "slots" in found else "draft"
+    names = [name for name in found[part] if not name.endswith(("all", "no guesses"))] or list(found[part])
+    best = max(names, key=lambda name: found[part][name]["ratio"])
+    print(
+        last_line(
+            f"{best} beside {'all at once' if part == 'slots' else 'the model alone'}",
+            found[part][best]["peer"],
+            found[part][best]["tokens_per_second"],
+            found[part][best]["ratio"],
+            "tokens/s",
+            where,
+            all=found,
+            versions=versions("jax", "flax"),
+        )
+    )
+
+
+if __name__ == "__main__":
+    keep_freed_memory()  # as python -m transformer does
+    main()

@@ -1,0 +1,220 @@
+"""Time of a training step of ours, beside the same model in PyTorch (torch.compile) and in plain Flax.
+
+Usage: python -m benchmarks.train_step [--works small large translator] [--peers torch flax] [--turns 6] [--times 5]
+       python -m benchmarks.train_step --peers products    what of a step its products with weights take alone
+
+Needs the parity environment (`make setup VENV=.venv-parity`, requirements-parity.txt), which has PyTorch. Each side
+runs in a process of its own; they take turns. Both are started as they are (`untouched`), and again both with a setting
+of the allocator (`allocator`) that keeps freed memory. Prints medians in milliseconds and tokens/s of ours over the
+peer's; the last line is a JSON object.
+
+small and large are GPTs of (batch, context, layers, heads, d_model) = (12, 64, 4, 4, 128) and (8, 256, 6, 6, 384), 65
+characters; translator is Vaswani et al. 2017's base model, 16 pairs of 32 + 32 tokens, a vocabulary of 8,000. The peer
+`products` is no library: the step's products with weights, forward and backward, by XLA, and nothing else of it. Its
+ratio is the share of our step that they take, and what is left of it for everything else to be made faster.
+"""
+
+import argparse
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from benchmarks.side_by_side import ENVIRONMENTS, compare, last_line, serve, versions
+from transformer.cli.allocator import keep_freed_memory
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """A model, and the batch that it is trained on."""
+
+    batch: int
+    length: int
+    layers: int
+    heads: int
+    width: int
+    hidden: int
+    vocabulary: int
+    encoder: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """Read in one step."""
+        return self.batch * self.length * (2 if self.encoder else 1)
+
+    @property
+    def products(self) -> list[tuple[int, int, int]]:
+        """(rows, inputs, outputs) of each matrix of weights in a forward pass."""
+        rows = self.batch * self.length
+        square = (rows, self.width, self.width)
+        feed_forward = [(rows, self.width, self.hidden), (rows, self.hidden, self.width)]
+        layer = [*[square] * 4, *feed_forward]
+        layers = [*layer, *layer, *[square] * 4] if self.encoder else layer
+        return [*layers * self.layers, (rows, self.width, self.vocabulary)]
+
+    def arrays(self) -> tuple[np.ndarray, ...]:
+        """(source,) tokens, targets."""
+        random = np.random.default_rng(0)
+        count = 3 if self.encoder else 2
+        shape = (count, self.batch, self.length)
+        return tuple(random.integers(3, self.vocabulary, shape, dtype=np.int32))
+
+
+WORKS = {
+    "small": Work(batch=12, length=64, layers=4, heads=4, width=128, hidden=512, vocabulary=65),
+    "large": Work(batch=8, length=256, layers=6, heads=6, width=384, hidden=1536, vocabulary=65),
+    "translator": Work(batch=16, length=32, layers=6, heads=8, width=512, hidden=2048, vocabulary=8_000, encoder=True),
+}
+BETAS = {False: (0.9, 0.99), True: (0.9, 0.98)}
+
+
+def ours(work: Work) -> Callable[[], Any]:
+    """The training step that `train.py` makes of a recipe."""
+    import jax
+
+    from transformer.config import Execution, TransformerConfig
+    from transformer.data.configs import NumberWords, TextFile
+    from transformer.training import OptimizerConfig, Recipe, TrainingConfig
+    from transformer.training.state import make_state
+    from transformer.training.step import make_train_step
+
+    sizes = {"vocab_size": work.vocabulary, "d_model": work.width, "num_layers": work.layers, "num_heads": work.heads}
+    if work.encoder:
+        model = TransformerConfig(
+            d_ff=work.hidden, norm_position="post", position="sinusoidal", dropout_rate=0.1, **sizes
+        )
+    else:
+        model = TransformerConfig(
+            norm="layer_norm_without_bias",
+            activation="gelu_erf",
+            position="learned",
+            max_length=work.length,
+            use_bias=False,
+            initializer_range=0.02,
+            scale_embeddings=False,
+            **sizes,
+        )
+    recipe = Recipe(
+        name="benchmark",
+        model=model,
+        data=NumberWords(batch_size=work.batch)
+        if work.encoder
+        else TextFile(path="none", sequence_length=work.length, batch_size=work.batch),
+        execution=Execution(scan=False),
+        optimizer=OptimizerConfig(beta2=BETAS[work.encoder][1], weight_decay=0.1),
+        training=TrainingConfig(label_smoothing=0.1 if work.encoder else 0.0),
+    )
+    *source, tokens, targets = (jax.numpy.asarray(array) for array in work.arrays())
+    batch = {"tokens": tokens, "targets": targets, "weights": np.ones(targets.shape, np.float32)}
+    if work.encoder:
+        batch |= {"source": source[0], "source_lengths": np.full(work.batch, work.length, np.int32)}
+    batch = jax.tree.map(jax.numpy.asarray, batch)
+    states = [jax.jit(lambda: make_state(recipe))()]
+    compiled = jax.jit(make_train_step(recipe), donate_argnums=0)
+
+    def step():
+        states[0], metrics = compiled(states[0], batch)
+        jax.block_until_ready((states[0], metrics))
+
+    return step
+
+
+def plain_flax(work: Work) -> Callable[[], Any]:
+    """The same model by Flax's own layers."""
+    import jax
+
+    from benchmarks import flax_peers
+
+    if work.encoder:
+        model = flax_peers.Translator(work.vocabulary, work.width, work.heads, work.layers, work.hidden)
+    else:
+        model = flax_peers.GPT(work.vocabulary, work.length, work.layers, work.heads, work.width)
+    step = flax_peers.training_step(model, work.arrays(), betas=BETAS[work.encoder])
+    return lambda: jax.block_until_ready(step())
+
+
+def pytorch(work: Work) -> Callable[[], Any]:
+    """The same model in PyTorch."""
+    from benchmarks import torch_peers
+
+    if work.encoder:
+        model = torch_peers.Translator(work.vocabulary, work.width, work.heads, work.layers, work.hidden, work.length)
+    else:
+        model = torch_peers.GPT(work.vocabulary, work.length, work.layers, work.heads, work.width)
+    step = torch_peers.training_step(model, work.arrays(), betas=BETAS[work.encoder])
+    return lambda: step().item()
+
+
+def products(work: Work) -> Callable[[], Any]:
+    """The products of a step with its weights, and no more: forward, by the inputs and by the weights."""
+    import jax
+
+    draw = np.random.default_rng(0).standard_normal
+    given = [
+        tuple(jax.numpy.asarray(draw(shape, np.float32)) for shape in ((rows, ins), (ins, outs), (rows, outs)))
+        for rows, ins, outs in work.products
+    ]
+    compiled = jax.jit(lambda given: [(x @ kernel, slope @ kernel.T, x.T @ slope) for x, kernel, slope in given])
+    return lambda: jax.block_until_ready(compiled(given))
+
+
+SIDES = {"ours": ours, "torch": pytorch, "flax": plain_flax, "products": products}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--works", nargs="+", choices=WORKS, default=list(WORKS))
+    parser.add_argument("--peers", nargs="+", choices=["torch", "flax", "products"], default=["torch", "flax"])
+    parser.add_argument("--environments", nargs="+", choices=ENVIRONMENTS, default=list(ENVIRONMENTS))
+    parser.add_argument("--turns", type=int, default=6, help="of each side")
+    parser.add_argument("--times", type=int, default=5, help="steps in a turn")
+    parser.add_argument("--worker", nargs=2, metavar=("SIDE", "WORK"), help="be one side: what the command starts")
+    options = parser.parse_args()
+    if options.worker:
+        if options.worker[0] == "ours":
+            keep_freed_memory()  # as train.py and python -m transformer do
+        side, work = options.worker
+        serve(SIDES[side](WORKS[work]))
+        return
+
+    from benchmarks.machine import machine
+
+    where = machine()
+    print(
+        f"{where}\n{'work':>12} {'peer':>6} {'setting':>10} {'ours ms':>9} {'peer ms':>9} {'tokens/s, ours / peer':>22}"
+    )
+    found = []
+    module = "benchmarks.train_step"
+    for name in options.works:
+        for peer in options.peers:
+            for environment in options.environments:
+                one = compare(
+                    name,
+                    peer,
+                    (module, "--worker", "ours", name),
+                    (module, "--worker", peer, name),
+                    environment=environment,
+                    turns=options.turns,
+                    times=options.times,
+                )
+                found.append(one)
+                milliseconds = f"{1e3 * one.ours_seconds:9.1f} {1e3 * one.peer_seconds:9.1f}"
+                print(f"{name:>12} {peer:>6} {environment:>10} {milliseconds} {one.ratio:22.2f}", flush=True)
+    rates = [WORKS[found[0].work].tokens / seconds for seconds in (found[0].peer_seconds, found[0].ours_seconds)]
+    print(
+        last_line(
+            f"training step, {found[0].work}",
+            *rates,
+            found[0].ratio,
+            "tokens/s",
+            where,
+            all=[dataclasses.asdict(one) for one in found],
+            versions=versions("jax", "flax", "torch"),
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

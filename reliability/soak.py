@@ -1,0 +1,231 @@
+"""A run that trains, evaluates and saves for hours, watched from outside: whether anything grows.
+
+Usage: python -m reliability.soak --hours 2                            exit code 1 if anything grows, or is slower
+       python -m reliability.soak --hours 2 --output docs/soak.json    keeps the results, and puts table and picture
+                                                                       into reliability.md in that folder
+
+train.py runs in a process of its own, until it is told to stop. Resident memory, files and threads are read from /proc
+(Linux), speed from metrics.jsonl; bytes in use and compiled programs are counted inside (`reliability.watched`). The
+first quarter of the time is the warm-up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from reliability.calls import Call, command, first_fault, left, newest
+from reliability.page import put, soak_table
+from reliability.steady import MB, Measure, Sample, measures
+from reliability.watched import Lines, bytes_in_use
+
+OPTIONS = (
+    *("--training.steps", "1000000000", "--optimizer.schedule", "constant", "--optimizer.learning-rate", "1e-3"),
+    *("--training.ema-decay", "0.99", "--model.dropout-rate", "0.1"),
+    *("--checkpoint.every", "3000", "--evaluation.every", "50", "--evaluation.exact-match-examples", "0"),
+)
+"""what the run is called with: the recipe's own model, with an evaluation every few seconds and a checkpoint about
+every ten minutes: not oftener, as each leaves some tens of kilobytes (docs/reliability.md)"""
+VARIABLES = {"PYTHONMALLOC": "malloc"}
+"""of its environment: Python's objects are counted with all else that is in use"""
+EVERY = 10.0
+"""seconds between two looks, on average"""
+KEPT = 240
+"""most looks that are kept in the file of results"""
+LEAST_HOURS = 0.1
+"""what a verdict needs: below that compilation is most of it"""
+PAGE = "reliability.md"
+
+
+class Watch:
+    """Looks at a run that goes on. `programs` are those compiled so far: when (on that clock), its name."""
+
+    def __init__(self, pid: int, began: float, workdir: Path, told: Path):
+        """`began`: `time.monotonic()` of the start; `told`: the file of `reliability.watched`."""
+        self._process, self._began = Path("/proc", str(pid)), began
+        self._metrics, self._told = Lines(workdir / "metrics.jsonl"), Lines(told)
+        self._step = 0
+        self.programs: list[tuple[float, str]] = []
+
+    def look(self) -> Sample:
+        """What is there now. OSError when the process is gone."""
+        now = time.monotonic()
+        resident = dict(_fields(self._process / "smaps_rollup"))["Rss"] * 1024
+        files, threads = len(os.listdir(self._process / "fd")), dict(_fields(self._process / "status"))["Threads"]
+        told, lines = self._told.new(), self._metrics.new()
+        self.programs += [(line["at"], line["compiled"]) for line in told if "compiled" in line]
+        self._step = max([self._step, *(line["step"] for line in lines)])
+        return Sample(
+            seconds=now - self._began,
+            in_use=min((line["in_use"] for line in told if "in_use" in line), default=math.nan),
+            resident=resident,
+            files=files,
+            threads=threads,
+            programs=len(self.programs),
+            step=self._step,
+            speed=median([line["perf/tokens_per_s"] for line in lines if "perf/tokens_per_s" in line] or [math.nan]),
+        )
+
+
+def _fields(path: Path) -> list[tuple[str, int]]:
+    """Names and numbers of a file of /proc whose lines are `Name:  12 kB` or `Name: 12`."""
+    pairs = [line.partition(":")[::2] for line in path.read_text(encoding="ascii", errors="replace").splitlines()]
+    return [(name, int(rest.split()[0])) for name, rest in pairs if rest.split() and rest.split()[0].isdecimal()]
+
+
+@dataclass
+class Soaked:
+    """What was seen of a run, and what it left."""
+
+    samples: list[Sample]
+    late: list[str]
+    """names of programs that were compiled after the first quarter"""
+    faults: list[str]
+    """of how it ended and what it said"""
+    steps: int
+    evaluations: int
+
+
+def soak(folder: Path, hours: float, every: float = EVERY, options: Sequence[str] = OPTIONS) -> Soaked:
+    """Trains in `folder` for so many hours and looks at it `every` so many seconds, in no rhythm of its own."""
+    workdir, inside, chance = folder / "run", folder / "inside.jsonl", random.Random(0)
+    end, samples, told_at = 3600 * hours, [], 0.0
+    under = ("-m", "reliability.watched", str(inside))
+    with Call(workdir, folder / "data", folder, common=options, under=under, variables=VARIABLES) as call:
+        watch = Watch(call.members[0].pid, call.began, workdir, inside)
+        while call.seconds < end and call.running():
+            time.sleep(min(every * chance.uniform(0.5, 1.5), max(end - call.seconds, 0.0)))
+            try:
+                samples.append(watch.look())
+            except OSError:
+                break  # it is gone: the exit code says why
+            if samples[-1].seconds - told_at >= 300:
+                told_at, last = samples[-1].seconds, samples[-1]
+                print(f"{told_at / 60:.0f} min: step {last.step:,}, {last.in_use / MB:,.1f} MB in use", flush=True)
+        call.signal(signal.SIGTERM)
+        faults = first_fault(call.end(), [128 + signal.SIGTERM], call.told())
+        told = call.told().splitlines()
+    faults += [f"it says: {line}" for line in told if "Traceback" in line or "damaged" in line or "a spike" in line]
+    if not faults and left(workdir).step != newest(workdir):
+        faults.append(f"the newest checkpoint, of step {newest(workdir)}, is damaged")
+    seconds = samples[-1].seconds if samples else 0.0
+    late = [name for when, name in watch.programs if when - call.began > seconds / 4]
+    return Soaked(samples, late, faults, newest(workdir), sum(": eval loss" in line for line in told))
+
+
+def record(soaked: Soaked, found: list[Measure], hours: float, where: str) -> dict[str, Any]:
+    """What is kept, as JSON values; `where` is the machine in words."""
+    kept = soaked.samples[:: math.ceil(len(soaked.samples) / KEPT)]
+    return {
+        "date": date.today().isoformat(),
+        "machine": where,
+        "versions": {"python": platform.python_version()}
+        | {name: version(name) for name in ("jax", "orbax-checkpoint", "grain")},
+        "hours": hours,
+        "command": command(OPTIONS),
+        "steps": soaked.steps,
+        "evaluations": soaked.evaluations,
+        "faults": soaked.faults,
+        "measures": [asdict(measure) for measure in found],
+        "series": {
+            "seconds": [round(sample.seconds) for sample in kept],
+            "in_use": [_whole(sample.in_use) for sample in kept],
+            "resident": [sample.resident for sample in kept],
+            "tokens_per_s": [_whole(sample.speed) for sample in kept],
+        },
+    }
+
+
+def _whole(number: float) -> int | None:
+    return None if math.isnan(number) else round(number)
+
+
+def draw(result: dict[str, Any], path: Path) -> None:
+    """Memory and speed over the time, into a PNG."""
+    from transformer.viz.style import BLUE, GREEN, dress, new_figure, save
+
+    series = result["series"]
+    minutes = np.asarray(series["seconds"]) / 60
+    figure = new_figure(8, 4.4, dpi=110)
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
+    for name, label, style in (("resident", "resident", ":"), ("in_use", "in use", "-")):
+        sizes = np.asarray(series[name], float) / MB
+        above.plot(minutes, sizes, color=BLUE, linestyle=style, linewidth=1.4, label=label)
+    above.legend(frameon=False)
+    above.set_ylim(bottom=0)
+    dress(above, f"{result['hours']:g} h of training, with checkpoints and evaluations", "", "memory, MB")
+    speeds = np.asarray(series["tokens_per_s"], float)
+    below.plot(minutes, speeds, color=GREEN, linewidth=1.0)
+    below.set_ylim(bottom=0)
+    dress(below, "", "minutes", "tokens/s")
+    save(figure, path)
+
+
+def main(arguments: list[str]) -> int:
+    """Trains, watches, judges; the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hours", type=float, default=2.0, help="how long (2)")
+    parser.add_argument("--output", type=Path, help=f"a .json file for the results; {PAGE} lies beside it")
+    parser.add_argument("--folder", type=Path, help="where to work (a folder for temporary files); it is kept")
+    options = parser.parse_args(arguments)
+    if not options.hours >= LEAST_HOURS:
+        parser.error(
+            f"--hours must be at least {LEAST_HOURS:g}, of which a quarter is the warm-up, got {options.hours:g}"
+        )
+    if not Path("/proc/self/smaps_rollup").exists():
+        parser.error("memory is read from /proc/PID/smaps_rollup, which this system has not: run it on Linux")
+    try:
+        bytes_in_use()
+    except OSError as error:
+        parser.error(str(error))
+    page = options.output.with_name(PAGE) if options.output else None
+    if page and (options.output.suffix != ".json" or not page.exists()):
+        parser.error(f"--output must be a .json file beside {PAGE}, got {options.output}")
+
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that no call outlives this one
+    folder = Path(tempfile.mkdtemp(prefix="soak-", dir=options.folder))
+    print(f"working in {folder}", flush=True)
+    soaked = soak(folder, options.hours)
+    for fault in soaked.faults:
+        print(f"    {fault}", flush=True)
+    if soaked.faults:
+        print(f"failed. What the run said is in {folder}.", file=sys.stderr)
+        return 1
+
+    from benchmarks.machine import machine
+
+    result = record(soaked, measures(soaked.samples, soaked.late), options.hours, machine())
+    table = soak_table(result)
+    print(f"\n{table}")
+    if page:
+        options.output.write_text(json.dumps(result, ensure_ascii=False) + "\n", encoding="utf-8")
+        draw(result, page.parent / "images" / "soak.png")
+        page.write_text(put(page.read_text(encoding="utf-8"), "soak", table), encoding="utf-8")
+    failed = [measure["what"] for measure in result["measures"] if measure["failed"]]
+    if failed:
+        print(f"failed: {'; '.join(failed)}. The run is in {folder}.", file=sys.stderr)
+    elif not options.folder:
+        shutil.rmtree(folder, ignore_errors=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,324 @@
+"""What the tests of properties draw: models of every kind with random small configs, their parameters and tokens."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from transformer.config import MLA, Execution, HeadTransform, LayerKind, MoE, RotaryScaling, TransformerConfig
+from transformer.masks import Mask
+from transformer.models import CausalLM, MaskedLM, Seq2Seq
+
+MODELS = {"decoder": CausalLM, "encoder": MaskedLM, "encoder-decoder": Seq2Seq}
+LONGEST = 13
+"""positions at most, the rows of a learned table"""
+VOCABULARY, SOURCE_VOCABULARY = 11, 17
+
+
+def often(few: int, many: int, strategy: st.SearchStrategy) -> Callable:
+    """Of a function of one drawn example, a test that it holds: for `few` that are always the same, and with -m slow
+    for `many`, others each time; of those, the first is the plainest, and one that fails is made plainer.
+    """
+    counts = [few] if few else []
+    counts.append(pytest.param(many, marks=pytest.mark.slow))
+    varied = st.tuples(st.integers(0, 99).filter(bool), strategy).map(lambda pair: pair[1])
+
+    def decorate(holds):
+        @pytest.mark.parametrize("examples", counts)
+        def test(examples):
+            options = {"max_examples": examples, "deadline": None, "report_multiple_bugs": False}
+            if examples == few:
+                settings(**options, derandomize=True, phases=[Phase.generate])(given(varied)(holds))()
+            else:
+                phases = [Phase.reuse, Phase.generate, Phase.shrink]
+                settings(**options, phases=phases, print_blob=True)(given(strategy)(holds))()
+                jax.clear_caches()  # many programs, that nothing else needs
+
+        test.__doc__ = holds.__doc__
+        return test
+
+    return decorate
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model to try something on. Its parameters and tokens are random, but the same each time they are asked for."""
+
+    kind: str
+    config: TransformerConfig
+    seed: int
+
+    def _repr_pretty_(self, printer, cycle):
+        """What Hypothesis prints of an example that fails."""
+        printer.text(f"Case({self.kind!r}, {_told(self.config)}, seed={self.seed})")
+
+    def model(self, execution: Execution = Execution()):
+        return MODELS[self.kind](self.config, execution)
+
+    @functools.cached_property
+    def params(self):
+        """Of every parameter other values than the first ones, so that each norm and bias shows."""
+        tokens = jnp.zeros((1, 1), jnp.int32)
+        inputs = (tokens, tokens) if self.kind == "encoder-decoder" else (tokens,)
+        shapes = jax.eval_shape(self.model().init, jax.random.key(0), *inputs)["params"]
+        random = np.random.default_rng(self.seed)
+        # A frozen norm bounds nothing: of kernels as large as they usually are, each layer would double what comes in.
+        size = 0.5 if self.config.norm == "frozen_batch_norm" else 1.0
+
+        def make(path, leaf):
+            number = random.normal(size=leaf.shape).astype(leaf.dtype)
+            match path[-1].key:
+                case "variance":
+                    return jnp.asarray(np.exp(number / 4))
+                case "scale":
+                    return jnp.asarray(number / 4 + (self.config.norm != "zero_centered_rms_norm"))
+                case "kernel":
+                    return jnp.asarray(size * number / np.sqrt(leaf.shape[-2]))
+                case _:
+                    return jnp.asarray(number / 2)
+
+        return jax.tree_util.tree_map_with_path(make, shapes)
+
+    def tokens(self, rows: int, length: int, source: bool = False) -> jax.Array:
+        """(rows, length), of a source or a target: numbers of which the first rows and columns don't depend on how
+        many there are.
+        """
+        random = np.random.default_rng([self.seed, source])
+        most = self.config.source_vocab_size or VOCABULARY if source else VOCABULARY
+        return jnp.asarray(random.integers(0, most, (64, 64))[:rows, :length], jnp.int32)
+
+
+def _told(value: object) -> str:
+    """A config as it is written: without the fields that are as they would be anyhow."""
+    if isinstance(value, tuple):
+        return f"({''.join(f'{_told(part)}, ' for part in value)})"
+    if not dataclasses.is_dataclass(value):
+        return repr(value)
+    fields = {field.name: (getattr(value, field.name), field.default) for field in dataclasses.fields(value)}
+    changes = [f"{name}={_told(given)}" for name, (given, default) in fields.items() if given != default]
+    return f"{type(value).__name__}({', '.join(changes)})"
+
+
+def routers(capacity: bool) -> st.SearchStrategy[MoE]:
+    """Routed feed-forwards; `capacity`: also those whose experts may be full, for which the length of a row counts."""
+
+    def make(groups, size, top_k, top_groups, **fields):
+        top_groups = min(top_groups, groups)
+        top_k = min(top_k, top_groups * size)
+        normalize = fields.pop("normalize_weights") and top_k > 1
+        sizes = {"num_experts": groups * size, "num_groups": groups, "top_groups": top_groups, "top_k": top_k}
+        return MoE(**sizes, normalize_weights=normalize, **fields)
+
+    return st.builds(
+        make,
+        groups=st.sampled_from([1, 1, 2]),
+        size=st.integers(2, 5),
+        top_k=st.integers(1, 3),
+        top_groups=st.integers(1, 2),
+        d_ff=st.sampled_from([None, 3]),
+        shared_experts=st.integers(0, 2),
+        normalize_weights=st.booleans(),
+        capacity_factor=st.sampled_from([None, 0.5, 1.0]) if capacity else st.none(),
+        router_bias=st.booleans(),
+        scoring=st.sampled_from(["softmax", "sigmoid"]),
+        selection_bias=st.booleans(),
+        weights_scale=st.sampled_from([1.0, 2.5]),
+    )
+
+
+SCALINGS = [
+    RotaryScaling(kind="linear", factor=3.0),
+    RotaryScaling(kind="llama3", factor=8.0, original_length=16),
+    RotaryScaling(kind="yarn", factor=4.0, original_length=16),
+    RotaryScaling(kind="yarn", factor=4.0, original_length=16, attention_factor=0.7, truncate=False),
+]
+
+
+@st.composite
+def layer_kinds(draw, rotary: bool, first_norm: bool, capacity: bool) -> LayerKind:
+    """Kinds of layers for a config whose positions turn, whose layers begin with a norm."""
+    routed = draw(st.sampled_from([False, False, True]))
+    moe = draw(routers(capacity)) if routed else None
+    if draw(st.sampled_from([True] * 7 + [False])):
+        return LayerKind(
+            window=draw(st.sampled_from([None, 2, 1, 3, 5])),
+            rotary_base=draw(st.sampled_from([None, 50.0])) if rotary else None,
+            rotary_scaling=draw(st.none() | st.sampled_from(SCALINGS)) if rotary else None,
+            moe=moe,
+            attention_norm=draw(st.sampled_from([True, True, False])) if first_norm else True,
+        )
+    return LayerKind(self_attention=False, moe=moe)
+
+
+SHAPES = [
+    (0, 1, 0, 1),
+    (0, 1, 0, 2),
+    (0, 2, 0, 1),
+    (1, 1, 0, 1),
+    (0, 1, 1, 2),
+    (1, 1, 0, 2),
+    (1, 1, 1, 0),
+    (0, 1, 0, 3),
+]
+"""kinds of layers in prefix, period and suffix, and repeats: two kinds at most, each of which costs a second"""
+
+
+@st.composite
+def configs(draw, kind: str, repeats: int = 0, capacity: bool = False) -> TransformerConfig:
+    """Whatever a model of this kind may be, small."""
+
+    def one(*choices):
+        return draw(st.sampled_from(choices))
+
+    flag = functools.partial(draw, st.booleans())
+    position = one("none", "rotary", "learned", "alibi", "t5", "sinusoidal", "sinusoidal_halves")
+    norm_position = one("pre", "post", "sandwich", "reordered", "pre_without_residual", "parallel")
+    if kind == "encoder-decoder" and norm_position == "parallel":
+        norm_position = "pre"
+    rotary, first_norm = position == "rotary", norm_position not in ("post", "reordered")
+    latent = rotary and kind != "encoder-decoder" and one(False, False, True)
+
+    kinds = layer_kinds(rotary, first_norm, capacity)
+    prefix, period, suffix, times = one(*(shape for shape in SHAPES if shape[3] >= repeats))
+    ends = prefix + suffix
+    stacks = {"num_layers": ends + period * times}
+    if kind == "encoder-decoder" and flag():
+        stacks["num_encoder_layers"] = max(period, ends) + period
+
+    width = one(6, 10)
+    if latent:
+        sizes = {"kv_rank": one(5, 17), "plain_dim": one(3, 4), "rotary_dim": one(2, 4), "value_dim": one(5, 3)}
+        mla = MLA(**sizes, query_rank=one(None, 7), norm_epsilon=one(1e-6, 1e-2))
+        heads = {"num_heads": one(1, 3, 4), "mla": mla}
+    else:
+        kv_heads = one(1, 2, 3)
+        heads = {"num_heads": kv_heads * one(1, 2, 3), "num_kv_heads": kv_heads}
+        if one(True, True, False):
+            heads |= {"head_dim": one(2, 4, 6), "value_dim": one(None, 3, 5), "rotary_dim": one(None, 2)}
+        else:
+            width = heads["num_heads"] * one(4, 6)
+        heads |= {"attention_sinks": flag(), "qk_norm": flag(), "qk_norm_scope": one("head", "all")}
+    all_biases = ("query", "key", "value", "out")
+    biases = (None, all_biases) if latent else (None, all_biases, ("query", "key", "value"), ("key",), ())
+
+    norm = one("layer_norm", "rms_norm", "zero_centered_rms_norm", "layer_norm_without_bias", "frozen_batch_norm")
+    gated, activations = flag(), ("relu", "gelu_tanh", "gelu_erf", "silu", "tanh", "relu2")
+    if norm == "frozen_batch_norm":  # which normalizes nothing: products of what grows have no bound
+        gated, activations = False, ("relu", "tanh")
+    tied = flag()
+    return TransformerConfig(
+        vocab_size=VOCABULARY,
+        source_vocab_size=one(None, SOURCE_VOCABULARY) if kind == "encoder-decoder" else None,
+        d_model=width,
+        d_ff=one(7, 5),
+        **stacks,
+        **heads,
+        activation=one(*activations, "swiglu_clamped") if gated else one(*activations),
+        gated=gated,
+        use_bias=flag(),
+        attention_biases=one(*biases),
+        norm=norm,
+        norm_epsilon=one(1e-6, 1e-2),
+        norm_position=norm_position,
+        final_norm=flag(),
+        embedding_norm=flag(),
+        position=position,
+        max_length=LONGEST if position == "learned" else None,
+        rotary_base=one(10_000.0, 20.0),
+        rotary_scaling=one(None, *SCALINGS) if rotary else None,
+        relative_buckets=one(4, 7),
+        relative_max_distance=one(8, 5),
+        position_table_per_layer=position == "t5" and flag(),
+        scale_embeddings=flag(),
+        token_types=one(None, 3) if kind == "encoder" else None,
+        tie_embeddings=tied,
+        head_transform=one(None, HeadTransform(activation="gelu_tanh", norm=True)),
+        output_bias=one(None, True),
+        logit_scale=one(None, 0.5),
+        attention_scale=one(None, 1.0),
+        attention_softcap=one(None, 5.0),
+        logit_softcap=one(None, 20.0),
+        causal=kind == "encoder" and flag(),
+        prefix=tuple(draw(kinds) for _ in range(prefix)),
+        period=tuple(draw(kinds) for _ in range(period)),
+        suffix=tuple(draw(kinds) for _ in range(suffix)),
+    )
+
+
+@st.composite
+def cases(draw, *kinds: str, **options) -> Case:
+    """Models of these kinds (none: of all); `options` are those of `configs`."""
+    kind = draw(st.sampled_from(kinds or tuple(MODELS)))
+    return Case(kind, draw(configs(kind, **options)), draw(st.integers(0, 2**32 - 1)))
+
+
+def rounding(run: Callable, params, *inputs) -> float:
+    """How far any number of `run(params, *inputs)` moves when every parameter moves by its last bits, up or down."""
+    random = np.random.default_rng(0)
+
+    def move(leaf):
+        return leaf * jnp.asarray(1 + 2.0**-22 * random.choice([-1, 1], leaf.shape), leaf.dtype)
+
+    moved = jax.tree.map(move, params)
+    pairs = zip(*(jax.tree.leaves(jax.device_get(run(given, *inputs))) for given in (params, moved)), strict=True)
+    return max(float(np.abs(left - right).max(initial=0.0)) for left, right in pairs)
+
+
+def assert_close(got, expected, tolerance: float = 1e-5, noise: float = 0.0):
+    """Two trees are equal but for a share of the largest number in either: a part may be nothing but rounding; and but
+    for what rounding alone makes of a model that magnifies it: eight times `noise`, as many operations round one after
+    the other and that tells of one, but no more than a hundredth, so that a fault shows in any model.
+    """
+    largest = np.array([1.0] + [np.abs(leaf).max(initial=0.0) for leaf in jax.tree.leaves(expected)])
+    assert np.isfinite(largest).all()
+    allowed = tolerance * largest.max() + min(8 * noise, 0.01 * largest.max())
+    check = functools.partial(np.testing.assert_allclose, rtol=tolerance, atol=allowed)
+    jax.tree.map(check, got, expected)
+
+
+def laid_out(rows: list[np.ndarray], groups: list[list[int]], length: int) -> dict[str, jax.Array]:
+    """The rows of each group one after the other in a row of `length`: (groups, length) of `tokens`, their `segments`
+    (0: padding) and their `positions`.
+    """
+    found = {name: np.zeros((len(groups), length), np.int32) for name in ("tokens", "segments", "positions")}
+    for group, members in enumerate(groups):
+        start = 0
+        for segment, member in enumerate(members, start=1):
+            size = len(rows[member])
+            for name, numbers in {"tokens": rows[member], "segments": segment, "positions": np.arange(size)}.items():
+                found[name][group, start : start + size] = numbers
+            start += size
+    return {name: jnp.asarray(array) for name, array in found.items()}
+
+
+def reader(case: Case, execution: Execution = Execution(), **options) -> Callable:
+    """(params, batch) -> logits (B, T, V) and what the layers report. A batch has what `laid_out` makes of it, or
+    `lengths` in place of segments; and with a source, the same of it with `source_` in front.
+    """
+    model = case.model(execution)
+
+    def mask(batch, side=""):
+        if f"{side}lengths" in batch:
+            return Mask.lengths(batch[f"{side}lengths"])
+        return Mask.segments(batch[f"{side}segments"])
+
+    def read(params, batch):
+        inputs, more = {"positions": batch["positions"], "mask": mask(batch)}, dict(options)
+        tokens = [batch["tokens"]]
+        if case.kind == "encoder-decoder":
+            tokens.insert(0, batch["source_tokens"])
+            inputs |= {"source_positions": batch["source_positions"], "source_mask": mask(batch, "source_")}
+            if "segments" in batch:
+                inputs["context_mask"] = Mask.segments(batch["segments"], batch["source_segments"])
+        elif case.config.token_types is not None:
+            more["token_types"] = batch["tokens"] % case.config.token_types
+        return model.apply({"params": params}, *tokens, **inputs, **more, method="with_aux")
+
+    return read

@@ -1,0 +1,26 @@
+"""What benchmarks/attention.py says of the figures it takes; what it measures is not tested."""
+
+import pytest
+
+from benchmarks.attention import bounds, stretches
+from transformer import kernels
+
+
+@pytest.mark.parametrize(
+    ("names", "told"),
+    [
+        (["reference"] * 5, "reference"),
+        (["reference", "reference", "sliced", "sliced", "chunked"], "reference to 80, sliced to 128, chunked"),
+        (["sliced", "reference", "sliced", "sliced", "sliced"], "sliced to 64, reference to 80, sliced"),
+    ],
+)
+def test_neighbors_with_one_kernel_are_one_stretch(names, told):
+    assert stretches(names, [64, 80, 96, 128, 256]) == told
+
+
+def test_the_bounds_are_those_of_auto(monkeypatch):
+    monkeypatch.setitem(kernels.WHOLE_SCORES, "cpu", 100 * 100)
+    monkeypatch.setitem(kernels.SLICED_SCORES, "cpu", 300 * 300)
+    assert bounds("cpu") == "reference to 100, sliced to 300, chunked"
+    assert bounds("gpu").startswith("cudnn from 256 on; where it can't serve, reference to 1,024")
+    assert bounds("tpu").endswith("splash")

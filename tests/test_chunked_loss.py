@@ -1,0 +1,166 @@
+"""The loss of a part of the tokens at a time is the loss of all at once, in values and gradients, on any mesh."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from training_recipes import change, compiled_step, start, tiny_batch, tiny_recipe
+
+from transformer.config import ConfigError, HeadTransform
+from transformer.data import Digits
+from transformer.training import Recipe, chunked_loss
+from transformer.training.chunked_loss import loss_in_chunks, sum_in_chunks, tokens_at_once
+from transformer.training.losses import cross_entropy
+from transformer.training.step import make_eval_step
+
+ROWS, LENGTH, WIDTH, VOCABULARY = 8, 12, 6, 11
+
+
+def arrays(seed=0):
+    """Hidden states, targets, weights of which some are 0, and a head."""
+    random = np.random.default_rng(seed)
+    hidden = random.normal(size=(ROWS, LENGTH, WIDTH)).astype(np.float32)
+    targets = random.integers(0, VOCABULARY, (ROWS, LENGTH)).astype(np.int32)
+    weights = random.uniform(0, 2, (ROWS, LENGTH)).astype(np.float32) * (random.uniform(size=(ROWS, LENGTH)) > 0.3)
+    params = {"kernel": random.normal(size=(WIDTH, VOCABULARY)), "bias": random.normal(size=VOCABULARY)}
+    params = {name: array.astype(np.float32) for name, array in params.items()}
+    return jax.tree.map(jnp.asarray, (params, hidden, np.where(weights > 0, targets, -100), weights))
+
+
+def loss(params, hidden, targets, weights):
+    logits = hidden @ params["kernel"] + params["bias"][None, None]
+    return cross_entropy(logits, targets, weights, label_smoothing=0.1, z_loss=0.01)[0]
+
+
+def in_chunks(tokens):
+    return lambda params, hidden, targets, weights: loss_in_chunks(loss, params, hidden, targets, weights, tokens)
+
+
+def with_gradients(function):
+    """Value and gradients, of three times the loss: the factor from outside has to come in."""
+    return jax.jit(jax.value_and_grad(lambda *given: 3.0 * function(*given), argnums=(0, 1)))
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 24, 40, 95, 1000])
+def test_it_is_the_whole_loss(tokens):
+    given = arrays()
+    expected, expected_gradients = with_gradients(loss)(*given)
+    value, gradients = with_gradients(in_chunks(tokens))(*given)
+    np.testing.assert_allclose(value, expected, rtol=1e-6)
+    chex.assert_trees_all_close(gradients, expected_gradients, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("shape", "names"), [((2, 4), ("data", "context")), ((2, 2, 2), ("fsdp", "context", "tensor"))]
+)
+def test_on_a_mesh_too(shape, names):
+    given = arrays()
+    expected, expected_gradients = with_gradients(loss)(*given)
+    with jax.set_mesh(jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * len(shape))):
+        value, gradients = with_gradients(in_chunks(4))(*given)
+    np.testing.assert_allclose(value, expected, rtol=1e-6)
+    chex.assert_trees_all_close(jax.device_get(gradients), jax.device_get(expected_gradients), rtol=1e-5, atol=1e-6)
+
+
+def test_devices_add_their_gradients_up_once():
+    """However many chunks there are, what goes from device to device are the sums, at the end."""
+    params, *rest = arrays()
+    with jax.set_mesh(jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))):
+        rest = [jax.device_put(array, jax.P("data")) for array in rest]
+        loops, program = with_gradients(in_chunks(2)).lower(params, *rest).compile().as_text().split("ENTRY")
+    assert "all-reduce" not in loops
+    assert "all-gather" not in loops + program
+    assert 1 <= program.count("all-reduce(") <= 3  # of the loss and two gradients
+
+
+def test_sums_of_any_kind():
+    def sums(params, hidden, targets, weights):
+        return {"loss": loss(params, hidden, targets, weights), "weight": weights.sum()}
+
+    params, *rest = arrays()
+    found = sum_in_chunks(sums, params, *rest, 24)
+    expected = sums(params, *rest)
+    chex.assert_trees_all_close(found, expected, rtol=1e-6)
+
+
+def test_memory_is_that_of_a_chunk():
+    rows, length, width, vocabulary = 2, 512, 8, 4096
+    params = {"kernel": jnp.zeros((width, vocabulary)), "bias": jnp.zeros(vocabulary)}
+    given = [params, jnp.zeros((rows, length, width)), jnp.zeros((rows, length), int), jnp.zeros((rows, length))]
+
+    def temporaries(function):
+        return with_gradients(function).lower(*given).compile().memory_analysis().temp_size_in_bytes
+
+    assert temporaries(in_chunks(64)) < temporaries(loss) / 5
+
+
+def test_a_target_outside_the_vocabulary_is_not_hidden():
+    params, hidden, targets, weights = arrays()
+    targets, weights = targets.at[3, 4].set(VOCABULARY), weights.at[3, 4].set(1.0)
+    assert np.isnan(in_chunks(24)(params, hidden, targets, weights))
+
+
+HEADS = {
+    "tied": {},
+    "own": {"tie_embeddings": False, "output_bias": True},
+    "mapped": {"head_transform": HeadTransform(activation="relu", norm=True), "output_bias": True, "logit_softcap": 3},
+}
+
+
+@pytest.mark.parametrize(("task", "head"), [("causal_lm", "tied"), ("causal_lm", "own"), ("seq2seq", "mapped")])
+def test_a_training_step_is_the_same_whatever_is_there_at_once(task, head):
+    recipe = tiny_recipe(task, model=HEADS[head], label_smoothing=0.1, z_loss=0.01, loss_tokens=0, optimizer=None)
+    state, step = start(recipe)
+    batch = tiny_batch(task)
+    expected, expected_metrics = step(state, batch)
+    found, metrics = compiled_step(change(recipe, training={"loss_tokens": 16}))(state, batch)
+    for name in ("loss_sum", "weight", "grad_norm"):
+        np.testing.assert_allclose(metrics[name], expected_metrics[name], rtol=2e-6)
+    chex.assert_trees_all_close(found.opt_state, expected.opt_state, rtol=1e-4, atol=1e-6)
+
+
+def test_many_logits_are_made_in_parts_by_themselves(monkeypatch):
+    recipe = tiny_recipe(loss_tokens=0)
+    state, step = start(recipe)
+    batch = tiny_batch()
+    whole = [step(state, batch)[1], jax.jit(make_eval_step(recipe))(state.params, batch)]
+    monkeypatch.setattr(chunked_loss, "LOGITS_AT_ONCE", {"cpu": 16 * 13})
+    calls = []
+    for name in ("loss_in_chunks", "sum_in_chunks"):
+        original = getattr(chunked_loss, name)
+        monkeypatch.setattr(f"transformer.training.tasks.{name}", _counted(original, calls))
+    by_itself = change(recipe, training={"loss_tokens": None})
+    compiled_step.cache_clear()
+    parts = [compiled_step(by_itself)(state, batch)[1], jax.jit(make_eval_step(by_itself))(state.params, batch)]
+    assert calls == [16, 16]
+    for one, other in zip(parts, whole, strict=True):
+        chex.assert_trees_all_close(one, other, rtol=2e-6)
+
+
+def _counted(function, calls):
+    @functools.wraps(function)
+    def counting(*given):
+        calls.append(given[-1])
+        return function(*given)
+
+    return counting
+
+
+def test_how_many_tokens_are_there_at_once():
+    hidden = jax.ShapeDtypeStruct((16, 128, 4), jnp.float32)
+    assert tokens_at_once(hidden, 1024) is None
+    assert tokens_at_once(hidden, 4096) == 512
+    assert tokens_at_once(hidden, 2**22) == 1
+    wide = jax.ShapeDtypeStruct((16, 128, 1024), jnp.float32)
+    assert tokens_at_once(wide, 4096) == 512
+    assert tokens_at_once(wide, 2**17) == 256
+
+
+def test_a_task_of_one_target_a_row_has_no_parts():
+    tiny = tiny_recipe(loss_tokens=8)
+    with pytest.raises(ConfigError, match=r"loss_tokens is for tasks with a target for every token.*Leave it at None"):
+        Recipe(name="digits", model=tiny.model, data=Digits(), training=tiny.training)

@@ -1,0 +1,57 @@
+"""`generate` by other ways to the same text (slots, a draft, weights in 8 bits), and what is refused before loading."""
+
+import json
+
+import pytest
+from training_recipes import record_drawn_run, text_recipe
+
+from transformer.__main__ import main
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Two runs on the same text: `large`, and `small` with other parameters."""
+    root = tmp_path_factory.mktemp("runs")
+    recipe = text_recipe(root, model={"dropout_rate": 0.0})
+    for seed, name in enumerate(("large", "small")):
+        record_drawn_run(recipe, root / name, [4], seed=seed)
+    return root
+
+
+@pytest.fixture
+def written(runs, capsys):
+    """What `generate` writes with these options, and what it says on stderr."""
+
+    def call(*words):
+        prompts = ("--prompt", "line", "--prompt", "no more", "--prompt", "of 4")
+        options = ("--json", "--step", "newest", "--max-new-tokens", "7")
+        assert main(["generate", str(runs / "large"), *prompts, *options, *words]) == 0
+        said = capsys.readouterr()
+        return [one["output"] for one in json.loads(said.out)["results"]], said.err
+
+    return call
+
+
+def test_slots_and_a_draft_change_no_text(written, runs):
+    plain, _ = written()
+    assert written("--slots", "2")[0] == plain
+    assert written("--draft", str(runs / "small"), "--draft-tokens", "2")[0] == plain
+
+
+def test_what_8_bits_save_is_told(written):
+    _, said = written("--int8")
+    assert "embedding/embedding: 1 arrays" in said
+    assert "relative error" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--slots", "0"), "--slots must be at least 1, got 0"),
+        (("--draft", "x", "--draft-tokens", "0"), "--draft-tokens must be at least 1, got 0"),
+        (("--draft", "x", "--slots", "2"), "--slots and --draft can't be used together: leave one of them out"),
+    ],
+)
+def test_what_can_not_be_is_said_before_anything_is_loaded(words, message, capsys):
+    assert main(["generate", "no-such-directory", "--prompt", "x", *words]) == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,204 @@
+"""`inspect --html`: the page of a model by its command, what the model writes, two checkpoints, and every mistake."""
+
+import json
+import shlex
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention_page_parts import data_of, group_of, weights_of
+
+from transformer.__main__ import main
+from transformer.cli.models import ModelCommand
+from transformer.config import Execution, Patches, TransformerConfig
+from transformer.data.vocabularies import CharTokenizer
+from transformer.generate import Sampling, generate
+from transformer.inference import Opened
+from transformer.models import CausalLM, MaskedLM, Seq2Seq, VisionClassifier
+from transformer.viz import attention_page
+
+TEXT = "abc de<$>"
+LETTERS, OTHERS = CharTokenizer(sorted(set(TEXT))), CharTokenizer(sorted(set("XYZ" + TEXT)))
+SIZES = {"d_model": 8, "num_heads": 2, "num_layers": 1, "d_ff": 8}
+
+
+def opened(kind, tokenizer=LETTERS, *, seed=0, step=7, directory="runs/tiny", attention="chunked", **changes):
+    """A run of random parameters, made for a kernel that gives no weights."""
+    config = TransformerConfig(vocab_size=tokenizer.vocab_size, **SIZES | changes)
+    model = kind(config, Execution(scan=False, attention=attention))
+    tokens = [jnp.zeros((1, 2), jnp.int32)] * (2 if kind is Seq2Seq else 1)
+    params = jax.jit(model.init)(jax.random.key(seed), *tokens)["params"]
+    run = SimpleNamespace(recipe=SimpleNamespace(name="tiny"), step=step)
+    return Opened(model, params, Path(directory), tokenizer, 12, tokenizer.bos_id, run=run)
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """Runs by directory and step, as commands load them."""
+    there = {}
+
+    def load(command, **options):
+        found = there.get((str(command.directory), command.step), there.get(str(command.directory)))
+        if found is None:
+            raise FileNotFoundError(f"no checkpoint of step {command.step}")
+        return found
+
+    monkeypatch.setattr(ModelCommand, "load", load)
+    return there
+
+
+@pytest.fixture
+def inspect(capsys, tmp_path):
+    """Writes a page; returns what it holds and the JSON on stdout."""
+
+    def call(*words):
+        path = tmp_path / "new" / "page.html"
+        code = main(["inspect", *words, "--html", str(path), "--json"])
+        out, err = capsys.readouterr()
+        assert (code, err) == (0, "")
+        found = json.loads(out)
+        assert found["page"] == str(path)
+        return data_of(path.read_text()), found
+
+    return call
+
+
+@pytest.fixture
+def fails(capsys):
+    """Runs `inspect` with words that must fail with one line; returns that line."""
+
+    def call(*words):
+        code = main(["inspect", *words])
+        out, err = capsys.readouterr()
+        assert (code, out, err.count("\n")) == (2, "", 1), err
+        return err.removeprefix("error: ").rstrip("\n")
+
+    return call
+
+
+def weights_when_read(run, *rows):
+    """What a model's attention weighs, by its own formula's kernel."""
+    model = run.model.clone(execution=Execution(scan=False, attention="reference"))
+    tokens = [jnp.asarray([row]) for row in rows]
+    return model.apply({"params": run.params}, *tokens, mutable=["intermediates"])[1]["intermediates"]
+
+
+def test_a_prompt_and_what_the_model_writes(runs, inspect):
+    """With whatever kernel it was trained; the words that it wrote are told from those it was given."""
+    run = runs["runs/tiny"] = opened(CausalLM)
+    data, found = inspect("runs/tiny", "--prompt", "ab <$>", "--max-new-tokens", "4")
+    ids = LETTERS.encode("ab <$>")
+    (new,) = generate(run.model, run.params, [ids], max_new_tokens=4, sampling=Sampling(temperature=0.0), eos_id=2)
+    assert data["words"] == {"encoder": [], "decoder": LETTERS.tokens([*ids, *new])}
+    assert data["writtenFrom"] == len(ids)
+    assert dict(data["texts"]) == {"Prompt": "ab <$>", "Written": LETTERS.decode(new)}
+    assert (found["prompt"], found["target"], found["paths"]) == ("ab <$>", LETTERS.decode(new), [])
+    sown = weights_when_read(run, [*ids, *new])["decoder"]["layers"]["slot_0"]["self_attention"]["weights"][0]
+    shown = np.nan_to_num(weights_of(data, "decoder", "self", 0))
+    np.testing.assert_allclose(shown, sown[0, 0], atol=1 / 400)
+    facts = dict(data["facts"])
+    assert "reference" in facts["Kernel"]
+    assert "chunked" in facts["Kernel"]
+    assert facts["Model"].startswith("tiny, step 7: CausalLM in runs/tiny; layers: 1, heads: 2, d_model: 8, ")
+    words = shlex.split(facts["Command"])
+    assert words[:6] == ["python", "-m", "transformer", "inspect", "runs/tiny", "--prompt"]
+    assert words[6] == "ab <$>"
+    assert data["title"] == "Where tiny looks"
+
+
+def test_two_checkpoints(runs, inspect, fails, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    runs["runs/tiny", "best"] = opened(CausalLM, num_kv_heads=1)
+    runs["runs/tiny", 500] = other = opened(CausalLM, seed=1, step=500)
+    runs["else"] = opened(CausalLM, seed=1, num_heads=4, directory="else")
+    data, _ = inspect("runs/tiny", "--prompt", "abc", "--compare", "500")
+    assert [panel["name"] for panel in data["panels"]] == ["tiny, step 7", "tiny, step 500"]
+    sown = weights_when_read(other, LETTERS.encode("abc"))["decoder"]["layers"]["slot_0"]["self_attention"]["weights"]
+    shown = np.nan_to_num(weights_of(data, "decoder", "self", 0, panel=1))
+    np.testing.assert_allclose(shown, sown[0][0, 0], atol=1 / 400)
+    facts = dict(data["facts"])
+    assert "heads: 2, of keys and values 1" in facts["Model"]
+    assert facts["Beside it"].startswith("tiny, step 500: ")
+    data, _ = inspect("runs/tiny", "--prompt", "abc", "--compare", "else")
+    assert [panel["name"] for panel in data["panels"]] == ["tiny, step 7 (runs/tiny)", "tiny, step 7 (else)"]
+    assert group_of(data, "decoder", "self", panel=1)["layers"][0]["heads"] == 4
+
+    page = ("--html", "page.html", "--prompt", "abc", "--compare")
+    assert "is what is shown anyway, tiny, step 7: name another step" in fails("runs/tiny", *page, "best")
+    assert "no checkpoint of step 3" in fails("runs/tiny", *page, "3")
+    runs["other"] = opened(CausalLM, OTHERS, directory="other")
+    message = fails("runs/tiny", *page, "other")
+    assert "other reads this text as other tokens than the first model" in message
+    assert "Compare models of one tokenizer, or write a page for each." in message
+    runs["pairs"] = opened(Seq2Seq, directory="pairs")
+    assert "a CausalLM and a Seq2Seq don't read the same" in fails("runs/tiny", *page, "pairs")
+
+
+@pytest.mark.slow
+def test_a_translation_with_pictures_beside_the_page(runs, inspect, tmp_path):
+    runs["runs/tiny"] = opened(Seq2Seq, num_encoder_layers=2, num_decoder_layers=1)
+    words = ("runs/tiny", "--prompt", "abc", "--target", "de", "--output", str(tmp_path / "maps"))
+    data, found = inspect(*words)
+    assert data["words"] == {"encoder": list("abc"), "decoder": ["<bos>", "d", "e"]}
+    assert (data["writtenFrom"], dict(data["texts"])["Target"]) == (None, "de")
+    assert [(one["stack"], one["kind"], one["depth"]) for one in data["panels"][0]["groups"]] == [
+        ("encoder", "self", 2),
+        ("decoder", "self", 1),
+        ("decoder", "cross", 1),
+    ]
+    assert len(found["paths"]) == len(list((tmp_path / "maps").glob("*.png"))) == 4
+    data, found = inspect("runs/tiny", "--prompt", "abc", "--max-new-tokens", "3")
+    assert data["writtenFrom"] == 1
+    assert len(data["words"]["decoder"]) <= 4
+    assert found["paths"] == []
+
+
+@pytest.mark.slow
+def test_an_encoder(runs, inspect, fails):
+    runs["runs/tiny"] = opened(MaskedLM, attention_sinks=True)
+    data, found = inspect("runs/tiny", "--prompt", "abc d")
+    assert data["words"] == {"encoder": ["a", "b", "c", "␣", "d"], "decoder": []}
+    assert found["target"] is None
+    assert "rows sum to less than 1" in dict(data["facts"])["Sinks"]
+    assert "a MaskedLM writes no text" in fails("runs/tiny", "--prompt", "abc", "--max-new-tokens", "3")
+    assert "--target is for an encoder-decoder" in fails("runs/tiny", "--prompt", "abc", "--target", "x")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--compare", "500"), "--compare puts two models onto one page: give its file too, such as --html"),
+        (("--html", "page"), "--html takes the file to write, such as attention.html, got page."),
+        (("--html", "."), "--html takes the file to write"),
+        (("--max-new-tokens", "0"), "--max-new-tokens must be at least 1, got 0."),
+        (("--max-new-tokens", "3", "--target", "x"), "leave --max-new-tokens out, or --target"),
+    ],
+)
+def test_options_that_do_not_go_together(words, message, fails):
+    """Said before anything is loaded: there is no such directory."""
+    assert message in fails("nowhere", "--prompt", "a", *words)
+
+
+def test_what_cannot_be_shown(runs, fails, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    tokenizer = LETTERS
+    model = CausalLM(TransformerConfig(vocab_size=tokenizer.vocab_size, **SIZES))
+    shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
+    run = SimpleNamespace(recipe=SimpleNamespace(name="tiny"), step=7)
+    runs["runs/tiny"] = Opened(model, shapes, Path("runs/tiny"), tokenizer, 12, 1, run=run)
+    prompt = ("runs/tiny", "--prompt", "abc de")
+    message = fails(*prompt, "--max-new-tokens", "7")
+    assert "reads 12 tokens at once; the prompt has 6, so that 7 new ones don't fit." in message
+    assert "Give at most --max-new-tokens 6, or shorten the prompt." in message
+    assert "Leave --max-new-tokens out" in fails(*prompt[:2], "abc" * 4, "--max-new-tokens", "1")
+    monkeypatch.setattr(attention_page, "MOST_WEIGHTS", 71)
+    message = fails(*prompt, "--html", "page.html")
+    assert "can hold 71 attention weights, but these texts give 72" in message, "and nothing was computed"
+    vision = VisionClassifier(
+        TransformerConfig(num_classes=2, patches=Patches(image_height=4, image_width=4, patch_size=2), **SIZES)
+    )
+    runs["seen"] = Opened(vision, {}, Path("seen"), None, None, None, run=run)
+    assert "seen holds a VisionClassifier, which reads no text. From Python" in fails("seen", "--prompt", "a")

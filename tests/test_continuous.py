@@ -1,0 +1,71 @@
+"""More prompts than slots: each row is what it is alone, and little is computed for rows that have ended."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from transformer.config import Execution, TransformerConfig
+from transformer.generate import Draft, Sampling, continuous, generate
+from transformer.models import CausalLM, Seq2Seq
+
+VOCABULARY = 11
+CONFIG = TransformerConfig(vocab_size=VOCABULARY, d_model=8, num_layers=2, num_heads=2, d_ff=12)
+MODEL = CausalLM(CONFIG, Execution(scan=False))
+PARAMS = jax.tree.map(
+    lambda leaf: 2.5 * leaf, jax.jit(MODEL.init)(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
+)
+RANDOM = np.random.default_rng(0)
+PROMPTS = [RANDOM.integers(0, VOCABULARY, length).tolist() for length in (3, 20, 1, 7, 5, 18, 2, 4, 9)]
+
+
+@pytest.mark.parametrize("slots", [1, 3, 20])
+def test_each_row_is_what_it_is_with_all_at_once(slots):
+    for options in ({"sampling": Sampling(temperature=0.0)}, {"seed": 5}, {"seed": list(range(9))}):
+        plain = generate(MODEL, PARAMS, PROMPTS, max_new_tokens=10, eos_id=3, **options)
+        assert generate(MODEL, PARAMS, PROMPTS, max_new_tokens=10, eos_id=3, slots=slots, **options) == plain
+    assert len({len(row) for row in plain}) > 2  # rows end at unlike times, or nothing was tested
+
+
+def test_slots_are_refilled(monkeypatch):
+    """Rows that end soon leave their slots to others: fewer steps than batches of as many rows would take."""
+    ends = [3, 5]
+    lengths = [len(row) for row in generate(MODEL, PARAMS, PROMPTS, max_new_tokens=40, eos_id=ends, seed=1)]
+    assert max(lengths) > 4 * np.median(lengths)
+    steps, original = [], continuous.go_on
+
+    def counting(model, params, state, *rest):
+        before = np.array(state.written.counts), np.array(state.running)
+        state = original(model, params, state, *rest)
+        steps.append(int((np.array(state.written.counts) - before[0])[before[1]].max(initial=0)))
+        return state
+
+    monkeypatch.setattr(continuous, "go_on", counting)
+    generate(MODEL, PARAMS, PROMPTS, max_new_tokens=40, eos_id=ends, seed=1, slots=3)
+    longest_first = sorted(range(len(PROMPTS)), key=lambda n: -len(PROMPTS[n]))
+    batches = sum(max(lengths[n] for n in longest_first[start : start + 3]) for start in range(0, 9, 3))
+    assert sum(steps) < batches
+
+
+def test_scanned_layers_and_other_kernels_serve_too():
+    plain = generate(MODEL, PARAMS, PROMPTS, max_new_tokens=5)
+    scanned = CausalLM(CONFIG, Execution(scan=True, attention="splash"))
+    assert generate(scanned, PARAMS, PROMPTS, max_new_tokens=5, slots=4) == plain
+
+
+def test_numbers_that_are_not_finite_are_named():
+    broken = {**PARAMS, "embedding": jax.tree.map(lambda leaf: leaf.at[7].set(jnp.nan), PARAMS["embedding"])}
+    rows = [row for row in PROMPTS if 7 not in row][:2] + [[7]]
+    with pytest.raises(ValueError, match=r"row \d are not finite at position \d+ .*embedding/embedding"):
+        generate(MODEL, broken, rows, max_new_tokens=5, slots=1)
+
+
+def test_what_slots_are_not_for_is_said():
+    with pytest.raises(ValueError, match=r"slots must be a whole number of at least 1, or None .*, got 0"):
+        generate(MODEL, PARAMS, PROMPTS, max_new_tokens=2, slots=0)
+    with pytest.raises(ValueError, match=r"slots and draft can't be used together"):
+        generate(MODEL, PARAMS, PROMPTS, max_new_tokens=2, slots=2, draft=Draft(model=MODEL, params=PARAMS))
+    seq2seq = Seq2Seq(CONFIG)
+    params = jax.jit(seq2seq.init)(jax.random.key(0), jnp.zeros((1, 1), int), jnp.zeros((1, 1), int))["params"]
+    with pytest.raises(ValueError, match=r"slots are for a CausalLM, got a Seq2Seq. Use beam_search_all"):
+        generate(seq2seq, params, bos_id=1, sources=[[1], [2]], max_new_tokens=2, slots=1)

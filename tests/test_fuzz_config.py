@@ -1,0 +1,113 @@
+"""config.json and its neighbors as nobody wrote them: a model, or one error; never a fault of the program."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import jax
+import jaxtyping
+import pytest
+from fuzz_parts import NAMES, ODD, Fuzz, files_of, fuzz, written
+from golden import case as golden_case
+from golden import ours
+from hypothesis import strategies as st
+
+from transformer.inference import open_model
+from transformer.models import Seq2Seq
+from transformer.weights.quantized import FIELD
+from transformer.zoo import pretrained
+
+__all__ = ["fuzz"]  # a fixture
+
+RECORDS = {
+    (family, name): record
+    for family in golden_case.families()
+    for name, record in golden_case.golden(family).items()
+    if isinstance(record, dict)
+}
+"""a tiny model of every family, and of some several"""
+WORDS = sorted({field for record in RECORDS.values() for field in record["config"]} | {FIELD, "architectures"})
+"""every field of a config.json that any of them has"""
+VALUES = st.sampled_from(
+    [{"rope_type": "yarn", "factor": 2.0}, {"rope_type": "llama3"}, {"type": "linear", "factor": 0}]
+)
+VALUES |= st.sampled_from(
+    [{"quant_method": "fp8"}, {"quant_method": "mxfp4"}, ["full_attention"], ["sliding_attention"]]
+)
+VALUES |= st.sampled_from(
+    ["gelu", "silu", "relu", "fp8", "LlamaModel", ["GPT2LMHeadModel"], ["BertModel"], "0.1", 1e-5]
+)
+MORE = st.dictionaries(st.sampled_from(WORDS), ODD | VALUES, max_size=2)
+TOKENS = {"eos_token_id": [2, 1], "suppress_tokens": [3], "bad_words_ids": [[1], [2, 3]], "forced_bos_token_id": 1}
+
+
+def configs(keys: list) -> st.SearchStrategy:
+    """(which record, its config.json): with fields of any family put in, or with any value or byte changed."""
+    picked = st.sampled_from(keys)
+
+    def contents(key: tuple[str, str]) -> st.SearchStrategy:
+        config = RECORDS[key]["config"]
+        named = st.builds(lambda more: written(config | more), MORE)
+        return st.tuples(st.just(key), named | files_of([config]))
+
+    return picked.flatmap(contents)
+
+
+@pytest.fixture
+def put() -> Iterator[Callable[[Path, tuple], None]]:
+    """Writes a record's tensors, once, and its config.json and generation_config.json of this case; as a user has it,
+    without the type checker of these tests.
+    """
+    jaxtyping.config.update("jaxtyping_disable", True)
+    jax.random.key(0).block_until_ready()  # the threads that JAX starts at first want much of the address space
+
+    def write(folder: Path, value: tuple) -> None:
+        (family, name), config, *generation = value
+        place = folder / f"{family}-{name}"
+        if not place.exists():
+            ours.write(place, RECORDS[family, name])
+        (place / "config.json").write_bytes(config)
+        for content in generation:
+            (place / "generation_config.json").write_bytes(content)
+
+    yield write
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+def look(folder: Path, value: tuple) -> None:
+    """Opens the directory and asks for all that its JSON files decide."""
+    (family, name), *_ = value
+    opened = open_model(folder / f"{family}-{name}")
+    assert opened.context is None or opened.context > 0
+    assert all(isinstance(label, str) for label in opened.labels)
+    if opened.model.config.vocab_size is not None:
+        assert all(0 <= i < opened.model.config.vocab_size for i in opened.suppressed)
+    if isinstance(opened.model, Seq2Seq) and opened.bos_id is not None:
+        assert opened.target_start
+    assert json.dumps(opened.place())
+
+
+def test_descriptions_of_models(fuzz: Fuzz, put, monkeypatch: pytest.MonkeyPatch):
+    """All up to the tensors, which `test_whole_directories` reads, too."""
+    monkeypatch.setattr(pretrained, "_read_params", lambda *arguments: None)
+    fuzz("config.json", 15_000, configs(list(RECORDS)), look, put=put)
+
+
+GENERATION = files_of([TOKENS])
+GENERATION |= st.dictionaries(st.sampled_from([*TOKENS, *NAMES]), ODD, max_size=2).map(
+    lambda more: written(TOKENS | more)
+)
+
+
+def test_settings_of_generation(fuzz: Fuzz, put, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(pretrained, "_read_params", lambda *arguments: None)
+    keys = st.sampled_from([("bart", "lm"), ("llama", "lm"), ("t5", "lm")])
+    config = keys.map(lambda key: (key, written(RECORDS[key]["config"])))
+    inputs = st.builds(lambda config, generation: (*config, generation), config, GENERATION)
+    fuzz("config.json", 4400, inputs, look, put=put)
+
+
+def test_whole_directories(fuzz: Fuzz, put):
+    """Now and then what a config.json describes fits the tensors, and is read."""
+    keys = [key for key in RECORDS if key[0] in ("llama", "gpt2", "bert", "t5", "vit")]
+    fuzz("config.json", 600, configs(keys), look, put=put)

@@ -1,0 +1,266 @@
+"""Too little memory of a device: what is said has the numbers, and flags that make a recipe which needs less."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from training_recipes import change, text_recipe, tiny_batch, tiny_recipe
+
+from transformer.cli.errors import run_command
+from transformer.config import Execution, TransformerConfig
+from transformer.data.configs import TextFile
+from transformer.plan import batch_shapes
+from transformer.sharding import ParallelConfig, mesh_sizes
+from transformer.training import Recipe, TrainingConfig
+from transformer.training.loop import train
+from transformer.training.memory import (
+    EVALUATION,
+    MemoryWatch,
+    Need,
+    OutOfMemoryError,
+    advice,
+    device_bytes,
+    remedies,
+    step_need,
+    times_smaller,
+)
+from transformer.training.overrides import override
+from transformer.training.parallel import MeshPlacement, place
+from transformer.training.state import abstract_state
+
+GIB = 2**30
+FULL = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 7 bytes.\nMore lines.")
+RECIPE = Recipe(
+    name="large",
+    model=TransformerConfig(vocab_size=5_000, d_model=512, num_heads=8, num_layers=16, position="rotary"),
+    data=TextFile(path="x", sequence_length=512, batch_size=64),
+    execution=Execution(scan=True),
+)
+SHAPES = batch_shapes(RECIPE)
+
+
+def need(state, gradients, activations):
+    return Need(state=round(state * GIB), gradients=round(gradients * GIB), activations=round(activations * GIB))
+
+
+def sizes(devices=1, **wanted):
+    return mesh_sizes({"data": -1} | wanted, devices)
+
+
+def by_flag(found):
+    return {one.flags.rpartition(" ")[0]: one for one in found}
+
+
+class TestRemedies:
+    """Estimates of what is left of a need."""
+
+    def found(self, devices=1, times=4, recipe=RECIPE, wanted=None):
+        wanted = wanted or need(2, 1, 40)
+        return wanted, by_flag(remedies(recipe, sizes(devices), times, wanted, SHAPES))
+
+    def test_fewer_rows_at_once_divide_activations_and_keep_two_gradients(self):
+        _, found = self.found()
+        assert found["--training.accumulation"].need == need(2, 2, 10)
+        assert found["--data.batch-size"].need == need(2, 1, 10)
+        again = change(RECIPE, training={"accumulation": 2})
+        _, found = self.found(recipe=again)
+        assert found["--training.accumulation"].flags == "--training.accumulation 8"
+        assert found["--training.accumulation"].need == need(2, 1, 10)
+
+    def test_a_mesh_divides_what_each_device_has_a_copy_of(self):
+        _, found = self.found(devices=4)
+        assert found["--parallel.fsdp"].need == need(0.5, 0.25, 40)
+        assert "--parallel.fsdp" not in self.found()[1]
+
+    def test_tensor_where_fsdp_does_not_divide(self):
+        odd = change(RECIPE, model={"d_model": 510, "head_dim": 64, "d_ff": 2048})
+        _, found = self.found(devices=4, recipe=odd)
+        assert found["--parallel.tensor"].flags == "--parallel.tensor 4"
+
+    def test_remat_keeps_a_layer_and_what_goes_into_each(self):
+        before, found = self.found()
+        left = found["--execution.remat"].need
+        inputs, logits = 16 * 64 * 512 * 512 * 4, 2 * 4 * 64 * 512 * 5_000
+        assert left.activations == pytest.approx(logits + (before.activations - logits) / 16 + inputs, rel=1e-6)
+        assert (left.state, left.gradients) == (before.state, before.gradients)
+
+    def test_an_estimate_is_never_above_what_is_needed_now(self):
+        small, found = self.found(wanted=need(2, 1, 0.1))
+        assert all(one.need.activations <= small.activations for one in found.values())
+
+    def test_each_flag_makes_a_recipe_that_has_a_place(self):
+        recipe = change(RECIPE, parallel={"devices": 4}, model={"num_layers": 1})
+        for one in remedies(recipe, sizes(4), 2, need(2, 1, 40), SHAPES):
+            MeshPlacement(override(recipe, one.flags.split(), program="x"))
+
+
+class TestAdvice:
+    """One text from numbers."""
+
+    def test_numbers_and_what_helps(self):
+        text = advice(RECIPE, sizes(), need(2, 1, 40), 16 * GIB, SHAPES)
+        assert text.startswith(
+            "it needs about 43.00 GiB of a device (parameters, optimizer and batch 2.00 GiB, gradients 1.00 GiB, "
+            "activations and the rest 40.00 GiB), and JAX may use 16.00 GiB."
+        )
+        assert "--training.accumulation 4: fewer rows at once, the same result (about 14.00 GiB)" in text
+        assert "--execution.remat full" in text
+        assert "python -m transformer plan RECIPE --here FLAGS" in text
+
+    def test_what_is_not_enough_alone_is_said(self):
+        text = advice(RECIPE, sizes(), need(2, 7, 40), 12 * GIB, SHAPES)
+        assert (
+            "--training.accumulation 16: fewer rows at once, the same result (about 18.50 GiB, not enough alone)"
+            in text
+        )
+        assert re.search(r"--data\.batch-size 4: .* \(about 11\.50 GiB\)", text)
+
+    def test_more_devices_as_many_as_it_takes(self):
+        text = advice(RECIPE, sizes(), need(40, 20, 4), 16 * GIB, SHAPES)
+        assert "8 such devices with --parallel.fsdp 8: all split over them (about 8.00 GiB)" in text
+        assert "accumulation" not in text  # the state alone is too large
+
+    def test_a_state_that_is_too_large_before_any_step(self):
+        text = advice(RECIPE, sizes(), need(40, 0, 0), 16 * GIB)
+        assert "(parameters, optimizer and batch 40.00 GiB)" in text
+        assert "remat" not in text
+
+    def test_what_no_flag_helps_is_left_out(self):
+        model = dataclasses.replace(RECIPE, execution=Execution(remat="full"))
+        odd = change(model, data={"batch_size": 1}, model={"dtype": "bfloat16"})
+        text = advice(odd, sizes(), need(2, 1, 40), 16 * GIB, batch_shapes(odd))
+        assert "What helps" not in text
+
+    def test_what_should_fit_is_said(self):
+        assert "does another process use the device" in advice(RECIPE, sizes(), need(2, 1, 4), 16 * GIB, SHAPES)
+
+    def test_of_a_gpu_there_is_more_than_jax_takes(self, monkeypatch):
+        monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
+        given = RECIPE, sizes(), need(2, 1, 40), 16 * GIB, SHAPES
+        assert "XLA_PYTHON_CLIENT_MEM_FRACTION=0.95" in advice(*given, "gpu")
+        assert "FRACTION" not in advice(*given, "tpu")
+        monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
+        assert "FRACTION" not in advice(*given, "gpu")
+
+    def test_a_cpu_gains_nothing_by_bfloat16(self):
+        given = RECIPE, sizes(), need(2, 1, 40), 16 * GIB, SHAPES
+        assert "bfloat16" in advice(*given, "gpu")
+        assert "bfloat16" not in advice(*given, "cpu")
+
+
+class Refusing:
+    """A place whose compiler finds no room, and says so in these words."""
+
+    sizes = mesh_sizes({"data": 1}, 1)
+
+    def __init__(self, recipe, words):
+        self.recipe, self.words = recipe, words
+
+    def abstract_state(self):
+        return abstract_state(self.recipe)
+
+    def lower(self, batch):
+        raise jax.errors.JaxRuntimeError(self.words)
+
+
+def fail_inside(watch, error=FULL):
+    with watch:
+        raise error
+
+
+def test_what_the_compiler_of_a_tpu_says():
+    recipe = tiny_recipe()
+    words = "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 60.91G of 15.75G hbm."
+    found = step_need(recipe, Refusing(recipe, words), tiny_batch())
+    assert found.total == round(60.91 * GIB)
+    watch = MemoryWatch(recipe)
+    watch.placement, watch.batch = Refusing(recipe, "RESOURCE_EXHAUSTED: no more"), tiny_batch()
+    with pytest.raises(
+        OutOfMemoryError, match=r"the compiler finds no room, and JAX may use .*GiB of a device. XLA says"
+    ):
+        fail_inside(watch)
+
+
+def test_before_there_is_a_place_and_before_the_first_step():
+    recipe = tiny_recipe()
+    with pytest.raises(OutOfMemoryError, match=r"in the making of the state: JAX may use .* XLA says: Out of memory"):
+        fail_inside(MemoryWatch(recipe))
+    watch = MemoryWatch(recipe)
+    watch.placement = place(recipe)
+    with pytest.raises(OutOfMemoryError, match=r"in the making of the state: it needs about 0\.\d\d MiB of a device"):
+        fail_inside(watch)
+
+
+@pytest.mark.parametrize("error", [jax.errors.JaxRuntimeError("INVALID_ARGUMENT: x"), ValueError("RESOURCE_EXHAUSTED")])
+def test_other_errors_stay_what_they_are(error):
+    with pytest.raises(type(error)) as raised:
+        fail_inside(MemoryWatch(tiny_recipe()), error)
+    assert raised.value is error
+
+
+def test_evaluation_has_other_remedies():
+    recipe = tiny_recipe()
+    watch = MemoryWatch(recipe)
+    watch.placement, watch.now = place(recipe), EVALUATION  # before any step: a run that goes on may begin so
+    lower = rf"in evaluation: .* Lower --data.eval-batch-size \({recipe.data.eval_batch_size}\)"
+    with pytest.raises(OutOfMemoryError, match=lower):
+        fail_inside(watch)
+
+
+def test_a_run_says_it_in_one_line_and_ends_with_a_fault(tmp_path, monkeypatch, capsys):
+    """The step is really compiled: what it needs is the compiler's account, not an estimate."""
+
+    def refuse(self, state, batch, *limit):
+        raise FULL
+
+    monkeypatch.setattr(MeshPlacement, "train_step", refuse)
+    recipe = text_recipe(tmp_path)
+    assert run_command(lambda: train(recipe, tmp_path / "run").exit_code, debug=False) == 1
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    found = re.match(
+        r"error: out of memory in the training step: it needs about ([\d.]+) MiB of a device \(parameters, optimizer "
+        r"and batch ([\d.]+) MiB, gradients ([\d.]+) MiB, activations and the rest ([\d.]+) MiB\), and JAX may use",
+        said,
+    )
+    total, *parts = map(float, found.groups())
+    assert total == pytest.approx(sum(parts), abs=0.03)
+    assert "RESOURCE_EXHAUSTED" not in said
+    assert "--training.accumulation 2" in said
+
+
+def test_devices_of_a_cpu_share_its_memory():
+    assert device_bytes(jax.devices()[:4]) == device_bytes(jax.devices()[:1]) // 4
+    assert times_smaller(60, 16, 1) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "flags", [["--training.accumulation", "4"], ["--execution.remat", "full"], ["--data.batch-size", "4"]]
+)
+def test_estimates_are_near_what_the_compiler_counts(flags):
+    """Of a model whose activations are most of it, within a quarter."""
+    recipe = Recipe(
+        name="x",
+        model=TransformerConfig(vocab_size=64, d_model=32, num_heads=4, num_layers=8, position="rotary"),
+        data=TextFile(path="x", sequence_length=64, batch_size=16),
+        parallel=ParallelConfig(devices=1),
+        training=TrainingConfig(),
+    )
+
+    def counted(recipe):
+        return step_need(recipe, place(recipe), batch_shapes(recipe))
+
+    whole = counted(recipe)
+    assert whole.state == pytest.approx(
+        3 * 4 * sum(x.size for x in jax.tree.leaves(abstract_state(recipe).params)), rel=0.1
+    )
+    (remedy,) = [
+        one for one in remedies(recipe, sizes(), 4, whole, batch_shapes(recipe)) if one.flags == " ".join(flags)
+    ]
+    real = counted(override(recipe, flags, program="x"))
+    assert remedy.need.total == pytest.approx(real.total, rel=0.25)
+    assert real.total < 0.6 * whole.total
+    assert jnp.isfinite(real.total)

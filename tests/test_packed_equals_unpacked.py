@@ -1,0 +1,118 @@
+"""Several texts in one row, kept apart by segments, have the loss and the gradients of each in a row of its own."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from transformer.config import Execution, LayerKind, MoE, TransformerConfig
+from transformer.training import TrainingConfig
+from transformer.training.tasks import TASKS, training_loss
+
+VOCABULARY, ROW = 17, 13
+LENGTHS = (7, 5, 11, 2, 6, 4)
+"""of texts, and of targets"""
+SOURCE_LENGTHS = (3, 8, 9, 4, 2, 5)
+PLACES = ((0, 1), (2, 3), (4, 5))
+"""which texts share a row"""
+LOSS = TrainingConfig(label_smoothing=0.1, z_loss=0.01)
+
+
+def texts(seed, lengths):
+    random = np.random.default_rng(seed)
+    return [random.integers(3, VOCABULARY, length) for length in lengths]
+
+
+def laid_out(rows, groups):
+    """The rows of each group one after the other: what is in a place, its segment (0: padding) and its position."""
+    found = np.zeros((3, len(groups), ROW), np.int32)
+    for group, members in enumerate(groups):
+        start = 0
+        for segment, member in enumerate(members, start=1):
+            place = slice(start, start + len(rows[member]))
+            found[:, group, place] = rows[member], np.full(len(rows[member]), segment), np.arange(len(rows[member]))
+            start = place.stop
+    return found
+
+
+def batch(task, packed):
+    """All texts, each in a row of its own or some together, with unequal weights."""
+    groups = PLACES if packed else [(number,) for number in range(len(LENGTHS))]
+    tokens, segments, positions = laid_out(texts(0, LENGTHS), groups)
+    made = {
+        "tokens": tokens,
+        "targets": laid_out(texts(1, LENGTHS), groups)[0],
+        "weights": np.where(segments, 1 + laid_out(texts(2, LENGTHS), groups)[0] % 3, 0).astype(np.float32),
+    }
+    if packed:
+        made |= {"segment_ids": segments, "positions": positions}
+    if task == "seq2seq":
+        made["source"], source_segments, source_positions = laid_out(texts(3, SOURCE_LENGTHS), groups)
+        if packed:
+            made |= {"source_segment_ids": source_segments, "source_positions": source_positions}
+        else:
+            made["source_lengths"] = np.array(SOURCE_LENGTHS, np.int32)
+    return made
+
+
+@functools.cache
+def model_and_loss(task, position, kind=LayerKind()):
+    """Parameters that show, and the jitted sums of loss, weights and what routers add, with the gradients of the first
+    and last together.
+    """
+    config = TransformerConfig(
+        vocab_size=VOCABULARY,
+        d_model=8,
+        num_heads=2,
+        num_layers=1,
+        d_ff=12,
+        position=position,
+        max_length=ROW if position == "learned" else None,
+        period=(kind,),
+    )
+    model = TASKS[task].model(config, Execution(scan=False))
+    shapes = jax.eval_shape(model.init, jax.random.key(0), *TASKS[task].example(config))["params"]
+    random = np.random.default_rng(0)
+    params = jax.tree.map(lambda leaf: jnp.asarray(random.normal(size=leaf.shape) / 2, leaf.dtype), shapes)
+
+    def loss(params, batch):
+        loss, weight, routers = training_loss(task, model, params, batch, LOSS, None)
+        return loss if routers is None else loss + routers, weight
+
+    loss = jax.value_and_grad(loss, has_aux=True)
+    return functools.partial(jax.jit(loss), params)
+
+
+ROUTED = LayerKind(moe=MoE(num_experts=3, load_balance_weight=1.0, router_z_weight=1.0))
+
+
+@pytest.mark.parametrize(
+    ("task", "position", "kind"),
+    [
+        ("causal_lm", "rotary", LayerKind()),
+        ("causal_lm", "learned", LayerKind()),
+        ("seq2seq", "rotary", ROUTED),
+        ("seq2seq", "learned", LayerKind()),
+    ],
+)
+def test_loss_and_gradients_are_those_of_rows_alone(task, position, kind):
+    loss = model_and_loss(task, position, kind)
+    (packed, weight), gradients = loss(batch(task, packed=True))
+    (alone, same_weight), wanted = loss(batch(task, packed=False))
+    assert weight == same_weight > sum(LENGTHS)
+    np.testing.assert_allclose(packed, alone, rtol=1e-5)
+    # Relative to the largest of all: a bias on keys has no gradient but rounding.
+    largest = max(np.abs(leaf).max() for leaf in jax.tree.leaves(wanted))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * largest), gradients, wanted)
+
+
+@pytest.mark.parametrize("name", ["segment_ids", "source_segment_ids", "positions", "source_positions"])
+def test_each_part_of_a_packed_batch_is_needed(name):
+    """With learned positions, which tell where a token stands; rotary ones only tell how far apart two are."""
+    loss, right = model_and_loss("seq2seq", "learned"), batch("seq2seq", packed=True)
+    wrong = right | {
+        name: np.minimum(right[name], 1) if "segment" in name else np.tile(np.arange(ROW), (len(PLACES), 1))
+    }
+    assert abs(loss(wrong)[0][0] / loss(right)[0][0] - 1) > 1e-4

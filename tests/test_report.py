@@ -1,0 +1,371 @@
+"""`python -m transformer report`: what a workdir tells of its run, as a page that nothing in it can break out of."""
+
+import base64
+import hashlib
+import html
+import itertools
+import json
+import os
+import re
+import socket
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+from training_recipes import change, text_recipe
+
+from transformer.__main__ import main
+from transformer.cli.report import in_another_workdir, names_of, read_run
+from transformer.training.calls import read_calls, record_call, versions
+from transformer.training.lock import WorkdirLock, in_use
+from transformer.training.recipe import save_recipe
+from transformer.training.report import append_samples, read_samples
+from transformer.training.summary import Summary, save_summary
+from transformer.viz.report_curves import CHARTS, frame_of, kept_points, lines_of, short, svg, ticks
+from transformer.viz.report_page import RunReport, report_page, save_report
+
+PNG = b"\x89PNG\r\n\x1a\n"
+HOSTILE = "</script><b>bold</b><img src=x onerror=alert(1)>\x1b[31m\x00\ud800 & \u2028"
+
+
+class Page(HTMLParser):
+    """What a browser would see: elements with their attributes, and the text of each kind."""
+
+    def __init__(self, source):
+        super().__init__(convert_charrefs=True)
+        self.elements, self.inside, self.texts = [], [], []
+        self.feed(source)
+
+    def handle_starttag(self, tag, attributes):
+        self.elements.append((tag, dict(attributes)))
+        self.inside.append(tag)
+
+    def handle_endtag(self, tag):
+        while self.inside and self.inside.pop() != tag:
+            pass
+
+    def handle_data(self, data):
+        self.texts.append((self.inside[-1] if self.inside else "", data))
+
+    def count(self, tag):
+        return sum(name == tag for name, _ in self.elements)
+
+    @property
+    def words(self):
+        return " ".join(text for tag, text in self.texts if tag not in ("script", "style"))
+
+    @property
+    def data(self):
+        """The numbers of each picture."""
+        found = [json.loads(text) for tag, text in self.texts if tag == "script" and text.startswith("[{")]
+        return [line for picture in found for line in picture]
+
+
+def make_run(folder, name, *, steps=8, done=8, every=2, bad=(), **groups):
+    """A workdir as training leaves it after `done` of `steps` steps; nothing is trained."""
+    recipe = change(text_recipe(folder), training={"steps": steps}, **groups)
+    workdir = folder / name
+    workdir.mkdir()
+    save_recipe(recipe, workdir)
+    record_call(workdir, 0, f"python train.py mine.py --workdir {workdir}", "device: 1 x cpu, jax 0")
+    with open(workdir / "metrics.jsonl", "w") as file:
+        for step in range(every, done + 1, every):
+            loss = "NaN" if step in bad else 3.0 / step
+            line = {"train/loss": loss, "train/grad_norm": 1.0, "train/learning_rate": 0.1, "perf/tokens_per_s": 1e4}
+            file.write(json.dumps({"step": step} | line) + "\n")
+            file.write(json.dumps({"step": step, "eval/loss": 3.5 / step, "eval/accuracy": step / 10}) + "\n")
+            append_samples(workdir, step, f"a text of step {step}")
+    if done >= steps:
+        save_summary(
+            Summary(name="tiny", workdir=str(workdir), command="c", step=done, steps=steps, parameters=1234), workdir
+        )
+    return workdir
+
+
+@pytest.fixture
+def run(capsys):
+    """Runs the verb; returns its exit code, stdout and stderr."""
+
+    def call(*words):
+        code = main(["report", *map(str, words)])
+        return code, *capsys.readouterr()
+
+    return call
+
+
+@pytest.fixture
+def no_pictures(monkeypatch):
+    """PNGs take most of the time."""
+    monkeypatch.setattr("transformer.viz.report_page.save_png", lambda chart, lines, path: None)
+
+
+def page_of(*workdirs):
+    return Page(report_page([read_run(workdir, workdir.name) for workdir in workdirs], title="t"))
+
+
+class TestVerb:
+    def test_a_run(self, tmp_path, run):
+        workdir = make_run(tmp_path, "run")
+        code, out, err = run(workdir)
+        paths = out.split()
+        assert (code, err) == (0, "")
+        assert paths[0] == str(workdir / "report.html")
+        names = {os.path.basename(path) for path in paths[1:]}
+        assert names == {
+            f"report-{name}.png" for name in ("loss", "accuracy", "learning-rate", "gradient-norm", "speed")
+        }
+        assert all(open(path, "rb").read(8) == PNG for path in paths[1:])  # noqa: SIM115
+        page = Page((workdir / "report.html").read_text(encoding="utf-8"))
+        for words in (
+            "finished, 8 steps",
+            "a text of step 8",
+            "held-out loss",
+            "0.4375 nats per token, best 0.4375 at step 8",
+            "model.d_model",
+            f"python train.py mine.py --workdir {workdir}-again",
+            f"jax=={versions()['jax']}",
+            "transformer evaluate",
+        ):
+            assert words in page.words, words
+        assert page.count("figure") == page.count("svg") == len(names)
+        assert page.data[0] == {"label": "train", "steps": [2, 4, 6, 8], "values": [1.5, 0.75, 0.5, 0.375]}
+
+    def test_two_runs_are_compared(self, tmp_path, run, no_pictures):
+        one = make_run(tmp_path, "one")
+        other = make_run(tmp_path, "other", model={"num_heads": 2}, optimizer={"learning_rate": 0.5})
+        code, out, _ = run(one, other, "--output", tmp_path / "both" / "page.html")
+        assert (code, out.splitlines()[1]) == (0, str(tmp_path / "both" / "page-loss.png"))
+        page = Page((tmp_path / "both" / "page.html").read_text(encoding="utf-8"))
+        table = page.words.partition("Fields in which the recipes differ")[2].partition("Last values")[0]
+        assert re.findall(r"[a-z]+\.[a-z_.0-9]+", table) == ["model.num_heads", "optimizer.learning_rate"]
+        assert [line["label"] for line in page.data[:4]] == ["one, train", "one, eval", "other, train", "other, eval"]
+        assert page.count("h1") == 1
+
+    def test_where_the_page_of_several_lies(self, tmp_path, run, no_pictures):
+        one, other = make_run(tmp_path, "one"), make_run(tmp_path, "other")
+        assert run(one, other)[1].split()[0] == str(one / "comparison.html")
+        assert run(one, f"{one}/")[1].split()[0] == str(one / "report.html")  # twice the same is one
+
+    def test_json(self, tmp_path, run, no_pictures):
+        told = json.loads(run(make_run(tmp_path, "run"), "--json")[1])
+        assert told["runs"][0]["status"] == "finished, 8 steps"
+        assert len(told["pictures"]) == 5
+
+    @pytest.mark.parametrize(
+        ("words", "message"),
+        [
+            ((), "there is no run to report on. Name a workdir"),
+            (("nowhere",), "nowhere is not the workdir of a run"),
+            (("{run}", "--output", "{run}"), "--output takes the HTML file to write"),
+            (("{run}", "--output", "x.png"), "such as report.html, got x.png"),
+            (("{run}", "--outptu", "x.html"), "Did you mean '--output'?"),
+        ],
+    )
+    def test_what_is_wrong_is_one_line(self, tmp_path, run, words, message):
+        workdir = make_run(tmp_path, "run")
+        code, out, err = run(*(word.format(run=workdir) for word in words))
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        assert message in err
+
+
+class TestStates:
+    def test_nothing_logged_yet(self, tmp_path):
+        workdir = make_run(tmp_path, "run", done=0)
+        page = page_of(workdir)
+        assert "nothing logged yet" in page.words
+        assert page.count("svg") == 0
+        (workdir / "metrics.jsonl").unlink()
+        assert "nothing logged yet" in page_of(workdir).words
+
+    def test_stopped(self, tmp_path):
+        assert "stopped at step 4 of 8" in page_of(make_run(tmp_path, "run", done=4)).words
+
+    def test_under_way(self, tmp_path):
+        workdir = make_run(tmp_path, "run", done=4)
+        with WorkdirLock(workdir):
+            assert in_use(workdir)
+            assert "under way, step 4 of 8" in page_of(workdir).words
+        assert not in_use(workdir)
+        (workdir / ".lock").write_text(json.dumps({"pid": 1, "host": socket.gethostname(), "started": "long ago"}))
+        assert not in_use(workdir)
+
+    def test_a_line_that_a_kill_cut_short(self, tmp_path):
+        workdir = make_run(tmp_path, "run", done=4)
+        with open(workdir / "metrics.jsonl", "a") as file:
+            file.write('{"step": 5, "train/lo')
+        assert page_of(workdir).data[0]["steps"] == [2, 4]
+
+    def test_a_broken_line_is_named(self, tmp_path, run):
+        workdir = make_run(tmp_path, "run")
+        text = (workdir / "metrics.jsonl").read_text()
+        (workdir / "metrics.jsonl").write_text(f"oops\n{text}")
+        code, _, err = run(workdir)
+        assert (code, err.count("\n")) == (2, 1)
+        assert "metrics.jsonl, line 1" in err
+
+    def test_numbers_that_are_none(self, tmp_path):
+        page = page_of(make_run(tmp_path, "run", bad=(4, 6)))
+        assert page.data[0]["values"] == [1.5, None, None, 0.375]
+        assert "train is not finite at 2 logged steps, the first is 4" in page.words
+        assert sum(attributes.get("class") == "lost" for _, attributes in page.elements) == 2
+
+    def test_none_of_them_finite(self, tmp_path):
+        workdir = make_run(tmp_path, "run", done=2, bad=(2,))
+        lines = (workdir / "metrics.jsonl").read_text().splitlines()
+        (workdir / "metrics.jsonl").write_text(lines[0] + "\n")
+        page = page_of(workdir)
+        assert "train/loss" in page.words  # among the last values
+        assert all(line["values"] != [None] for line in page.data)
+
+    def test_evaluations_alone(self, tmp_path):
+        workdir = make_run(tmp_path, "run")
+        lines = [line for line in (workdir / "metrics.jsonl").read_text().splitlines() if "eval/" in line]
+        (workdir / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+        assert [line["label"] for line in page_of(workdir).data] == ["eval", ""]
+
+    def test_a_run_that_went_on_has_no_outcome_of_before(self, tmp_path):
+        workdir = make_run(tmp_path, "run")
+        assert read_run(workdir, "run").outcome
+        with open(workdir / "metrics.jsonl", "a") as file:
+            file.write('{"step": 9, "train/loss": 1.0}\n')
+        told = read_run(workdir, "run")
+        assert told.outcome == ""
+        assert "step 9" in told.status
+
+    def test_a_run_of_before_calls_were_recorded(self, tmp_path):
+        workdir = make_run(tmp_path, "run")
+        (workdir / "calls.jsonl").unlink()
+        page = page_of(workdir)
+        assert "Versions" not in page.words
+        assert "transformer evaluate" in page.words
+
+    def test_an_average(self, tmp_path):
+        workdir = make_run(tmp_path, "run", done=0)
+        (workdir / "average.json").write_text("{}")
+        assert "average" in read_run(workdir, "run").status
+
+
+class TestPage:
+    def test_no_text_breaks_out(self, tmp_path, no_pictures):
+        """Whatever a model writes or a user names: it is text, and the scripts are those of the page."""
+        texts = {HOSTILE: HOSTILE}
+        hostile = RunReport(
+            name=HOSTILE,
+            status=HOSTILE,
+            facts=texts,
+            records=[{"step": 1, "train/loss": 1.0, HOSTILE: 2.0}],
+            unit=HOSTILE,
+            targets=HOSTILE,
+            outcome=HOSTILE,
+            samples=[(1, HOSTILE)],
+            recipe={"name": HOSTILE},
+            versions=texts,
+            calls=[HOSTILE],
+            commands=texts,
+        )
+        other = RunReport(name="b", status="", records=[{"step": 1, "train/loss": 1.0}], recipe={"name": "b"})
+        plain = RunReport(name="a", status="", records=[{"step": 1, "train/loss": 1.0}], recipe={"name": "c"})
+        (path, *_) = save_report([hostile, other], tmp_path / "page.html", title=HOSTILE, made=HOSTILE)
+        source = path.read_text(encoding="utf-8")
+        page, tame = Page(source), Page(report_page([plain, other], title="t"))
+        assert (page.count("img"), page.count("script")) == (0, tame.count("script"))
+        assert page.count("b") == page.count("figcaption")
+        assert not {"\x1b", "\x00"} & set(source)
+        assert "alert(1)" in page.words
+        assert page.data[0]["label"] == f"{HOSTILE}, train"
+
+    def test_it_fetches_nothing_and_runs_its_own_program_alone(self):
+        page = report_page([RunReport(name="a", status="", records=[{"step": 1, "train/loss": 1.0}])], title="t")
+        assert not re.search(r"(src|href)\s*=|url\((?!#)|@import|https?:", page)
+        script = re.search(r"<script>(.*?)</script>", page, re.DOTALL)[1]
+        digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+        assert f"script-src 'sha256-{digest}'" in html.unescape(page)
+        assert "default-src 'none'" in page
+
+    def test_names(self, tmp_path):
+        with pytest.raises(ValueError, match="there is no run to report on"):
+            report_page([], title="t")
+        with pytest.raises(ValueError, match="two runs are called 'a'"):
+            report_page([RunReport(name="a", status="")] * 2, title="t")
+        assert names_of([tmp_path / "x" / "a", tmp_path / "b"]) == ["a", "b"]
+        assert names_of([tmp_path / "x" / "a", tmp_path / "a"]) == [str(tmp_path / "x" / "a"), str(tmp_path / "a")]
+
+    def test_many_points_make_no_large_page(self):
+        records = [{"step": step, "train/loss": 2.0 + np.sin(step), "train/grad_norm": 1.0} for step in range(5_000)]
+        assert len(report_page([RunReport(name="a", status="", records=records)], title="t")) < 150_000
+
+
+class TestCurves:
+    def test_extremes_stay(self):
+        values = np.zeros(10_000)
+        values[[17, 6_000]], values[9_000] = [5.0, -7.0], np.nan
+        kept = kept_points(values)
+        assert {0, 17, 6_000, 9_000, 9_999} <= set(kept)
+        assert len(kept) <= 1_600
+        assert kept_points(values[:900]) == list(range(900))
+
+    @pytest.mark.parametrize(("low", "high"), [(0, 1), (0, 7), (-3.5, 2), (1e-5, 3e-5), (0, 2_000), (1.6, 1.7)])
+    def test_ticks_are_round_and_inside(self, low, high):
+        found = ticks(low, high)
+        assert 3 <= len(found) <= 11
+        assert all(low - 1e-9 <= value <= high + 1e-9 for value in found)
+        assert len({round(b - a, 9) for a, b in itertools.pairwise(found)}) == 1
+
+    def test_numbers_are_short(self):
+        told = {
+            0.0: "0",
+            1200.0: "1,200",
+            52_930.4: "52,930",
+            0.25: "0.25",
+            2e-5: "2e-05",
+            3.1e9: "3.1e+09",
+            1.23456: "1.235",
+        }
+        assert {number: short(number) for number in told} == told
+
+    def test_points_lie_where_they_should(self):
+        """The first and the last of a line on the edges of its frame, gaps where a value is none."""
+        chart = next(chart for chart in CHARTS if chart.name == "learning-rate")
+        records = [
+            {"step": step, "train/learning_rate": value} for step, value in ((0, 0.0), (5, float("nan")), (10, 2.0))
+        ]
+        lines = lines_of(chart, {"a": records})
+        frame = frame_of(chart, lines)
+        assert (frame.low, frame.right) == (0.0, 10.0)
+        picture = svg(chart, lines, "key")
+        assert re.findall(r'd="(M[^"]*)"', picture)[0] == "M62.0 266.0M616.0 " + f"{frame.y(2.0):.1f}"
+        assert 10 < frame.y(2.0) < 40
+
+    def test_the_first_losses_do_not_hide_the_others(self):
+        records = [{"step": step, "train/loss": 100.0 if step < 2 else 2.0 - step / 1000} for step in range(200)]
+        frame = frame_of(CHARTS[0], lines_of(CHARTS[0], {"a": records}))
+        assert frame.high < 3
+
+
+class TestPieces:
+    def test_calls_are_kept_in_order_and_begin_anew_with_a_run(self, tmp_path):
+        for step in (0, 4, 8):
+            record_call(tmp_path, step, "c", "d")
+        assert [call["step"] for call in read_calls(tmp_path)] == [0, 4, 8]
+        record_call(tmp_path, 0, "again", "d")
+        (call,) = read_calls(tmp_path)
+        assert call["command"] == "again"
+        assert {"python", "jax", "transformer-zoo"} <= call["versions"].keys()
+
+    def test_samples_are_read_as_they_were_written(self, tmp_path):
+        assert read_samples(tmp_path) == []
+        append_samples(tmp_path, 2, "one\n=== step by step ===")
+        append_samples(tmp_path, 4, "two")
+        assert read_samples(tmp_path) == [(2, "one\n=== step by step ===\n"), (4, "two\n")]
+
+    @pytest.mark.parametrize(
+        ("command", "expected"),
+        [
+            ("python train.py x --workdir a --seed 1", "python train.py x --workdir new --seed 1"),
+            ("python train.py x --workdir=a", "python train.py x --workdir=new"),
+            ("python train.py x", "python train.py x"),
+            ("train(recipe, 'it's')", "train(recipe, 'it's')"),
+        ],
+    )
+    def test_a_command_for_another_workdir(self, command, expected):
+        assert in_another_workdir(command, "new") == expected

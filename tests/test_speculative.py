@@ -1,0 +1,109 @@
+"""A draft changes how long it takes, and not what is written: greedily and drawn, with whatever draft."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from transformer.config import ConfigError, Execution, TransformerConfig
+from transformer.generate import Draft, Sampling, generate
+from transformer.generate.decoding import Rows
+from transformer.generate.sampling import Choice
+from transformer.generate.speculative import decode_with_draft
+from transformer.models import CausalLM, Seq2Seq
+
+VOCABULARY = 11
+PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9], [10, 2]]
+GREEDY = Sampling(temperature=0.0)
+
+
+def lm(seed, **fields):
+    sizes = {"vocab_size": VOCABULARY, "d_model": 8, "num_layers": 2, "num_heads": 2, "d_ff": 12}
+    model = CausalLM(TransformerConfig(**(sizes | fields)), Execution(scan=bool(seed % 2)))
+    params = jax.jit(model.init)(jax.random.key(seed), jnp.zeros((1, 1), int))["params"]
+    # Sharper than at first: several tokens in a row then have a draft's agreement, and some have not.
+    return model, jax.tree.map(lambda leaf: 2.5 * leaf, params)
+
+
+MODEL, PARAMS = lm(0)
+OTHER = Draft(model=lm(1, num_layers=1)[0], params=lm(1, num_layers=1)[1], tokens=3)
+DRAFTS = {"another": OTHER, "itself": Draft(model=MODEL, params=PARAMS, tokens=2)}
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(temperature=0.8, top_k=5)], ids=["greedy", "drawn"])
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_the_text_is_the_same(draft, sampling):
+    plain = generate(MODEL, PARAMS, PROMPTS, max_new_tokens=12, sampling=sampling, seed=3)
+    found = generate(MODEL, PARAMS, PROMPTS, max_new_tokens=12, sampling=sampling, seed=3, draft=DRAFTS[draft])
+    assert found == plain
+    # A token that came late in each row ends it there, though more was guessed with it.
+    for end in {row[7] for row in plain}:
+        options = {"max_new_tokens": 12, "sampling": sampling, "seed": 3, "eos_id": end}
+        assert generate(MODEL, PARAMS, PROMPTS, **options, draft=DRAFTS[draft]) == generate(
+            MODEL, PARAMS, PROMPTS, **options
+        )
+
+
+def learned(rows):
+    model, params = lm(0, position="learned", max_length=rows)
+    return Draft(model=model, params=params, tokens=3)
+
+
+def test_guesses_past_the_end_of_a_position_table_reach_nobody():
+    large, small = learned(12), learned(14)
+    options = {"max_new_tokens": 7, "sampling": GREEDY}
+    plain = generate(large.model, large.params, PROMPTS, **options)
+    for draft in (small, large):
+        assert generate(large.model, large.params, PROMPTS, **options, draft=draft) == plain
+
+
+def rounds(draft, tokens, new=13):
+    lengths = np.array([len(row) for row in PROMPTS], np.int32)
+    given = Rows(np.stack([np.pad(row, (0, 16 - len(row)), mode="edge") for row in PROMPTS]).astype(np.int32), lengths)
+    keys = jax.random.split(jax.random.key(0), len(PROMPTS))
+    ends, limit = np.array([-1], np.int32), np.int32(new)
+    how = (keys, Choice.of(GREEDY, VOCABULARY), ends, limit)
+    draft = dataclasses.replace(draft, tokens=tokens)
+    return int(decode_with_draft(MODEL, PARAMS, draft, given, *how, cache_slots=48, new_slots=16)[1])
+
+
+def test_good_guesses_save_steps():
+    assert rounds(DRAFTS["itself"], 3) == 3  # one token of the prompts' reading, and four a round
+    assert rounds(DRAFTS["itself"], 5) == 2
+    assert 3 < rounds(OTHER, 3) <= 12
+
+
+def test_a_row_is_what_it_is_alone():
+    together = generate(MODEL, PARAMS, PROMPTS, max_new_tokens=9, sampling=GREEDY, draft=OTHER)
+    alone = [generate(MODEL, PARAMS, [row], max_new_tokens=9, sampling=GREEDY, draft=OTHER)[0] for row in PROMPTS]
+    assert together == alone
+
+
+def test_numbers_that_are_not_finite_are_named():
+    broken = jax.tree.map(lambda leaf: leaf, PARAMS)
+    broken["decoder"]["final_norm"]["scale"] = broken["decoder"]["final_norm"]["scale"] * jnp.nan
+    with pytest.raises(ValueError, match=r"row 0 are not finite at position 3 .*decoder/final_norm/scale"):
+        generate(MODEL, broken, PROMPTS, max_new_tokens=4, draft=OTHER)
+    # A draft that guesses nothing right is no error.
+    hopeless = Draft(model=MODEL, params=broken)
+    plain = generate(MODEL, PARAMS, PROMPTS, max_new_tokens=4, sampling=GREEDY)
+    assert generate(MODEL, PARAMS, PROMPTS, max_new_tokens=4, sampling=GREEDY, draft=hopeless) == plain
+
+
+def test_a_draft_that_does_not_fit_is_refused():
+    other = Draft(model=lm(0, vocab_size=12)[0], params=lm(0, vocab_size=12)[1])
+    with pytest.raises(ValueError, match=r"vocabulary of 12 tokens and the model one of 11.*trained with the model's"):
+        generate(MODEL, PARAMS, PROMPTS, max_new_tokens=4, draft=other)
+    short = learned(8)
+    with pytest.raises(ValueError, match=r"prompt 2 has 5 tokens, with 4 new ones 9, but .* ends at 8"):
+        generate(MODEL, PARAMS, PROMPTS, max_new_tokens=4, draft=short)
+    seq2seq = Seq2Seq(MODEL.config)
+    params = jax.jit(seq2seq.init)(jax.random.key(0), jnp.zeros((1, 1), int), jnp.zeros((1, 1), int))["params"]
+    with pytest.raises(ValueError, match=r"a draft guesses for a CausalLM, got a Seq2Seq. Leave draft out"):
+        generate(seq2seq, params, bos_id=1, sources=[[1]], max_new_tokens=4, draft=OTHER)
+    with pytest.raises(ConfigError, match="a draft must be a CausalLM, got a Seq2Seq"):
+        Draft(model=seq2seq, params=params)
+    with pytest.raises(ConfigError, match="tokens of a draft must be a whole number of at least 1, got 0"):
+        Draft(model=MODEL, params=PARAMS, tokens=0)

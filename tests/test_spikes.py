@@ -1,0 +1,291 @@
+"""Losses far above what was usual, and numbers that are not finite: seen, named, passed over or the end, by choice."""
+
+import dataclasses
+import io
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from training_recipes import (
+    assert_equals_one_gone_on_with,
+    change,
+    newest_state,
+    start,
+    text_recipe,
+    tiny_batch,
+    tiny_recipe,
+)
+
+from transformer.sharding import ParallelConfig
+from transformer.training import journal as module
+from transformer.training.evaluation import evaluate_loss
+from transformer.training.finite import first_bad_parameter, why_not_finite
+from transformer.training.journal import Journal, Ledger, LossSpikeError
+from transformer.training.loop import train
+from transformer.training.metrics import MetricsWriter, Progress, read_metrics
+from transformer.training.parallel import place
+from transformer.training.recipe import build_model
+from transformer.training.state import parameter_paths
+from transformer.training.step import NonFiniteError, check_finite
+
+pytestmark = pytest.mark.usefixtures("compile_once")
+
+# What is usual
+
+
+def watched(losses, deviations=3.0):
+    """The ledger after these losses, each judged by the limit of all before it, and which were spikes."""
+    ledger, spikes = Ledger(), []
+    for loss in losses:
+        spikes.append(ledger.watch(loss, ledger.limit, deviations))
+    return ledger, spikes
+
+
+def test_the_limit_is_so_many_deviations_over_the_mean():
+    """Of up to fifty losses: later ones count less and less."""
+    losses = list(np.random.default_rng(0).normal(2.0, 0.1, 40))
+    ledger, spikes = watched(losses, deviations=8.0)
+    assert not any(spikes)
+    np.testing.assert_allclose(ledger.limit, np.mean(losses) + 8.0 * np.std(losses), rtol=1e-12)
+    np.testing.assert_allclose(ledger.limit_before, np.mean(losses[:-1]) + 8.0 * np.std(losses[:-1]), rtol=1e-12)
+    assert watched(losses[:19])[0].limit is None, "too few to know what is usual"
+
+
+def test_a_spike_is_counted_and_moves_little():
+    losses = list(np.random.default_rng(1).normal(2.0, 0.1, 40))
+    before, _ = watched(losses, deviations=8.0)
+    ledger, spikes = watched([*losses, 1e6], deviations=8.0)
+    assert spikes == [False] * 40 + [True]
+    assert ledger.spikes == 1
+    assert ledger.limit < before.limit + 1.0
+    assert not watched([*losses, np.mean(losses) - 1.0], deviations=8.0)[1][-1], "a loss below is none"
+
+
+def test_a_loss_that_falls_fast_is_no_spike_and_one_that_stays_high_becomes_usual():
+    falling = [10.0 * 0.97**step for step in range(200)]
+    assert not any(watched(falling, deviations=3.0)[1])
+    risen = watched([2.0, 2.1] * 30 + [4.0, 4.1] * 30, deviations=8.0)[1]
+    assert risen[60]
+    assert not any(risen[90:])
+
+
+# What the recipe says
+
+
+def played(tmp_path, losses, finite=True, most_in_a_row=None, **training):
+    """A journal that got these losses, one a step; what it said."""
+    recipe = tiny_recipe(steps=len(losses), **training)
+    recipe = dataclasses.replace(recipe, logging=dataclasses.replace(recipe.logging, every=1))
+    ledger, said = Ledger(), io.StringIO()
+    told = {
+        "weight": 2.0,
+        "grad_norm": 1.0,
+        "learning_rate": 0.1,
+        "skipped": 0,
+        "first_bad": -1,
+        "first_bad_weight": -1,
+    }
+    limits = []
+    with MetricsWriter(tmp_path) as writer:
+        progress = Progress(len(losses), mode="none", stream=said)
+        journal = Journal(recipe, ledger, writer, progress, [], why=lambda batch: f"It was {batch}.")
+        for step, loss in enumerate(losses, start=1):
+            limits.append(journal.skip_above())
+            values = told | {"loss_sum": 2.0 * loss, "finite": finite}
+            journal.add(step, {name: np.asarray(value) for name, value in values.items()}, batch=f"batch {step}")
+        journal.read()
+    return ledger, said.getvalue(), limits, read_metrics(tmp_path / "metrics.jsonl")
+
+
+SPIKE = [2.0, 2.1] * 15 + [9.0, 2.0]
+
+
+def test_log_says_and_counts(tmp_path):
+    ledger, said, limits, lines = played(tmp_path, SPIKE)
+    assert "step 31: a spike, the loss is 9.0000 where up to 2.5" in said
+    assert "passed over" not in said
+    assert ledger.spikes == 1
+    assert [line.get("train/spikes", 0) for line in lines] == [0] * 30 + [1, 1]
+    assert lines[30]["train/loss"] == 9.0
+    assert set(limits) == {None}
+
+
+def test_skip_gives_the_step_a_limit_and_leaves_the_loss_out(tmp_path):
+    _, said, limits, lines = played(tmp_path, SPIKE, spike_policy="skip")
+    assert said.rstrip().endswith("is usual: passed over")
+    assert "train/loss" not in lines[30]
+    assert all(isinstance(limit, np.float32) for limit in limits), "of one type: the step is compiled once"
+    assert np.isinf(limits[:21]).all()
+    assert np.isfinite(limits[21:]).all()
+
+
+def test_stop_is_an_error_that_says_how_to_go_on(tmp_path):
+    with pytest.raises(
+        LossSpikeError, match=r"step 31: the loss is 9\.0000, a spike.* 10 standard dev.*spike-policy skip"
+    ):
+        played(tmp_path, SPIKE, spike_policy="stop")
+    played(tmp_path, SPIKE, spike_policy="stop", spike_deviations=200.0)
+
+
+def test_the_limit_does_not_depend_on_when_a_step_is_read(tmp_path):
+    """A save or a signal reads what is pending: the next step must be judged as if it had not."""
+    random = np.random.default_rng(2)
+    losses = random.normal(2.0, 0.1, 60)
+    found = []
+    for pauses in ((), (25,), (24, 25, 26, 40)):
+        recipe = tiny_recipe(steps=60, spike_policy="skip")
+        with MetricsWriter(tmp_path) as writer:
+            journal = Journal(recipe, Ledger(), writer, Progress(60, mode="none"), [])
+            limits = []
+            for step, loss in enumerate(losses, start=1):
+                limits.append(journal.skip_above())
+                told = {"loss_sum": loss, "weight": 1.0, "grad_norm": 1.0, "learning_rate": 0.1, "skipped": 0}
+                journal.add(step, {name: np.asarray(value) for name, value in (told | {"finite": True}).items()})
+                if step in pauses:
+                    journal.pause()
+        found.append(limits)
+    assert found[0] == found[1] == found[2]
+
+
+def test_batches_that_are_never_finite_are_an_error_even_with_skip(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "MOST_IN_A_ROW", 4)
+    ledger, *_ = played(tmp_path, [2.0] * 3, finite=False, nan_policy="skip")
+    assert ledger.bad_in_a_row == 3
+    with pytest.raises(
+        NonFiniteError, match=r"step 4: the last 4 batches were not finite.* It was batch 4\. It is not"
+    ):
+        played(tmp_path, [2.0] * 5, finite=False, nan_policy="skip")
+
+
+# The step
+
+
+def test_a_loss_above_the_limit_changes_nothing_and_one_below_all():
+    recipe = tiny_recipe(ema_decay=0.9)
+    state, step = start(recipe)
+    batch = tiny_batch()
+    expected, metrics = step(state, batch)
+    loss = metrics["loss_sum"] / metrics["weight"]
+    same, _ = step(state, batch, loss * 1.0001)
+    chex.assert_trees_all_close(same, expected, atol=1e-6)  # another program: the same to rounding
+    after, metrics = step(state, batch, loss * 0.9999)
+    chex.assert_trees_all_equal((after.params, after.opt_state, after.ema), (state.params, state.opt_state, state.ema))
+    assert (after.step, after.skipped, metrics["skipped"], metrics["finite"]) == (1, 1, 1, True)
+    following, _ = step(after, batch, jnp.float32(jnp.inf))  # with nan_policy "stop", a spike ends nothing
+    chex.assert_trees_all_equal(following.params, same.params)
+
+
+def test_batches_skipped_once_do_not_hold_up_a_run_that_now_stops_at_one():
+    """A run may change its nan_policy: what it skipped before is no failure."""
+    state, step = start(tiny_recipe())
+    expected, _ = step(state, tiny_batch())
+    after, metrics = step(state.replace(skipped=jnp.int32(3)), tiny_batch())
+    chex.assert_trees_all_equal(after.params, expected.params)
+    assert (after.skipped, metrics["finite"]) == (3, True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", [{"devices": 1}, {"kind": "pmap", "devices": 2}], ids=["mesh", "pmap"])
+def test_every_placement_takes_a_limit(parallel):
+    recipe = dataclasses.replace(tiny_recipe(), parallel=ParallelConfig(**parallel))
+    placement = place(recipe)
+    state = placement.new_state()
+    before = jax.device_get(state)
+    batch = jax.device_get(tiny_batch())
+    state, _ = placement.train_step(placement.spread(state), batch, np.float32(0.5))
+    chex.assert_trees_all_equal(jax.device_get(placement.whole(state)).params, before.params)
+    state, _ = placement.train_step(state, batch, np.float32(np.inf))
+    after = jax.device_get(placement.whole(state))
+    assert (after.step, after.skipped) == (2, 1)
+    assert any(np.any(a != b) for a, b in zip(*map(jax.tree.leaves, (after.params, before.params)), strict=True))
+
+
+@pytest.mark.slow
+def test_a_run_that_skips_spikes_goes_on_as_if_never_stopped(tmp_path, monkeypatch):
+    """With a limit so low that some of twelve batches are above it."""
+    monkeypatch.setattr(module, "_FEWEST", 2)
+    recipe = text_recipe(
+        tmp_path, training={"spike_policy": "skip", "spike_deviations": 1.0}, optimizer={"learning_rate": 1e-4}
+    )
+    summary = train(recipe, tmp_path / "run")
+    assert summary.skipped == summary.spikes > 0
+    assert newest_state(tmp_path / "run").skipped == summary.skipped
+    assert_equals_one_gone_on_with(tmp_path / "run", recipe, 5, tmp_path / "other")
+
+
+# What is named
+
+
+def with_row(params, token, value):
+    """The parameters with one row of the embedding changed."""
+    table = params["embedding"]["embedding"].at[token].set(value)
+    return params | {"embedding": params["embedding"] | {"embedding": table}}
+
+
+def test_a_bad_parameter_is_named():
+    recipe = tiny_recipe()
+    params = start(recipe)[0].params
+    assert first_bad_parameter(params) is None
+    params = with_row(params, 3, jnp.nan)
+    assert first_bad_parameter(params) == "embedding/embedding"
+    why = why_not_finite(recipe, build_model(recipe), params, tiny_batch())
+    assert why == "The parameter embedding/embedding holds NaN or infinity."
+
+
+def test_the_first_logits_that_overflow_are_named():
+    recipe = tiny_recipe(model={"tie_embeddings": False})
+    model, batch, params = build_model(recipe), tiny_batch(), start(recipe)[0].params
+    assert "finite, and so are the logits" in why_not_finite(recipe, model, params, batch)
+    tokens = np.asarray(batch["tokens"])
+    token = min({*range(3, 13)} - {*tokens[0].tolist()})
+    row = np.nonzero(tokens == token)[0][0]
+    why = why_not_finite(recipe, model, with_row(params, token, 3e38), batch)
+    assert row > 0
+    assert f"the logits of row {row} are not at position 0: a number overflowed in float32." in why
+
+
+def test_an_update_that_is_not_finite_is_named_and_so_is_what_is_known_besides():
+    recipe = tiny_recipe(optimizer={"learning_rate": 1e38})
+    state, step = start(recipe)
+    _, metrics = step(state, tiny_batch())
+    with pytest.raises(
+        NonFiniteError, match=r"every gradient is finite, but not the update of decoder/\S+\. So. The state"
+    ):
+        check_finite(1, jax.device_get(metrics), parameter_paths(state.params), "So.")
+
+
+@pytest.mark.slow
+def test_a_run_that_stops_says_where_it_came_from(tmp_path, monkeypatch):
+    """As a checkpoint would that holds NaN: the first step after it says which parameter."""
+    from transformer.training import loop
+
+    original = loop.begin
+
+    def broken(*args):
+        state, ledger = original(*args)
+        return state.replace(params=with_row(state.params, 5, jnp.inf)), ledger
+
+    monkeypatch.setattr(loop, "begin", broken)
+    with pytest.raises(NonFiniteError, match=r"^step 1: .* The parameter embedding/embedding holds NaN or infinity\."):
+        train(text_recipe(tmp_path), tmp_path / "run")
+
+
+def test_an_evaluation_that_is_not_finite_is_an_error_or_a_result():
+    batches = [{"loss_sum": 1.0, "correct": 1.0, "weight": 1.0}, {"loss_sum": np.nan, "correct": 0.0, "weight": 1.0}]
+    good, bad = {"a": jnp.ones(3)}, {"a": jnp.ones(3), "b": jnp.asarray([1.0, jnp.inf])}
+    with pytest.raises(
+        NonFiniteError, match=r"the loss of held-out batch 1 is nan: every parameter is finite, so its log"
+    ):
+        evaluate_loss(lambda params, batch: batch, good, batches)
+    with pytest.raises(NonFiniteError, match=r"batch 1 is nan: b holds NaN or infinity\. Use an earlier checkpoint"):
+        evaluate_loss(lambda params, batch: batch, bad, batches)
+    assert np.isnan(evaluate_loss(lambda params, batch: batch, good, batches, strict=False).loss)
+
+
+def test_what_the_recipe_may_say():
+    with pytest.raises(ValueError, match=r"training.spike_policy must be one of log, skip, stop, got 'go'"):
+        tiny_recipe(spike_policy="go")
+    with pytest.raises(ValueError, match=r"training.spike_deviations must be a number of at least 1, got 0"):
+        change(tiny_recipe(), training={"spike_deviations": 0})

@@ -1,0 +1,150 @@
+"""What TPUs and GPUs can do at most, by the figures that their makers publish. No JAX here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chip:
+    """A kind of TPU by its name, with the figures of a whole chip that its maker publishes."""
+
+    name: str
+    devices: int = 1
+    """what JAX calls devices on a chip: 2 where each core, or half of the chip, is one with its own half of the HBM"""
+    unit: str = "chip"
+    """what such a device is"""
+    axes: int
+    """of a topology: 2 or 3"""
+    example: str
+    """a usual topology"""
+    pod: int
+    """most chips there are in one"""
+    flops: float
+    """peak of bfloat16 products, FLOP/s"""
+    hbm: float
+    """capacity, GiB"""
+    hbm_bandwidth: float
+    """bytes/s"""
+    ici_bandwidth: float
+    """to other chips over all links, one way, bytes/s"""
+    config: str | None = None
+    """the compiler's name for how the cores of a chip are joined; None: its default"""
+
+
+CHIPS = {
+    chip.name: chip
+    for chip in (
+        Chip(
+            name="v2",
+            devices=2,
+            unit="core",
+            axes=2,
+            example="2x2",
+            pod=256,
+            flops=46e12,
+            hbm=16,
+            hbm_bandwidth=7e11,
+            ici_bandwidth=248e9,
+        ),
+        Chip(
+            name="v3",
+            devices=2,
+            unit="core",
+            axes=2,
+            example="2x2",
+            pod=1024,
+            flops=123e12,
+            hbm=32,
+            hbm_bandwidth=9e11,
+            ici_bandwidth=328e9,
+        ),
+        Chip(
+            name="v4",
+            axes=3,
+            example="2x2x1",
+            pod=4096,
+            flops=275e12,
+            hbm=32,
+            hbm_bandwidth=1.2e12,
+            ici_bandwidth=300e9,
+            config="megacore",
+        ),
+        Chip(
+            name="v5e", axes=2, example="4x4", pod=256, flops=197e12, hbm=16, hbm_bandwidth=819e9, ici_bandwidth=200e9
+        ),
+        Chip(
+            name="v5p",
+            axes=3,
+            example="2x2x2",
+            pod=8960,
+            flops=459e12,
+            hbm=95,
+            hbm_bandwidth=2765e9,
+            ici_bandwidth=600e9,
+        ),
+        Chip(
+            name="v6e", axes=2, example="4x4", pod=256, flops=918e12, hbm=32, hbm_bandwidth=1.6e12, ici_bandwidth=400e9
+        ),
+        Chip(
+            name="tpu7x",
+            devices=2,
+            unit="core",
+            axes=3,
+            example="2x2x1",
+            pod=9216,
+            flops=2307e12,
+            hbm=192,
+            hbm_bandwidth=7.38e12,
+            ici_bandwidth=600e9,
+        ),
+    )
+}
+"""Chips by name. Figures: Google Cloud's documentation of each TPU version (docs.cloud.google.com/tpu/docs/v5e and so
+on; bidirectional bandwidths halved): those of v5e, v5p and v6e were compared with it in November 2026, v4 and tpu7x not
+yet; of v2 and v3, Norrie et al. 2021, "The Design Process for Google's Training Chips: TPUv2 and TPUv3", IEEE Micro
+41(2), table 1."""
+
+
+DEVICE_KINDS = {
+    "TPU v2": "v2",
+    "TPU v3": "v3",
+    "TPU v4": "v4",
+    "TPU v5 lite": "v5e",
+    "TPU v5e": "v5e",
+    "TPU v5": "v5p",
+    "TPU v5p": "v5p",
+    "TPU v6 lite": "v6e",
+    "TPU v6e": "v6e",
+    "TPU7x": "tpu7x",
+}
+"""chips by what JAX calls their devices"""
+
+GPUS = {
+    "H100 80GB HBM3": 989e12,
+    "H100 PCIe": 756e12,
+    "H200": 989e12,
+    "A100-SXM4-40GB": 312e12,
+    "A100-SXM4-80GB": 312e12,
+    "A100-PCIE-40GB": 312e12,
+    "A100 80GB PCIe": 312e12,
+    "L4": 121e12,
+    "GeForce RTX 4090": 165e12,
+    "Tesla T4": 65e12,
+    "Tesla V100-SXM2-16GB": 125e12,
+    "Tesla V100-SXM2-32GB": 125e12,
+}
+"""Peak of dense bfloat16 products that add up in float32, FLOP/s, by what CUDA calls a card, without "NVIDIA"; T4 and
+V100 have no bfloat16: that of float16. Figures: NVIDIA's data sheets of each, those with sparsity halved; of the RTX
+4090, NVIDIA's white paper on the Ada architecture (2022), appendix A. A part of a card (MIG) has another name, and no
+figure here."""
+
+
+def peak_flops(device_kind: str) -> float | None:
+    """Peak of bfloat16 products of what JAX calls a device (`jax.Device.device_kind`), FLOP/s; None: not known here,
+    as of every CPU.
+    """
+    if device_kind in DEVICE_KINDS:
+        chip = CHIPS[DEVICE_KINDS[device_kind]]
+        return chip.flops / chip.devices
+    return GPUS.get(device_kind.removeprefix("NVIDIA "))

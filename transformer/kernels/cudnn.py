@@ -1,0 +1,96 @@
+"""Attention on NVIDIA GPUs by cuDNN's fused kernel, as JAX calls it: scores never leave the chip.
+
+It takes few kinds of masks: causal, a window back, and lengths of rows. What it would need a whole mask array for is
+refused, as that array is quadratic; segments are among it.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from transformer.axes import Array, Attended, Float, Key, PRNGKey, Query, Value
+from transformer.kernels.contract import BiasFunction, Request
+from transformer.masks import Mask
+from transformer.partitioning import mapped, platform, ways
+
+HEAD_SIZE = 128
+"""of a head at most, on every GPU that cuDNN's kernel knows"""
+
+LIBRARY = "cudnn"
+"""what `jax.nn.dot_product_attention` is told to use; "xla" is the same arithmetic on any device, for tests"""
+
+
+def cudnn_refusal(request: Request) -> str | None:
+    """What of a request cuDNN can't do, and why; None: it can serve it (Dao 2023, arXiv 2307.08691)."""
+    if LIBRARY == "cudnn" and platform() != "gpu":
+        return f"run on {platform()}: cuDNN is a library for NVIDIA GPUs"
+    refused = {
+        "return attention weights: it never holds all weights at once": request.return_weights,
+        "add a bias: it would hold all of it": request.has_bias,
+        "drop attention weights: the pattern would not be that of a jax.random.key": request.has_dropout,
+        "apply a mask array: it would hold all of it. Mask.causal and lengths are fine": request.has_dense_mask,
+        "keep packed segments apart: it would need a whole mask array": request.has_segments,
+        "look through a window to both sides: its window is a causal one": request.has_two_sided_window,
+        "begin at an offset (a cache): its causal mask begins at the first key": request.has_offset,
+        "cap scores: its formula has no place for it": request.has_softcap,
+        "let sinks take weight: its formula has no place for them": request.has_sinks,
+        "work on a length left open": not (isinstance(request.num_queries, int) and isinstance(request.num_keys, int)),
+        "take value heads of another size": request.value_size != request.head_size,
+        f"take heads of {request.head_size}: it takes multiples of 8 up to {HEAD_SIZE}": request.head_size % 8
+        or request.head_size > HEAD_SIZE,
+        f"compute in {jnp.dtype(request.dtype)}: it takes bfloat16 and float16": request.dtype
+        not in (jnp.bfloat16, jnp.float16),
+    }
+    return next((why for why, applies in refused.items() if applies), None)
+
+
+def cudnn_attention(
+    query: Query,
+    key: Key,
+    value: Value,
+    *,
+    mask: Mask,
+    bias: BiasFunction | None,
+    scale: float,
+    softcap: float | None,
+    sinks: Float[Array, " N"] | None,
+    dropout_rate: float,
+    dropout_key: PRNGKey | None,
+) -> tuple[Attended, None]:
+    """cuDNN's FlashAttention 2 (Dao 2023, arXiv 2307.08691): the contract of `dot_product_attention` less what
+    `cudnn_refusal` names, the result (B, T, N, Hv). Over a mesh each device runs it on its own rows and heads.
+    """
+    batch, num_heads, kv_heads = query.shape[0], query.shape[2], key.shape[2]
+    if kv_heads % ways("kv_heads"):  # a device's query heads may need a part of them: each gets its own
+        key, value = (jnp.repeat(array, num_heads // kv_heads, axis=2) for array in (key, value))
+    window = None if mask.window_size is None else (mask.window_size - 1, 0)
+    lengths = () if mask.key_lengths is None else (jnp.broadcast_to(mask.key_lengths, (batch,)).astype(jnp.int32),)
+
+    def on_each_device(query, key, value, *lengths):
+        # No query may be left without a key: no sum of nothing is divided by. A row of length 0 reads one, whose value
+        # is then taken away, and queries whose windows begin behind the last key are told to be padding.
+        read, reading, sees = None, None, None
+        if lengths:
+            read, sees = jnp.maximum(lengths[0], 1), (lengths[0] > 0)[:, None]
+        if window and (lengths or query.shape[1] > key.shape[1] + window[0]):
+            keys = read if lengths else jnp.full(query.shape[:1], key.shape[1], jnp.int32)
+            reading = jnp.minimum(keys + window[0], query.shape[1])
+            inside = jnp.arange(query.shape[1])[None] < reading[:, None]
+            query, sees = jnp.where(inside[:, :, None, None], query, 0), inside if sees is None else sees & inside
+        out = jax.nn.dot_product_attention(
+            query,
+            key,
+            value,
+            scale=scale,
+            is_causal=mask.is_causal,
+            query_seq_lengths=reading,
+            key_value_seq_lengths=read,
+            local_window_size=window,
+            implementation=LIBRARY,
+        )
+        return out if sees is None else jnp.where(sees[:, :, None, None], out, 0)
+
+    rows, heads = ("batch", None, "heads", None), ("batch", None, "kv_heads", None)
+    names = [rows, heads, heads, *[("batch",)] * len(lengths)]
+    return mapped(on_each_device, names, rows)(query, key, value, *lengths).astype(value.dtype), None
