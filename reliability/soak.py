@@ -22,7 +22,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
 from importlib.metadata import version
@@ -104,8 +104,16 @@ class Soaked:
     evaluations: int
 
 
-def soak(folder: Path, hours: float, every: float = EVERY, options: Sequence[str] = OPTIONS) -> Soaked:
-    """Trains in `folder` for so many hours and looks at it `every` so many seconds, in no rhythm of its own."""
+def soak(
+    folder: Path,
+    hours: float,
+    every: float = EVERY,
+    options: Sequence[str] = OPTIONS,
+    enough: Callable[[Sample], bool] = lambda sample: False,
+) -> Soaked:
+    """Trains in `folder` for so many hours, or until a look has seen `enough`, and looks at it `every` so many seconds,
+    in no rhythm of its own.
+    """
     workdir, inside, chance = folder / "run", folder / "inside.jsonl", random.Random(0)
     end, samples, told_at = 3600 * hours, [], 0.0
     under = ("-m", "reliability.watched", str(inside))
@@ -117,6 +125,8 @@ def soak(folder: Path, hours: float, every: float = EVERY, options: Sequence[str
                 samples.append(watch.look())
             except OSError:
                 break  # it is gone: the exit code says why
+            if enough(samples[-1]):
+                break
             if samples[-1].seconds - told_at >= 300:
                 told_at, last = samples[-1].seconds, samples[-1]
                 print(f"{told_at / 60:.0f} min: step {last.step:,}, {last.in_use / MB:,.1f} MB in use", flush=True)

@@ -4,6 +4,7 @@ import gc
 import importlib.metadata
 import os
 import pathlib
+import time
 
 # Before JAX starts: a CPU that looks like eight devices, as few threads as a shared machine bears.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -27,6 +28,19 @@ import jax  # noqa: E402
 import pytest  # noqa: E402
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
+BEGAN = time.monotonic()
+
+
+def pytest_addoption(parser):
+    parser.addoption("--minutes", type=float, help="skip tests whose turn comes later than this after the start")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    """On a slow machine some tests with a reason, rather than none of what a stopped run has found."""
+    minutes = item.config.getoption("minutes")
+    if minutes is not None and time.monotonic() - BEGAN > 60 * minutes:
+        pytest.skip(f"its turn came after more than --minutes {minutes:g}")
 
 
 def pytest_collection_finish():

@@ -161,9 +161,7 @@ def test_the_others_end_when_one_is_killed_and_all_go_on_from_there(folder, toge
     group = Group(folder, workdir, *MESH, "--training.steps", "100000")
     group.wait_until(lambda: (workdir / "checkpoints" / "4").exists())
     group.members[victim].kill()
-    begun = time.monotonic()
-    codes, told = group.wait(60)
-    assert time.monotonic() - begun < 60
+    codes, told = group.wait()
     assert codes[1 - victim] not in (0, None)
     assert f"process {1 - victim} of 2" in told[1 - victim]
     assert "Start all of them again with the same command" in told[1 - victim]
@@ -193,7 +191,7 @@ def test_slurm_is_found_without_a_flag(folder, alone):
 
 @pytest.mark.slow
 def test_processes_with_other_settings_do_not_begin(folder):
-    codes, told = Group(folder, folder / "other", last=("--training.seed", "1")).wait(60)
+    codes, told = Group(folder, folder / "other", last=("--training.seed", "1")).wait()
     assert codes[0] != 0
     assert codes[1] == 2
     assert "process 1 of 2 has other settings than process 0. All must be started with the same command" in told[1]
@@ -216,14 +214,14 @@ def test_others_that_do_not_come(folder):
     """The first waits for the second, and the second for the first: not for ever, and each says what to do."""
     group = Group(folder, folder / "second", patience=3)
     group.members[0].kill()
-    codes, told = group.wait(60)
+    codes, told = group.wait()
     assert codes[1] == 1
     assert "error: the coordinator at localhost:" in told[1]
     assert " does not answer (" in told[1]
     assert "waited 3 s, --parallel.patience). Start process 0" in told[1]
     group = Group(folder, folder / "third", patience=3)
     group.members[1].kill()
-    codes, told = group.wait(60)
+    codes, told = group.wait()
     assert codes[0] != 0
     assert "did not all come together within 3 s (--parallel.patience). Start each of them" in told[0]
 
