@@ -243,6 +243,35 @@ def test_processes_that_cannot_be(fields, message):
         ParallelConfig(**fields)
 
 
+@pytest.mark.parametrize(
+    ("said", "lost"),
+    [
+        ("FAILED_PRECONDITION: Gloo all-reduce failed:\n[pair.cc:547] Connection closed by peer", True),
+        ("INTERNAL: the program has failed\n[external/gloo/gloo/transport/tcp/pair.cc:547] closed", True),
+        ("UNAVAILABLE: failed to connect to all addresses", True),
+        ("INVALID_ARGUMENT: shapes differ", False),
+    ],
+)
+@pytest.mark.parametrize("ending", [False, True])
+def test_an_error_of_another_being_gone_says_so(said, lost, ending, monkeypatch):
+    """In the middle, and while the last one waits for the others."""
+
+    def fail():
+        raise jax.errors.JaxRuntimeError(said)
+
+    def work():
+        with processes.together(ParallelConfig()):
+            fail()
+
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(jax.distributed, "shutdown", fail)
+    first = said.splitlines()[0]
+    wanted = rf"process 0 of 2 lost the others: .*{first}\). Start all of them again" if lost else first
+    with pytest.raises(processes.ProcessesError if lost else jax.errors.JaxRuntimeError, match=wanted):
+        (processes.part if ending else work)()
+
+
 def test_who_started_this_one():
     slurm = {"SLURM_STEP_NODELIST": "n[1-2]", "SLURM_NTASKS": "2"}
     assert processes.launcher(slurm) == "Slurm"

@@ -37,7 +37,7 @@ _BY_HAND = (
     "Tell each process: --parallel.coordinator HOST:PORT of process 0, --parallel.num-processes and "
     "--parallel.process-id (localhost:1234, 1 and 0 to train alone)."
 )
-_SIGNS = ("Gloo", "NCCL", "UNAVAILABLE", "DEADLINE_EXCEEDED", "coordination service")
+_SIGNS = ("gloo", "nccl", "unavailable", "deadline_exceeded", "coordination service", "connection closed by peer")
 _WITNESS = """
 import sys
 last = ""
@@ -154,7 +154,8 @@ def _wait_for(coordinator: str, patience: float) -> None:
 def part() -> None:
     """The end of a run that went well: waits for the others to be there, too."""
     if jax.distributed.is_initialized():
-        jax.distributed.shutdown()
+        with _others_are_there():
+            jax.distributed.shutdown()
         _witness.expect("")
 
 
@@ -173,12 +174,19 @@ def leave(code: int) -> None:
 def together(parallel: ParallelConfig) -> Iterator[None]:
     """`join`, and inside an error of JAX that comes of another process being gone is a ProcessesError that says so."""
     join(parallel)
+    with _others_are_there():
+        yield
+
+
+@contextlib.contextmanager
+def _others_are_there() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        first = next(iter(str(error).strip().splitlines()), "")
-        if jax.process_count() == 1 or not any(sign in first for sign in _SIGNS):
+        said = str(error).strip()
+        if jax.process_count() == 1 or not any(sign in said.lower() for sign in _SIGNS):
             raise
+        first = next(iter(said.splitlines()), "")
         raise ProcessesError(f"{name()} lost the others: one is gone or out of reach ({first}). {_AGAIN}") from error
 
 
