@@ -1,7 +1,7 @@
 """Time of a training step of ours, beside the same model in PyTorch (torch.compile) and in plain Flax.
 
 Usage: python -m benchmarks.train_step [--works small large translator] [--peers torch flax] [--turns 6] [--times 5]
-       python -m benchmarks.train_step --peers products    what of a step its products with weights take alone
+       python -m benchmarks.train_step --peers products update flat    what parts of a step take alone
 
 Needs the parity environment (`make setup VENV=.venv-parity`, requirements-parity.txt), which has PyTorch. Each side
 runs in a process of its own; they take turns. Both are started as they are (`untouched`), and again both with a setting
@@ -9,9 +9,10 @@ of the allocator (`allocator`) that keeps freed memory. Prints medians in millis
 peer's; the last line is a JSON object.
 
 small and large are GPTs of (batch, context, layers, heads, d_model) = (12, 64, 4, 4, 128) and (8, 256, 6, 6, 384), 65
-characters; translator is Vaswani et al. 2017's base model, 16 pairs of 32 + 32 tokens, a vocabulary of 8,000. The peer
-`products` is no library: the step's products with weights, forward and backward, by XLA, and nothing else of it. Its
-ratio is the share of our step that they take, and what is left of it for everything else to be made faster.
+characters; translator is Vaswani et al. 2017's base model, 16 pairs of 32 + 32 tokens, a vocabulary of 8,000. Three
+peers are no library but parts of our own step, and their ratio is the share of it that they take: `products`, those
+with weights, forward and backward, by XLA; `update`, of given gradients, by the optimizer; `flat`, the same where all
+parameters are one vector, so that nothing is left to be fused.
 """
 
 import argparse
@@ -70,15 +71,11 @@ WORKS = {
 BETAS = {False: (0.9, 0.99), True: (0.9, 0.98)}
 
 
-def ours(work: Work) -> Callable[[], Any]:
-    """The training step that `train.py` makes of a recipe."""
-    import jax
-
+def recipe_of(work: Work) -> Any:
+    """What our side trains."""
     from transformer.config import Execution, TransformerConfig
     from transformer.data.configs import NumberWords, TextFile
     from transformer.training import OptimizerConfig, Recipe, TrainingConfig
-    from transformer.training.state import make_state
-    from transformer.training.step import make_train_step
 
     sizes = {"vocab_size": work.vocabulary, "d_model": work.width, "num_layers": work.layers, "num_heads": work.heads}
     if work.encoder:
@@ -96,7 +93,7 @@ def ours(work: Work) -> Callable[[], Any]:
             scale_embeddings=False,
             **sizes,
         )
-    recipe = Recipe(
+    return Recipe(
         name="benchmark",
         model=model,
         data=NumberWords(batch_size=work.batch)
@@ -106,6 +103,16 @@ def ours(work: Work) -> Callable[[], Any]:
         optimizer=OptimizerConfig(beta2=BETAS[work.encoder][1], weight_decay=0.1),
         training=TrainingConfig(label_smoothing=0.1 if work.encoder else 0.0),
     )
+
+
+def ours(work: Work) -> Callable[[], Any]:
+    """The training step that `train.py` makes of a recipe."""
+    import jax
+
+    from transformer.training.state import make_state
+    from transformer.training.step import make_train_step
+
+    recipe = recipe_of(work)
     *source, tokens, targets = (jax.numpy.asarray(array) for array in work.arrays())
     batch = {"tokens": tokens, "targets": targets, "weights": np.ones(targets.shape, np.float32)}
     if work.encoder:
@@ -160,20 +167,54 @@ def products(work: Work) -> Callable[[], Any]:
     return lambda: jax.block_until_ready(compiled(given))
 
 
-SIDES = {"ours": ours, "torch": pytorch, "flax": plain_flax, "products": products}
+def update(work: Work, flat: bool = False) -> Callable[[], Any]:
+    """Clipping, Adam's direction, decay and the new parameters, of given gradients."""
+    import jax
+    import optax
+
+    from transformer.training.optimizers import make_optimizer
+    from transformer.training.state import make_state
+
+    recipe = recipe_of(work)
+    params = jax.jit(lambda: make_state(recipe).params)()
+    if flat:
+        params = {"kernel": jax.flatten_util.ravel_pytree(params)[0]}
+    optimizer = make_optimizer(recipe)
+    gradients = jax.tree.map(lambda leaf: 1e-3 * leaf, params)
+    states = [(params, jax.jit(optimizer.init)(params))]
+
+    def change(state, gradients):
+        changes, inner = optimizer.update(gradients, state[1], state[0])
+        return optax.apply_updates(state[0], changes), inner
+
+    compiled = jax.jit(change, donate_argnums=0)
+
+    def step():
+        states[0] = compiled(states[0], gradients)
+        jax.block_until_ready(states[0])
+
+    return step
+
+
+def flat(work: Work) -> Callable[[], Any]:
+    """The update of one vector."""
+    return update(work, flat=True)
+
+
+SIDES = {"ours": ours, "torch": pytorch, "flax": plain_flax, "products": products, "update": update, "flat": flat}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--works", nargs="+", choices=WORKS, default=list(WORKS))
-    parser.add_argument("--peers", nargs="+", choices=["torch", "flax", "products"], default=["torch", "flax"])
+    parser.add_argument("--peers", nargs="+", choices=sorted({*SIDES} - {"ours"}), default=["torch", "flax"])
     parser.add_argument("--environments", nargs="+", choices=ENVIRONMENTS, default=list(ENVIRONMENTS))
     parser.add_argument("--turns", type=int, default=6, help="of each side")
     parser.add_argument("--times", type=int, default=5, help="steps in a turn")
     parser.add_argument("--worker", nargs=2, metavar=("SIDE", "WORK"), help="be one side: what the command starts")
     options = parser.parse_args()
     if options.worker:
-        if options.worker[0] == "ours":
+        if options.worker[0] in ("ours", "update", "flat"):
             keep_freed_memory()  # as train.py and python -m transformer do
         side, work = options.worker
         serve(SIDES[side](WORKS[work]))
