@@ -267,7 +267,7 @@ class Process:
 
     def end(self):
         """What it said since, and its exit code."""
-        return self.process.communicate(timeout=200)[0], self.process.returncode
+        return self.process.communicate(timeout=600)[0], self.process.returncode
 
 
 @pytest.fixture

@@ -71,7 +71,7 @@ class Group:
                     subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment, cwd=folder)
                 )
 
-    def wait(self, seconds=240):
+    def wait(self, seconds=600):
         """Exit codes and outputs of all."""
         try:
             codes = [member.wait(seconds) for member in self.members]
@@ -88,11 +88,12 @@ class Group:
             with contextlib.suppress(OSError):
                 member.kill()
 
-    def wait_until(self, condition, seconds=200):
+    def wait_until(self, condition, seconds=600):
         deadline = time.monotonic() + seconds
         while not condition():
-            assert time.monotonic() < deadline, self.told()
-            assert all(member.poll() is None for member in self.members), self.told()
+            if time.monotonic() > deadline or any(member.poll() is not None for member in self.members):
+                self.kill()
+                raise AssertionError(self.told())
             time.sleep(0.02)
 
 
