@@ -11,6 +11,7 @@ import tempfile
 from pathlib import Path
 
 from transformer.cli.allocator import keep_freed_memory
+from transformer.cli.compile_cache import keep_compiled
 from transformer.cli.errors import run_command
 from transformer.config import ConfigError
 
@@ -102,6 +103,7 @@ def list_recipes() -> int:
 
 
 if __name__ == "__main__":
+    keep_compiled()
     keep_freed_memory()
     exit_code = run_command(lambda: main(sys.argv[1:]), debug="--debug" in sys.argv)
     if "transformer.training.processes" in sys.modules:  # --list and --help need not wait for JAX

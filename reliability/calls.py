@@ -84,11 +84,8 @@ class Call:
         self.outputs = [log / f"{number:03}-{workdir.name}-{index}.txt" for index in range(processes)]
         self.members: list[subprocess.Popen] = []
         environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1", **variables}
-        if compiled is not None:
-            environment |= {
-                "JAX_COMPILATION_CACHE_DIR": str(compiled),
-                "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-            }
+        environment["JAX_COMPILATION_CACHE_DIR"] = "" if compiled is None else str(compiled)
+        environment["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
         if path is not None:
             environment["PYTHONPATH"] = str(path)
         self.began = time.monotonic()

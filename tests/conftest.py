@@ -8,6 +8,7 @@ import time
 
 # Before JAX starts: a CPU that looks like eight devices, as few threads as a shared machine bears.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", "")  # nothing that an earlier code has left
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     # Level 0 halves the time that compiling takes, which is most of the time here. The older emitters, one module for
     # each program, take a third of what is left; later releases lack them, and refuse a flag they don't know.

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from transformer.cli.allocator import keep_freed_memory
+from transformer.cli.compile_cache import keep_compiled
 from transformer.cli.errors import run_command
 
 PROGRAM = "python -m transformer"
@@ -149,5 +150,6 @@ def _dispatch(words: Sequence[str]) -> int | None:
 
 
 if __name__ == "__main__":
+    keep_compiled()
     keep_freed_memory()
     sys.exit(main())

@@ -27,7 +27,7 @@ from transformer.training.numbers import draw_forecasts
 from transformer.training.parallel import place
 from transformer.training.profiling import Profiler, Window
 from transformer.training.recipe import Recipe, build_model, to_json
-from transformer.training.report import append_samples, cut_samples, device_line, report, samples
+from transformer.training.report import append_samples, cache_line, cut_samples, device_line, report, samples
 from transformer.training.runs import begin, checkpoint_data, load_run, open_run, record_run, shared_facts
 from transformer.training.signals import StopSignal
 from transformer.training.speed import Speed
@@ -86,6 +86,8 @@ def train(
 
         # What to train: recipe, data, model
         print(device_line(), flush=True)
+        if kept := cache_line():
+            print(kept)
         processes.check_alike("settings", shared_facts(recipe))
         processes.check_alike("models to start from", "" if start is None else start.fingerprint)
         recipe, dataset = open_run(recipe, workdir, say=print, start=start)

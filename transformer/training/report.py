@@ -33,6 +33,14 @@ def device_line() -> str:
     return f"device: {len(devices)} x {name}{of}, jax {jax.__version__}"
 
 
+def cache_line() -> str:
+    """Where JAX keeps what it compiles, and how not to; "" where it keeps nothing."""
+    folder = jax.config.jax_compilation_cache_dir
+    if not folder or not jax.config.jax_enable_compilation_cache:
+        return ""
+    return f"compiled programs are kept in {folder} (JAX_COMPILATION_CACHE_DIR= turns that off)"
+
+
 def samples(recipe: Recipe, model: nn.Module, params: Any, dataset: Dataset, step: int) -> str:
     """What the model writes now: sources and their translations, or prompts continued; "" when none are wanted, and of
     a model that writes nothing.
