@@ -47,6 +47,15 @@ def test_the_second_time_nothing_is_compiled(tmp_path, first):
     assert call(tmp_path, first) == (kept, kept)
 
 
+def test_damaged_files_are_compiled_anew(tmp_path):
+    """Cut off by a power cut, say: JAX warns of each."""
+    _, kept = call(tmp_path)
+    files = list(tmp_path.glob("transformer-zoo/compiled/*/*-cache"))
+    for file in files:
+        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    assert call(tmp_path) == (0, kept)
+
+
 def test_it_can_be_turned_off(tmp_path):
     assert call(tmp_path, **{VARIABLE: ""}) == (0, 0)
 

@@ -20,7 +20,8 @@ LEAST_SECONDS = 0.3
 def keep_compiled(environment: MutableMapping[str, str] = os.environ) -> None:
     """Has JAX keep what it compiles, in `transformer-zoo/compiled` of the user's folder for caches (`XDG_CACHE_HOME`,
     or ~/.cache), a folder for each kind of processor: what is compiled for one may not run on another. JAX finds a
-    program again by what it computes, its versions, devices and flags.
+    program again by what it computes, its versions, devices and flags; of a damaged file it warns, and compiles anew,
+    until somebody deletes the folder.
 
     Does nothing where `JAX_COMPILATION_CACHE_DIR` says what the user wants (`JAX_COMPILATION_CACHE_DIR= python ...`
     turns it off), or where that folder can't be written. Call it before JAX compiles anything.
