@@ -6,8 +6,9 @@ Usage: python train.py configs/mlm.py
 and 10 % left. The sentences are those of SST-2 without their labels; a file of yours, one text a line: write a recipe
 with MaskedText as its data. Then: python train.py configs/sst2.py --init runs/mlm, which takes model and tokenizer.
 
-On 2 CPU cores: about ten minutes, by arithmetic from a few steps; nearly all of it is the map to 8,000 words.
-Expected: not measured yet, neither its loss nor whether a classifier gains by it.
+On 2 CPU cores: about 10 minutes with other work beside it; nearly all of it is the map to 8,000 words. Expected: 5.97
+nats a token to be predicted of the test, 15.4 % of them right (one seed): frequent words, for so few sentences teach no
+more. The classifier that starts from it has 78.1 % of its test, where one from scratch has 80.0.
 """
 
 from transformer.config import TransformerConfig
