@@ -17,6 +17,7 @@ parameters are one vector, so that nothing is left to be fused.
 
 import argparse
 import dataclasses
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -168,7 +169,7 @@ def products(work: Work) -> Callable[[], Any]:
 
 
 def update(work: Work, flat: bool = False) -> Callable[[], Any]:
-    """Clipping, Adam's direction, decay and the new parameters, of given gradients."""
+    """Clipping, Adam's direction, decay and the new parameters, of given gradients; `flat`: of one vector."""
     import jax
     import optax
 
@@ -196,12 +197,14 @@ def update(work: Work, flat: bool = False) -> Callable[[], Any]:
     return step
 
 
-def flat(work: Work) -> Callable[[], Any]:
-    """The update of one vector."""
-    return update(work, flat=True)
-
-
-SIDES = {"ours": ours, "torch": pytorch, "flax": plain_flax, "products": products, "update": update, "flat": flat}
+SIDES = {
+    "ours": ours,
+    "torch": pytorch,
+    "flax": plain_flax,
+    "products": products,
+    "update": update,
+    "flat": functools.partial(update, flat=True),
+}
 
 
 def main() -> None:

@@ -274,18 +274,16 @@ def rounding(run: Callable, params, *inputs) -> float:
     return max(float(one) for one in moves)
 
 
-def assert_close(got, expected, tolerance: float = 1e-4, noise: float = 0.0):
+def assert_close(got, expected, tolerance: float = 1e-5, noise: float = 0.0):
     """Two trees are equal but for a share of the largest number in either: a part may be nothing but rounding; and but
-    for what rounding alone makes of a model that magnifies it: 32 times `noise`, as many operations round one after
+    for what rounding alone makes of a model that magnifies it: eight times `noise`, as many operations round one after
     the other and that tells of one. Where that is over a hundredth the example tells nothing, and another is drawn.
-
-    Each of these is far above what is usual: a machine rounds otherwise than the next, and draws other models.
     """
     largest = np.array([1.0] + [np.abs(leaf).max(initial=0.0) for leaf in jax.tree.leaves(expected)]).max()
     assert np.isfinite(largest)
     if noise:
-        assume(32 * noise < 0.01 * largest)
-    check = functools.partial(np.testing.assert_allclose, rtol=tolerance, atol=tolerance * largest + 32 * noise)
+        assume(8 * noise < 0.01 * largest)
+    check = functools.partial(np.testing.assert_allclose, rtol=tolerance, atol=tolerance * largest + 8 * noise)
     jax.tree.map(check, got, expected)
 
 

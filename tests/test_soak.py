@@ -270,5 +270,4 @@ def test_a_run_is_watched_and_stopped(tmp_path):
     assert soaked.steps > 100
     assert soaked.evaluations >= 1
     assert soaked.samples[-1].programs >= 3
-    assert soaked.samples[-1].seconds < 600
     assert not math.isnan(np.nanmean([sample.speed for sample in soaked.samples]))

@@ -37,7 +37,7 @@ _BY_HAND = (
     "Tell each process: --parallel.coordinator HOST:PORT of process 0, --parallel.num-processes and "
     "--parallel.process-id (localhost:1234, 1 and 0 to train alone)."
 )
-_SIGNS = ("gloo", "nccl", "unavailable", "deadline_exceeded", "coordination service", "connection closed by peer")
+_SIGNS = ("Gloo", "gloo/", "NCCL", "UNAVAILABLE", "DEADLINE_EXCEEDED", "coordination service")
 _WITNESS = """
 import sys
 last = ""
@@ -184,7 +184,7 @@ def _others_are_there() -> Iterator[None]:
         yield
     except RuntimeError as error:
         said = str(error).strip()
-        if jax.process_count() == 1 or not any(sign in said.lower() for sign in _SIGNS):
+        if jax.process_count() == 1 or not any(sign in said for sign in _SIGNS):
             raise
         first = next(iter(said.splitlines()), "")
         raise ProcessesError(f"{name()} lost the others: one is gone or out of reach ({first}). {_AGAIN}") from error
