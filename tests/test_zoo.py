@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from golden import case as golden_case
 from golden import ours
+from property_parts import rounding
 
 from transformer.caches import cache_length
 from transformer.config import TransformerConfig
@@ -103,7 +104,10 @@ def test_cached_is_uncached(tmp_path, family, name):
     (tokens,), named = ours.inputs_of(model, case, "left")
     mask, positions = named["mask"], named["positions"]
     real = np.asarray(mask.query_segments).astype(bool)
-    whole = np.asarray(jax.jit(model.apply)(variables, tokens, positions, mask))
+    run = jax.jit(lambda params: model.apply({"params": params}, tokens, positions, mask))
+    whole = np.asarray(run(loaded.params))
+    # What the last bits of its parameters make of its logits: 9e-5 in gemma3_text, 4e-6 in bloom.
+    noise = rounding(lambda params: run(params)[real], loaded.params)
 
     @jax.jit
     def step(cache, tokens, positions, start):
@@ -118,7 +122,7 @@ def test_cached_is_uncached(tmp_path, family, name):
             parts.append(np.asarray(logits))
             start += width
         assert cache_length(cache).tolist() == [case.length] * 2
-        np.testing.assert_allclose(np.concatenate(parts, axis=1)[real], whole[real], atol=2e-5)
+        np.testing.assert_allclose(np.concatenate(parts, axis=1)[real], whole[real], atol=2e-5 + noise)
 
 
 # The others differ from T5 in nothing that a cache knows of but where positions come from.
