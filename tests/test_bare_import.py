@@ -1,5 +1,6 @@
 """Whoever takes one module from here needs jax, flax, numpy and jaxtyping: nothing of what training needs."""
 
+import ast
 import os
 import shutil
 import subprocess
@@ -11,6 +12,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+
+import transformer
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -114,6 +117,27 @@ def test_import_needs_the_base_dependencies_alone(tmp_path):
     done = run(sys.executable, program, tmp_path, PYTHONPATH=str(ROOT))
     assert done.returncode == 0, done.stderr
     assert done.stdout == "(2, 7, 11) None\n"
+
+
+def test_every_public_name_is_where_editors_and_python_look_for_it():
+    tree = ast.parse((ROOT / "transformer" / "__init__.py").read_text())
+    for_editors = {
+        alias.name: node.module.removeprefix("transformer.")
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module.startswith("transformer.")
+        for alias in node.names
+    }
+    assert {name: home for home, names in transformer._HOMES.items() for name in names.split()} == for_editors
+    assert sorted(for_editors) == sorted(transformer.__all__)
+    assert set(transformer.__all__) <= set(dir(transformer))
+    assert transformer.config.TransformerConfig is transformer.TransformerConfig
+    with pytest.raises(AttributeError, match="module 'transformer' has no attribute 'CausalML'"):
+        transformer.CausalML  # noqa: B018
+
+
+def test_a_program_starts_once_more_before_it_imports_jax():
+    done = run(sys.executable, "import train, transformer.__main__, sys; print('jax' in sys.modules)", ROOT)
+    assert done.stdout == "False\n", done.stderr
 
 
 @pytest.mark.slow

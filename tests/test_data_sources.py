@@ -4,10 +4,12 @@ import shutil
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from transformer import data
-from transformer.data import NumberWords, TinyShakespeare
+from transformer.data import NumberWords, TinyShakespeare, sources
+from transformer.data.sources.prepared import records
 
 SMALL = {"max_digits": 2, "train_examples": 200, "test_examples": 3, "validation_examples": 2}
 
@@ -63,6 +65,34 @@ def prepared(tmp_path):
     data.prepare(config)
     (folder,) = (tmp_path / "number_words").glob("*/1.0.0")
     return config, folder
+
+
+def test_records_are_what_tfds_decodes(prepared, monkeypatch):
+    config, _ = prepared
+    plain = sources.number_words(config)
+    monkeypatch.setattr(sources.prepared, "_plain", lambda feature: None)
+    assert sources.number_words(config) == plain
+    assert len(plain.splits["train"]) == config.train_examples
+
+
+def test_a_feature_that_takes_decoding_is_decoded(tmp_path):
+    import tensorflow_datasets as tfds
+
+    class Halves(tfds.core.GeneratorBasedBuilder):
+        name, VERSION = "halves", tfds.core.Version("1.0.0")
+
+        def _info(self):
+            features = {"name": tfds.features.Text(), "half": tfds.features.Scalar(dtype=np.float64)}
+            return tfds.core.DatasetInfo(builder=self, features=tfds.features.FeaturesDict(features))
+
+        def _split_generators(self, dl_manager):
+            return {"train": ((number, {"name": str(number), "half": number / 2}) for number in range(3))}
+
+        def _generate_examples(self):
+            raise NotImplementedError
+
+    rows = records(Halves, str(tmp_path))["train"]
+    assert {(row["name"], row["half"]) for row in rows} == {(b"0", 0.0), (b"1", 0.5), (b"2", 1.0)}
 
 
 @pytest.mark.parametrize("damage", ["truncated", "shard missing", "no JSON", "another format"])

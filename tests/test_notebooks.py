@@ -139,7 +139,7 @@ SHARDING = ROOT / "notebooks" / "sharding.ipynb"
 
 # Of what was trained, and of what was trained after it: the losses of all steps, none twice, are in one file.
 COLAB_CHECK = """
-from transformer.viz import read_metrics
+from transformer.viz.records import read_metrics
 
 lines = read_metrics(workdir / "metrics.jsonl")
 assert [line["step"] for line in lines if "train/loss" in line] == list(range(10, again.step + 1, 10)), lines

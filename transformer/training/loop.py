@@ -42,7 +42,6 @@ from transformer.training.summary import (
     save_summary,
 )
 from transformer.training.tasks import TASKS
-from transformer.viz.curves import loss_curve
 
 
 def train(
@@ -230,6 +229,8 @@ def train(
                 draw_forecasts(recipe, model, params, dataset, own / "forecasts.png")
         writer.flush()
         if step >= min(recipe.logging.every, steps):
+            from transformer.viz.curves import loss_curve  # matplotlib takes a while: not before the first step
+
             unit = TASKS[recipe.task].unit
             loss_curve(own / "metrics.jsonl", own / "loss.png", title=recipe.name, unit=unit)
         seconds = seconds_before + time.perf_counter() - started

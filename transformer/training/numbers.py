@@ -17,7 +17,6 @@ from transformer.training.evaluation import EvalLoss, evaluate_loss
 from transformer.training.recipe import Recipe
 from transformer.training.step import make_eval_step
 from transformer.training.summary import Summary
-from transformer.viz.forecasts import forecast_picture
 
 
 def measured(
@@ -55,4 +54,6 @@ def draw_forecasts(
     forecast = jax.device_get(jax.jit(model.apply)({"params": params}, values))
     shown = 2 * targets.shape[1]
     past, future, forecast = (from_model(recipe.data, array) for array in (values[:, -shown:], targets, forecast))
+    from transformer.viz.forecasts import forecast_picture  # matplotlib takes a while: not before the first step
+
     forecast_picture(past, future, forecast, recipe.data.columns, png_path, title=recipe.name)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import flax.linen as nn
-from sacrebleu.metrics import BLEU, CHRF
 
 from transformer.data import Example, Tokenizer
 from transformer.generate import Beam, Sampling, beam_search_all, generate
@@ -136,6 +135,8 @@ def corpus_score(translations: Sequence[Translation], tokenization: str) -> Corp
     Raises:
         ValueError: no translations.
     """
+    from sacrebleu.metrics import BLEU, CHRF  # its tables take a while: not before the first step
+
     if not translations:
         raise ValueError("there is no translation to score. Translate at least one source.")
     outputs = [line(item.output) for item in translations]

@@ -53,9 +53,10 @@ def number_words(config: NumberWords) -> Pairs:
     found = records(NumberWordsBuilder, config.data_dir, variant)
     splits = {
         split: [
-            Example(row["source"].decode(), row["target"].decode(), str(len(str(row["number"]))))
+            example
             for row in sorted(rows, key=lambda row: row["number"])
-            for _ in range(row["times"])
+            for example in [Example(row["source"].decode(), row["target"].decode(), str(len(str(row["number"]))))]
+            * row["times"]
         ]
         for split, rows in found.items()
     }

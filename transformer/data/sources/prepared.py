@@ -12,6 +12,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+
 
 def cut(count: int, share: float, path: str, what: str, option: str = "--data.validation-path") -> int:
     """Where the held-out end begins; both parts have something in them. ValueError for less than 2 in all, which names
@@ -68,10 +70,42 @@ def records(
                 "written (--data.data-dir)."
             ) from error
     try:
-        sources = builder.as_data_source()
-        return {split: list(source.__getitems__(list(range(len(source))))) for split, source in sources.items()}
+        return _read(builder)
     except Exception as error:
         raise ValueError(_unreadable(builder.data_path, error)) from error
+
+
+def _read(builder: Any) -> dict[str, list[dict]]:
+    """All records by split. TFDS decodes every kind of feature; where all are texts and whole numbers they are taken as
+    they lie in its tf.train.Example, in a quarter of the time.
+    """
+    import tensorflow_datasets as tfds
+    from tensorflow_datasets.proto import tf_example_pb2
+
+    kinds = {name: _plain(feature) for name, feature in builder.info.features.items()}
+    how = tfds.decode.DeserializeMethod
+    decoded = None in kinds.values()
+    sources = builder.as_data_source(deserialize_method=how.DESERIALIZE_AND_DECODE if decoded else how.RAW_BYTES)
+    found = {split: source.__getitems__(list(range(len(source)))) for split, source in sources.items()}
+    if decoded:
+        return found
+
+    def record(raw: bytes) -> dict:
+        values = tf_example_pb2.Example.FromString(raw).features.feature
+        return {name: getattr(values[name], kind).value[0] for name, kind in kinds.items()}
+
+    return {split: list(map(record, rows)) for split, rows in found.items()}
+
+
+def _plain(feature: Any) -> str | None:
+    """The list of a tf.train.Example that holds one value of this feature as it is; None where it takes decoding."""
+    from tensorflow_datasets import features
+
+    if isinstance(feature, features.Text):
+        return "bytes_list"
+    if isinstance(feature, features.Scalar) and np.issubdtype(feature.np_dtype, np.integer):
+        return "int64_list"
+    return None
 
 
 def _unreadable(place: os.PathLike, error: Exception) -> str:
