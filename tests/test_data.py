@@ -196,6 +196,16 @@ def test_examples_are_spread_over_groups():
     assert len(dataset.examples("train", 1_000)) == len(examples)
 
 
+def test_a_pair_that_comes_often_is_encoded_once(monkeypatch):
+    seen, encode = [], WordTokenizer.encode
+    monkeypatch.setattr(WordTokenizer, "encode", lambda self, text: seen.append(text) or encode(self, text))
+    often = pair_dataset(pairs=[("a b", "c")] * 3 + [("d", "c")] + [("a b", "e")])
+    assert seen == ["a b", "d", "c", "e"] * 2, "in each of two splits"
+    sources = np.concatenate([batch["source"] for batch in often.eval_batches()])[:5].tolist()
+    assert sources[0] == sources[1] == sources[2] == sources[4] != sources[3]
+    assert [example.target for example in often.examples("train")] == ["c", "c", "c", "c", "e"]
+
+
 def test_number_words_end_to_end(numbers):
     assert numbers.task == "seq2seq"
     assert numbers.splits == ("train", "validation", "test", "basics")

@@ -11,6 +11,7 @@ from training_recipes import tiny_batch, tiny_recipe
 from transformer.config import ConfigError
 from transformer.data.configs import TextFile
 from transformer.sharding import ParallelConfig, make_mesh, mesh_sizes, parameter_spec
+from transformer.training import state as state_module
 from transformer.training.parallel import MeshPlacement, PmapPlacement, place
 from transformer.training.recipe import from_json, to_json
 from transformer.training.state import parameter_paths
@@ -133,6 +134,17 @@ def test_a_step_leaves_the_state_where_it_was(parallel):
     before = jax.tree.map(lambda leaf: leaf.sharding, state)
     after, _ = placement.train_step(state, next(batches("causal_lm", 1)))
     assert jax.tree.map(lambda leaf: leaf.sharding, after) == before
+
+
+def test_a_new_state_is_traced_once(monkeypatch):
+    """Its shapes and its values come of one trace: of a model with many kinds of layers that takes seconds."""
+    calls, make = [], state_module.initial_params
+    monkeypatch.setattr(state_module, "initial_params", lambda recipe: calls.append(recipe) or make(recipe))
+    placement = place(recipe_for("causal_lm", ParallelConfig(fsdp=8)))
+    state = placement.new_state()
+    assert len(calls) == 1
+    shapes = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype, leaf.sharding), placement.abstract_state())
+    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype, leaf.sharding), state) == shapes
 
 
 @pytest.fixture(scope="module")

@@ -54,8 +54,8 @@ class PairDataset(Dataset):
                 for pair in block:
                     for text in (pair.source, pair.target):
                         digest.update(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest())
-                read = tokenizer.encode_sources([pair.source for pair in block])
-                write = tokenizer.encode_all([pair.target for pair in block])
+                read = _each_once(tokenizer.encode_sources, [pair.source for pair in block])
+                write = _each_once(tokenizer.encode_all, [pair.target for pair in block])
                 kept = [
                     place
                     for place in range(len(block))
@@ -192,6 +192,13 @@ class PairDataset(Dataset):
             "targets": targets,
             "weights": inside.astype(np.float32),
         }
+
+
+def _each_once(encode: Callable[[list[str]], list[list[int]]], texts: list[str]) -> list[list[int]]:
+    """The ids of texts, of which many may be alike: numbers come as often as they were drawn."""
+    known = list(dict.fromkeys(texts))
+    ids = dict(zip(known, encode(known), strict=True))
+    return [ids[text] for text in texts]
 
 
 def _blocks(pairs: Iterable[Example]) -> Iterator[tuple[int, list[Example]]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -47,10 +48,12 @@ class MeshPlacement:
         length = getattr(recipe.data, "sequence_length", None)
         check_batch_sizes(*shared_rows(recipe.data), recipe.training.accumulation, sizes, length)
         self.mesh: Mesh = make_mesh(sizes, devices)
-        shapes = abstract_state(recipe)
+        make = functools.partial(make_state, recipe)
+        with jax.set_mesh(self.mesh):  # as `new_state` does: the same function in the same mesh is traced once
+            shapes = jax.eval_shape(make)
         self._shardings = state_shardings(shapes, self.mesh)
         self._shapes = jax.tree.map(_with_sharding, shapes, self._shardings)
-        self._make = jax.jit(lambda: make_state(recipe), out_shardings=self._shardings)
+        self._make = jax.jit(make, out_shardings=self._shardings)
         everywhere = NamedSharding(self.mesh, PartitionSpec())
         self._train = jax.jit(make_train_step(recipe), donate_argnums=0, out_shardings=(self._shardings, everywhere))
         self._eval = jax.jit(make_eval_step(recipe), out_shardings=everywhere)
