@@ -58,5 +58,5 @@ def test_differences_are_within_a_round():
 def test_the_table_tells_what_comes_on_top():
     head, peer, ours = table({PEER: (0.7, 0.5), OURS: (1.1, 0.8)}, {PEER: (0.0, 0.0), OURS: (0.4, 0.31)}).splitlines()
     assert head.split() == ["wall", "s", "CPU", "s", "beyond", "jax:", "wall", "s", "CPU", "s"]
-    assert peer.split()[2:] == ["0.700", "0.500", "0.000", "0.000"]
-    assert ours.split()[2:] == ["1.100", "0.800", "0.400", "0.310"]
+    assert peer.removeprefix(PEER).split() == ["0.700", "0.500", "0.000", "0.000"]
+    assert ours.removeprefix(OURS).split() == ["1.100", "0.800", "0.400", "0.310"]
