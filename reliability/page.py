@@ -36,8 +36,8 @@ def crash_table(result: Mapping[str, Any]) -> str:
 def soak_table(result: Mapping[str, Any]) -> str:
     """What `soak.record` gives, in words: when and where, what was called, how far it came, a row for each measure."""
     lines = [
-        f"{where(result)}: `make soak HOURS={result['hours']:g}`, {result['steps']:,} steps and "
-        f"{result['evaluations']:,} evaluations, of",
+        f"{where(result)}: `make soak HOURS={result['hours']:g}`, {result['steps']:,} steps, "
+        f"{result['evaluations']:,} evaluations and {result['spikes']:,} spikes of the loss, of",
         *_code(result["command"]),
         "| what | second quarter | last quarter | | allowed |",
         "| --- | ---: | ---: | --- | --- |",
@@ -45,6 +45,7 @@ def soak_table(result: Mapping[str, Any]) -> str:
     for row in result["measures"]:
         told = " ".join(part for part in ("**too much**" if row["failed"] else "", row["told"]) if part)
         lines.append(f"| {row['what']} | {row['before']} | {row['after']} | {told} | {row['allowed']} |")
+    lines += [f"\n**A fault**: {fault}" for fault in result["faults"]]
     lines += ["", "![Memory and speed over the time](images/soak.png)"]
     return "\n".join(lines) + "\n"
 

@@ -75,7 +75,7 @@ def measures(samples: Sequence[Sample], late: Sequence[str] = ()) -> list[Measur
     Raises:
         ValueError: too few samples.
     """
-    end = samples[-1].seconds
+    end = samples[-1].seconds if samples else 0.0
     settled = [sample for sample in samples if sample.seconds >= end / 4]
     second = [sample for sample in settled if sample.seconds < end / 2]
     last = [sample for sample in settled if sample.seconds >= end * 3 / 4]

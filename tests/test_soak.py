@@ -214,7 +214,7 @@ def test_a_program_tells_what_it_compiles_and_what_it_holds(tmp_path):
 
 def results(**changes):
     seen = samples(**changes)
-    return soak.record(soak.Soaked(seen, [], [], 72_000, 1440), measures(seen), 2.0, "an abacus")
+    return soak.record(soak.Soaked(seen, [], [], 72_000, 1440, 3), measures(seen), 2.0, "an abacus")
 
 
 def test_results_are_kept_thinned_and_drawn(tmp_path):
@@ -228,11 +228,45 @@ def test_results_are_kept_thinned_and_drawn(tmp_path):
 def test_the_table_tells_what_was_and_what_may_be():
     text = soak_table(results(files=lambda hours, value: value + int(hours)))
     assert "an abacus" in text
-    assert "`make soak HOURS=2`, 72,000 steps and 1,440 evaluations" in text
+    assert "`make soak HOURS=2`, 72,000 steps, 1,440 evaluations and 3 spikes of the loss" in text
     assert "| open files, least | 9 | 10 | **too much** | no more |" in text
     assert "| programs compiled | 5 | 5 |  | no more |" in text
     page = put("head\n<!-- soak -->\nold\n<!-- end of soak -->\ntail\n", "soak", text)
     assert page == f"head\n<!-- soak -->\n{text}<!-- end of soak -->\ntail\n"
+
+
+@pytest.mark.parametrize(
+    ("faults", "slower", "code"),
+    [([], 0.0, 0), (["exit codes [1]"], 0.0, 1), ([], 0.08, 1), (["it says: no"], 0.08, 1)],
+)
+def test_what_was_seen_is_kept_whatever_the_verdict(tmp_path, monkeypatch, capsys, faults, slower, code):
+    """Two hours are not thrown away because something was wrong in them."""
+    seen = samples(speed=lambda hours, value: value * (1 - slower * hours))
+    monkeypatch.setattr(soak, "soak", lambda folder, hours: soak.Soaked(seen, [], faults, 72_000, 1440, 3))
+    page = tmp_path / soak.PAGE
+    page.write_text("<!-- soak -->\n<!-- end of soak -->\n")
+    (tmp_path / "images").mkdir()
+    assert soak.main(["--output", str(tmp_path / "soak.json"), "--folder", str(tmp_path)]) == code
+    kept = json.loads((tmp_path / "soak.json").read_text())
+    assert kept["faults"] == faults
+    assert [measure["failed"] for measure in kept["measures"]].count(True) == bool(slower)
+    assert page.read_text() == f"<!-- soak -->\n{soak_table(kept)}<!-- end of soak -->\n"
+    assert page.read_text().count("**A fault**") == len(faults)
+    assert (tmp_path / "images" / "soak.png").exists()
+    told = capsys.readouterr()
+    assert "tokens/s while training" in told.out
+    assert all(fault in told.out for fault in faults)
+    assert ("failed: " in told.err) == bool(code)
+
+
+@pytest.mark.parametrize("looks", [0, 2])
+def test_a_run_too_short_for_a_verdict_is_said(tmp_path, monkeypatch, capsys, looks):
+    seen = samples()[:looks]
+    monkeypatch.setattr(soak, "soak", lambda folder, hours: soak.Soaked(seen, [], ["exit codes [1]"], 0, 0, 0))
+    assert soak.main(["--folder", str(tmp_path)]) == 1
+    told = capsys.readouterr()
+    assert "exit codes [1]" in told.out
+    assert f"3 samples in a quarter of the time, got {looks} in all" in told.err
 
 
 def test_the_page_is_what_the_command_makes_of_the_results():
@@ -264,10 +298,12 @@ def test_what_cannot_be_is_said(words, message, capsys):
 
 @pytest.mark.slow
 def test_a_run_is_watched_and_stopped(tmp_path):
-    words = [*OPTIONS, "--training.steps", "1000000"]
+    words = [*OPTIONS, "--training.steps", "1000000", "--training.spike-deviations", "1"]
+    words += ["--optimizer.learning-rate", "1e-9"]  # the loss goes up as often as down
     soaked = soak.soak(tmp_path, 600 / 3600, every=1.0, options=words, enough=lambda sample: sample.step > 100)
     assert soaked.faults == []
     assert soaked.steps > 100
     assert soaked.evaluations >= 1
+    assert soaked.spikes >= 1, "counted, and no fault"
     assert soaked.samples[-1].programs >= 3
     assert not math.isnan(np.nanmean([sample.speed for sample in soaked.samples]))
