@@ -75,6 +75,22 @@ def test_records_are_what_tfds_decodes(prepared, monkeypatch):
     assert len(plain.splits["train"]) == config.train_examples
 
 
+def test_only_what_lies_there_as_it_is_goes_undecoded():
+    import tensorflow_datasets as tfds
+
+    kinds = {
+        "a text": (tfds.features.Text(), "bytes_list"),
+        "a text as ids": (tfds.features.Text(encoder=tfds.deprecated.text.ByteTextEncoder()), None),
+        "a whole number": (tfds.features.Scalar(dtype=np.int32), "int64_list"),
+        "a fraction": (tfds.features.Scalar(dtype=np.float32), None),
+        "a truth": (tfds.features.Scalar(dtype=np.bool_), None),
+        "several numbers": (tfds.features.Tensor(shape=(2,), dtype=np.int64), None),
+    }
+    assert {name: sources.prepared._plain(feature) for name, (feature, _) in kinds.items()} == {
+        name: kind for name, (_, kind) in kinds.items()
+    }
+
+
 def test_a_feature_that_takes_decoding_is_decoded(tmp_path):
     import tensorflow_datasets as tfds
 

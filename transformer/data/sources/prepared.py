@@ -101,7 +101,7 @@ def _plain(feature: Any) -> str | None:
     """The list of a tf.train.Example that holds one value of this feature as it is; None where it takes decoding."""
     from tensorflow_datasets import features
 
-    if isinstance(feature, features.Text):
+    if isinstance(feature, features.Text) and feature.shape == ():  # one with an encoder of its own has ids
         return "bytes_list"
     if isinstance(feature, features.Scalar) and np.issubdtype(feature.np_dtype, np.integer):
         return "int64_list"
