@@ -13,8 +13,10 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAGES = [page for page in sorted((ROOT / "docs").rglob("*.md")) if page.parent.name != "results"]  # parts of results.md
+OTHERS = ("README", "CONTRIBUTING", "SECURITY", "CHANGELOG")
 # A picture and its words, or a link: what is in the round brackets, an anchor apart. Not within code.
 LINK = re.compile(r"\]\(([^)\s#]*)(#[^)\s]*)?\)")
+NAMED = re.compile(r"`((?:transformer|tests|benchmarks|reliability|configs|examples|notebooks)/[a-z0-9_/.\-]+)`")
 FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 QUOTE = re.compile(r"^- Computed in \[`([^`]+)`\]\(([^)]+)\): ((?:`[^`]+` ?)+)$", re.MULTILINE)
 ROW_TABLE = re.compile(r"^\| (S\d\.\d) \| .* \| (`test_.*`) \|$", re.MULTILINE)
@@ -50,7 +52,7 @@ def test_python_blocks_run_in_order_in_one_namespace(page):
             exec(compile(block, str(page), "exec"), namespace)
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md"], ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", [*PAGES, *(ROOT / f"{name}.md" for name in OTHERS)], ids=lambda page: page.stem)
 def test_links_and_images_lead_to_files(page):
     targets = LINK.findall(FENCED.sub("", read(page)))
     for target, anchor in targets:
@@ -61,6 +63,12 @@ def test_links_and_images_lead_to_files(page):
         assert there.resolve().is_relative_to(ROOT), f"{page.name} links to {target}, outside of the repository"
         if anchor and there.suffix == ".md":
             assert anchor[1:] in anchors(read(there)), f"{page.name} links to {target}{anchor}: no such heading"
+
+
+@pytest.mark.parametrize("page", [*PAGES, *(ROOT / f"{name}.md" for name in OTHERS)], ids=lambda page: page.stem)
+def test_files_that_a_text_names_are_there(page):
+    for file in NAMED.findall(FENCED.sub("", read(page))):
+        assert (ROOT / file).exists(), f"{page.name} names {file}, which is not there"
 
 
 def anchors(text):

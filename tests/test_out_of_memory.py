@@ -79,10 +79,11 @@ class TestRemedies:
         _, found = self.found(devices=4, recipe=odd)
         assert found["--parallel.tensor"].flags == "--parallel.tensor 4"
 
-    def test_remat_keeps_a_layer_and_what_goes_into_each(self):
-        before, found = self.found()
+    @pytest.mark.parametrize(("asked", "together"), [(None, 2**21 // 5_000), (100, 100), (0, 64 * 512)])
+    def test_remat_keeps_a_layer_and_what_goes_into_each(self, asked, together):
+        before, found = self.found(recipe=change(RECIPE, training={"loss_tokens": asked}))
         left = found["--execution.remat"].need
-        inputs, logits = 16 * 64 * 512 * 512 * 4, 2 * 4 * 64 * 512 * 5_000
+        inputs, logits = 16 * 64 * 512 * 512 * 4, 2 * 4 * together * 5_000
         assert left.activations == pytest.approx(logits + (before.activations - logits) / 16 + inputs, rel=1e-6)
         assert (left.state, left.gradients) == (before.state, before.gradients)
 

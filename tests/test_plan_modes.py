@@ -37,7 +37,7 @@ from transformer.plan import (
 )
 from transformer.plan.measuring import made_up_batch
 from transformer.plan.searching import candidates, meshes
-from transformer.sharding import ParallelConfig
+from transformer.sharding import AXES, ParallelConfig
 from transformer.training import Recipe
 from transformer.training.flops import batch_rows
 from transformer.training.overrides import load_recipe_file, override
@@ -220,6 +220,37 @@ class TestSearch:
         assert all(one.sizes["fsdp"] * one.sizes["tensor"] > 1 for one in found)
         assert not candidates(TEXT, Topology(dataclasses.replace(CHIPS.chip, hbm=1e-5), (2, 4)), 8)
 
+    def test_what_may_fit_comes_first_by_speed_and_then_what_asks_for_least(self):
+        small = Topology(dataclasses.replace(CHIPS.chip, hbm=500_000 / 2**30), (2, 4))
+        found = candidates(TEXT, small, 8)
+        fits = [one.needed_bytes <= 500_000 for one in found]
+        assert 0 < sum(fits) < len(fits)
+        assert fits == sorted(fits, reverse=True)
+        speeds = [batch_rows(one.recipe.data) / one.seconds for one in found[: sum(fits)]]
+        assert speeds == sorted(speeds, reverse=True)
+        needs = [one.needed_bytes for one in found[sum(fits) :]]
+        assert needs == sorted(needs)
+
+    def test_logits_count_that_are_there_together(self):
+        needs = {}
+        for tokens in (None, 0, 8):
+            recipe = dataclasses.replace(
+                TEXT,
+                model=TEXT.model.replace(vocab_size=2**23),
+                training=dataclasses.replace(TEXT.training, loss_tokens=tokens),
+            )
+            one = next(
+                one
+                for one in candidates(recipe, parse_topology("v5p:2x2x2"), 8)
+                if one.sizes == {axis: 8 if axis == "fsdp" else 1 for axis in AXES}
+                and one.recipe.execution.remat == "full"
+                and batch_rows(one.recipe.data) == 16
+            )
+            needs[tokens] = one.needed_bytes
+        own = 16 // 8 * TEXT.data.sequence_length
+        assert needs[0] - needs[8] == (own - 8) * 8 * 2**23
+        assert needs[None] - needs[8] == (2**27 // 2**23 - 8) * 8 * 2**23
+
     @pytest.mark.parametrize("before", [parallel(TEXT, data=1, fsdp=-1), parallel(TEXT, kind="pmap"), BY_TOKENS])
     def test_flags_make_the_candidate(self, before):
         for one in candidates(before, CHIPS, 8)[::37]:
@@ -394,4 +425,7 @@ def test_recipes_of_published_sizes(name, parameters):
     recipe, _ = load_recipe_file(Path(__file__).resolve().parents[1] / "configs" / f"{name}.py")
     assert count_parameters(abstract_state(recipe).params) == parameters
     assert (recipe.data.sequence_length, recipe.model.dtype, recipe.execution.scan) == (8192, "bfloat16", True)
-    assert len(candidates(recipe, parse_topology("v5p:4x4x4"), 64)) > 12
+    topology = parse_topology("v5p:4x4x4")
+    found = candidates(recipe, topology, 64)
+    assert len(found) > 12
+    assert found[0].needed_bytes < topology.hbm * 2**30

@@ -20,7 +20,7 @@ from transformer.plan.roofline import estimate
 from transformer.plan.topologies import Topology
 from transformer.sharding import AXES, check_batch_sizes, check_model, parameter_spec, row_ways
 from transformer.training.flops import batch_field, batch_rows, step_flops, step_tokens
-from transformer.training.memory import GIB
+from transformer.training.memory import GIB, logit_bytes
 from transformer.training.recipe import Recipe
 from transformer.training.state import abstract_state
 
@@ -56,7 +56,8 @@ class Tried:
 
 
 def candidates(recipe: Recipe, topology: Topology, num_devices: int) -> list[Candidate]:
-    """All that can be, the most promising first: what may fit, by speed; batches of half, once and twice the rows.
+    """All that can be, the most promising first: what may fit, by speed, then what asks for least; batches of half,
+    once and twice the rows.
 
     Left out are meshes that do not divide model or batch, and those whose parameters and optimizer state alone are more
     than a device holds.
@@ -82,7 +83,10 @@ def candidates(recipe: Recipe, topology: Topology, num_devices: int) -> list[Can
                 execution = dataclasses.replace(recipe.execution, remat=remat)
                 one = dataclasses.replace(changed, execution=execution)
                 found.append(_guessed(one, recipe, held, flops.total * batch_rows(data) // rows, topology))
-    return sorted(found, key=lambda one: (one.needed_bytes > available, one.seconds / batch_rows(one.recipe.data)))
+    fit = [one for one in found if one.needed_bytes <= available]
+    rest = [one for one in found if one.needed_bytes > available]
+    fit.sort(key=lambda one: one.seconds / batch_rows(one.recipe.data))
+    return fit + sorted(rest, key=lambda one: one.needed_bytes)
 
 
 def _held(state: Any, sizes: Mapping[str, int]) -> int:
@@ -120,18 +124,18 @@ def _guessed(recipe: Recipe, before: Recipe, held: int, work: int, topology: Top
     own = step_tokens(recipe) // (row_ways(sizes) * sizes["context"])
     tensor, fsdp, num_devices = sizes["tensor"], sizes["fsdp"], math.prod(sizes.values())
 
-    # Bytes of one device: the residual stream and the inner width of a layer, what is kept of them, and logits.
+    # Bytes of one device: the residual stream and the inner width of a layer, and what is kept of all and of one layer.
     stream, inner = own * model.d_model * width, own * model.feed_forward_width * width // tensor
+    inside = 8 * stream + 4 * inner
     kept = (
         stream
         + {
             "full": 0,
             "names": stream // tensor + inner,
             "dots": 4 * stream // tensor + 2 * inner,
-            "none": 8 * stream + 4 * inner,
+            "none": inside,
         }[remat]
     )
-    logits = 2 * 4 * own * (model.vocab_size or 0) // tensor
     gradients = held * fsdp // 3  # of parameters that fsdp does not split
     wire = 2 * gradients // fsdp * (sizes["data"] > 1) + 3 * gradients * (fsdp > 1)
     wire += layers * stream * (8 * (tensor > 1) + 4 * (sizes["context"] > 1))
@@ -144,7 +148,8 @@ def _guessed(recipe: Recipe, before: Recipe, held: int, work: int, topology: Top
         hbm_bytes=3 * held + round(again * 2 * layers * (9 * stream + 4 * inner)),
         wire_bytes=wire,
     )
-    needed = held + layers * kept // recipe.training.accumulation + logits
+    parts = recipe.training.accumulation
+    needed = held + (layers * kept + inside) // parts + logit_bytes(recipe, own // parts, tensor, "tpu")
     told = [axis for axis, size in sizes.items() if size > 1 or axis == "data" or before.parallel.sizes[axis] != 1]
     kind = "" if before.parallel.kind == "mesh" else "--parallel.kind mesh "
     mesh = kind + " ".join(f"--parallel.{axis} {sizes[axis]}" for axis in told)

@@ -28,8 +28,15 @@ def tokens_at_once(hidden: Hidden, vocab_size: int) -> int | None:
     chunk of fewer logits than that saves little memory and much time goes by.
     """
     rows, length, size = hidden.shape
-    most = max(LOGITS_AT_ONCE[platform()] * ways("vocab") // vocab_size, size // 4, 1)
+    most = most_at_once(platform(), vocab_size, size, ways("vocab"))
     return None if rows * length // (ways("batch") * ways("length")) <= most else most
+
+
+def most_at_once(kind: str, vocab_size: int, size: int, vocab_ways: int = 1) -> int:
+    """The most tokens that `tokens_at_once` allows, on devices of a kind ("cpu", "gpu", "tpu"), for hidden states of a
+    size and a vocabulary over so many devices.
+    """
+    return max(LOGITS_AT_ONCE[kind] * vocab_ways // vocab_size, size // 4, 1)
 
 
 def sum_in_chunks(function: TokenSum, params: Any, hidden: Hidden, targets: Array, weights: Array, tokens: int) -> Any:

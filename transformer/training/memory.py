@@ -18,7 +18,9 @@ import jax
 
 from transformer.config import ConfigError
 from transformer.data.configs.common import shared_rows
+from transformer.partitioning import platform as computed_on
 from transformer.sharding import check_model, row_ways
+from transformer.training.chunked_loss import most_at_once
 from transformer.training.flops import Shapes, batch_field, batch_rows, sequences
 from transformer.training.recipe import Recipe
 
@@ -169,10 +171,22 @@ def _kept_by_remat(recipe: Recipe, sizes: Mapping[str, int], need: Need, batch: 
     tokens //= row_ways(sizes) * recipe.training.accumulation
     width = 2 if model.dtype in ("bfloat16", "float16") else 4
     layers = (model.encoder_layers + model.decoder_layers) if recipe.task == "seq2seq" else model.num_layers
-    logits = min(need.activations, 2 * 4 * tokens * (model.vocab_size or 0) // sizes["tensor"])
+    logits = min(need.activations, logit_bytes(recipe, tokens, sizes["tensor"], computed_on()))
     inside = (need.activations - logits) / max(layers, 1)
     kept = logits + inside + layers * tokens * model.d_model * width
     return min(1.0, kept / max(need.activations, 1))
+
+
+def logit_bytes(recipe: Recipe, tokens: int, tensor: int, kind: str) -> int:
+    """Bytes of a device of a kind ("cpu", "gpu", "tpu") for logits in float32 and their gradient, of as many of its
+    `tokens` as have them together, where `tensor` devices share the vocabulary.
+    """
+    model, together = recipe.model, recipe.training.loss_tokens
+    if not model.vocab_size:
+        return 0
+    if together is None:
+        together = most_at_once(kind, model.vocab_size, model.d_model, tensor)
+    return 2 * 4 * min(tokens, together or tokens) * model.vocab_size // tensor
 
 
 def step_need(recipe: Recipe, placement: Placement, batch: Shapes) -> Need:

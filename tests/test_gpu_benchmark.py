@@ -1,0 +1,54 @@
+"""The benchmark of a GPU where there is none: its sides with small sizes, and what it counts."""
+
+import math
+
+import jax
+import pytest
+
+from benchmarks import gpu
+from transformer import CausalLM
+from transformer.models import count_parameters
+from transformer.zoo import abstract_params
+
+
+@pytest.fixture
+def small(monkeypatch):
+    for name in ("GPT2", "LLAMA"):
+        sizes = getattr(gpu, name) | {"vocab_size": 64, "d_model": 32, "num_layers": 2, "num_heads": 4}
+        smaller = {"num_kv_heads": 2, "d_ff": 48} if name == "LLAMA" else {}
+        monkeypatch.setattr(gpu, name, sizes | smaller)
+    monkeypatch.setattr(gpu, "WORKS", dict.fromkeys(gpu.WORKS, (2, 16)))
+    monkeypatch.setattr(gpu, "NEW", 4)
+
+
+@pytest.mark.parametrize("work", gpu.WORKS)
+def test_a_step_trains(small, work):
+    step = gpu.ours(work)
+    seen = [step() for _ in range(2)]
+    losses = [float(metrics["loss_sum"] / metrics["weight"]) for metrics in seen]
+    assert losses[1] != losses[0]
+    assert losses[0] == pytest.approx(math.log(64), rel=0.05)
+
+
+def test_as_many_tokens_as_are_counted_are_written(small):
+    (row,) = gpu.decoding("-")()
+    assert len(row) == 4
+
+
+@pytest.mark.parametrize("work", gpu.WORKS)
+def test_flops_are_those_of_the_matrices_and_of_half_the_scores(work):
+    model, (rows, length) = CausalLM(gpu.config(work)), gpu.WORKS[work]
+    leaves = jax.tree_util.tree_leaves_with_path(abstract_params(model))
+    matrices = sum(
+        leaf.size
+        for path, leaf in leaves
+        if leaf.ndim > 1
+        and not any(word in jax.tree_util.keystr(path).lower() for word in ("embed", "position", "norm"))
+    )
+    tied = model.config.vocab_size * model.config.d_model  # the table, as the head
+    scores = 12 * model.config.num_layers * length * model.config.d_model / 2
+    assert gpu.flops(work) == rows * length * (6 * (matrices + tied) + scores)
+
+
+def test_every_parameter_is_read_once_a_token():
+    assert count_parameters(abstract_params(CausalLM(gpu.config("decode")))) == gpu.PARAMETERS
