@@ -91,6 +91,32 @@ def test_only_what_lies_there_as_it_is_goes_undecoded():
     }
 
 
+def test_data_that_another_process_prepared_meanwhile_is_taken(tmp_path):
+    import tensorflow_datasets as tfds
+
+    faster = [None]  # processes, of which each prepares the same while this one does
+
+    class Slow(tfds.core.GeneratorBasedBuilder):
+        name, VERSION = "slow", tfds.core.Version("1.0.0")
+
+        def _info(self):
+            return tfds.core.DatasetInfo(
+                builder=self, features=tfds.features.FeaturesDict({"name": tfds.features.Text()})
+            )
+
+        def _split_generators(self, dl_manager):
+            if faster:
+                faster.pop()
+                assert len(records(Slow, str(tmp_path))["train"]) == 3
+            return {"train": ((number, {"name": str(number)}) for number in range(3))}
+
+        def _generate_examples(self):
+            raise NotImplementedError
+
+    assert {row["name"] for row in records(Slow, str(tmp_path))["train"]} == {b"0", b"1", b"2"}
+    assert [folder.name for folder in (tmp_path / "slow").iterdir()] == ["1.0.0"], "nothing half done is left"
+
+
 def test_a_feature_that_takes_decoding_is_decoded(tmp_path):
     import tensorflow_datasets as tfds
 

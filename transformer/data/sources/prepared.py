@@ -50,13 +50,16 @@ def records(
         for url, file in downloads.items():
             check_manual_file(Path(manual_dir).expanduser(), url, file)
     place = data_dir(folder)
-    try:
-        with _quiet():
-            builder = builder_class(data_dir=place, config=variant, file_format="array_record")
-    except Exception as error:  # TFDS reads what is there with whatever its files raise
-        raise ValueError(_unreadable(place / builder_class.name, error)) from error
-    with _quiet():
-        prepared = builder.is_prepared()
+
+    def there() -> tuple[Any, bool]:
+        try:
+            with _quiet():
+                builder = builder_class(data_dir=place, config=variant, file_format="array_record")
+                return builder, builder.is_prepared()
+        except Exception as error:  # TFDS reads what is there with whatever its files raise
+            raise ValueError(_unreadable(place / builder_class.name, error)) from error
+
+    builder, prepared = there()
     if not prepared:
         if downloads and manual_dir is None:
             _check_reachable(downloads)
@@ -65,10 +68,12 @@ def records(
             with _quiet():
                 builder.download_and_prepare(download_config=settings)
         except OSError as error:
-            raise OSError(
-                f"can't prepare {builder.name} in {place}: {error}. Name a folder that can be "
-                "written (--data.data-dir)."
-            ) from error
+            builder, prepared = there()
+            if not prepared:  # else another process of the run, or another run, was done first
+                raise OSError(
+                    f"can't prepare {builder.name} in {place}: {error}. Name a folder that can be "
+                    "written (--data.data-dir)."
+                ) from error
     try:
         return _read(builder)
     except Exception as error:
