@@ -1,0 +1,29 @@
+"""Small recipes, and a topology, that plans are tried with."""
+
+import dataclasses
+
+from transformer.config import Execution, TransformerConfig
+from transformer.data.configs import ParallelText, TextFile
+from transformer.plan import parse_topology
+from transformer.sharding import ParallelConfig
+from transformer.training import Recipe
+
+TEXT = Recipe(
+    name="text",
+    model=TransformerConfig(
+        vocab_size=96, d_model=32, num_heads=4, num_kv_heads=2, num_layers=3, d_ff=64, position="rotary"
+    ),
+    data=TextFile(path="nowhere.txt", sequence_length=24, batch_size=8),
+)
+PAIRS = dataclasses.replace(
+    TEXT, data=ParallelText(source_path="nowhere.tsv", max_source_length=12, max_target_length=10, batch_size=8)
+)
+SMALL = dataclasses.replace(TEXT, model=TEXT.model.replace(num_layers=1), execution=Execution(scan=False))
+BY_TOKENS = dataclasses.replace(
+    PAIRS, data=ParallelText(source_path="nowhere.tsv", max_source_length=12, max_target_length=10, batch_tokens=150)
+)
+CHIPS = parse_topology("v5e:2x4")
+
+
+def parallel(recipe, **sizes):
+    return dataclasses.replace(recipe, parallel=ParallelConfig(**sizes))
