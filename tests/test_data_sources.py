@@ -91,49 +91,45 @@ def test_only_what_lies_there_as_it_is_goes_undecoded():
     }
 
 
+def small_dataset(called, features, examples):
+    """A dataset of TFDS by the examples that a function gives when it is prepared."""
+    import tensorflow_datasets as tfds
+
+    class Small(tfds.core.GeneratorBasedBuilder):
+        name, VERSION = called, tfds.core.Version("1.0.0")
+        _generate_examples = None  # the splits have them
+
+        def _info(self):
+            return tfds.core.DatasetInfo(builder=self, features=tfds.features.FeaturesDict(features))
+
+        def _split_generators(self, dl_manager):
+            return {"train": enumerate(examples())}
+
+    return Small
+
+
 def test_data_that_another_process_prepared_meanwhile_is_taken(tmp_path):
     import tensorflow_datasets as tfds
 
     faster = [None]  # processes, of which each prepares the same while this one does
 
-    class Slow(tfds.core.GeneratorBasedBuilder):
-        name, VERSION = "slow", tfds.core.Version("1.0.0")
+    def examples():
+        if faster:
+            faster.pop()
+            assert len(records(slow, str(tmp_path))["train"]) == 3
+        return [{"name": str(number)} for number in range(3)]
 
-        def _info(self):
-            return tfds.core.DatasetInfo(
-                builder=self, features=tfds.features.FeaturesDict({"name": tfds.features.Text()})
-            )
-
-        def _split_generators(self, dl_manager):
-            if faster:
-                faster.pop()
-                assert len(records(Slow, str(tmp_path))["train"]) == 3
-            return {"train": ((number, {"name": str(number)}) for number in range(3))}
-
-        def _generate_examples(self):
-            raise NotImplementedError
-
-    assert {row["name"] for row in records(Slow, str(tmp_path))["train"]} == {b"0", b"1", b"2"}
+    slow = small_dataset("slow", {"name": tfds.features.Text()}, examples)
+    assert {row["name"] for row in records(slow, str(tmp_path))["train"]} == {b"0", b"1", b"2"}
     assert [folder.name for folder in (tmp_path / "slow").iterdir()] == ["1.0.0"], "nothing half done is left"
 
 
 def test_a_feature_that_takes_decoding_is_decoded(tmp_path):
     import tensorflow_datasets as tfds
 
-    class Halves(tfds.core.GeneratorBasedBuilder):
-        name, VERSION = "halves", tfds.core.Version("1.0.0")
-
-        def _info(self):
-            features = {"name": tfds.features.Text(), "half": tfds.features.Scalar(dtype=np.float64)}
-            return tfds.core.DatasetInfo(builder=self, features=tfds.features.FeaturesDict(features))
-
-        def _split_generators(self, dl_manager):
-            return {"train": ((number, {"name": str(number), "half": number / 2}) for number in range(3))}
-
-        def _generate_examples(self):
-            raise NotImplementedError
-
-    rows = records(Halves, str(tmp_path))["train"]
+    features = {"name": tfds.features.Text(), "half": tfds.features.Scalar(dtype=np.float64)}
+    halves = small_dataset("halves", features, lambda: [{"name": str(n), "half": n / 2} for n in range(3)])
+    rows = records(halves, str(tmp_path))["train"]
     assert {(row["name"], row["half"]) for row in rows} == {(b"0", 0.0), (b"1", 0.5), (b"2", 1.0)}
 
 

@@ -83,10 +83,12 @@ def candidates(recipe: Recipe, topology: Topology, num_devices: int) -> list[Can
                 execution = dataclasses.replace(recipe.execution, remat=remat)
                 one = dataclasses.replace(changed, execution=execution)
                 found.append(_guessed(one, recipe, held, flops.total * batch_rows(data) // rows, topology))
-    fit = [one for one in found if one.needed_bytes <= available]
-    rest = [one for one in found if one.needed_bytes > available]
-    fit.sort(key=lambda one: one.seconds / batch_rows(one.recipe.data))
-    return fit + sorted(rest, key=lambda one: one.needed_bytes)
+
+    def place(one: Candidate) -> tuple[bool, float]:
+        too_much = one.needed_bytes > available
+        return too_much, one.needed_bytes if too_much else one.seconds / batch_rows(one.recipe.data)
+
+    return sorted(found, key=place)
 
 
 def _held(state: Any, sizes: Mapping[str, int]) -> int:
