@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from transformer.config import ConfigError, Execution, LayerKind, TransformerConfig
-from transformer.generate import Beam, Sampling, beam_search, beam_search_all, generate
+from transformer.generate import Beam, Sampling, batches, beam_search, beam_search_all, generate
 from transformer.generate.batches import _batches
 from transformer.generate.beam import USUAL
 from transformer.generate.searching import begin, go_on, top_k
@@ -248,6 +249,25 @@ def test_many_sources_keep_their_order():
         beam_search_all(model, params, [[1]], begin=[1], batch_tokens=0, **options)
     with pytest.raises(ValueError, match="takes a Seq2Seq that reads tokens, got a CausalLM"):
         beam_search_all(CausalLM(CONFIG.replace(source_vocab_size=None)), {}, [[1]], begin=[1], **options)
+
+
+def test_batches_are_searched_in_one_order_where_others_have_to_agree(monkeypatch):
+    """Beside other processes, and under a mesh, which is one thread's alone."""
+    seen = []
+
+    def searching(*args, **kwargs):
+        seen.append((threading.get_ident(), jax.sharding.get_abstract_mesh().axis_names))
+        return [[] for _ in args[2]]
+
+    monkeypatch.setattr(batches, "beam_search", searching)
+    model, params = translator()
+    options = {"begin": [1], "eos_id": RARE, "batch_tokens": 39}
+    with jax.set_mesh(jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))):
+        beam_search_all(model, params, [[1]] * 7, **options)
+    assert seen == [(threading.get_ident(), ("data",))] * 3
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    beam_search_all(model, params, [[1]] * 7, **options)
+    assert seen[3:] == [(threading.get_ident(), ())] * 3
 
 
 def test_batches_have_few_sizes():

@@ -7,6 +7,9 @@ import pytest
 
 from transformer.config import Execution, TransformerConfig
 from transformer.generate import Draft, Sampling, continuous, generate
+from transformer.generate.decoding import Written
+from transformer.generate.layers import separate, separated
+from transformer.generate.sampling import Choice
 from transformer.models import CausalLM, Seq2Seq
 
 VOCABULARY = 11
@@ -69,3 +72,27 @@ def test_what_slots_are_not_for_is_said():
     params = jax.jit(seq2seq.init)(jax.random.key(0), jnp.zeros((1, 1), int), jnp.zeros((1, 1), int))["params"]
     with pytest.raises(ValueError, match=r"slots are for a CausalLM, got a Seq2Seq. Use beam_search_all"):
         generate(seq2seq, params, bos_id=1, sources=[[1], [2]], max_new_tokens=2, slots=1)
+
+
+def test_no_step_is_made_while_a_slot_is_free_and_others_wait():
+    """A row that ends at its first token leaves its slot at once."""
+    choice = Choice.of(Sampling(temperature=0.0), VOCABULARY)
+    model = separated(MODEL)
+    params = {**PARAMS, "decoder": separate(MODEL, PARAMS["decoder"])}
+
+    def steps(running, others_wait):
+        state = continuous.Slots(
+            tokens=jnp.zeros((2,), jnp.int32),
+            running=jnp.array(running),
+            keys=jax.random.split(jax.random.key(0), 2),
+            cache=model.init_cache(2, 16),
+            written=Written.blank(2, 8),
+        )
+        ends, limit = jnp.array([-1]), jnp.array(5)
+        return continuous.go_on(
+            model, params, state, choice, ends, limit, jnp.array(others_wait)
+        ).written.counts.tolist()
+
+    assert steps([True, True], True) == steps([True, True], False) == [5, 5]
+    assert steps([False, True], False) == [0, 5]
+    assert steps([False, True], True) == [0, 0]

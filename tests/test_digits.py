@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from transformer.plan import step_flops, without_data
 from transformer.sharding import ParallelConfig
 from transformer.training import EvaluationConfig, LoggingConfig, OptimizerConfig, Recipe, TrainingConfig
 from transformer.training.loop import train
+from transformer.training.numbers import measured
 from transformer.training.parallel import place
 from transformer.training.recipe import from_json, to_json
 from transformer.training.runs import load_run
@@ -144,8 +146,14 @@ def test_files_that_are_not_there_or_something_else(tmp_path):
     (tmp_path / "pictures.npz").write_text("no")
     with pytest.raises(FileNotFoundError, match=r"no file .*picture.npz. Did you mean 'pictures.npz'"):
         prepare(ImageFile(path=str(tmp_path / "picture.npz")))
-    with pytest.raises(ValueError, match=r"is no \.npz file"):
-        prepare(ImageFile(path=str(tmp_path / "pictures.npz")))
+    np.savez_compressed(tmp_path / "damaged.npz", images=bars()[0], labels=bars()[1])
+    content = bytearray((tmp_path / "damaged.npz").read_bytes())
+    content[200:240] = b"x" * 40
+    (tmp_path / "damaged.npz").write_bytes(content)
+    np.save(tmp_path / "array.npy", bars()[0])
+    for name in ("pictures.npz", "damaged.npz", "array.npy"):
+        with pytest.raises(ValueError, match=r"is no \.npz file"):
+            prepare(ImageFile(path=str(tmp_path / name)))
 
 
 @pytest.mark.parametrize(
@@ -206,6 +214,20 @@ def test_evaluate_and_classify(trained, capsys):
     assert told["accuracy"] == read_summary(folder / "run").held_out.accuracy
     with pytest.raises(ConfigError, match="which reads images and no text"):
         classify(open_model(folder / "run"), ["a text"])
+
+
+@pytest.mark.parametrize("attention", ["gathered", "cudnn"])
+def test_what_was_trained_with_a_kernel_for_a_mesh_or_a_gpu_is_evaluated_without(trained, tmp_path, capsys, attention):
+    from transformer.__main__ import main
+
+    run, summary = load_run(trained[0] / "run"), read_summary(trained[0] / "run")
+    recipe = dataclasses.replace(run.recipe, execution=Execution(scan=False, attention=attention))
+    found = measured(recipe, run.params, prepare(recipe.data), summary, lambda: False)
+    assert found.held_out.loss == pytest.approx(summary.held_out.loss, rel=1e-6)
+    shutil.copytree(trained[0] / "run", tmp_path / "run")
+    (tmp_path / "run" / "recipe.json").write_text(json.dumps(to_json(recipe)))
+    assert main(["evaluate", str(tmp_path / "run"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["loss"] == pytest.approx(summary.held_out.loss, rel=1e-6)
 
 
 @pytest.mark.slow

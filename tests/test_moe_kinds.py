@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from transformer.config import MoE
+from transformer.config import Execution, LayerKind, MoE, TransformerConfig
+from transformer.generate import Beam, Draft, Sampling, beam_search, generate
 from transformer.layers import FeedForward
+from transformer.models import CausalLM
 from transformer.moe import RoutedFeedForward, choose, router_losses
 from transformer.sharding import parameter_spec
 
@@ -196,3 +198,30 @@ def test_biases_of_a_router_lie_whole():
     for name in ("bias", "selection_bias"):
         path = f"decoder/layers/slot_0/feed_forward/router/{name}"
         assert parameter_spec(path, (2, 12), sizes) == PartitionSpec(None, None)
+
+
+def test_writing_leaves_room_for_every_token():
+    """With a share of the length, a row would depend on padding, on what a draft guesses, and on other hypotheses."""
+    config = TransformerConfig(
+        vocab_size=11,
+        d_model=8,
+        num_layers=2,
+        num_heads=2,
+        d_ff=12,
+        period=(LayerKind(moe=MoE(num_experts=8, top_k=2, capacity_factor=0.5)),),
+    )
+    kinds = (LayerKind(moe=MoE(num_experts=8, top_k=2)),)
+    model, roomy = (CausalLM(one, Execution(scan=False)) for one in (config, config.replace(period=kinds)))
+    params = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 3), int))["params"]
+    params = jax.tree.map(lambda leaf: 2.5 * leaf, params)
+    tokens = jnp.arange(9)[None] % 11
+    assert not np.allclose(*(one.apply({"params": params}, tokens) for one in (model, roomy))), "or nothing is tested"
+    prompts = [[1, 2, 3], list(range(11)) * 3, [4]]
+    options = {"max_new_tokens": 12, "sampling": Sampling(temperature=0.0)}
+    found = generate(model, params, prompts, **options)
+    assert found == [generate(model, params, [prompt], **options)[0] for prompt in prompts]
+    assert found == generate(roomy, params, prompts, **options)
+    draft = Draft(model=model, params=params, tokens=3)
+    assert generate(model, params, prompts, draft=draft, **options) == found
+    beam = {"max_new_tokens": 5, "beam": Beam(size=4), "eos_id": None}
+    assert beam_search(model, params, prompts=prompts, **beam) == beam_search(roomy, params, prompts=prompts, **beam)

@@ -18,6 +18,7 @@ from training_recipes import (
     tiny_recipe,
 )
 
+from transformer.config import Execution
 from transformer.sharding import ParallelConfig
 from transformer.training import journal as module
 from transformer.training.evaluation import evaluate_loss
@@ -149,6 +150,25 @@ def test_the_limit_does_not_depend_on_when_a_step_is_read(tmp_path):
     assert found[0] == found[1] == found[2]
 
 
+def test_a_batch_that_is_not_finite_leaves_the_limit_alone_whenever_it_is_read(tmp_path):
+    losses = np.random.default_rng(2).normal(2.0, 0.1, 40)
+    found = []
+    for pauses in ((), (30, 31)):
+        recipe = tiny_recipe(steps=40, spike_policy="skip", nan_policy="skip")
+        with MetricsWriter(tmp_path) as writer:
+            journal = Journal(recipe, Ledger(), writer, Progress(40, mode="none"), [])
+            limits = []
+            for step, loss in enumerate(losses, start=1):
+                limits.append(journal.skip_above())
+                told = {"loss_sum": loss, "weight": 1.0, "grad_norm": 1.0, "learning_rate": 0.1, "skipped": 0}
+                told |= {"finite": step not in (30, 31)}
+                journal.add(step, {name: np.asarray(value) for name, value in told.items()})
+                if step in pauses:
+                    journal.pause()
+        found.append(limits)
+    assert found[0] == found[1]
+
+
 def test_batches_that_are_never_finite_are_an_error_even_with_skip(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "MOST_IN_A_ROW", 4)
     ledger, *_ = played(tmp_path, [2.0] * 3, finite=False, nan_policy="skip")
@@ -244,6 +264,8 @@ def test_the_first_logits_that_overflow_are_named():
     why = why_not_finite(recipe, model, with_row(params, token, 3e38), batch)
     assert row > 0
     assert f"the logits of row {row} are not at position 0: a number overflowed in float32." in why
+    trained_with = build_model(dataclasses.replace(recipe, execution=Execution(attention="ring")))
+    assert why_not_finite(recipe, trained_with, with_row(params, token, 3e38), batch) == why, "here is no mesh"
 
 
 def test_an_update_that_is_not_finite_is_named_and_so_is_what_is_known_besides():

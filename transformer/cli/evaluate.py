@@ -54,6 +54,7 @@ def main(arguments: Sequence[str]) -> None:
     import jax
 
     from transformer.data import prepare
+    from transformer.kernels import anywhere
     from transformer.training.evaluation import evaluate_loss
     from transformer.training.step import make_eval_step
 
@@ -71,7 +72,8 @@ def main(arguments: Sequence[str]) -> None:
             stacklevel=1,
         )
     split = command.split or ("test" if "test" in dataset.splits else "validation")
-    result = evaluate_loss(jax.jit(make_eval_step(run.recipe)), run.params, dataset.eval_batches(split))
+    recipe = dataclasses.replace(run.recipe, execution=anywhere(run.recipe.execution))  # of training's, maybe elsewhere
+    result = evaluate_loss(jax.jit(make_eval_step(recipe)), run.params, dataset.eval_batches(split))
     values, lines = {"exact_match": {}}, []
     if run.recipe.task == "seq2seq" and command.examples:
         values, lines = _translations(command, run, dataset, split, beam)

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from numbers import Integral
 from typing import Any, SupportsIndex
 
+import jax
 import numpy as np
 
 from transformer.generate.beam import USUAL, Beam, Hypothesis, beam_search
@@ -72,18 +73,20 @@ def beam_search_all(
         )
 
     found: dict[int, list[Hypothesis]] = {}
-    with ThreadPoolExecutor(_at_once()) as threads:
-        for (numbers, _), hypotheses in zip(batches, threads.map(search, batches), strict=True):
+    count = _at_once()
+    with ThreadPoolExecutor(count) as threads:
+        searched = map(search, batches) if count == 1 else threads.map(search, batches)  # a mesh is this thread's alone
+        for (numbers, _), hypotheses in zip(batches, searched, strict=True):
             found |= dict(zip(numbers, hypotheses, strict=False))
     return [found[number] for number in range(len(rows))]
 
 
 def _at_once() -> int:
     """How many batches are searched side by side. The operations of one step are too small to keep several cores busy
-    (docs/benchmarks.md), and an accelerator would wait while what it found is traced back. With a mesh, one by one:
-    several processes have to agree on the order.
+    (docs/benchmarks.md), and an accelerator would wait while what it found is traced back. With a mesh or beside other
+    processes, one by one: they have to agree on the order.
     """
-    if has_mesh():
+    if has_mesh() or jax.process_count() > 1:
         return 1
     return min(os.cpu_count() or 1, MOST_AT_ONCE) if platform() == "cpu" else 2
 

@@ -133,15 +133,14 @@ def go_on(
     """One token after the other until a row has ended, if others wait for its slot, or else until all have."""
 
     def unfinished(state):
-        enough = jnp.where(others_wait, (state.running == before).all(), state.running.any())
-        return enough & state.running.any() & (state.written.failed_at < 0).all()
+        wanted = jnp.where(others_wait, state.running.all(), state.running.any())  # while others wait, no slot is free
+        return wanted & (state.written.failed_at < 0).all()
 
     def advance(state):
         logits, cache = decode_step(model, params, jnp.maximum(state.tokens, 0), state.cache, None)
         grown = Slots(state.tokens, state.running, state.keys, cache, state.written)
         return _record(grown, logits, cache_length(cache), choice, eos_ids, limit)
 
-    before = state.running
     return jax.lax.while_loop(unfinished, advance, state)
 
 

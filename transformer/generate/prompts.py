@@ -9,9 +9,9 @@ from typing import Any, SupportsIndex, TypeAlias
 
 import numpy as np
 
-from transformer.config import ConfigError, TransformerConfig
+from transformer.config import ConfigError, LayerKind, TransformerConfig
 from transformer.generate.decoding import Rows
-from transformer.kernels import WHOLE_SEQUENCES
+from transformer.kernels import anywhere
 from transformer.models import CausalLM, Seq2Seq, SpeechToText
 from transformer.models.speech import FRAMES_A_POSITION, check_frames
 
@@ -34,10 +34,16 @@ def check_writer(verb: str, model: Any, params: Any) -> int:
 
 
 def decoding_model(model: CausalLM | Seq2Seq) -> CausalLM | Seq2Seq:
-    """The model with a kernel that takes a cache: those for whole sequences refuse one, and "auto" chooses."""
-    if model.execution.attention not in WHOLE_SEQUENCES:
-        return model
-    return model.clone(execution=dataclasses.replace(model.execution, attention="auto"))
+    """The model as it writes: with a kernel that takes a cache, and with room for every token at its experts. A share
+    of the length (`MoE.capacity_factor`) would make a row depend on how it is padded and what is read beside it.
+    """
+
+    def roomy(kind: LayerKind) -> LayerKind:
+        moe = kind.moe and dataclasses.replace(kind.moe, capacity_factor=None)
+        return dataclasses.replace(kind, moe=moe)
+
+    kinds = {part: tuple(map(roomy, getattr(model.config, part))) for part in ("prefix", "period", "suffix")}
+    return model.clone(config=model.config.replace(**kinds), execution=anywhere(model.execution))
 
 
 def end_ids(eos_id: SupportsIndex | Sequence[SupportsIndex] | None, vocab_size: int) -> list[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from transformer.config import ConfigError
 from transformer.generate.prompts import bucket
 from transformer.inference.opening import Opened
 from transformer.inference.sentences import SentenceSettings
-from transformer.kernels import WHOLE_SEQUENCES
+from transformer.kernels import anywhere
 from transformer.masks import Mask
 from transformer.models import CausalLM, Classifier, Forecaster, Seq2Seq, SpeechToText, VisionClassifier
 from transformer.models.encoders import pool
@@ -224,9 +223,7 @@ def _reading(opened: Opened) -> Any:
     read = next((what for kind, what in _OTHERS.items() if isinstance(model, kind)), None)
     if read is not None:
         raise ConfigError(f"{opened.directory} holds a {type(model).__name__}, which reads {read} and no text.")
-    if model.execution.attention in WHOLE_SEQUENCES:
-        return model.clone(execution=dataclasses.replace(model.execution, attention="auto"))
-    return model
+    return model.clone(execution=anywhere(model.execution))
 
 
 def _types(model: Any, types: jax.Array) -> jax.Array | None:

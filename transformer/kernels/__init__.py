@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 
-from transformer.config import ConfigError, nearest
+from transformer.config import ConfigError, Execution, nearest
 from transformer.kernels.chunked import chunked_attention
 from transformer.kernels.contract import BiasFunction, Kernel, Request
 from transformer.kernels.cudnn import cudnn_attention, cudnn_refusal
@@ -21,10 +22,10 @@ __all__ = [
     "KERNELS",
     "SPLIT_KERNELS",
     "TPU_KERNELS",
-    "WHOLE_SEQUENCES",
     "BiasFunction",
     "Kernel",
     "Request",
+    "anywhere",
     "choose",
     "chunked_attention",
     "cudnn_attention",
@@ -58,9 +59,6 @@ SPLIT_KERNELS: dict[str, Kernel] = {
     "gathered": Kernel(run=gathered_attention, refusal=gathered_refusal),
 }
 """kernels by name, for queries whose length a mesh splits, and nowhere else"""
-
-WHOLE_SEQUENCES = (*TPU_KERNELS, *GPU_KERNELS, *SPLIT_KERNELS)
-"""names of kernels that are for whole sequences, and not for one token after the other"""
 
 ALL_KERNELS: dict[str, Kernel] = KERNELS | TPU_KERNELS | GPU_KERNELS | SPLIT_KERNELS
 """every kernel by name"""
@@ -98,6 +96,15 @@ def choose(implementation: str, request: Request) -> str:
         able = [name for name in ALL_KERNELS if _serves(name, request)]
         raise ConfigError(f"the {implementation} attention kernel can't {refused}. Use {' or '.join(able)}, or auto.")
     return implementation
+
+
+def anywhere(execution: Execution) -> Execution:
+    """The execution for any device, with a cache and without a mesh: "auto" in place of a kernel that was made for less
+    (splash, cudnn, ring, gathered).
+    """
+    if execution.attention not in {**TPU_KERNELS, **GPU_KERNELS, **SPLIT_KERNELS}:
+        return execution
+    return dataclasses.replace(execution, attention="auto")
 
 
 def _fastest(request: Request) -> str:

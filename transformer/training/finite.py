@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from transformer.kernels import anywhere
 from transformer.training.losses import Batch
 from transformer.training.recipe import Recipe
 from transformer.training.tasks import TASKS
@@ -33,6 +34,7 @@ def why_not_finite(recipe: Recipe, model: nn.Module, params: Any, batch: Batch) 
         return ""
     if (path := first_bad_parameter(params)) is not None:
         return f"The parameter {path} holds NaN or infinity."
+    model = model.clone(execution=anywhere(model.execution))
     what = "forecasts" if recipe.task == "forecaster" else "logits"
 
     @jax.jit

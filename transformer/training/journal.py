@@ -227,6 +227,7 @@ class Journal:
         training, ledger = self._recipe.training, self._ledger
         if not values["finite"]:
             ledger.bad_in_a_row += 1
+            ledger.limit_before = ledger.limit  # of the batches before this one, which says nothing about losses
             if training.nan_policy == "stop":
                 check_finite(step, values, self._paths, self._why(batch))
             if ledger.bad_in_a_row >= MOST_IN_A_ROW:

@@ -13,6 +13,7 @@ import numpy as np
 
 from transformer.data import Batch, Dataset
 from transformer.data.series import from_model
+from transformer.kernels import anywhere
 from transformer.training.evaluation import EvalLoss, evaluate_loss
 from transformer.training.recipe import Recipe
 from transformer.training.step import make_eval_step
@@ -26,6 +27,7 @@ def measured(
     split = "test" if "test" in dataset.splits else "validation"
     batches = dataset.eval_batches(split)
     strict = recipe.training.nan_policy == "stop"
+    recipe = dataclasses.replace(recipe, execution=anywhere(recipe.execution))  # no mesh is in force here
     result = evaluate_loss(jax.jit(make_eval_step(recipe)), params, batches, should_stop, strict)
     if result is None:
         return summary
@@ -51,6 +53,7 @@ def draw_forecasts(
     last = batches[-1]["weights"].nonzero()[0][-1]
     rows = [(batches[0], 0), (batches[-1], last)]
     values, targets = (np.stack([batch[name][row] for batch, row in rows]) for name in ("values", "targets"))
+    model = model.clone(execution=anywhere(model.execution))
     forecast = jax.device_get(jax.jit(model.apply)({"params": params}, values))
     shown = 2 * targets.shape[1]
     past, future, forecast = (from_model(recipe.data, array) for array in (values[:, -shown:], targets, forecast))

@@ -6,6 +6,7 @@ import csv
 import hashlib
 import io
 import zipfile
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -134,7 +135,7 @@ def _arrays(path: str) -> tuple[np.ndarray, np.ndarray]:
     try:
         with np.load(file, allow_pickle=False) as found:
             images, numbers = found["images"], found["labels"]
-    except (ValueError, KeyError, IndexError, EOFError, zipfile.BadZipFile) as error:
+    except (ValueError, TypeError, KeyError, IndexError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise ValueError(
             f"{path} is no .npz file of two arrays, images and labels ({error}). Write one with "
             "numpy.savez(path, images=..., labels=...)."
