@@ -1,5 +1,6 @@
 """What a run shows and leaves behind; signals whenever they come; numbers that are not finite."""
 
+import dataclasses
 import os
 import re
 import signal
@@ -218,11 +219,24 @@ def test_ids_out_of_range_never_reach_the_model(tmp_path):
             train(recipe, tmp_path / "run")
 
 
+@pytest.mark.parametrize("seed", [4_295, 2**31])
+def test_texts_are_drawn_whatever_the_seed(tmp_path, seed):
+    """A generation takes 32 bits of the number made of seed, step and piece of the text."""
+    train(change(text_recipe(tmp_path), training={"seed": seed}), tmp_path / "run")
+    assert (tmp_path / "run" / "samples.txt").read_text()
+
+
 def test_a_learned_table_too_short_for_the_data_is_said(tmp_path):
     pairs = NumberWords(max_digits=2, train_examples=200, data_dir=str(tmp_path / "tfds"))
     model = TransformerConfig(d_model=6, num_heads=3, num_layers=1, position="learned", max_length=2)
     with pytest.raises(ValueError, match=r"model.max_length \(2\) is below the longest sequence of the data"):
         train(Recipe(name="pairs", model=model, data=pairs), tmp_path / "run")
+    sources = dataclasses.replace(model, max_length=50, source_max_length=1)
+    with pytest.raises(ValueError, match=r"model.source_max_length \(1\) is below the longest sequence of the data"):
+        train(Recipe(name="pairs", model=sources, data=pairs), tmp_path / "run")
+    longer = dataclasses.replace(model, source_max_length=50)
+    with pytest.raises(ValueError, match=r"model.max_length \(2\) is below"):
+        train(Recipe(name="pairs", model=longer, data=pairs), tmp_path / "run")
 
 
 # Signals, as a user sends them

@@ -237,6 +237,17 @@ def test_devices_of_a_cpu_share_its_memory():
     assert times_smaller(60, 16, 1) == 4
 
 
+def test_the_step_that_is_measured_is_that_of_all_processes(monkeypatch):
+    """A process has its own rows of a batch, and the program those of all."""
+    recipe = tiny_recipe()
+    placement = place(recipe)
+    halves = {name: array[:4] for name, array in tiny_batch().items()}
+    whole, half = (step_need(recipe, placement, batch) for batch in (tiny_batch(), halves))
+    assert half.activations < whole.activations
+    monkeypatch.setattr(MeshPlacement, "whole_rows", lambda self, rows: 2 * rows)
+    assert step_need(recipe, placement, halves) == whole
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "flags", [["--training.accumulation", "4"], ["--execution.remat", "full"], ["--data.batch-size", "4"]]

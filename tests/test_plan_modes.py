@@ -68,6 +68,12 @@ class TestDecode:
         assert parse_generation("1:20:10", learned)
         with pytest.raises(ConfigError, match="the model has 30 positions"):
             parse_generation("1:20:11", learned)
+        sources = PAIRS.model.replace(position="learned", max_length=30, source_max_length=90)
+        pairs = dataclasses.replace(PAIRS, model=sources)
+        assert parse_generation("1:90:30", pairs)
+        for text, longest in (("1:91:30", 90), ("1:90:31", 30)):
+            with pytest.raises(ConfigError, match=f"the model has {longest} positions"):
+                parse_generation(text, pairs)
 
     @pytest.mark.parametrize("scan", [True, False])
     def test_a_token_reads_parameters_and_cache(self, scan):
@@ -89,6 +95,10 @@ class TestDecode:
         plan = make_decode_plan(recipe, Generation(8, 16, 8), CHIPS, jax.devices())
         latents = 8 * 24 * (6 + 4) * 4  # rows, slots, numbers of a token, bytes
         assert latents / 4 <= plan.cache_bytes < 1.2 * latents / 4
+
+    def test_a_kernel_for_whole_sequences_is_not_that_of_writing(self):
+        recipe = dataclasses.replace(parallel(TEXT, devices=1), execution=Execution(attention="splash"))
+        assert make_decode_plan(recipe, Generation(2, 8, 8), CHIPS, jax.devices()).fits
 
     def test_a_longer_text_has_a_larger_cache(self):
         short, long = (

@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from transformer.config import ConfigError
 from transformer.generate.decoding import Rows, decode
+from transformer.generate.prompts import decoding_model
 from transformer.generate.sampling import Choice, Sampling
 from transformer.models import count_parameters
 from transformer.plan.compiling import compile_program
@@ -75,12 +76,16 @@ def parse_generation(text: str | None, recipe: Recipe) -> Generation:
     else:
         half = max(1, data.sequence_length // 2)
         wanted = Generation(USUAL_ROWS, half, half)
-    longest = recipe.model.max_length
-    length = wanted.new if recipe.task == "seq2seq" else wanted.prompt + wanted.new
-    if longest is not None and max(length, wanted.prompt) > longest:
-        raise ConfigError(
-            f"--decode {wanted}: the model has {longest} positions (model.max_length). Give fewer tokens."
-        )
+    pairs, model = recipe.task == "seq2seq", recipe.model
+    for length, longest in (
+        (wanted.new if pairs else wanted.prompt + wanted.new, model.max_length),
+        (wanted.prompt if pairs else 0, model.longest_source),
+    ):
+        if longest is not None and length > longest:
+            raise ConfigError(
+                f"--decode {wanted}: the model has {longest} positions (model.max_length, and of sources "
+                f"model.source_max_length). Give fewer tokens."
+            )
     return wanted
 
 
@@ -194,7 +199,7 @@ def _lowered(recipe: Recipe, generation: Generation, mesh: Mesh) -> tuple[jax.st
 
     batch, pairs = generation.rows, recipe.task == "seq2seq"
     read = Rows(array(batch, generation.prompt), array(batch))
-    model = build_model(recipe)
+    model = decoding_model(build_model(recipe))
     # Real arrays, so made here: in the mesh below they would be put on devices that are not there.
     keys, choice = jax.random.key(0).dtype, Choice.of(Sampling(temperature=0.0), model.config.vocab_size)
     with jax.set_mesh(mesh):

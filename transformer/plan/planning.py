@@ -49,7 +49,7 @@ class Plan:
     loops_known: bool
     """whether all is counted as often as the loops turn; else the estimate is a lower bound, some loops count once"""
     estimate: Estimate | None
-    """None where it does not fit"""
+    """None where it does not fit, or the compiler could not print the program"""
     remedies: list[str]
     """what would help where it does not fit"""
     seconds: float

@@ -103,7 +103,7 @@ def write_texts(
             windows,
             max_new_tokens=half,
             sampling=Sampling(temperature=temperature),
-            seed=seed + piece,
+            seed=(seed + piece) % 2**32,  # what a generation takes
         )
         texts = [text + new for text, new in zip(texts, written, strict=True)]
     return [tokenizer.decode(text[:length]) for text, length in zip(texts, lengths, strict=True)]

@@ -190,15 +190,19 @@ def logit_bytes(recipe: Recipe, tokens: int, tensor: int, kind: str) -> int:
 
 
 def step_need(recipe: Recipe, placement: Placement, batch: Shapes) -> Need:
-    """What the training step needs for a batch (B, ...) as the loop has it, by the compiler's account.
+    """What the training step needs for a batch (B, ...) as the loop of a process has it, by the compiler's account.
 
     Raises:
         OutOfMemoryError: the compiler finds no room, and does not say how much it would take.
     """
     state = placement.abstract_state()
+    whole = {
+        name: jax.ShapeDtypeStruct((placement.whole_rows(array.shape[0]), *array.shape[1:]), array.dtype)
+        for name, array in batch.items()
+    }
     gradients = shard_bytes(state.params) * (1 if recipe.training.accumulation == 1 else 2)
     try:
-        stats = placement.lower(batch).compile().memory_analysis()
+        stats = placement.lower(whole).compile().memory_analysis()
     except jax.errors.JaxRuntimeError as error:
         told = memory_in_error(str(error))
         if told is None:

@@ -19,29 +19,9 @@ from rich.progress import Progress as RichProgress
 
 from transformer.viz.records import metrics_lines, read_metrics
 
-__all__ = ["FILE", "NAMES", "MetricsWriter", "Progress", "read_metrics"]
+__all__ = ["FILE", "MetricsWriter", "Progress", "read_metrics"]
 
 FILE = "metrics.jsonl"
-
-# Name -> unit. Other tools rely on these; "eval/exact_match/<group>" is the same for one group of examples.
-NAMES = {
-    "train/loss": "nats per token",
-    "train/router_loss": "nats per token",
-    "train/grad_norm": "",
-    "train/learning_rate": "",
-    "eval/loss": "nats per token",
-    "eval/exact_match": "fraction",
-    "eval/bleu": "0 to 100",
-    "eval/chrf": "0 to 100",
-    "data/padding": "fraction",
-    "perf/tokens_per_s": "targets per second",
-    "perf/step_time_s": "seconds",
-    "perf/data_wait": "fraction",
-    "perf/flops_per_s": "FLOPs of the model per second",
-    "perf/mfu": "fraction",
-    "perf/peak_memory_bytes": "bytes",
-    "perf/compile_s": "seconds",
-}
 
 
 class MetricsWriter:

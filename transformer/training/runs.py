@@ -274,13 +274,11 @@ def _check_shapes(recipe: Recipe, dataset: Dataset) -> None:
         if unlike:
             raise ConfigError(f"model.{part} must be as the data is, but has {', '.join(unlike)}. Change one of them.")
         return
-    limit = recipe.model.max_length
-    if limit is None:
-        return
-    batch = dataset.eval_batches()[0]
-    longest = max(batch[name].shape[1] for name in ("source", "tokens") if name in batch)
-    if longest > limit:
-        raise ConfigError(
-            f"model.max_length ({limit}) is below the longest sequence of the data ({longest} tokens): there is no "
-            f"learned position for its end. Raise it, or lower {TASKS[recipe.task].lengths}."
-        )
+    model, batch = recipe.model, dataset.eval_batches()[0]
+    source = "source_max_length" if model.source_max_length is not None else "max_length"
+    for name, field, limit in (("source", source, model.longest_source), ("tokens", "max_length", model.max_length)):
+        if limit is not None and name in batch and batch[name].shape[1] > limit:
+            raise ConfigError(
+                f"model.{field} ({limit}) is below the longest sequence of the data ({batch[name].shape[1]} tokens): "
+                f"there is no learned position for its end. Raise it, or lower {TASKS[recipe.task].lengths}."
+            )
