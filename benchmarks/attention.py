@@ -87,6 +87,11 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--whole-scores-up-to", type=int, default=1_024, help="no quadratic way beyond this length")
     options = parser.parse_args()
+    if min(options.lengths) > options.whole_scores_up_to:
+        parser.error(
+            f"no length is within --whole-scores-up-to ({options.whole_scores_up_to}), so there is nothing to compare "
+            f"with. Add a shorter one, or raise it."
+        )
     lengths, platform, where = sorted(options.lengths), jax.default_backend(), machine()
     dtype = jnp.float32 if platform == "cpu" else jnp.bfloat16
     kernels = KERNELS[platform]
@@ -111,8 +116,6 @@ def main() -> None:
     print(f"auto takes: {stretches([found[length]['auto'] for length in lengths], lengths)}")
     print(f"its bounds: {bounds(platform)}")
     compared = [length for length in lengths if "ratio" in found[length]]
-    if not compared:
-        return
     last = found[compared[-1]]
     print(
         last_line(

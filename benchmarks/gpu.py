@@ -31,6 +31,8 @@ LLAMA = {"vocab_size": 128_256, "d_model": 2_048, "num_layers": 16, "num_heads":
 WORKS = {"gpt2": (16, 1_024), "llama_2048": (8, 2_048), "llama_8192": (2, 8_192)}
 """rows and tokens of each in a step"""
 MODULE = "benchmarks.gpu"
+PUBLISHED = 1.4697
+"""nats: nanoGPT's README, of the recipe that shakespeare_gpu is"""
 
 
 def config(work: str) -> Any:
@@ -209,37 +211,36 @@ def main() -> None:
     rate, bandwidth = 2 * 8_192**3 / seconds_of("products"), 2**32 / seconds_of("reading")
     found: dict[str, Any] = {"matrix_flops": rate, "bytes_per_second": bandwidth}
     print(f"{where}: {rate / 1e12:.0f} TFLOP/s of products, {bandwidth / 1e12:.2f} TB/s read", flush=True)
-    peer = mine = ratio = 0.0
+    ends: list[tuple[str, float, float, float, str]] = []
     if "gpt2" in options.parts:
         sides = [(MODULE, "--worker", side, "gpt2") for side in ("ours", "torch")]
         one = compare("gpt2", "torch", *sides, environment="untouched", turns=6, times=5)
         tokens = np.prod(WORKS["gpt2"])
-        peer, mine, ratio = tokens / one.peer_seconds, tokens / one.ours_seconds, one.ratio
+        peer, mine = tokens / one.peer_seconds, tokens / one.ours_seconds
+        ends.append(("training step, GPT-2 124M, bfloat16", peer, mine, one.ratio, "tokens/s"))
         share = flops("gpt2") / one.ours_seconds / rate
         found["gpt2"] = dataclasses.asdict(one) | {"mfu": share}
-        print(
-            f"gpt2: {mine:,.0f} tokens/s, PyTorch {peer:,.0f}, ratio {ratio:.2f}; MFU {100 * share:.1f} %", flush=True
-        )
+        told = f"PyTorch {peer:,.0f}, ratio {one.ratio:.2f}; MFU {100 * share:.1f} %"
+        print(f"gpt2: {mine:,.0f} tokens/s, {told}", flush=True)
     for work in [name for name in WORKS if "llama" in name and "llama" in options.parts]:
         seconds = seconds_of("ours", work)
-        found[work] = {"seconds": seconds, "mfu": flops(work) / seconds / rate}
-        print(
-            f"{work}: {np.prod(WORKS[work]) / seconds:,.0f} tokens/s, MFU {100 * found[work]['mfu']:.1f} %", flush=True
-        )
+        reached = flops(work) / seconds
+        found[work] = {"seconds": seconds, "mfu": reached / rate}
+        ends.append((f"training step, {work}, beside products", rate, reached, reached / rate, "FLOP/s"))
+        print(f"{work}: {np.prod(WORKS[work]) / seconds:,.0f} tokens/s, MFU {100 * reached / rate:.1f} %", flush=True)
     if "decode" in options.parts:
-        seconds, parameters = seconds_of("decode"), PARAMETERS
-        found["decode"] = {
-            "tokens_per_second": NEW / seconds,
-            "of_bandwidth": 2 * parameters * NEW / seconds / bandwidth,
-        }
-        print(
-            f"decode: {NEW / seconds:.1f} tokens/s, {100 * found['decode']['of_bandwidth']:.1f} % of the memory's rate"
-        )
+        written = NEW / seconds_of("decode")
+        read = 2 * PARAMETERS * written
+        found["decode"] = {"tokens_per_second": written, "of_bandwidth": read / bandwidth}
+        ends.append(("greedy decoding, 1B, beside reading", bandwidth, read, read / bandwidth, "bytes/s"))
+        print(f"decode: {written:.1f} tokens/s, {100 * read / bandwidth:.1f} % of the memory's rate")
     if "shakespeare" in options.parts:
         found["shakespeare"] = shakespeare(words)
+        loss = found["shakespeare"]["loss"]
+        ends.append(("configs/shakespeare_gpu.py, beside nanoGPT's README", PUBLISHED, loss, PUBLISHED / loss, "nats"))
         print(f"shakespeare_gpu: {found['shakespeare']}")
     facts = {"all": found, "versions": versions("jax", "flax", "torch")}
-    print(last_line("training step, GPT-2 124M, bfloat16", peer, mine, ratio, "tokens/s", where, **facts))
+    print(last_line(*ends[0], where, **facts))
 
 
 if __name__ == "__main__":

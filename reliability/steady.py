@@ -60,6 +60,8 @@ def slope(times: Sequence[float], values: Sequence[float]) -> tuple[float, float
         ValueError: fewer than three blocks have a value.
     """
     times, values = np.asarray(times, float), np.asarray(values, float)
+    if len(times) < 3:
+        raise ValueError(f"a slope needs 3 blocks of time with samples, got {len(times)} samples: run for longer.")
     block = np.minimum((times - times[0]) / (np.ptp(times) or 1.0) * BLOCKS, BLOCKS - 1).astype(int)
     points = [(np.median(times[block == i]), np.median(values[block == i])) for i in np.unique(block)]
     if len(points) < 3:

@@ -76,6 +76,8 @@ def test_bounds_hold_the_slope_about_as_often_as_they_say():
 def test_a_slope_of_nothing_is_refused():
     with pytest.raises(ValueError, match="3 blocks of time with samples, got 2"):
         slope([0.0, 1.0], [0.0, 1.0])
+    with pytest.raises(ValueError, match="3 blocks of time with samples, got 0"):
+        slope([], [])
     with pytest.raises(ValueError, match="3 samples in a quarter of the time, got 5 in all"):
         measures(samples()[:5])
 
