@@ -11,13 +11,14 @@ RECIPE ?= configs/number_words.py
 IN_VENV = $(VENV)/bin/python
 PIP_INSTALL = $(IN_VENV) -m pip install --disable-pip-version-check --quiet
 
-.PHONY: help setup train test parity docs crash soak fuzz audit lint format pins clean
+.PHONY: help setup train test parity peers docs crash soak fuzz audit lint format pins clean
 .SUFFIXES:
 
 help:
 	@echo 'make train    install what is needed, train the translator of number words, show what it can do'
 	@echo 'make test     lint and all default tests'
 	@echo 'make parity   every family against transformers on torch, in an environment of its own: $(PARITY_VENV)'
+	@echo 'make peers    only that environment: benchmarks compare with what is in it (docs/benchmarks.md)'
 	@echo 'make docs     docs/ and the docstrings as a site in site/, in an environment of its own: $(DOCS_VENV)'
 	@echo 'make crash    kill, stop, starve and damage training runs: nothing may be lost (docs/reliability.md)'
 	@echo 'make soak     train, evaluate and save for hours: nothing may grow (docs/reliability.md)'
@@ -103,10 +104,12 @@ test: lint
 
 # torch never enters $(VENV). PIP_ARGS: more words for pip, which may say where the CPU build of torch is.
 PARITY_VENV ?= .venv-parity
-parity:
+parity: peers
+	@'$(PARITY_VENV)/bin/python' -m pytest -m parity -n auto --maxprocesses 4 $(ARGS)
+
+peers:
 	@$(MAKE) --no-print-directory setup VENV='$(PARITY_VENV)' ACCELERATOR=cpu
 	@$(MAKE) --no-print-directory '$(PARITY_VENV)/parity' PARITY_VENV='$(PARITY_VENV)'
-	@'$(PARITY_VENV)/bin/python' -m pytest -m parity -n auto --maxprocesses 4 $(ARGS)
 
 $(PARITY_VENV)/parity: requirements-parity.txt $(PARITY_VENV)/installed
 	@'$(PARITY_VENV)/bin/python' -m pip install --disable-pip-version-check --quiet $(PIP_ARGS) -c requirements.txt -r requirements-parity.txt

@@ -2,7 +2,7 @@
 
 Usage: python -m benchmarks.beam [--sentences 1000] [--new 16] [--peer-batch 64] [--turns 3]
 
-Needs the parity environment (`make setup VENV=.venv-parity`). The model has Marian's shape at the size of
+Needs the parity environment (`make peers`). The model has Marian's shape at the size of
 configs/multi30k.py (d_model 128, 4 + 4 layers, d_ff 512, 6,000 entries), weights drawn at random; sources are as long
 as captions are (5 to 30 tokens). Nothing ends a hypothesis, so both sides write equally many tokens; both sort by
 length, ours in batches of its own choice, the peer in batches of `--peer-batch`. The last line is a JSON object.

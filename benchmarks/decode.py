@@ -2,7 +2,7 @@
 
 Usage: python -m benchmarks.decode [--batches 1 16] [--prompt 32] [--new 64] [--turns 5]
 
-Needs the parity environment (`make setup VENV=.venv-parity`). Random weights, prompts of one length, no row ends early.
+Needs the parity environment (`make peers`). Random weights, prompts of one length, no row ends early.
 Each side runs in a process of its own; they take turns. Beside the rates stands what the memory allows: every token
 reads all parameters once, at the rate that a product of a large matrix and a vector reads them here. The last line is a
 JSON object.

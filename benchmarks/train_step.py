@@ -3,10 +3,9 @@
 Usage: python -m benchmarks.train_step [--works small large translator] [--peers torch flax] [--turns 6] [--times 5]
        python -m benchmarks.train_step --peers products update flat    what parts of a step take alone
 
-Needs the parity environment (`make setup VENV=.venv-parity`, requirements-parity.txt), which has PyTorch. Each side
-runs in a process of its own; they take turns. Both are started as they are (`untouched`), and again both with a setting
-of the allocator (`allocator`) that keeps freed memory. Prints medians in milliseconds and tokens/s of ours over the
-peer's; the last line is a JSON object.
+Needs the parity environment (`make peers`), which has PyTorch. Each side runs in a process of its own; they take turns.
+Both are started as they are (`untouched`), and again both with a setting of the allocator (`allocator`) that keeps what
+is freed. Prints medians in milliseconds and tokens/s of ours over the peer's; the last line is a JSON object.
 
 small and large are GPTs of (batch, context, layers, heads, d_model) = (12, 64, 4, 4, 128) and (8, 256, 6, 6, 384), 65
 characters; translator is Vaswani et al. 2017's base model, 16 pairs of 32 + 32 tokens, a vocabulary of 8,000. Three

@@ -1,6 +1,6 @@
 """A pretrained encoder, BERT for one, learns to tell negative from positive sentences (SST-2).
 
-Usage: python train.py configs/finetune_classifier.py --init bert-base --data.manual-dir SST-2
+Usage: python train.py configs/finetune_classifier.py --init bert-base-uncased --data.manual-dir SST-2
 
 It needs a directory of weights, config.json and tokenizer.json (of BERT-base: google-bert/bert-base-uncased), and a
 folder with the train.tsv and dev.tsv of SST-2, from the GLUE benchmark. With --lora.rank 8

@@ -43,7 +43,7 @@ OPTIONS = (
     *("--checkpoint.every", "3000", "--evaluation.every", "50", "--evaluation.exact-match-examples", "0"),
 )
 """what the run is called with: the recipe's own model, with an evaluation every few seconds and a checkpoint about
-every ten minutes: not oftener, as each leaves some tens of kilobytes (docs/reliability.md)"""
+every five minutes: not oftener, as each leaves some tens of kilobytes (docs/reliability.md)"""
 VARIABLES = {"PYTHONMALLOC": "malloc"}
 """of its environment: Python's objects are counted with all else that is in use"""
 EVERY = 10.0

@@ -46,8 +46,8 @@ class TestRunCommand:
             (
                 ModuleNotFoundError("No module named 'tyro'", name="tyro.conf"),
                 1,
-                "error: the package tyro is not installed. Install what this needs: pip install "
-                "'transformer-zoo[train]'",
+                "error: the package tyro is not installed. Install what this needs: `make setup`, or pip install "
+                "'.[train]', in the folder of this project.",
             ),
             (
                 RuntimeError("RESOURCE_EXHAUSTED: 9 GiB\nmore"),

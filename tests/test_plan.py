@@ -283,7 +283,7 @@ class TestVerb:
         monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "libtpu" else there(name, *a))
         code, out, err = self.run(capsys, "number_words", "--topology", "v5e:1x1")
         assert (code, out, err.count("\n")) == (1, "", 1)
-        assert 'pip install "transformer-zoo[plan]"' in err
+        assert 'pip install "libtpu>=0.0.51"' in err
 
 
 def test_what_is_printed():
@@ -339,7 +339,7 @@ TINY = ("--model.num-layers", "1", "--model.d-model", "128", "--data.batch-size"
 class TestCompiler:
     @pytest.fixture(autouse=True)
     def compiler(self):
-        pytest.importorskip("libtpu", reason='no TPU compiler: pip install "transformer-zoo[plan]"')
+        pytest.importorskip("libtpu", reason='no TPU compiler: pip install "libtpu>=0.0.51"')
 
     def plan(self, capsys, *words):
         code = main(["plan", "shakespeare_cpu", *TINY, *words, "--json"])

@@ -268,7 +268,7 @@ class TestCompiler:
 
     @pytest.fixture
     def devices(self):
-        pytest.importorskip("libtpu", reason='no TPU compiler: pip install "transformer-zoo[plan]"')
+        pytest.importorskip("libtpu", reason='no TPU compiler: pip install "libtpu>=0.0.51"')
         return topology_devices(parse_topology("v5e:2x2"))
 
     @pytest.mark.parametrize("parallel", [{"tensor": 2}, {"fsdp": 2, "context": 2}], ids=["tensor", "context"])

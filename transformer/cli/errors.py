@@ -97,7 +97,10 @@ def _message(error: BaseException) -> str:
         return _of_system(error)
     if isinstance(error, ModuleNotFoundError) and error.name and not error.name.startswith("transformer"):
         package = error.name.partition(".")[0]
-        return f"the package {package} is not installed. Install what this needs: pip install 'transformer-zoo[train]'"
+        return (
+            f"the package {package} is not installed. Install what this needs: `make setup`, or "
+            f"pip install '.[train]', in the folder of this project."
+        )
     if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in text:
         first = _first_line(text)
         return f"out of memory{first and f' ({first})'}. Use a smaller batch or model, or fewer prompts at once."

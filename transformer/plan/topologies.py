@@ -83,7 +83,7 @@ def topology_devices(topology: Topology) -> list[Any]:
         CompilerError: libtpu is not installed, or gives no such topology.
     """
     if importlib.util.find_spec("libtpu") is None:
-        raise CompilerError('planning needs the TPU compiler, libtpu. Install it: pip install "transformer-zoo[plan]"')
+        raise CompilerError('planning needs the TPU compiler, libtpu. Install it: pip install "libtpu>=0.0.51"')
     # libtpu reads these at its first program, and at a flag that it does not know it ends the process.
     flags = os.environ.get("XLA_FLAGS", "").split()
     os.environ["XLA_FLAGS"] = " ".join(flag for flag in flags if not re.match("--xla_(cpu|gpu)_", flag))

@@ -57,7 +57,7 @@ def _fetched(name: str, revision: str | None) -> Path:
     except ImportError:
         raise WeightsError(
             f"no directory {name}, and to fetch it from the hub needs the package huggingface_hub. Install it: "
-            "pip install 'transformer-zoo[zoo]'. Or give a directory."
+            "pip install huggingface_hub. Or give a directory."
         ) from None
     try:
         return Path(huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=_PATTERNS))

@@ -102,7 +102,7 @@ def digits(config: Digits) -> Images:
         from sklearn.datasets import load_digits
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            "the digits come with scikit-learn, which is not installed: pip install 'transformer-zoo[data]'.",
+            "the digits come with scikit-learn, which is not installed: pip install scikit-learn.",
             name="sklearn",
         ) from error
     found = load_digits()
