@@ -3,7 +3,7 @@
 The parameters are constants in it, so the file is the whole model. With gigabytes of them make them an argument of
 `logits`: then the file is the program alone, for every checkpoint. jax.export needs `pip install flatbuffers`.
 
-Usage: python -m examples.export_stablehlo [WORKDIR]   (of a training run; a Seq2Seq takes source and target)
+Usage: python -m examples.export_stablehlo [WORKDIR]   (of a run on text; a Seq2Seq takes source and target)
 """
 
 import sys

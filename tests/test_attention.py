@@ -108,6 +108,8 @@ def test_softcap_and_sinks():
         ({"dropout_rate": 1.0}, "at least 0 and below 1, got 1.0"),
         ({"scale": 0.0}, "scale must be above 0, got 0.0. Use scale=1.0"),
         ({"bias": jnp.zeros((3, 3))}, "doesn't broadcast to"),
+        ({"bias": jnp.zeros((7, 1, 1, 1))}, "doesn't broadcast to"),
+        ({"bias": jnp.zeros((1, 1, 1, 1, 1))}, "doesn't broadcast to"),
         ({"mask": jnp.zeros((T, S))}, "must be boolean"),
         ({"mask": Mask.lengths(jnp.ones(3, int))}, r"key_lengths has shape \(3,\)"),
         ({"implementation": "flash"}, "attention kernel must be one of"),
@@ -322,3 +324,9 @@ def test_cross_attention_reads_what_its_cache_holds():
 def test_a_width_that_does_not_divide_says_what_to_give():
     with pytest.raises(ValueError, match=r"width of x \(13\) must be a multiple of num_heads \(6\) .* Give head_dim"):
         MultiHeadAttention(num_heads=6).init(jax.random.key(0), X)
+
+
+def test_a_cache_of_self_attention_is_refused_beside_a_context():
+    x, cache = jnp.ones((1, 3, 8)), KVCache.create(1, 4, 2, 4, 4, jnp.float32)
+    with pytest.raises(ValueError, match="a KVCache is of self-attention, and this one has a context"):
+        MultiHeadAttention(num_heads=2).init(jax.random.key(0), x, x, cache=cache)

@@ -336,6 +336,27 @@ def test_a_panel_without_such_a_layer_says_so(browser, tmp_path):
     assert page.js("[...document.querySelectorAll('.missing')].map((e) => e.checkVisibility())") == [False, False]
 
 
+def test_keys_pass_over_heads_that_a_model_has_not(browser, tmp_path):
+    panels = [Panel(name=name, maps=[random_map(heads=heads)]) for name, heads in (("narrow", 2), ("wide", 4))]
+    (tmp_path / "page.html").write_text(attention_page(panels, title="t", target=list("abcde")))
+    page = browser.page().open(tmp_path / "page.html")
+    page.click(".panel:nth-child(1) .thumb[data-column='1']")
+    assert page.text(TITLE).endswith("head 2")
+    page.press("ArrowRight")
+    assert page.text(TITLE).endswith("mean of the heads")
+    page.press("ArrowLeft")
+    assert page.text(TITLE).endswith("head 2")
+
+
+def test_a_map_longer_than_a_canvas_may_be_is_drawn(browser, tmp_path):
+    maps = [random_map("decoder", "cross", heads=1, queries=2_500, keys=3)]
+    words = {"source": list("abc"), "target": [str(i) for i in range(2_500)]}
+    (tmp_path / "page.html").write_text(attention_page([Panel(name="x", maps=maps)], title="t", **words))
+    page = browser.page().open(tmp_path / "page.html")
+    high, shown = page.js("(({height, clientHeight}) => [height, clientHeight])(document.querySelector('.map canvas'))")
+    assert shown > 32_767 >= high
+
+
 def test_files(browser, pages, tmp_path):
     """What is saved is the map that is shown."""
     page = browser.page().open(pages["one"])

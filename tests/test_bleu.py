@@ -212,6 +212,8 @@ def test_beams(copied, capsys):
         EvaluationConfig(beam_alpha=-1.0)
     assert main(["evaluate", str(copied[0]), "--beam-size", "0"]) == 2
     assert "size must be a whole number of at least 1, got 0" in capsys.readouterr().err
+    assert main(["evaluate", str(copied[0]), "--beam-size", "1", "--alpha", "1"]) == 2
+    assert "--alpha is the length penalty of a beam, and one hypothesis is none" in capsys.readouterr().err
 
 
 @pytest.mark.filterwarnings("default:the data is not what")

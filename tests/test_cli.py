@@ -131,6 +131,12 @@ class TestVerbs:
             (("generate", "x", "--max-new-tokens", "0"), "--max-new-tokens must be at least 1, got 0"),
             (("generate", "x", "--seed", "-1"), "--seed must be from 0"),
             (("evaluate", "x", "--examples", "-1"), "--examples must be at least 0, got -1"),
+            (
+                ("generate", "x", "--prompt", "a", "--draft-tokens", "3"),
+                "--draft-tokens is of a --draft, and there is none",
+            ),
+            (("classify", "x", "--text", "--qqqqqq"), "begins with dashes is given as --text='--qqqqqq'"),
+            (("average", "x", "--qqqqqq"), "average has no option --qqqqqq. --help shows them all."),
         ],
     )
     def test_wrong_words(self, words, message, fails):

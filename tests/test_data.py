@@ -267,7 +267,12 @@ def test_local_files_end_to_end(tmp_path):
     dataset = data.prepare(TextFile(path=str(text), sequence_length=16))
     assert dataset.task == "causal_lm"
     assert dataset.tokenizer.vocabulary == sorted(set("first line\n\nsecond line\n")), "no carriage return, no mark"
-    assert all(0 < len(prompt) <= 8 for prompt in dataset.prompts()), "half a context at most"
+    assert dataset.prompts() == ["first li", "second l"], "half a context at most"
+    text.write_text("a line of text that goes on\n" * 20 + "\n" * 100)
+    assert data.prepare(TextFile(path=str(text), sequence_length=64)).prompts() == ["a line of text that goes on"]
+    text.write_text("word\n" * 100 + f"     {'_' * 60}\n" * 20)
+    words = TextFile(path=str(text), sequence_length=4, tokenizer=TokenizerConfig(kind="word"))
+    assert data.prepare(words).prompts() == ["_" * 40], "an indented line has more than its blanks"
     with pytest.raises(ValueError, match="that this tokenizer does not know"):
         data.prepare(dataset.config, CharTokenizer(["a"]))
     with pytest.raises(ValueError, match="running text and has no pairs"):

@@ -212,6 +212,8 @@ def test_evaluate_and_classify(trained, capsys):
     assert main(["evaluate", str(folder / "run"), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["accuracy"] == read_summary(folder / "run").held_out.accuracy
+    assert main(["evaluate", str(folder / "run"), "--examples", "5"]) == 2
+    assert "translates nothing: --examples, --beam-size and --alpha are for pairs" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="which reads images and no text"):
         classify(open_model(folder / "run"), ["a text"])
 

@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 from finetune_parts import SMALL_LORA, bert_directory, finetuning, write_sst2
 from flax.traverse_util import flatten_dict
-from training_recipes import text_recipe
+from golden import case as golden_case
+from golden import ours
+from training_recipes import change, text_recipe
 
 from transformer.__main__ import main
 from transformer.config import ConfigError
@@ -28,6 +30,7 @@ from transformer.training.recipe import from_json, load_recipe, to_json
 from transformer.training.runs import WorkdirError, load_run, open_run
 from transformer.training.start import Start, begun_from, check_options, told
 from transformer.training.state import abstract_state, initial_params
+from transformer.weights.files import WeightFiles, write_weights
 from transformer.zoo import load_pretrained
 
 pytestmark = pytest.mark.usefixtures("compile_once")
@@ -340,3 +343,25 @@ def test_a_whole_model_learns(folder):
     assert summary.eval_accuracy == 1.0
     assert (folder / "whole" / "metrics.jsonl").read_text().count("eval/accuracy") == 3
     assert not (folder / "whole" / "samples.txt").exists()
+
+
+def test_a_tied_table_under_the_name_of_the_head_is_taken(tmp_path):
+    """As safetensors.torch.save_model writes it: of names for one tensor the first."""
+    record = golden_case.golden("gpt2")["lm"]
+    directory = ours.write(tmp_path / "gpt2", record)
+    files = WeightFiles(directory)
+    tensors = {name: files.read(name) for name in files.tensors}
+    (table,) = [name for name in tensors if name.endswith("wte.weight")]
+    tensors["lm_head.weight"] = tensors.pop(table)
+    write_weights(tmp_path / "other", files.config, tensors)
+    recipe = finetuning(tmp_path)
+    given, other = (start_from(tmp_path / name, recipe).params for name in ("gpt2", "other"))
+    jax.tree.map(np.testing.assert_array_equal, given, other)
+
+
+def test_what_only_float32_can_hold_stays_float32_in_a_classifier(tmp_path):
+    directory = ours.write(tmp_path / "deepseek", golden_case.golden("deepseek_v3")["lm"])
+    recipe = change(finetuning(tmp_path), model={"dtype": "bfloat16", "param_dtype": "bfloat16"})
+    leaves = flatten_dict(start_from(directory, recipe).params, sep="/")
+    types = {path.rpartition("/")[2]: str(leaf.dtype) for path, leaf in leaves.items()}
+    assert (types["selection_bias"], types["kernel"]) == ("float32", "bfloat16")

@@ -45,6 +45,8 @@ def test_a_directory_is_taken_as_it_is(tmp_path, snapshot, monkeypatch):
     (tmp_path / "file").touch()
     with pytest.raises(WeightsError, match="file is a file: expected a directory"):
         fetch("file")
+    with pytest.raises(WeightsError, match="gpt2 is a directory, which has no revision 'abc'"):
+        fetch("gpt2", "abc")
     assert snapshot.asked is None
 
 

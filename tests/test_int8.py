@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from transformer.config import Execution, LayerKind, MoE, TransformerConfig
+from transformer.config import MLA, Execution, LayerKind, MoE, TransformerConfig
 from transformer.generate import Sampling, generate
 from transformer.int8 import Int8, Rule, quantize, quantized
 from transformer.models import CausalLM, Seq2Seq
@@ -37,6 +37,7 @@ MODELS = {
     "bfloat16": (CausalLM, {"dtype": "bfloat16"}),
     "routed": (CausalLM, {"period": (LayerKind(moe=MoE(num_experts=3, top_k=2, shared_experts=1)),)}),
     "encoder and decoder": (Seq2Seq, {}),
+    "latents": (CausalLM, {"mla": MLA(kv_rank=6, plain_dim=4, rotary_dim=4, value_dim=4), "position": "rotary"}),
 }
 
 

@@ -143,4 +143,5 @@ def test_embedding_looks_up_and_turns_back():
     rows = params["params"]["embedding"]
     np.testing.assert_array_equal(table.apply(params, tokens)[0], rows[tokens[0]])
     np.testing.assert_allclose(table.apply(params, X, method="attend"), X @ rows.T, rtol=1e-5, atol=1e-6)
-    assert np.isnan(table.apply(params, jnp.array([[7]]))).all()
+    for beyond in (7, -1, -100):
+        assert np.isnan(jax.jit(table.apply)(params, jnp.array([[beyond]]))).all()

@@ -123,7 +123,7 @@ def test_best_earlier_than_last_is_said(tmp_path):
         skipped=2,
     )
     screen = render(summary)
-    assert "what follows is of step 6, which had the lowest eval loss" in screen
+    assert "what follows is of step 6, of those that are kept the one of the lowest eval loss" in screen
     assert "  | a\n  | b" in screen
     assert "not finite: 2" in screen
     assert """--prompt 'it'"'"'s'""" in screen

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict
-from training_recipes import compiled_step, tiny_batch, tiny_recipe
+from training_recipes import change, compiled_step, tiny_batch, tiny_recipe
 
 from transformer import lora
 from transformer.config import ConfigError, LayerKind, MoE
@@ -122,6 +122,12 @@ def test_types_are_kept_and_another_alpha_scales_the_update():
 def test_an_impossible_update_says_what_to_change(fields, message):
     with pytest.raises(ConfigError, match=message):
         LoRA(**fields)
+
+
+def test_muon_which_is_for_whole_matrices_is_refused():
+    adapted = dataclasses.replace(tiny_recipe(), lora=LoRA())
+    with pytest.raises(ConfigError, match=r"muon is for whole matrices, and lora trains .* Take adamw"):
+        change(adapted, optimizer={"name": "muon"})
 
 
 def test_updates_that_do_not_fit_are_refused():

@@ -12,6 +12,7 @@ from transformer.caches import cache_length
 from transformer.config import ConfigError, TransformerConfig
 from transformer.masks import Mask
 from transformer.models import CausalLM, Classifier, Seq2Seq
+from transformer.models.encoders import pool
 
 CONFIG = TransformerConfig(vocab_size=17, d_model=12, num_layers=2, num_heads=3, num_kv_heads=1, d_ff=7)
 TOKENS = jax.random.randint(jax.random.key(1), (2, 9), 0, 17)
@@ -196,3 +197,20 @@ def test_a_learned_table_refuses_what_is_longer():
     longer = jnp.zeros((1, 10), jnp.int32)
     with pytest.raises(ValueError, match=r"10 positions don't fit a learned table of 9 .* max_length"):
         model.apply(params, longer)
+
+
+def test_segments_of_the_source_say_nothing_of_the_target():
+    """Of lengths alike, they would be taken for those of the target in its attention to the source."""
+    source = Mask.segments(jnp.array([[1] * 5 + [2] * 4] * 2))
+    model, params = make(Seq2Seq, TOKENS, TOKENS)
+    with pytest.raises(ValueError, match=r"context_mask=Mask\.segments\(of_target, of_source\)"):
+        model.apply(params, TOKENS, TOKENS, source_mask=source)
+    assert model.apply(params, TOKENS, TOKENS, source_mask=source, context_mask=source).shape == (2, 9, 17)
+
+
+def test_the_mean_of_what_float16_can_hold():
+    """Of which the sum is more than it can, and the count more than bfloat16 can tell."""
+    hidden = jnp.full((1, 2_049, 3), 40.0)
+    for dtype in (jnp.float16, jnp.bfloat16, jnp.float32):
+        mean = pool(hidden.astype(dtype), None, "mean")
+        assert (mean.dtype, mean.tolist()) == (dtype, [[40.0] * 3])

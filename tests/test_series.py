@@ -33,7 +33,7 @@ from transformer.training.losses import absolute_error, squared_error
 from transformer.training.numbers import persistence
 from transformer.training.parallel import place
 from transformer.training.recipe import from_json, to_json
-from transformer.training.runs import load_run, open_run
+from transformer.training.runs import WorkdirError, load_run, open_run
 from transformer.training.start import Start
 from transformer.training.step import make_eval_step
 from transformer.training.summary import read_summary
@@ -107,6 +107,10 @@ def test_squares_and_magnitudes_equal_their_definition():
     total, weight = squared_error(*arrays)
     errors = (forecast - targets)[[0, 2]]
     np.testing.assert_allclose(total, (errors**2).sum((1, 2)) @ [1.0, 0.5], rtol=1e-6)
+    for error in (lambda *arrays: squared_error(*arrays)[0], absolute_error):
+        slope = jax.grad(error)(*arrays)
+        assert np.isfinite(slope).all(), "what has no weight reaches no gradient either"
+        assert (slope[1] == 0).all()
     assert weight == 1.5 * 10
     magnitudes = np.abs(errors).sum((1, 2)) @ [1.0, 0.5]
     np.testing.assert_allclose(absolute_error(*arrays), magnitudes, rtol=1e-6)
@@ -150,6 +154,13 @@ def test_training_windows_end_with_the_training_steps():
     assert data._size("train") == 70 - CONTEXT - HORIZON + 1
     last = data._assemble("train", np.array([data._size("train") - 1]))
     np.testing.assert_allclose(from_model(data.config, last["targets"])[0, -1, 0], 69, atol=1e-3)
+
+
+def test_a_run_called_again_with_other_columns_says_so(trained, tmp_path):
+    """Mean and deviation, which the run's columns had, are not those of these."""
+    folder, recipe = trained
+    with pytest.raises(WorkdirError, match=r"differs from this one in data\.columns"):
+        open_run(change(recipe, data={"columns": ("high",)}), folder / "run", say=print)
 
 
 def test_a_file_by_its_columns(tmp_path):

@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import jaxprs_in_params
 
 from transformer.attention import MultiHeadAttention
 from transformer.blocks import BLOCKS, LayerCache, LayerInputs, PostNormBlock, PreNormBlock
@@ -310,3 +311,21 @@ def test_caches_of_layers_may_be_told_apart():
 def test_cross_attention_without_a_context_says_so():
     with pytest.raises(ValueError, match="nothing to attend to: give a context"):
         Decoder(CONFIG, cross=True).init(jax.random.key(0), X)
+
+
+def test_only_layers_of_the_loop_may_be_merged_with_their_recomputation():
+    """XLA would undo remat where there is no loop between the two (jax.checkpoint: prevent_cse)."""
+    found = []
+
+    def walk(jaxpr, looped):
+        for eqn in jaxpr.eqns:
+            if "prevent_cse" in eqn.params:
+                found.append((looped, eqn.params["prevent_cse"]))
+            for inner in jaxprs_in_params(eqn.params):
+                walk(inner, looped or eqn.primitive.name == "scan")
+
+    config = CONFIG.replace(prefix=(LayerKind(),), suffix=(LayerKind(),), num_layers=4)
+    stack = Encoder(config, execution=Execution(remat="full"))
+    params = jax.eval_shape(stack.init, jax.random.key(0), X)
+    walk(jax.make_jaxpr(stack.apply)(params, X).jaxpr, looped=False)
+    assert sorted(found) == [(False, True), (False, True), (True, False)]

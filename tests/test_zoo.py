@@ -11,11 +11,12 @@ from golden import case as golden_case
 from golden import ours
 from property_parts import rounding
 
+from transformer.__main__ import main
 from transformer.caches import cache_length
-from transformer.config import TransformerConfig
+from transformer.config import ConfigError, HeadTransform, TransformerConfig
 from transformer.generate import Sampling, generate
 from transformer.masks import Mask
-from transformer.models import CausalLM, Seq2Seq, count_parameters
+from transformer.models import CausalLM, Embedder, MaskedLM, Seq2Seq, count_parameters
 from transformer.weights.files import WeightFiles
 from transformer.zoo import (
     ENTRIES,
@@ -234,3 +235,25 @@ def test_embeddings_that_hold_their_scale_give_the_same_logits(tied):
     expected = jax.jit(model.apply)({"params": params}, tokens)
     np.testing.assert_allclose(jax.jit(plain.apply)({"params": held}, tokens), expected, rtol=1e-5, atol=1e-6)
     assert choose_family(plain)[0].name == "gpt_neox"
+
+
+@pytest.mark.parametrize(
+    ("cls", "fields"),
+    [
+        (Seq2Seq, {"activation": "relu2"}),
+        (Embedder, {"activation": "relu2"}),
+        (MaskedLM, {"head_transform": HeadTransform(activation="relu2", norm=True)}),
+    ],
+)
+def test_an_activation_that_no_family_has_is_told_as_such(tmp_path, cls, fields):
+    model = cls(TransformerConfig(vocab_size=7, d_model=8, num_layers=1, num_heads=2, **fields))
+    params = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), abstract_params(model))
+    with pytest.raises(ConfigError, match="no counterpart"):
+        save_pretrained(model, params, tmp_path / "out")
+
+
+def test_a_field_of_one_family_does_not_go_into_another_s_files(tmp_path, capsys):
+    directory = ours.write(tmp_path / "opt", golden_case.golden("opt")["lm"])
+    assert main(["convert", str(directory), str(tmp_path / "gpt2"), "--family", "gpt2"]) == 0, capsys.readouterr().err
+    before, after = (load_pretrained(path).model.config.max_length for path in (directory, tmp_path / "gpt2"))
+    assert before == after

@@ -135,10 +135,8 @@ def _bias_function(bias: BiasFunction | Array | None, shape: tuple[int, int, int
     if bias is None or (callable(bias) and not hasattr(bias, "shape")):
         return bias
     bias = jnp.asarray(bias)
-    try:
-        jnp.broadcast_shapes(bias.shape, shape)
-    except ValueError:
-        raise ValueError(f"the bias of shape {bias.shape} doesn't broadcast to (B, N, T, S) = {shape}.") from None
+    if bias.ndim > 4 or any(size not in (1, whole) for size, whole in zip(bias.shape[::-1], shape[::-1], strict=False)):
+        raise ValueError(f"the bias of shape {bias.shape} doesn't broadcast to (B, N, T, S) = {shape}.")
     bias = bias.reshape((1,) * (4 - bias.ndim) + bias.shape)
     bias = jnp.broadcast_to(bias, (*bias.shape[:2], *shape[2:]))
     return lambda queries, keys: bias[:, :, queries][:, :, :, keys]
@@ -219,6 +217,8 @@ class MultiHeadAttention(nn.Module):
         value_dim = head_dim if self.value_dim is None else self.value_dim
         kv_heads = self.num_heads if self.num_kv_heads is None else self.num_kv_heads
         mask, bias = Mask.of(mask), None
+        if isinstance(cache, KVCache) and context is not None:
+            raise ValueError("a KVCache is of self-attention, and this one has a context. Give a ContextCache.")
 
         query = constrain(self._project("query", x, (self.num_heads, head_dim)), "batch", "length", "heads", "head_dim")
         if self.qk_norm:

@@ -31,7 +31,8 @@ RULES: tuple[Rule, ...] = (
     Rule(pattern="output/kernel", inputs=(-2,)),  # (D, V)
     Rule(pattern="embedding/embedding", inputs=(-1,)),  # (V, D)
 )
-"""every linear map and every token table; norms, biases, position tables, routers and experts stay as they are"""
+"""the maps of attention and feed-forwards, the output map and the table of tokens; all else stays as it is: norms,
+biases, position tables, routers and experts, a second table for sources, the latents of `mla`"""
 
 LEFT = re.compile(r"(^|/)(experts|router)/")
 """paths of parameters that no rule names"""

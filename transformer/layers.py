@@ -263,6 +263,11 @@ class FeedForward(nn.Module):
         return project("down", x.shape[-1], self.output_init)(hidden)
 
 
+def _rows_at(table: Float[Array, "V D"] | Int[Array, "V D"], rows: Int[Array, "..."]) -> Array:
+    """(V, D) at (...) -> (..., D); NaN for a row that the table has not, be it past the end or negative."""
+    return table.at[rows].get(mode="fill", wrap_negative_indices=False)
+
+
 class Embedding(nn.Module):
     """A table (V, D), `vocab_size` x `features`: looks tokens up, and turns vectors back into logits over the same rows
     (Press & Wolf 2017, arXiv 1608.05859). `embedding_init` None: normal with standard deviation 1 / sqrt(D).
@@ -282,10 +287,10 @@ class Embedding(nn.Module):
         """(B, T) -> (B, T, D). An id outside the table gives NaN: compiled code can't raise, and must not guess."""
         # Rows of the table whole, before they are looked up: split, XLA would look up parts of all rows of the batch.
         if isinstance(self.embedding, Int8):
-            rows = jax.tree.map(lambda part: jnp.take(part, tokens, axis=0, mode="fill"), self.embedding)
+            rows = jax.tree.map(lambda part: _rows_at(part, tokens), self.embedding)
             return rows.array(self.dtype)
         table = constrain(self.embedding, "vocab", "embed")
-        x = jnp.take(table, tokens, axis=0, mode="fill").astype(self.dtype)
+        x = _rows_at(table, tokens).astype(self.dtype)
         return constrain(x, "batch", "length", "embed")
 
     def attend(self, x: Hidden) -> Logits:

@@ -14,6 +14,7 @@ from transformer.attention import dot_product_attention
 from transformer.axes import Array, DType, Float, Hidden, Positions
 from transformer.caches import KVCache
 from transformer.config import MLA
+from transformer.int8 import Int8
 from transformer.layers import Initializer, Linear, RMSNorm, glorot_uniform, linear
 from transformer.masks import Mask
 from transformer.partitioning import constrain
@@ -137,7 +138,8 @@ class _Kernel(nn.Module):
     @nn.compact
     def __call__(self) -> Array:
         init = self.kernel_init or glorot_uniform()
-        return self.param("kernel", init, self.shape, self.param_dtype).astype(self.dtype)
+        kernel = self.param("kernel", init, self.shape, self.param_dtype)
+        return kernel.array(self.dtype) if isinstance(kernel, Int8) else kernel.astype(self.dtype)
 
 
 def expanded_attention(

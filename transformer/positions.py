@@ -79,7 +79,7 @@ class SinusoidalHalves(Sinusoidal):
 @dataclass(frozen=True, kw_only=True)
 class Learned(NoPosition):
     """One learnt row a position, added (Gehring et al. 2017; Devlin et al. 2018): a table `max_length` x `features`. An
-    input longer than it is a ValueError; a single position past it gives NaN.
+    input longer than it is a ValueError; a single position that it has not gives NaN.
     """
 
     max_length: int
@@ -90,12 +90,12 @@ class Learned(NoPosition):
         return self.max_length, self.features
 
     def add(self, x: Hidden, positions: Positions, table: Float[Array, "R W"] | None = None) -> Hidden:
-        if x.shape[1] > self.max_length:
+        if isinstance(x.shape[1], int) and x.shape[1] > self.max_length:
             raise ValueError(
                 f"{x.shape[1]} positions don't fit a learned table of {self.max_length} (max_length). "
                 f"Shorten the input, or train a model with a larger max_length or another position scheme."
             )
-        return x + jnp.take(table, positions, axis=0, mode="fill").astype(x.dtype)
+        return x + table.at[positions].get(mode="fill", wrap_negative_indices=False).astype(x.dtype)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,7 +27,10 @@ def parse(command: type[Command], verb: str, arguments: Sequence[str]) -> Comman
     for word in arguments:
         option = word.split("=", 1)[0]
         if option.startswith("--") and option.replace("_", "-") not in options:
-            hint = nearest(option, options) or f" A text that begins with dashes is given as --prompt='{option}'."
+            texts = [text for text in ("--prompt", "--text") if text in options]
+            hint = nearest(option, options)
+            if not hint and texts:
+                hint = f" A text that begins with dashes is given as {texts[0]}='{option}'."
             raise ConfigError(f"{verb} has no option {option}.{hint} --help shows them all.")
     captured = io.StringIO()
     try:

@@ -38,6 +38,8 @@ def main(arguments: Sequence[str]) -> None:
         raise ConfigError(f"--max-shard-gib must be a number above 0, got {command.max_shard_gib}.")
     from transformer.inference import export
 
+    if command.output.is_dir() and any(command.output.iterdir()):  # before a model is read
+        raise ConfigError(f"{command.output} is not empty: nothing is overwritten. Name a new directory, or empty it.")
     opened = command.load()
     chosen = export(
         opened,

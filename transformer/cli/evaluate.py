@@ -30,8 +30,8 @@ class Evaluate(ModelCommand):
 
     split: str | None = None
     """part of the data; None: test where there is one, else validation"""
-    examples: int = 1000
-    """pairs that are translated, of more a selection, evenly spread; 0: none"""
+    examples: int | None = None
+    """pairs that are translated, of more a selection, evenly spread; 0: none, None: 1000"""
     beam_size: int | None = None
     """hypotheses that are followed at once; 1: always the likeliest token; None: as the run's recipe says"""
     alpha: float | None = None
@@ -41,7 +41,7 @@ class Evaluate(ModelCommand):
 def main(arguments: Sequence[str]) -> None:
     """Prints the measures."""
     command = parse(Evaluate, "evaluate", arguments)
-    if command.examples < 0:
+    if command.examples is not None and command.examples < 0:
         raise ConfigError(f"--examples must be at least 0, got {command.examples}.")
     opened = command.load()
     run = opened.run
@@ -58,9 +58,10 @@ def main(arguments: Sequence[str]) -> None:
     from transformer.training.evaluation import evaluate_loss
     from transformer.training.step import make_eval_step
 
-    if run.recipe.task != "seq2seq" and (command.beam_size, command.alpha) != (None, None):
+    if run.recipe.task != "seq2seq" and (command.examples, command.beam_size, command.alpha) != (None, None, None):
         raise ConfigError(
-            f"{command.directory} translates nothing: --beam-size and --alpha are for pairs. Leave them out."
+            f"{command.directory} translates nothing: --examples, --beam-size and --alpha are for pairs. Leave them "
+            f"out."
         )
     beam = _beam(command, run)
     dataset = prepare(run.recipe.data, tokenizer=run.tokenizer)
@@ -75,7 +76,7 @@ def main(arguments: Sequence[str]) -> None:
     recipe = dataclasses.replace(run.recipe, execution=anywhere(run.recipe.execution))  # of training's, maybe elsewhere
     result = evaluate_loss(jax.jit(make_eval_step(recipe)), run.params, dataset.eval_batches(split))
     values, lines = {"exact_match": {}}, []
-    if run.recipe.task == "seq2seq" and command.examples:
+    if run.recipe.task == "seq2seq" and command.examples != 0:
         values, lines = _translations(command, run, dataset, split, beam)
     measures, told = result.measures, str(result)
     if result.accuracy is not None:
@@ -95,6 +96,8 @@ def _beam(command: Evaluate, run: Run) -> Beam | None:
 
     wanted = run.recipe.evaluation
     size = wanted.beam_size if command.beam_size is None else command.beam_size
+    if size == 1 and command.alpha is not None:
+        raise ConfigError("--alpha is the length penalty of a beam, and one hypothesis is none. Give --beam-size, too.")
     with told_as_options(size="beam_size", alpha="alpha"):
         return make_beam(size, wanted.beam_alpha if command.alpha is None else command.alpha)
 
@@ -106,7 +109,7 @@ def _translations(
     from transformer.training.translating import Translation, corpus_score, scores, translate, write_lines
 
     data, directory = run.recipe.data, command.directory
-    examples = dataset.examples(split, command.examples)
+    examples = dataset.examples(split, 1000 if command.examples is None else command.examples)
     outputs = translate(
         run.model,
         run.params,

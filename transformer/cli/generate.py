@@ -44,8 +44,8 @@ class Generate(ModelCommand):
     """running text: prompts that are written at once; where one ends, the next begins. None: all"""
     draft: str | None = None
     """running text: a smaller model of the same tokenizer that guesses ahead; the text stays the same"""
-    draft_tokens: int = 4
-    """guesses at a time"""
+    draft_tokens: int | None = None
+    """guesses of the draft at a time; None: 4"""
     int8: bool = False
     """keep the weights in 8 bits: a quarter of the memory; what that saves and costs is said on stderr"""
 
@@ -63,8 +63,11 @@ def main(arguments: Sequence[str]) -> None:
 
     if command.slots is not None and command.slots < 1:
         raise ConfigError(f"--slots must be at least 1, got {command.slots}.")
-    if command.draft_tokens < 1:
+    if command.draft_tokens is not None and command.draft_tokens < 1:
         raise ConfigError(f"--draft-tokens must be at least 1, got {command.draft_tokens}.")
+    if command.draft_tokens is not None and command.draft is None:
+        raise ConfigError("--draft-tokens is of a --draft, and there is none. Give one, or leave it out.")
+    texts.check_prompts(command.prompt)  # before a model is read
     if command.slots is not None and command.draft is not None:
         raise ConfigError("--slots and --draft can't be used together: leave one of them out.")
     filters = {name: getattr(command, name) for name in ("top_k", "top_p", "min_p")}
@@ -105,7 +108,7 @@ def _ways(command: Generate, translates: bool) -> dict[str, Any]:
         from transformer.inference import open_model
 
         draft = open_model(command.draft)
-        ways["draft"] = Draft(model=draft.model, params=draft.params, tokens=command.draft_tokens)
+        ways["draft"] = Draft(model=draft.model, params=draft.params, tokens=command.draft_tokens or 4)
     return ways
 
 

@@ -39,24 +39,28 @@ def read_prompts(given: Sequence[str], *, lines: bool, option: str = "--prompt")
     Of stdin every line is a prompt where `lines` (a translation), and all of it (but for its last line end) is one
     prompt else. ConfigError when there is none, ValueError when stdin is no text.
     """
-    if not given:
-        if sys.stdin is None or sys.stdin.isatty():
-            raise ConfigError(f'there is no {option[2:]}. Give {option} "...", or pipe a text into this command.')
-        given = ["-"]
+    check_prompts(given, option)
     prompts: list[str] = []
-    for prompt in given:
-        prompts += _stdin_prompts(lines) if prompt == "-" else [prompt]
+    for prompt in given or ["-"]:
+        prompts += _stdin_prompts(lines, option) if prompt == "-" else [prompt]
     return prompts
 
 
-def _stdin_prompts(lines: bool) -> list[str]:
+def check_prompts(given: Sequence[str], option: str = "--prompt") -> None:
+    """ConfigError where there is neither a prompt nor a stdin to read one from."""
+    if not given and (sys.stdin is None or sys.stdin.isatty()):
+        raise ConfigError(f'there is no {option[2:]}. Give {option} "...", or pipe a text into this command.')
+
+
+def _stdin_prompts(lines: bool, option: str) -> list[str]:
     try:
         text = sys.stdin.buffer.read().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"stdin is not UTF-8 text: byte {error.start} can't be read. Convert it to UTF-8.") from None
     text = text.replace("\r\n", "\n").removesuffix("\n")
     if not text.strip():
-        raise ValueError('the prompt is empty: nothing came from stdin. Give --prompt "...", or pipe a text.')
+        what = option[2:]
+        raise ValueError(f'the {what} is empty: nothing came from stdin. Give {option} "...", or pipe a text.')
     return [line for line in text.split("\n") if line.strip()] if lines else [text]
 
 

@@ -97,12 +97,14 @@ class Dataset(ABC):
         rows = own(self.config.batch_size)
         return order.batch(self.config.batch_size).map(lambda chosen: self._assemble("train", chosen[rows]))
 
-    def eval_batches(self, split: str = "validation") -> list[Batch]:
-        """All of a split in order, in batches of `eval_batch_size`; the last is filled up with rows of weight 0."""
+    def eval_batches(self, split: str = "validation", limit: int | None = None) -> list[Batch]:
+        """A split in order, in batches of `eval_batch_size`, all or the first `limit` of them; the last is filled up
+        with rows of weight 0.
+        """
         self._check_split(split)
         rows, size = self._eval_rows(split), self.config.eval_batch_size
         batches = []
-        for start in range(0, len(rows), size):
+        for start in range(0, len(rows), size)[:limit]:
             part = rows[start : start + size]
             batch = self._assemble(split, np.resize(part, size))
             batch["weights"][len(part) :] = 0

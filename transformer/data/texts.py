@@ -57,8 +57,11 @@ class TextDataset(Dataset):
         raise ValueError(f"{self.config.kind} is running text and has no pairs of source and target. Use prompts().")
 
     def prompts(self) -> list[str]:
-        """Three beginnings of lines of the held-out text, of at most 40 characters and half a context."""
-        lines = [line for text in self._texts["validation"] for line in text.split("\n") if line.strip()]
+        """Three beginnings of lines of the held-out text, or of all of it where that is blank, of at most 40 characters
+        and half a context.
+        """
+        held_out, all_others = (self._texts[split] for split in ("validation", "train"))
+        lines = _lines(held_out) or _lines(all_others)
         chosen = []
         for line in dict.fromkeys(lines[place] for place in spread(len(lines), 3)):
             start = line if len(line) <= 40 else (line[:40].rsplit(" ", 1)[0] or line[:40])
@@ -80,3 +83,7 @@ class TextDataset(Dataset):
         inside = places < len(tokens)
         window = np.where(inside, tokens[np.minimum(places, len(tokens) - 1)], self.tokenizer.pad_id)
         return {"tokens": window[:, :-1], "targets": window[:, 1:], "weights": inside[:, 1:].astype(np.float32)}
+
+
+def _lines(texts: Sequence[str]) -> list[str]:
+    return [line.strip() for text in texts for line in text.split("\n") if line.strip()]

@@ -15,7 +15,8 @@ def as_pretrained(tokenizer: Tokenizer) -> PretrainedTokenizer:
     """The same tokenizer as one of the tokenizers library: the same ids for every text.
 
     Raises:
-        ValueError: one whose normalization of prompts the library has no word for.
+        ValueError: one whose normalization of prompts the library has no word for, or with a special token's name among
+            its words.
     """
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers
@@ -30,6 +31,11 @@ def as_pretrained(tokenizer: Tokenizer) -> PretrainedTokenizer:
     special = tokenizer.special_tokens
     unknown = None if tokenizer.unk_id is None else special[tokenizer.unk_id]
     ids = {entry: len(special) + i for i, entry in enumerate(_entries(tokenizer))}
+    if twice := [token for token in special if token in ids]:
+        raise ValueError(
+            f"its vocabulary has the word {twice[0]}, which is also the name of a special token: in a {TOKENIZER_FILE} "
+            f"the word would become that token."
+        )
     ids |= {token: i for i, token in enumerate(special)}
     before: Any
     after: Any

@@ -170,7 +170,9 @@ def open_model(
         if options:
             raise ConfigError(f"{source} is the workdir of a run, for which there is no option {', '.join(options)}.")
         run = load_run(source, step)
-        context = run.recipe.model.max_length or getattr(run.recipe.data, "sequence_length", None)
+        data = run.recipe.data
+        trained = getattr(data, "sequence_length", None) or getattr(data, "max_length", None)
+        context = run.recipe.model.max_length or trained
         if run.recipe.task == "causal_lm":
             context = run.recipe.data.sequence_length
         begin = None if run.tokenizer is None else run.tokenizer.begin_id
@@ -249,7 +251,7 @@ def _copy_companions(source: Path, target: Path) -> None:
     for name in (*COMPANIONS, *(f"{path}/config.json" for path in paths)):
         values = files.json(name, list if name == "modules.json" else dict)
         if values is not None:
-            (target / name).parent.mkdir(exist_ok=True)
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
             (target / name).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
@@ -287,6 +289,8 @@ def export(
     if opened.pretrained is not None:
         family = opened.pretrained.family.name if family is None else family
         kept = {name: value for name, value in opened.pretrained.fields.items() if name in KEPT_FIELDS}
+        if family != opened.pretrained.family.name:
+            kept.pop("max_position_embeddings", None)  # another one may not have it
     elif opened.vocabulary is not None:
         ids = {f"{name}_token_id": getattr(opened.vocabulary, f"{name}_id") for name in ("pad", "bos", "eos", "mask")}
         kept = {name: number for name, number in ids.items() if number is not None}

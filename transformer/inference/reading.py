@@ -232,7 +232,8 @@ def _types(model: Any, types: jax.Array) -> jax.Array | None:
 
 def _encode(opened: Opened, texts: Sequence[str], limit: int | None = None) -> list[_Encoded]:
     tokenizer = opened.tokenizer
-    limit = min(n for n in (limit, opened.context, 2**30) if n is not None)
+    context = opened.model.config.longest_source if isinstance(opened.model, Seq2Seq) else opened.context
+    limit = min(n for n in (limit, context, 2**30) if n is not None)
     encoded = []
     for number, text in enumerate(texts):
         both = getattr(tokenizer, "encode_model", None)

@@ -60,10 +60,10 @@ def _told(opened: Opened) -> str:
 def _as_classifier(opened: Opened, recipe: Recipe) -> tuple[TransformerConfig, Any, tuple[str, ...]]:
     """Config and parameters of the family's classifier, as far as the files have them, and what is not of it."""
     from transformer.weights.files import WeightFiles
-    from transformer.weights.loading import load_params, parameter_shapes
+    from transformer.weights.loading import load_params, parameter_dtypes, parameter_shapes
     from transformer.weights.quantized import plain_files
     from transformer.zoo import abstract_params
-    from transformer.zoo.family import rename
+    from transformer.zoo.pretrained import as_in_files
 
     found = opened.pretrained
     family = found.family
@@ -75,10 +75,12 @@ def _as_classifier(opened: Opened, recipe: Recipe) -> tuple[TransformerConfig, A
     fields |= {"architectures": [name], "num_labels": recipe.model.num_classes or 2}
     config = family.read(fields, head).replace(dtype=recipe.model.dtype, param_dtype=recipe.model.param_dtype)
     model = Classifier(config)
-    shapes = parameter_shapes(abstract_params(model))
-    links = rename(family.links(model, name, shapes), family.names_in(files.tensors))
+    expected = abstract_params(model)
+    shapes = parameter_shapes(expected)
+    links, _ = as_in_files(files, family, family.links(model, name, shapes))
     there = [one for one in links if all(tensor in files.tensors for tensor in one.tensors)]
-    params = load_params(files, there, shapes, config.param_dtype, lambda path, array: jax.device_put(array))
+    dtypes = parameter_dtypes(expected)  # some are float32 whatever the others are
+    params = load_params(files, there, shapes, dtypes, lambda path, array: jax.device_put(array))
     left = _left(found.params, params, old_transform=config.head_transform != found.model.config.head_transform)
     return config, params, left
 

@@ -110,8 +110,10 @@ def pool(hidden: Hidden, mask: Mask | None, pooling: Pooling) -> Float[Array, "B
     """
     real = _real_tokens(mask, *hidden.shape[:2])
     if pooling == "mean":
-        count = jnp.maximum(real.sum(1), 1)[:, None].astype(hidden.dtype)
-        return jnp.where(real[..., None], hidden, 0.0).sum(1) / count
+        count = jnp.maximum(real.sum(1), 1)[:, None]
+        # In float32: a sum may be more than float16 holds where the mean is not, and a count more than bfloat16 tells.
+        total = jnp.where(real[..., None], hidden, 0.0).sum(1, dtype=jnp.float32)
+        return (total / count).astype(hidden.dtype)
     places = jnp.arange(hidden.shape[1])[None, :]
     place = jnp.argmax(real, 1) if pooling == "first" else jnp.where(real, places, 0).max(1)
     return jnp.take_along_axis(hidden, place[:, None, None], axis=1)[:, 0]

@@ -107,6 +107,11 @@ class Seq2Seq(Model):
         deterministic=True,
         context_mask=None,
     ):
+        if context_mask is None and isinstance(source_mask, Mask) and source_mask.query_segments is not None:
+            raise ValueError(
+                "source_mask has segments, and says of the source alone which positions are of one. Say which of the "
+                "target belong to them: context_mask=Mask.segments(of_target, of_source)."
+            )
         context, encoder_aux = None, {}
         if source is not None:
             context, encoder_aux = self._encode(source, source_positions, source_mask, deterministic)

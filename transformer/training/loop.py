@@ -141,7 +141,7 @@ def train(
         state = placement.spread(state)
 
         def evaluate() -> None:
-            held_out = dataset.eval_batches()[: recipe.evaluation.batches]
+            held_out = dataset.eval_batches(limit=recipe.evaluation.batches)
             params = usable(placement.whole(state))
             strict = recipe.training.nan_policy == "stop"
             result = evaluate_loss(placement.eval_step, params, held_out, stopping, strict)

@@ -57,15 +57,20 @@ def squared_error(
 
     A row's weight is that of each of its numbers; where it is 0 the targets may be anything.
     """
-    return _weighted(jnp.square(forecast.astype(jnp.float32) - targets), weights), weights.sum() * targets[0].size
+    return _weighted(jnp.square(_errors(forecast, targets, weights)), weights), weights.sum() * targets[0].size
 
 
 def absolute_error(
     forecast: Float[Array, "B T C"], targets: Float[Array, "B T C"], weights: Float[Array, "B"]
 ) -> Scalar:
     """Sum of weighted magnitudes of forecast - targets, as `squared_error` weighs."""
-    return _weighted(jnp.abs(forecast.astype(jnp.float32) - targets), weights)
+    return _weighted(jnp.abs(_errors(forecast, targets, weights)), weights)
+
+
+def _errors(forecast, targets, weights):
+    """forecast - targets, 0 where the weight is: what stands there, NaN even, reaches no gradient."""
+    return jnp.where(weights[:, None, None] > 0, forecast.astype(jnp.float32) - targets, 0.0)
 
 
 def _weighted(errors: Float[Array, "B T C"], weights: Float[Array, "B"]) -> Scalar:
-    return jnp.where(weights > 0, errors.sum((1, 2)) * weights, 0.0).sum()
+    return (errors.sum((1, 2)) * weights).sum()

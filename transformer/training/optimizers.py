@@ -112,7 +112,8 @@ _MATRICES = {
 
 
 def muon_dimensions(params: Any) -> Any:
-    """Input and output axes of each matrix that Muon takes (those inside layers); None elsewhere: adamw.
+    """Input and output axes of each matrix that Muon takes (those inside layers); None elsewhere: adamw with Nesterov's
+    momentum (Dozat 2016), as optax has it beside Muon.
 
     Axes in front (layers of a stack) are separate matrices. Embeddings and output heads stay with adamw, as its
     author advises (Jordan et al. 2024).

@@ -107,6 +107,11 @@ class Recipe:
                 f"data.{field} ({rows}) must be a multiple of training.accumulation "
                 f"({self.training.accumulation}): each micro-batch has as many rows. Change one of them."
             )
+        if self.lora is not None and self.optimizer.name == "muon":
+            raise ConfigError(
+                "optimizer.name muon is for whole matrices, and lora trains the two factors of each. Take adamw, or "
+                "leave lora out."
+            )
         if self.task == "forecaster" and (self.training.label_smoothing or self.training.z_loss):
             raise ConfigError(
                 "training.label_smoothing and training.z_loss are for probabilities, and forecasts have none. Leave "

@@ -241,6 +241,8 @@ def _filled_in(new: Recipe, old: Recipe) -> Recipe:
         new = with_vocabulary(new, old.model.vocab_size)
     if type(new.data) is type(old.data):
         decided = ("labels", "columns", "mean", "std")
+        if getattr(new.data, "columns", ()) not in ((), getattr(old.data, "columns", ())):
+            decided = ("labels",)  # mean and std are of the columns that the run had
         open_fields = [name for name in decided if getattr(new.data, name, None) == ()]
         fields = {name: getattr(old.data, name) for name in open_fields}
         new = dataclasses.replace(new, data=dataclasses.replace(new.data, **fields))
@@ -252,7 +254,7 @@ def _filled_in(new: Recipe, old: Recipe) -> Recipe:
 def _check_shapes(recipe: Recipe, dataset: Dataset) -> None:
     """ConfigError where the model reads or writes numbers of another shape than the data has, or fewer tokens."""
     if not TASKS[recipe.task].tokens:
-        batch, (example,) = dataset.eval_batches()[0], example_inputs(recipe)
+        batch, (example,) = dataset.eval_batches(limit=1)[0], example_inputs(recipe)
         expected, got = example.shape[1:], batch["values"].shape[1:]
         part, fields = "patches", ("image_height", "image_width", "channels")
         if recipe.task == "forecaster":
@@ -274,7 +276,7 @@ def _check_shapes(recipe: Recipe, dataset: Dataset) -> None:
         if unlike:
             raise ConfigError(f"model.{part} must be as the data is, but has {', '.join(unlike)}. Change one of them.")
         return
-    model, batch = recipe.model, dataset.eval_batches()[0]
+    model, batch = recipe.model, dataset.eval_batches(limit=1)[0]
     source = "source_max_length" if model.source_max_length is not None else "max_length"
     for name, field, limit in (("source", source, model.longest_source), ("tokens", "max_length", model.max_length)):
         if limit is not None and name in batch and batch[name].shape[1] > limit:

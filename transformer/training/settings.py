@@ -49,7 +49,7 @@ class OptimizerConfig:
     """
 
     name: OptimizerName = "adamw"
-    """adamw, or muon (orthogonalized momentum) for the matrices of the layers and adamw for the rest"""
+    """adamw, or muon (orthogonalized momentum) for the matrices of the layers and Nesterov's adamw for the rest"""
     learning_rate: float = 1e-3
     """highest rate, reached at the end of the warm-up; noam: the factor before d_model^-0.5 (the paper has 1)"""
     schedule: ScheduleName = "cosine"

@@ -124,7 +124,7 @@ def render(summary: Summary) -> str:
     lines = [f"== {summary.name}: {summary.step} steps, {summary.parameters:,} parameters, {_time(summary.seconds)} =="]
     if summary.shown_step not in (None, summary.step):
         best = "highest eval accuracy" if TASKS[summary.task].labels else "lowest eval loss"
-        lines.append(f"what follows is of step {summary.shown_step}, which had the {best}")
+        lines.append(f"what follows is of step {summary.shown_step}, of those that are kept the one of the {best}")
     if summary.translations:
         lines.append("translations of examples never trained on:")
         for source, target, output in summary.translations:

@@ -61,7 +61,8 @@ class LargeMap {
     this.top = this.upright ? Math.ceil((across * this.size) / 14) + 10 : 22;
     this.stride = Math.max(1, Math.ceil((this.size * 1.05) / this.cell));
     this.height = Math.ceil(this.top + picture.rows * this.cell + 2);
-    this.ratio = Math.min(3, window.devicePixelRatio || 1);
+    // A canvas of more pixels than browsers allow (Firefox: 32,767 a side) shows nothing at all.
+    this.ratio = Math.min(3, window.devicePixelRatio || 1, 32767 / Math.max(this.height, width));
     this.canvas.width = Math.round(width * this.ratio);
     this.canvas.height = Math.round(this.height * this.ratio);
     this.canvas.style.height = `${this.height}px`;

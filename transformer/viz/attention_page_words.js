@@ -179,10 +179,14 @@ class Grid {
     const move = moves[event.key] ?? ends[event.key];
     if (!thumb || !move) return;
     event.preventDefault();
-    const layer = Math.max(0, Math.min(this.thumbs.length - 1, Number(thumb.dataset.layer) + move[0]));
-    const column = Math.max(0, Math.min(this.columns.length - 1, Number(thumb.dataset.column) + move[1]));
+    let layer = Math.max(0, Math.min(this.thumbs.length - 1, Number(thumb.dataset.layer) + move[0]));
+    let column = Math.max(0, Math.min(this.columns.length - 1, Number(thumb.dataset.column) + move[1]));
+    // Of two models one may have fewer layers or heads: on to the next that it has.
+    while (this.thumbs[layer]?.[column]?.disabled) [layer, column] = [layer + move[0], column + move[1]];
+    const next = this.thumbs[layer]?.[column];
+    if (!next) return;
     this.go(layer, column);
-    this.thumbs[layer][column].focus();
+    next.focus();
     say(pictureName());
   }
 }

@@ -30,6 +30,8 @@ def fetch(name_or_path: str | os.PathLike, revision: str | None = None) -> Path:
     """
     path = Path(name_or_path).expanduser()
     if path.is_dir():
+        if revision is not None:
+            raise WeightsError(f"{path} is a directory, which has no revision {revision!r}. Leave the revision out.")
         return path
     name = os.fspath(name_or_path)
     if path.exists():

@@ -10,7 +10,7 @@ from transformer.config import TransformerConfig
 from transformer.models import CausalLM, Classifier
 from transformer.weights.rules import MATRIX, MERGED, Rule, linear, norm
 from transformer.zoo.family import Family, Head, Variant
-from transformer.zoo.fields import ACTIVATIONS, Biases, Codec, Field, Labels, Rope, Unread
+from transformer.zoo.fields import ACTIVATIONS, Biases, Codec, Field, Labels, Rope
 
 DECODER_CONSTANTS = {
     "norm": "rms_norm",
@@ -173,7 +173,6 @@ LLAMA = Family(
         *decoder_fields(),
         Rope(),
         Biases(attention="attention_bias", feed_forward="mlp_bias"),
-        Unread(()),
     ),
     rules=decoder_rules,
     ignored=(ROTARY_BUFFERS,),

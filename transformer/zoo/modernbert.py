@@ -97,8 +97,10 @@ class PredictionHead(Codec):
     def write(self, config: TransformerConfig) -> dict[str, Any]:
         if config.head_transform is None:
             return {}
-        theirs = {ours: theirs for theirs, ours in reversed(ACTIVATIONS.items())}[config.head_transform.activation]
-        return {"classifier_activation": theirs, "classifier_bias": config.head_transform.use_bias}
+        names = {ours: theirs for theirs, ours in reversed(ACTIVATIONS.items())}
+        theirs = names.get(config.head_transform.activation)
+        found = {} if theirs is None else {"classifier_activation": theirs}
+        return found | {"classifier_bias": config.head_transform.use_bias}
 
 
 def _rules(config: TransformerConfig) -> Sequence[Rule]:

@@ -32,7 +32,7 @@ from transformer.weights.loading import (
     saved_tensors,
 )
 from transformer.weights.quantized import plain_files
-from transformer.weights.rules import uncovered
+from transformer.weights.rules import Link, uncovered
 from transformer.zoo.entries import ENTRIES, REFUSED
 from transformer.zoo.family import Family, Head, NoCounterpart, Variant, abstract_params, canonical, rename
 from transformer.zoo.fields import NEUTRAL
@@ -136,8 +136,8 @@ def load_pretrained(
     tokenizer = None
     if files.place(TOKENIZER_FILE) is not None:
         tokenizer = load_pretrained_tokenizer(directory, config.vocab_size)
-    params = _read_params(files, family, name, model, mesh)
     generation = files.json("generation_config.json") or files.config
+    params = _read_params(files, family, name, model, mesh)
     return Pretrained(model, params, family, name, files.config, directory, tokenizer, generation)
 
 
@@ -170,6 +170,19 @@ def _check_sizes(files: WeightFiles, config: TransformerConfig) -> None:
         )
 
 
+def as_in_files(files: WeightFiles, family: Family, links: Sequence[Link]) -> tuple[list[Link], dict[str, str]]:
+    """The links, and what is a copy of what, by the names that the files have: with or without a prefix, and a tied
+    tensor perhaps under the name of a copy alone.
+    """
+    named = family.names_in(files.tensors)
+    links = rename(links, named)
+    copies = {named(copy): named(of) for copy, of in family.copies.items()}
+    expected = {name for one in links for name in one.tensors}
+    spare = {copy: of for copy, of in copies.items() if copy in files.tensors and copy not in expected}
+    found = {of: copy for copy, of in spare.items() if of not in files.tensors}
+    return rename(links, lambda name: found.get(name, name)), {copy: found.get(of, of) for copy, of in copies.items()}
+
+
 def _read_params(files: WeightFiles, family: Family, architecture: str, model: nn.Module, mesh: Mesh | None) -> Any:
     expected_params = abstract_params(model)
     shapes = parameter_shapes(expected_params)
@@ -181,15 +194,7 @@ def _read_params(files: WeightFiles, family: Family, architecture: str, model: n
             f"{family.title} has no tensors for these parameters of the model: {', '.join(faults)}. Its config.json "
             f"asks for something that the family doesn't have."
         )
-    named = family.names_in(files.tensors)
-    links = rename(links, named)
-    copies = {named(copy): named(of) for copy, of in family.copies.items()}
-    # A file may have a tied tensor under the name of a copy alone.
-    expected = {name for one in links for name in one.tensors}
-    spare = {copy: of for copy, of in copies.items() if copy in files.tensors and copy not in expected}
-    found = {of: copy for copy, of in spare.items() if of not in files.tensors}
-    links = rename(links, lambda name: found.get(name, name))
-    copies = {copy: found.get(of, of) for copy, of in copies.items()}
+    links, copies = as_in_files(files, family, links)
     ignored = (*family.ignored, *family.heads[architecture].ignored)
     check_complete(files, links, shapes, ignored, copies)
     if mesh is None:

@@ -87,7 +87,9 @@ class FeedForwardKind(Codec):
         }
 
     def write(self, config: TransformerConfig) -> dict[str, Any]:
-        name = next(theirs for theirs, ours in ACTIVATIONS.items() if ours == config.activation)
+        name = next((theirs for theirs, ours in ACTIVATIONS.items() if ours == config.activation), None)
+        if name is None:
+            return {}
         kind = f"gated-{name}" if config.gated else name
         return {
             "feed_forward_proj": "gated-gelu" if kind == "gated-gelu_new" else kind,
