@@ -272,7 +272,7 @@ def test_local_files_end_to_end(tmp_path):
     assert data.prepare(TextFile(path=str(text), sequence_length=64)).prompts() == ["a line of text that goes on"]
     text.write_text("word\n" * 100 + f"     {'_' * 60}\n" * 20)
     words = TextFile(path=str(text), sequence_length=4, tokenizer=TokenizerConfig(kind="word"))
-    assert data.prepare(words).prompts() == ["_" * 40], "an indented line has more than its blanks"
+    assert data.prepare(words).prompts() == ["_" * 60], "an indented line has more than its blanks"
     with pytest.raises(ValueError, match="that this tokenizer does not know"):
         data.prepare(dataset.config, CharTokenizer(["a"]))
     with pytest.raises(ValueError, match="running text and has no pairs"):

@@ -94,6 +94,11 @@ class TestEmbed:
             vectors = embed(opened, [LONG, SHORT], SentenceSettings(pooling=pooling))
             np.testing.assert_allclose(vectors, [pick(x) for x in alone], atol=2e-5)
 
+    def test_an_encoder_decoder_reads_as_far_as_its_encoder_does(self, directories):
+        opened = open_model(directories["translator"])
+        (expected,), (found,) = (embed(one, [LONG]) for one in (opened, dataclasses.replace(opened, context=2)))
+        np.testing.assert_array_equal(found, expected)
+
     def test_one_array_a_line(self, directories, run):
         code, lines, err = run("embed", directories["encoder"], "--text", LONG, "--text", SHORT)
         assert (code, err) == (0, "")

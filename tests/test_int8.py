@@ -37,7 +37,10 @@ MODELS = {
     "bfloat16": (CausalLM, {"dtype": "bfloat16"}),
     "routed": (CausalLM, {"period": (LayerKind(moe=MoE(num_experts=3, top_k=2, shared_experts=1)),)}),
     "encoder and decoder": (Seq2Seq, {}),
-    "latents": (CausalLM, {"mla": MLA(kv_rank=6, plain_dim=4, rotary_dim=4, value_dim=4), "position": "rotary"}),
+    "latents": (
+        CausalLM,
+        {"num_kv_heads": None, "mla": MLA(kv_rank=6, plain_dim=4, rotary_dim=4, value_dim=4), "position": "rotary"},
+    ),
 }
 
 

@@ -58,13 +58,14 @@ class TextDataset(Dataset):
 
     def prompts(self) -> list[str]:
         """Three beginnings of lines of the held-out text, or of all of it where that is blank, of at most 40 characters
-        and half a context.
+        (or one word) and half a context.
         """
         held_out, all_others = (self._texts[split] for split in ("validation", "train"))
         lines = _lines(held_out) or _lines(all_others)
         chosen = []
         for line in dict.fromkeys(lines[place] for place in spread(len(lines), 3)):
-            start = line if len(line) <= 40 else (line[:40].rsplit(" ", 1)[0] or line[:40])
+            cut = line[:40].rpartition(" ")[0] or line.partition(" ")[0]  # a word is never cut: it may be unknown then
+            start = line if len(line) <= 40 else cut
             ids = self.tokenizer.encode(start)
             most = max(1, self.config.sequence_length // 2)
             chosen.append(start if len(ids) <= most else self.tokenizer.decode(ids[:most]))
