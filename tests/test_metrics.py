@@ -17,7 +17,7 @@ from tensorboardX.proto.event_pb2 import Event
 from training_recipes import tiny_recipe
 
 from transformer.training.journal import Journal, Ledger
-from transformer.training.metrics import NAMES, MetricsWriter, Progress, read_metrics
+from transformer.training.metrics import MetricsWriter, Progress, read_metrics
 from transformer.viz.records import read_metrics as read_metrics_of_viz
 
 
@@ -143,27 +143,6 @@ def test_tensorboard(tmp_path):
 def test_no_tensorboard_unless_asked(tmp_path):
     MetricsWriter(tmp_path).close()
     assert os.listdir(tmp_path) == ["metrics.jsonl"]
-
-
-def test_names_are_stable():
-    assert list(NAMES) == [
-        "train/loss",
-        "train/router_loss",
-        "train/grad_norm",
-        "train/learning_rate",
-        "eval/loss",
-        "eval/exact_match",
-        "eval/bleu",
-        "eval/chrf",
-        "data/padding",
-        "perf/tokens_per_s",
-        "perf/step_time_s",
-        "perf/data_wait",
-        "perf/flops_per_s",
-        "perf/mfu",
-        "perf/peak_memory_bytes",
-        "perf/compile_s",
-    ]
 
 
 class Pending:
