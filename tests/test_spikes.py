@@ -130,42 +130,34 @@ def test_stop_is_an_error_that_says_how_to_go_on(tmp_path):
     played(tmp_path, SPIKE, spike_policy="stop", spike_deviations=200.0)
 
 
+def limits_of(tmp_path, losses, pauses, bad=()):
+    """What each step was judged by, where what is pending was read after the steps `pauses`, and `bad` ones were not
+    finite.
+    """
+    recipe = tiny_recipe(steps=len(losses), spike_policy="skip", nan_policy="skip")
+    with MetricsWriter(tmp_path) as writer:
+        journal = Journal(recipe, Ledger(), writer, Progress(len(losses), mode="none"), [])
+        limits = []
+        for step, loss in enumerate(losses, start=1):
+            limits.append(journal.skip_above())
+            told = {"loss_sum": loss, "weight": 1.0, "grad_norm": 1.0, "learning_rate": 0.1, "skipped": 0}
+            told |= {"finite": step not in bad}
+            journal.add(step, {name: np.asarray(value) for name, value in told.items()})
+            if step in pauses:
+                journal.pause()
+    return limits
+
+
 def test_the_limit_does_not_depend_on_when_a_step_is_read(tmp_path):
     """A save or a signal reads what is pending: the next step must be judged as if it had not."""
-    random = np.random.default_rng(2)
-    losses = random.normal(2.0, 0.1, 60)
-    found = []
-    for pauses in ((), (25,), (24, 25, 26, 40)):
-        recipe = tiny_recipe(steps=60, spike_policy="skip")
-        with MetricsWriter(tmp_path) as writer:
-            journal = Journal(recipe, Ledger(), writer, Progress(60, mode="none"), [])
-            limits = []
-            for step, loss in enumerate(losses, start=1):
-                limits.append(journal.skip_above())
-                told = {"loss_sum": loss, "weight": 1.0, "grad_norm": 1.0, "learning_rate": 0.1, "skipped": 0}
-                journal.add(step, {name: np.asarray(value) for name, value in (told | {"finite": True}).items()})
-                if step in pauses:
-                    journal.pause()
-        found.append(limits)
+    losses = np.random.default_rng(2).normal(2.0, 0.1, 60)
+    found = [limits_of(tmp_path, losses, pauses) for pauses in ((), (25,), (24, 25, 26, 40))]
     assert found[0] == found[1] == found[2]
 
 
 def test_a_batch_that_is_not_finite_leaves_the_limit_alone_whenever_it_is_read(tmp_path):
     losses = np.random.default_rng(2).normal(2.0, 0.1, 40)
-    found = []
-    for pauses in ((), (30, 31)):
-        recipe = tiny_recipe(steps=40, spike_policy="skip", nan_policy="skip")
-        with MetricsWriter(tmp_path) as writer:
-            journal = Journal(recipe, Ledger(), writer, Progress(40, mode="none"), [])
-            limits = []
-            for step, loss in enumerate(losses, start=1):
-                limits.append(journal.skip_above())
-                told = {"loss_sum": loss, "weight": 1.0, "grad_norm": 1.0, "learning_rate": 0.1, "skipped": 0}
-                told |= {"finite": step not in (30, 31)}
-                journal.add(step, {name: np.asarray(value) for name, value in told.items()})
-                if step in pauses:
-                    journal.pause()
-        found.append(limits)
+    found = [limits_of(tmp_path, losses, pauses, bad=(30, 31)) for pauses in ((), (30, 31))]
     assert found[0] == found[1]
 
 
