@@ -30,10 +30,10 @@ def test_blocks_are_their_equations(norm):
             @nn.compact
             def __call__(self, x):
                 if block_class is PreNormBlock:
-                    x = x + self.self_attention(self.norm("attention_norm")(x), inputs, None)[0]
-                    return x + self.feed_forward(self.norm("feed_forward_norm")(x), inputs)[0]
-                x = self.norm("attention_norm")(x + self.self_attention(x, inputs, None)[0])
-                return self.norm("feed_forward_norm")(x + self.feed_forward(x, inputs)[0])
+                    x = x + self.attend_to_self(self.norm("attention_norm")(x), inputs, None)[0]
+                    return x + self.apply_feed_forward(self.norm("feed_forward_norm")(x), inputs)[0]
+                x = self.norm("attention_norm")(x + self.attend_to_self(x, inputs, None)[0])
+                return self.norm("feed_forward_norm")(x + self.apply_feed_forward(x, inputs)[0])
 
         return Written(config).apply(params, x)
 

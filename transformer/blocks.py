@@ -119,7 +119,10 @@ def output_init(config: TransformerConfig) -> Initializer | None:
 
 
 class Block(nn.Module):
-    """What the blocks share: how their leaves are made. A subclass says how they are joined."""
+    """What the blocks share: how their leaves are made. A subclass says how they are joined.
+
+    No method has the name of a parameter subtree: in NNX (`flax.nnx.bridge.ToNNX`) both are attributes of one object.
+    """
 
     config: TransformerConfig
     kind: LayerKind = LayerKind()
@@ -141,7 +144,7 @@ class Block(nn.Module):
         """x (B, T, D) with some numbers set to zero and the rest scaled up, unless deterministic."""
         return nn.Dropout(self.config.dropout_rate)(x, deterministic=inputs.deterministic)
 
-    def self_attention(self, x: Hidden, inputs: LayerInputs, cache: LayerCache | None) -> tuple[Hidden, KVCache | None]:
+    def attend_to_self(self, x: Hidden, inputs: LayerInputs, cache: LayerCache | None) -> tuple[Hidden, KVCache | None]:
         """x (B, T, D) attends to itself and to what the cache holds; returns (B, T, D) and the cache."""
         window = Mask() if self.kind.window is None else Mask.window(self.kind.window)
         scheme = position_scheme(self.config, self.kind, causal=self.causal)
@@ -159,7 +162,7 @@ class Block(nn.Module):
             return self._latent_attention("self_attention", self.config.mla, scheme)(x, **given)
         return self._attention("self_attention", scheme)(x, position_table=table, **given)
 
-    def cross_attention(
+    def attend_to_context(
         self, x: Hidden, inputs: LayerInputs, cache: LayerCache | None
     ) -> tuple[Hidden, ContextCache | None]:
         """x (B, T, D) attends to the context (B, S, Dc) or what the cache kept of it; returns (B, T, D) and the cache.
@@ -179,7 +182,7 @@ class Block(nn.Module):
             deterministic=inputs.deterministic,
         )
 
-    def feed_forward(self, x: Hidden, inputs: LayerInputs) -> tuple[Hidden, Aux]:
+    def apply_feed_forward(self, x: Hidden, inputs: LayerInputs) -> tuple[Hidden, Aux]:
         """(B, T, D) -> (B, T, D), each position for itself; through the experts chosen for it where the kind of layer
         has a `moe`. aux: the losses of their router.
         """
@@ -267,12 +270,12 @@ class PreNormBlock(Block):
         """x (B, T, D) -> x, the layer's cache, aux."""
         self_cache = cross_cache = None
         if self.kind.self_attention:
-            y, self_cache = self.self_attention(self.norm("attention_norm")(x), inputs, cache)
+            y, self_cache = self.attend_to_self(self.norm("attention_norm")(x), inputs, cache)
             x = x + self.dropout(y, inputs)
         if self.cross:
-            y, cross_cache = self.cross_attention(self.norm("cross_attention_norm")(x), inputs, cache)
+            y, cross_cache = self.attend_to_context(self.norm("cross_attention_norm")(x), inputs, cache)
             x = x + self.dropout(y, inputs)
-        y, aux = self.feed_forward(self.norm("feed_forward_norm")(x), inputs)
+        y, aux = self.apply_feed_forward(self.norm("feed_forward_norm")(x), inputs)
         x = x + self.dropout(y, inputs)
         return self._finish(x, cache, self_cache, cross_cache, aux)
 
@@ -287,12 +290,12 @@ class PostNormBlock(Block):
         """x (B, T, D) -> x, the layer's cache, aux."""
         self_cache = cross_cache = None
         if self.kind.self_attention:
-            y, self_cache = self.self_attention(x, inputs, cache)
+            y, self_cache = self.attend_to_self(x, inputs, cache)
             x = self.norm("attention_norm")(x + self.dropout(y, inputs))
         if self.cross:
-            y, cross_cache = self.cross_attention(x, inputs, cache)
+            y, cross_cache = self.attend_to_context(x, inputs, cache)
             x = self.norm("cross_attention_norm")(x + self.dropout(y, inputs))
-        y, aux = self.feed_forward(x, inputs)
+        y, aux = self.apply_feed_forward(x, inputs)
         x = self.norm("feed_forward_norm")(x + self.dropout(y, inputs))
         return self._finish(x, cache, self_cache, cross_cache, aux)
 
@@ -309,12 +312,12 @@ class PreNormWithoutResidualBlock(Block):
         """x (B, T, D) -> x, the layer's cache, aux."""
         self_cache = cross_cache = None
         if self.kind.self_attention:
-            y, self_cache = self.self_attention(self.norm("attention_norm")(x), inputs, cache)
+            y, self_cache = self.attend_to_self(self.norm("attention_norm")(x), inputs, cache)
             x = self.dropout(y, inputs)
         if self.cross:
-            y, cross_cache = self.cross_attention(self.norm("cross_attention_norm")(x), inputs, cache)
+            y, cross_cache = self.attend_to_context(self.norm("cross_attention_norm")(x), inputs, cache)
             x = self.dropout(y, inputs)
-        y, aux = self.feed_forward(self.norm("feed_forward_norm")(x), inputs)
+        y, aux = self.apply_feed_forward(self.norm("feed_forward_norm")(x), inputs)
         x = self.dropout(y, inputs)
         return self._finish(x, cache, self_cache, cross_cache, aux)
 
@@ -329,12 +332,12 @@ class SandwichBlock(Block):
         """x (B, T, D) -> x, the layer's cache, aux."""
         self_cache = cross_cache = None
         if self.kind.self_attention:
-            y, self_cache = self.self_attention(self.norm("attention_norm")(x), inputs, cache)
+            y, self_cache = self.attend_to_self(self.norm("attention_norm")(x), inputs, cache)
             x = x + self.dropout(self.norm("attention_post_norm")(y), inputs)
         if self.cross:
-            y, cross_cache = self.cross_attention(self.norm("cross_attention_norm")(x), inputs, cache)
+            y, cross_cache = self.attend_to_context(self.norm("cross_attention_norm")(x), inputs, cache)
             x = x + self.dropout(self.norm("cross_attention_post_norm")(y), inputs)
-        y, aux = self.feed_forward(self.norm("feed_forward_norm")(x), inputs)
+        y, aux = self.apply_feed_forward(self.norm("feed_forward_norm")(x), inputs)
         x = x + self.dropout(self.norm("feed_forward_post_norm")(y), inputs)
         return self._finish(x, cache, self_cache, cross_cache, aux)
 
@@ -349,12 +352,12 @@ class ReorderedNormBlock(Block):
         """x (B, T, D) -> x, the layer's cache, aux."""
         self_cache = cross_cache = None
         if self.kind.self_attention:
-            y, self_cache = self.self_attention(x, inputs, cache)
+            y, self_cache = self.attend_to_self(x, inputs, cache)
             x = x + self.dropout(self.norm("attention_norm")(y), inputs)
         if self.cross:
-            y, cross_cache = self.cross_attention(x, inputs, cache)
+            y, cross_cache = self.attend_to_context(x, inputs, cache)
             x = x + self.dropout(self.norm("cross_attention_norm")(y), inputs)
-        y, aux = self.feed_forward(x, inputs)
+        y, aux = self.apply_feed_forward(x, inputs)
         x = x + self.dropout(self.norm("feed_forward_norm")(y), inputs)
         return self._finish(x, cache, self_cache, cross_cache, aux)
 
@@ -375,10 +378,10 @@ class ParallelBlock(Block):
                 "norm_position='parallel' has no place for cross-attention. Take another norm_position for an "
                 "encoder-decoder."
             )
-        y, aux = self.feed_forward(self.norm("feed_forward_norm")(x), inputs)
+        y, aux = self.apply_feed_forward(self.norm("feed_forward_norm")(x), inputs)
         total = x + self.dropout(y, inputs)
         if self.kind.self_attention:
-            y, self_cache = self.self_attention(self.norm("attention_norm")(x), inputs, cache)
+            y, self_cache = self.attend_to_self(self.norm("attention_norm")(x), inputs, cache)
             total = total + self.dropout(y, inputs)
         return self._finish(total, cache, self_cache, None, aux)
 
