@@ -1,3 +1,4 @@
+import calendar
 import fcntl
 import json
 import os
@@ -7,10 +8,15 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
+import types
 
 import pytest
+from training_recipes import text_recipe
 
+from transformer.cli import train as cli
 from transformer.training import lock as module
+from transformer.training import loop
 from transformer.training.lock import WorkdirInUseError, WorkdirLock
 
 
@@ -80,12 +86,102 @@ def test_of_a_pid_used_again_is_taken_over(tmp_path, capfd):
 
 
 def test_of_another_host_stays(tmp_path):
-    write_record(tmp_path, pid=1234, host="far-away")
-    with pytest.raises(
-        WorkdirInUseError, match=rf"process 1234 on host far-away.*gone, remove the lock: rm {tmp_path}"
-    ):
+    write_record(tmp_path, pid=1234, host="far-away", since="2026-01-02 03:04:05 UTC")
+    os.utime(tmp_path / ".lock", (time.time() - 10_000,) * 2)
+    message = r"by process 1234 on host far-away \(locked 2026-01-02 03:04:05 UTC\); last activity 2 hours ago\."
+    with pytest.raises(WorkdirInUseError, match=rf"{message} This is host .*is gone, pass --take-over \(in Python"):
         WorkdirLock(tmp_path).acquire()
-    assert (tmp_path / ".lock").exists()
+    assert json.loads((tmp_path / ".lock").read_text())["host"] == "far-away"
+
+
+@pytest.mark.parametrize(
+    ("name", "seconds", "words"),
+    [("metrics.jsonl", 30, "30 seconds"), ("checkpoints", 600, "10 minutes"), ("other", 600, "3 days")],
+)
+def test_the_last_activity_is_that_of_metrics_or_checkpoints(tmp_path, name, seconds, words):
+    write_record(tmp_path, host="far-away")
+    os.utime(tmp_path / ".lock", (time.time() - 3 * 86_400,) * 2)
+    (tmp_path / name).touch()
+    os.utime(tmp_path / name, (time.time() - seconds,) * 2)
+    with pytest.raises(WorkdirInUseError, match=f"last activity {words} ago"):
+        WorkdirLock(tmp_path).acquire()
+
+
+def test_of_another_host_is_taken_over_on_request(tmp_path, capfd):
+    write_record(tmp_path, pid=1234, host="far-away", since="2026-01-02 03:04:05 UTC")
+    with WorkdirLock(tmp_path, take_over=True):
+        err = capfd.readouterr().err
+        whose = "from process 1234 on host far-away (locked 2026-01-02 03:04:05 UTC); last activity"
+        assert f"warning: took over {tmp_path}/.lock {whose}" in err
+        record = json.loads((tmp_path / ".lock").read_text())
+        assert (record["pid"], record["host"]) == (os.getpid(), socket.gethostname())
+        assert abs(calendar.timegm(time.strptime(record["since"], "%Y-%m-%d %H:%M:%S UTC")) - time.time()) < 60
+    assert not (tmp_path / ".lock").exists()
+
+
+def test_of_a_running_process_on_this_host_is_never_taken_over(tmp_path):
+    other = run(HOLD, tmp_path)
+    assert other.stdout.readline() == "held\n"
+    with pytest.raises(WorkdirInUseError, match=rf"kill {other.pid}.*--take-over does not apply.*another host"):
+        WorkdirLock(tmp_path, take_over=True).acquire()
+    assert json.loads((tmp_path / ".lock").read_text())["pid"] == other.pid
+    other.communicate("release\n")
+
+
+def test_the_first_holder_notices_a_take_over(tmp_path):
+    mine = WorkdirLock(tmp_path)
+    mine.check()  # not held yet
+    mine.acquire()
+    mine.check()
+    write_record(tmp_path, pid=4321, host="far-away")  # there, --take-over
+    with pytest.raises(WorkdirInUseError, match=r"process 4321 on host far-away has taken over .* without saving"):
+        mine.check()
+    mine.release()
+    assert json.loads((tmp_path / ".lock").read_text())["pid"] == 4321
+
+
+def test_a_run_whose_workdir_was_taken_over_saves_no_more_checkpoints(tmp_path, monkeypatch):
+    """And the workdir's new process finds the checkpoints from before."""
+    evaluate = loop.evaluate_loss
+
+    def taken_over_meanwhile(*arguments):
+        write_record(tmp_path / "run", pid=4321, host="far-away")
+        return evaluate(*arguments)
+
+    recipe = text_recipe(tmp_path, training={"steps": 4}, evaluation={"every": 4}, checkpoint={"every": 2})
+    monkeypatch.setattr(loop, "evaluate_loss", taken_over_meanwhile)
+    with pytest.raises(WorkdirInUseError, match="has taken over"):
+        loop.train(recipe, tmp_path / "run")
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["2"]
+    monkeypatch.undo()
+    with pytest.raises(WorkdirInUseError, match="host far-away"):
+        loop.train(recipe, tmp_path / "run")
+    assert loop.train(recipe, tmp_path / "run", take_over=True).step == 4
+
+
+def test_the_option_of_the_command_line(tmp_path, monkeypatch, capfd):
+    """The command to resume leaves the option out: the next lock may belong to a running process."""
+    monkeypatch.chdir(tmp_path)
+    write_record(tmp_path / "run", pid=1234, host="far-away")
+    recipe = tmp_path / "empty.py"
+    recipe.write_text(
+        "import pathlib, training_recipes\ndef get_config():\n    return training_recipes.text_recipe(pathlib.Path())\n"
+    )
+    calls = []
+
+    def train(recipe, workdir, *, command, take_over, **_):
+        with WorkdirLock(workdir, take_over):
+            calls.append(command)
+        return types.SimpleNamespace(exit_code=0)
+
+    monkeypatch.setattr(loop, "train", train)
+    arguments = [str(recipe), "--workdir", "run"]
+    with pytest.raises(WorkdirInUseError, match="pass --take-over"):
+        cli.main(arguments)
+    assert cli.main([*arguments, "--take-over"]) == 0
+    assert "took over" in capfd.readouterr().err
+    (command,) = calls
+    assert command.endswith(f"{recipe} --workdir run")
 
 
 def test_of_a_process_killed_before_it_wrote_its_name(tmp_path, monkeypatch, capfd):
@@ -110,11 +206,13 @@ def test_one_that_slept_before_it_wrote_its_name_does_not_take_it_back(tmp_path,
 
 
 @pytest.mark.parametrize("content", ['{"pid": 12', "[]", '{"pid": "12", "host": "a", "started": "b"}'])
-def test_damaged(tmp_path, monkeypatch, content):
+def test_damaged(tmp_path, monkeypatch, capfd, content):
     monkeypatch.setattr(module, "_PATIENCE", 0.1)
     (tmp_path / ".lock").write_text(content)
-    with pytest.raises(WorkdirInUseError, match=rf"does not say who holds it.*remove it: rm {tmp_path}"):
+    with pytest.raises(WorkdirInUseError, match=r"does not say which process holds it.*last activity.*--take-over"):
         WorkdirLock(tmp_path).acquire()
+    with WorkdirLock(tmp_path, take_over=True):
+        assert "whose content is damaged; last activity" in capfd.readouterr().err
 
 
 def test_a_process_that_is_just_writing_its_name_is_given_time(tmp_path):

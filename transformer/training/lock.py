@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -13,37 +14,68 @@ from pathlib import Path
 from typing import Any
 
 NAME = ".lock"
-_PATIENCE = 2.0  # seconds that another process may take between making the file and writing its name into it
+_PATIENCE = 2.0  # seconds that another process may need between creating the file and writing its record
+_DATE = "%Y-%m-%d %H:%M:%S UTC"
 
 
 class WorkdirInUseError(RuntimeError):
-    """Another process writes into this workdir. The message names it and says what to do."""
+    """Another process writes into this workdir. The message names the process and says what to do."""
 
 
 class WorkdirLock:
-    """Context manager that holds `workdir/.lock`; makes the workdir if it is not there.
+    """Context manager that holds `workdir/.lock`; creates the workdir if it does not exist.
 
-    The file says who holds it: pid, host, and when that process started, since pids are used again. Raises
-    WorkdirInUseError when another process holds it, also when that is on another host, where nobody can tell whether it
-    lives. A lock whose process is dead is taken over with a line on stderr, and one that stays empty, whose process
-    died before it wrote its name. OSError when the workdir cannot be written.
+    The file records pid, host, the start time of the process (pids are reused) and the time of locking. A lock whose
+    process is dead is replaced, with a line on stderr. So is a lock that stays empty: its process died before it wrote
+    the record.
+
+    Args:
+        workdir: directory to lock.
+        take_over: replace the lock of a process on another host, where nobody can check whether the process still
+            runs, and a lock whose content is damaged; with a warning on stderr.
+
+    Raises:
+        WorkdirInUseError: another process holds the lock. One that runs on this host keeps it in any case.
+        OSError: the workdir cannot be written.
     """
 
-    def __init__(self, workdir: str | os.PathLike):
+    def __init__(self, workdir: str | os.PathLike, take_over: bool = False):
         self._path = Path(os.path.abspath(workdir)) / NAME
+        self._take_over = take_over
         self._record: dict[str, Any] | None = None
 
     def acquire(self) -> None:
-        """Takes the lock, or raises."""
-        record = {"pid": os.getpid(), "host": socket.gethostname(), "started": _started(os.getpid())}
+        """Takes the lock, or raises WorkdirInUseError."""
+        record = {
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "started": _started(os.getpid()),
+            "since": time.strftime(_DATE, time.gmtime()),
+        }
         self._path.parent.mkdir(parents=True, exist_ok=True)
         deadline = time.monotonic() + _PATIENCE
-        while not (self._create(record) or self._take_over(record, time.monotonic() > deadline)):
+        while not (self._create(record) or self._replace(record, time.monotonic() > deadline)):
             time.sleep(0.02)
         self._record = record
 
+    def check(self) -> None:
+        """Raises WorkdirInUseError if another process has taken over this lock. Call it before writing checkpoints."""
+        if self._record is None:
+            return
+        try:
+            with open(self._path, encoding="utf-8") as file:
+                holder = _read(file)
+        except FileNotFoundError:
+            return  # removed by hand: nobody else claims the workdir
+        if holder is not None and holder != self._record:
+            raise WorkdirInUseError(
+                f"{_described(holder)} has taken over {self._path.parent}. This process (process {os.getpid()} on host "
+                f"{self._record['host']}) stops without saving, so that only one process writes checkpoints. Training "
+                "continues there; to continue it here, stop that process, then rerun the command."
+            )
+
     def release(self) -> None:
-        """Removes the file, if it is still ours."""
+        """Removes the file if it is still ours."""
         record, self._record = self._record, None
         if record is not None:
             held = self._open()
@@ -61,43 +93,35 @@ class WorkdirLock:
 
     def _create(self, record: dict[str, Any]) -> bool:
         try:
-            file = open(self._path, "x+", encoding="utf-8")  # noqa: SIM115  O_EXCL: one of several wins
+            file = open(self._path, "x+", encoding="utf-8")  # noqa: SIM115  O_EXCL: only one process succeeds
         except FileExistsError:
             return False
         with file:
             fcntl.flock(file, fcntl.LOCK_EX)
             if os.fstat(file.fileno()).st_size:
-                return False  # so long asleep between these lines that another one took it
+                return False  # another process replaced the empty file before we got its flock
             _write(file, record)
         return True
 
-    def _take_over(self, record: dict[str, Any], late: bool) -> bool:
-        """Writes our name into the lock of a dead process; False: look again."""
+    def _replace(self, record: dict[str, Any], late: bool) -> bool:
+        """Writes our record into a lock that may be replaced; False: try again."""
         file = self._open()
         if file is None:
-            return False  # released in this moment
-        with (
-            file
-        ):  # flock: of several that find it stale, one writes, and the others then read the name of a living one
+            return False  # released just now
+        with file:  # flock: of several processes that see a stale lock one writes; the others then read its record
             holder = _read(file)
-            if holder is None:
-                if not late:
-                    return False  # another process is just writing its name
-                if os.fstat(file.fileno()).st_size:
-                    raise WorkdirInUseError(
-                        f"{self._path} does not say who holds it (its content is damaged). If no training runs in "
-                        f"{self._path.parent}, remove it: rm {self._path}"
-                    )
-                whose = "a process that was killed before it wrote its name"
+            if holder is not None:
+                line = self._checked(holder, record)
+            elif not late:
+                return False  # another process is writing its record
             else:
-                self._refuse_if_held(holder, record)
-                whose = f"process {holder['pid']}, which no longer runs (killed or crashed)"
+                line = self._without_record(os.fstat(file.fileno()).st_size == 0)
             _write(file, record)
-        print(f"Took over {self._path} from {whose}.", file=sys.stderr)
+        print(line, file=sys.stderr)
         return True
 
     def _open(self) -> Any | None:
-        """The file, locked for the moment, None if it was removed meanwhile."""
+        """The file, with its flock held; None if it was removed meanwhile."""
         try:
             file = open(self._path, "r+", encoding="utf-8")  # noqa: SIM115
         except FileNotFoundError:
@@ -111,24 +135,46 @@ class WorkdirLock:
         file.close()
         return None
 
-    def _refuse_if_held(self, holder: dict[str, Any], ours: dict[str, Any]) -> None:
-        workdir, pid, host = self._path.parent, holder["pid"], holder["host"]
-        if host != ours["host"]:
+    def _checked(self, holder: dict[str, Any], ours: dict[str, Any]) -> str:
+        """The line to print when the lock of `holder` is replaced. WorkdirInUseError: it must not be replaced."""
+        workdir, who = self._path.parent, _described(holder)
+        if holder["host"] != ours["host"]:
+            activity = _last_activity(workdir)
+            if self._take_over:
+                return (
+                    f"warning: took over {self._path} from {who}; {activity}. If that process still runs, it stops at "
+                    "its next checkpoint."
+                )
             raise WorkdirInUseError(
-                f"{workdir} is in use by process {pid} on host {host}; this is {ours['host']}, which cannot see "
-                f"whether it still runs. Stop it there, or use another workdir. If it is gone, remove the lock: "
-                f"rm {self._path}"
+                f"{workdir} is in use by {who}; {activity}. This is host {ours['host']}, which cannot check whether "
+                f"that process still runs. If it does, stop it or use another workdir. If its machine is gone, pass "
+                f"--take-over (in Python: take_over=True)."
             )
+        pid = holder["pid"]
         if _started(pid) == holder["started"]:
             who = "this process" if pid == ours["pid"] else f"process {pid}"
+            no = " --take-over does not apply: it is for a process on another host." if self._take_over else ""
             raise WorkdirInUseError(
-                f"{workdir} is in use by {who} on host {host}. Wait for it, stop it (kill {pid}), or use another "
-                "workdir."
+                f"{workdir} is in use by {who} on host {holder['host']}. Wait for it, stop it (kill {pid}), or use "
+                f"another workdir.{no}"
             )
+        return f"Took over {self._path} from process {pid}, which no longer runs (killed or crashed)."
+
+    def _without_record(self, empty: bool) -> str:
+        """As `_checked`, for a lock that does not say who holds it."""
+        if empty:
+            return f"Took over {self._path} from a process that was killed before it wrote its record."
+        activity = _last_activity(self._path.parent)
+        if self._take_over:
+            return f"warning: took over {self._path}, whose content is damaged; {activity}."
+        raise WorkdirInUseError(
+            f"{self._path} does not say which process holds it (its content is damaged); {activity}. If no training "
+            f"runs in {self._path.parent}, pass --take-over (in Python: take_over=True)."
+        )
 
 
 def in_use(workdir: str | os.PathLike) -> bool:
-    """Whether a process that lives writes into a workdir. One on another host counts: nobody here can tell."""
+    """Whether a running process holds the lock of a workdir. A process on another host counts as running."""
     try:
         with open(Path(workdir) / NAME, encoding="utf-8") as file:
             holder = _read(file)
@@ -139,8 +185,27 @@ def in_use(workdir: str | os.PathLike) -> bool:
     )
 
 
+def _described(holder: dict[str, Any]) -> str:
+    """Which process holds a lock, for messages; locks of earlier versions have no date."""
+    since = holder.get("since")
+    return f"process {holder['pid']} on host {holder['host']}{f' (locked {since})' if isinstance(since, str) else ''}"
+
+
+def _last_activity(workdir: Path) -> str:
+    """When anybody last wrote into the workdir: by its metrics, its checkpoints and the lock itself."""
+    times = []
+    for name in ("metrics.jsonl", "checkpoints", NAME):
+        with contextlib.suppress(OSError):
+            times.append(os.stat(workdir / name).st_mtime)
+    seconds = max(0.0, time.time() - max(times, default=time.time()))
+    for unit, length in (("days", 86400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= 2 * length:
+            return f"last activity {seconds // length:.0f} {unit} ago"
+    return f"last activity {seconds:.0f} seconds ago"
+
+
 def _read(file: Any) -> dict[str, Any] | None:
-    """The record in the file, None if there is none (yet) or it is damaged."""
+    """The record in the file; None if it is missing (not yet written) or damaged."""
     file.seek(0)
     try:
         record = json.loads(file.read())
@@ -160,7 +225,7 @@ def _write(file: Any, record: dict[str, Any]) -> None:
 
 
 def _started(pid: int) -> str | None:
-    """When the process started, in the system's own words: equal for one process only. None: it does not run."""
+    """When the process started, in the system's own format: unique to one process. None: it does not run."""
     proc = Path("/proc")
     if not (proc / "self" / "stat").exists():  # macOS, BSD
         shown = subprocess.run(["ps", "-o", "stat=,lstart=", "-p", str(pid)], capture_output=True, text=True)

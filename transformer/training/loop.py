@@ -51,14 +51,21 @@ def train(
     command: str = "",
     start: Start | None = None,
     profile: Window | None = None,
+    take_over: bool = False,
 ) -> Summary:
-    """Trains a recipe in a workdir to its end, or until a signal; called again it goes on as if never stopped.
+    """Train a recipe in a workdir to its last step or until a signal. An existing run is resumed, bit for bit.
 
-    `start` is a model to begin from instead of at random (`transformer.inference.start_from` makes it of a directory);
-    to go on it need not be given again. `command` is what goes on with this run, as it is shown to the user. `profile`
-    are steps to trace. A workdir is left with recipe.json, calls.jsonl, tokenizer/, checkpoints/, metrics.jsonl,
-    tensorboard/, samples.txt, loss.png, summary.json and, of a profile, profile/. Processes that train together
-    (`parallel.coordinator`) all call this alike, with one workdir that all can see.
+    The workdir contains recipe.json, calls.jsonl, tokenizer/, checkpoints/, metrics.jsonl, tensorboard/, samples.txt,
+    loss.png, summary.json and, with `profile`, profile/. All processes of one run (`parallel.coordinator`) make the
+    same call, with one workdir that all can see.
+
+    Args:
+        recipe: what to train.
+        workdir: directory of the run; created if it does not exist.
+        command: the command that resumes this run, to be printed.
+        start: a model to initialize from (`transformer.inference.start_from` reads it); not needed again to resume.
+        profile: the steps to trace.
+        take_over: replace the lock of a process on another host (`WorkdirLock`).
 
     Raises:
         ValueError: a recipe or data that can't be, or a workdir of another run.
@@ -72,9 +79,9 @@ def train(
     command = command or f"transformer.training.loop.train(recipe, {str(workdir)!r})"
     with processes.together(recipe.parallel), contextlib.ExitStack() as resources:
         # Who writes: the first process; the others do the same, but nobody reads what they say
-        own = workdir
+        own, lock = workdir, WorkdirLock(workdir, take_over)
         if processes.is_first():
-            resources.enter_context(WorkdirLock(workdir))
+            resources.enter_context(lock)
         else:
             own = Path(resources.enter_context(tempfile.TemporaryDirectory()))
             silence = resources.enter_context(open(os.devnull, "w"))
@@ -156,6 +163,7 @@ def train(
                 progress.print(text)
 
         def save() -> None:
+            lock.check()
             writer.flush()
             ledger.seconds = seconds_before + time.perf_counter() - started
             data = checkpoint_data(dataset, batches, ledger)
