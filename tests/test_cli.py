@@ -114,7 +114,7 @@ class TestVerbs:
     @pytest.mark.parametrize(
         ("words", "message"),
         [
-            ((), "there is no verb. Give one of generate, translate, embed, classify"),
+            ((), "a verb is missing. Use one of train, generate, translate, embed, classify"),
             (("generat", "x"), "there is no verb 'generat'. Did you mean 'generate'?"),
             (("generate",), "DIR is missing"),
             (("inspect", "x"), "--prompt is missing"),

@@ -16,6 +16,7 @@ from training_recipes import change, text_recipe, xla_flags
 import transformer
 from transformer.config import Execution, TransformerConfig
 from transformer.data.configs import NumberWords
+from transformer.invocation import python
 from transformer.sharding import ParallelConfig
 from transformer.training import EvaluationConfig, LoggingConfig, OptimizerConfig, Recipe, TrainingConfig, loop
 from transformer.training.evaluation import evaluate_loss
@@ -26,7 +27,7 @@ from transformer.training.parallel import MeshPlacement
 from transformer.training.report import append_samples, cut_samples
 from transformer.training.runs import load_run
 from transformer.training.step import NonFiniteError
-from transformer.training.summary import Score, Summary, python, read_summary, render, save_summary
+from transformer.training.summary import Score, Summary, read_summary, render, save_summary
 
 ROOT = Path(__file__).resolve().parent.parent
 

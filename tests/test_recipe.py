@@ -376,9 +376,9 @@ def test_mistakes_exit_2_with_one_line():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], "a recipe comes first, got nothing. Try: python train.py configs/number_words.py"),
-        (["--model.d-model", "7"], "a recipe comes first, got --model.d-model"),
-        (["number_words", "--workdir"], "--workdir: expected one argument. --workdir takes a directory"),
+        ([], "the first argument must be a recipe, got nothing. Try: "),
+        (["--model.d-model", "7"], "the first argument must be a recipe, got --model.d-model"),
+        (["number_words", "--workdir"], "--workdir: expected one argument. --workdir and --init take a directory"),
         (["number_words", "--workdir", "/proc/nowhere"], "/proc/nowhere"),
         (["text_file", "--fast"], "your-text.txt"),
     ],

@@ -1,16 +1,26 @@
-"""`python -m transformer VERB ...`: finds the verb; only what that verb needs is imported."""
+"""The command line, `transformer-zoo VERB ...` or `python -m transformer VERB ...`.
+
+Only what the verb needs is imported: `--help` and `--version` need no JAX.
+"""
 
 from __future__ import annotations
 
+import platform
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import metadata
 
 from transformer.cli.allocator import keep_freed_memory
 from transformer.cli.compile_cache import keep_compiled
 from transformer.cli.errors import run_command
+from transformer.invocation import program
 
-PROGRAM = "python -m transformer"
+
+def _train(arguments: Sequence[str]) -> int | None:
+    from transformer.cli.train import main
+
+    return main(arguments)
 
 
 def _generate(arguments: Sequence[str]) -> int | None:
@@ -100,6 +110,7 @@ class Verb:
 
 
 VERBS = {
+    "train": Verb(_train, "train a recipe, or resume its run"),
     "generate": Verb(_generate, "translate or continue a text with a trained or pretrained model"),
     "translate": Verb(_translate, "a stream of lines into a stream of translations, by beam search"),
     "embed": Verb(_embed, "one vector a text"),
@@ -121,10 +132,36 @@ def usage() -> str:
     """What --help prints."""
     width = max(map(len, VERBS))
     verbs = "\n".join(f"  {name:{width}}  {verb.help}" for name, verb in VERBS.items())
+    called = program("")
     return (
-        f"usage: {PROGRAM} VERB ...\n\n{verbs}\n\n"
-        f"{PROGRAM} VERB --help says what a verb takes. Training is `python train.py RECIPE`."
+        f"usage: {called} VERB ...\n\n{verbs}\n\n"
+        f"{called} VERB --help lists the options of a verb; {called} --version prints versions."
     )
+
+
+def versions() -> str:
+    """What --version prints: this package's version, and what it computes with."""
+    from transformer import __version__
+
+    lines = [f"transformer-zoo {__version__}", f"python {platform.python_version()}"]
+    for name in ("jax", "jaxlib", "flax"):
+        try:
+            lines.append(f"{name} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            lines.append(f"{name} not installed")
+    return "\n".join(lines)
+
+
+def console(arguments: Sequence[str] | None = None) -> None:
+    """Runs a verb as the whole program: the process restarts once for its memory allocator (`cli/allocator.py`), and
+    ends with the exit code. `arguments` are those of the process if None; the restart repeats its whole command line.
+    """
+    keep_compiled()
+    keep_freed_memory()
+    code = main(arguments)
+    if "transformer.training.processes" in sys.modules:  # otherwise this process trains with no others
+        sys.modules["transformer.training.processes"].leave(code)
+    sys.exit(code)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -137,19 +174,20 @@ def _dispatch(words: Sequence[str]) -> int | None:
     from transformer.config import ConfigError, nearest
 
     if not words:
-        raise ConfigError(f"there is no verb. Give one of {', '.join(VERBS)}; {PROGRAM} --help says what each does.")
+        raise ConfigError(f"a verb is missing. Use one of {', '.join(VERBS)}; {program('')} --help explains them.")
     if words[0] in ("-h", "--help"):
         print(usage())
+        return 0
+    if words[0] == "--version":
+        print(versions())
         return 0
     if words[0] not in VERBS:
         raise ConfigError(
             f"there is no verb {words[0]!r}.{nearest(words[0], VERBS)} Verbs: {', '.join(VERBS)}; "
-            f"{PROGRAM} --help says what each does."
+            f"{program('')} --help explains them."
         )
     return VERBS[words[0]].run(words[1:])
 
 
 if __name__ == "__main__":
-    keep_compiled()
-    keep_freed_memory()
-    sys.exit(main())
+    console()

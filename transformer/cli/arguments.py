@@ -12,6 +12,7 @@ from typing import TypeVar
 import tyro
 
 from transformer.config import ConfigError, boxed_message, nearest
+from transformer.invocation import program
 
 Command = TypeVar("Command")
 
@@ -35,9 +36,7 @@ def parse(command: type[Command], verb: str, arguments: Sequence[str]) -> Comman
     captured = io.StringIO()
     try:
         with contextlib.redirect_stderr(captured):
-            return tyro.cli(
-                tyro.conf.FlagCreatePairsOff[command], args=list(arguments), prog=f"python -m transformer {verb}"
-            )
+            return tyro.cli(tyro.conf.FlagCreatePairsOff[command], args=list(arguments), prog=program(verb))
     except SystemExit as stop:
         if stop.code in (None, 0):
             raise

@@ -11,7 +11,6 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from transformer.cli.errors import DONE, FAULT
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
     from transformer.plan import Topology
     from transformer.training.recipe import Recipe
 
-HERE = Path(__file__).resolve().parents[2]  # configs/ is there, beside the package
 SEARCHED = 12
 """candidates that a search compiles, where it is not told how many"""
 STEPS = 10
@@ -59,7 +57,7 @@ def main(arguments: Sequence[str]) -> int:
     from transformer.plan import without_data
     from transformer.training.overrides import find_recipe, load_recipe_file, override
 
-    recipe, about = load_recipe_file(find_recipe(rest[0], Path.cwd(), HERE))
+    recipe, about = load_recipe_file(find_recipe(rest[0]))
     recipe = override(recipe, rest[1:], program=f"plan {rest[0]}", description=f"{about}\n\n{USAGE}")
     if own.topology is None and not own.here:
         raise ConfigError("--topology is missing: which TPU to plan for, such as --topology v5e:4x4, or --here.")

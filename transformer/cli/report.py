@@ -16,6 +16,7 @@ import tyro
 from transformer import __version__
 from transformer.cli.arguments import parse
 from transformer.config import ConfigError
+from transformer.invocation import program
 
 if TYPE_CHECKING:
     from transformer.training.recipe import Recipe
@@ -52,14 +53,13 @@ def main(arguments: Sequence[str]) -> None:
     if output.is_dir() or output.suffix not in (".html", ".htm"):
         raise ConfigError(f"--output takes the HTML file to write, such as report.html, got {output}.")
 
-    from transformer.training.summary import python
     from transformer.viz.report_page import save_report
 
-    again = shlex.join(["report", *map(str, workdirs), *(["--output", str(output)] if command.output else [])])
+    again = shlex.join([*map(str, workdirs), *(["--output", str(output)] if command.output else [])])
     now = datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
     names = names_of(workdirs)
     runs = [read_run(path, name) for path, name in zip(workdirs, names, strict=True)]
-    made = f"{now}, transformer-zoo {__version__}: {python()} -m transformer {again}"
+    made = f"{now}, transformer-zoo {__version__}: {program('report')} {again}"
     paths = save_report(runs, output, title=" and ".join(names) if len(names) < 4 else f"{len(names)} runs", made=made)
     if command.json:
         told = [{"name": run.name, "status": run.status, **run.facts} for run in runs]
@@ -159,7 +159,6 @@ def _told(call: dict[str, Any]) -> str:
 
 
 def _commands(workdir: Path, recipe: Recipe, summary: Summary | None, calls: Sequence[dict]) -> dict[str, str]:
-    from transformer.training.summary import python
     from transformer.training.tasks import TASKS
 
     command = calls[0]["command"] if calls else "" if summary is None else summary.command
@@ -170,11 +169,11 @@ def _commands(workdir: Path, recipe: Recipe, summary: Summary | None, calls: Seq
     pins = [f"{name}=={version}" for name, version in versions.items() if name not in ("python", "transformer-zoo")]
     if pins:
         told["with the same versions:"] = f"pip install {' '.join(pins)}"
-    zoo, where = f"{python()} -m transformer", shlex.quote(str(workdir))
-    told["how good it is, on held-out data:"] = f"{zoo} evaluate {where}"
+    where = shlex.quote(str(workdir))
+    told["how good it is, on held-out data:"] = f"{program('evaluate')} {where}"
     if TASKS[recipe.task].writes:
         prompt = summary.prompt if summary is not None and summary.prompt else "..."
-        told["what it writes:"] = f"{zoo} generate {where} --prompt {shlex.quote(prompt)}"
+        told["what it writes:"] = f"{program('generate')} {where} --prompt {shlex.quote(prompt)}"
     return told
 
 

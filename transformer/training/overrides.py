@@ -14,35 +14,11 @@ import tyro
 
 from transformer.config import ConfigError, boxed_message, nearest
 from transformer.lora import LoRA
+from transformer.recipe_files import find_recipe, recipe_files
 from transformer.training.recipe import Recipe
 from transformer.training.serial import flatten
 
-
-def recipe_files(*directories: str | os.PathLike) -> dict[str, Path]:
-    """Recipes by name: the `configs/*.py` of the given directories, the first one of a name counts."""
-    found: dict[str, Path] = {}
-    for directory in directories:
-        for path in sorted((Path(directory) / "configs").glob("*.py")):
-            if not path.name.startswith("_"):
-                found.setdefault(path.stem, path)
-    return dict(sorted(found.items()))
-
-
-def find_recipe(name: str, *directories: str | os.PathLike) -> Path:
-    """The file of a recipe given as a path (with or without .py) or as the name of one in `configs/`.
-
-    Raises:
-        ConfigError: no such file; names the nearest recipe and all of them.
-    """
-    known = recipe_files(*directories)
-    for path in (Path(name), Path(f"{name}.py")):
-        if os.path.isfile(path):  # Path.is_file raises for a name that is too long
-            return path
-    stem = Path(name).name.removesuffix(".py")
-    if stem in known and str(Path(name).parent) in (".", "configs"):
-        return known[stem]
-    listed = f" There are {', '.join(known)}." if known else ""
-    raise ConfigError(f"there is no recipe {name!r}.{nearest(stem, known)}{listed} --list says what each is.")
+__all__ = ["fast", "find_recipe", "load_recipe_file", "override", "recipe_files"]
 
 
 def load_recipe_file(path: str | os.PathLike) -> tuple[Recipe, str]:

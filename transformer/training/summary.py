@@ -6,11 +6,11 @@ import dataclasses
 import json
 import os
 import shlex
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from transformer.invocation import program
 from transformer.training.evaluation import EvalLoss
 from transformer.training.tasks import TASKS
 from transformer.training.translating import CorpusScore, Score
@@ -156,15 +156,8 @@ def render(summary: Summary) -> str:
     lines.append("try it:")
     verb, option = ("classify", "--text") if summary.task == "classifier" else ("generate", "--prompt")
     verb, prompt = (verb, f" {option} {shlex.quote(summary.prompt)}") if summary.prompt else ("evaluate", "")
-    lines.append(f"  {python()} -m transformer {verb} {shlex.quote(str(workdir))}{prompt}")
+    lines.append(f"  {program(verb)} {shlex.quote(str(workdir))}{prompt}")
     return "\n".join(lines)
-
-
-def python() -> str:
-    """How this Python is called from here: by its path when its environment is not the active one."""
-    path = os.path.relpath(sys.executable)
-    inside = not path.startswith(os.pardir) and sys.prefix != os.environ.get("VIRTUAL_ENV")
-    return shlex.quote(path) if inside else "python"
 
 
 def render_stopped(summary: Summary) -> str:
