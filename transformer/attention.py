@@ -26,7 +26,7 @@ from transformer.axes import (
 )
 from transformer.caches import ContextCache, KVCache
 from transformer.kernels import ALL_KERNELS, BiasFunction, Request, choose
-from transformer.layers import NORMS, Initializer, Linear, glorot_uniform
+from transformer.layers import NORMS, Initializer, Linear
 from transformer.masks import Mask
 from transformer.partitioning import constrain, ways
 from transformer.positions import NoPosition
@@ -147,10 +147,10 @@ class MultiHeadAttention(nn.Module):
     context.
 
     Each projection makes all heads in one matrix product: parameters `query` (D, N, H), `key` (Dc, K, H), `value`
-    (Dc, K, Hv) and `out` (N, Hv, out_features), each a `kernel` and, with `use_bias`, a `bias`; drawn by `kernel_init`
-    and for `out` by `output_init` (None: Glorot uniform). `num_heads` is N; `scale`, `softcap`, `dropout_rate` and
-    `implementation` are those of `dot_product_attention`; `norm_epsilon` and `qk_norm_kind`, a name of `NORMS`, belong
-    to `qk_norm`.
+    (Dc, K, Hv) and `out` (N, Hv, out_features), each a `kernel` and, with `use_bias`, a `bias`. `kernel_init` draws all
+    kernels as matrices (`Linear`; None: Glorot uniform), except `out` when `output_init` is given. `num_heads` is N;
+    `scale`, `softcap`, `dropout_rate` and `implementation` are those of `dot_product_attention`; `norm_epsilon` and
+    `qk_norm_kind`, a name of `NORMS`, belong to `qk_norm`.
     """
 
     num_heads: int
@@ -294,8 +294,7 @@ class MultiHeadAttention(nn.Module):
             )
 
     def _project(self, name: str, x: Array, features: tuple[int, ...], contract: int = 1) -> Array:
-        init = self.output_init if name == "out" else self.kernel_init
-        init = init or glorot_uniform(contract)
+        init = (self.output_init or self.kernel_init) if name == "out" else self.kernel_init
         use_bias = self.use_bias if self.biases is None else name in self.biases
         return Linear(features, contract, use_bias, init, self.dtype, self.param_dtype, name=name)(x)
 

@@ -97,7 +97,8 @@ def linear(
 
 class Linear(nn.Module):
     """A linear map from the last `contract` axes to `features`; parameters `kernel` (*in, *features) and, with
-    `use_bias`, `bias` (*features). `kernel_init` None: Glorot uniform.
+    `use_bias`, `bias` (*features). `kernel_init` draws the kernel as a matrix (prod(in), prod(features)), as in Flax's
+    `nn.DenseGeneral`; None: Glorot uniform.
     """
 
     features: tuple[int, ...]
@@ -111,7 +112,7 @@ class Linear(nn.Module):
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         """(..., *in) -> (..., *features)."""
         shape = (*x.shape[x.ndim - self.contract :], *self.features)
-        init = self.kernel_init or glorot_uniform(self.contract)
+        init = as_matrix(self.kernel_init or glorot_uniform(), self.contract)
         kernel = self.param("kernel", init, shape, self.param_dtype)
         bias = self.param("bias", nn.initializers.zeros, self.features, self.param_dtype) if self.use_bias else None
         if isinstance(kernel, Int8):
@@ -141,6 +142,23 @@ class LayerNorm(nn.Module):
     param_dtype: DType = jnp.float32
 
     @nn.compact
+def as_matrix(init: Initializer, contract: int = 1) -> Initializer:
+    """The initializer that draws a kernel (*in, *out) with `init` as a matrix (prod(in), prod(out)) and reshapes it.
+    *in* has `contract` axes.
+
+    Initializers that scale by fan-in and fan-out (`nn.initializers.xavier_uniform()`) count all axes but the last two
+    as a receptive field, so they would scale a kernel (D, N, H) wrongly. A box around the kernel
+    (`nn.with_partitioning`, `nn.with_logical_partitioning`) stays around it: its names are those of (*in, *out).
+    """
+
+    def init_kernel(key, shape, dtype=jnp.float32):
+        matrix = math.prod(shape[:contract]), math.prod(shape[contract:])
+        # Boxes are pytrees. Unboxing one here would apply its sharding constraint to the matrix, not to the kernel.
+        return jax.tree.map(lambda kernel: kernel.reshape(shape), init(key, matrix, dtype))
+
+    return init_kernel
+
+
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         """(..., D) -> (..., D), in `dtype`."""
         scale = self.param("scale", nn.initializers.ones, x.shape[-1:], self.param_dtype)
@@ -235,8 +253,8 @@ NORMS: dict[str, type[nn.Module]] = {
 class FeedForward(nn.Module):
     """max(0, x W_1 + b_1) W_2 + b_2 (Vaswani et al. 2017, section 3.3), with any activation; gated: act(x W_g) * (x
     W_1) before W_2 (Shazeer 2020, arXiv 2002.05202), or what `GATED` makes of the two. Parameters `up` (D, F), `down`
-    (F, D) and, if gated, `gate` (D, F); F is `width`. With `use_bias`, each has one. `kernel_init`, and for `down`
-    `output_init`: None is Glorot uniform.
+    (F, D) and, if gated, `gate` (D, F); F is `width`. With `use_bias`, each has one. `kernel_init` draws all kernels
+    (None: Glorot uniform), except `down` when `output_init` is given.
     """
 
     width: int
@@ -260,12 +278,7 @@ class FeedForward(nn.Module):
         hidden = activate(self.activation, up, gate)
         hidden = constrain(hidden, "batch", "length", "feed_forward")
         hidden = checkpoint_name(hidden, "feed_forward_hidden")
-        return project("down", x.shape[-1], self.output_init)(hidden)
-
-
-def _rows_at(table: Float[Array, "V D"] | Int[Array, "V D"], rows: Int[Array, "..."]) -> Array:
-    """(V, D) at (...) -> (..., D); NaN for a row that the table has not, be it past the end or negative."""
-    return table.at[rows].get(mode="fill", wrap_negative_indices=False)
+        return project("down", x.shape[-1], self.output_init or self.kernel_init)(hidden)
 
 
 class Embedding(nn.Module):

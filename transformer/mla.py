@@ -15,7 +15,7 @@ from transformer.axes import Array, DType, Float, Hidden, Positions
 from transformer.caches import KVCache
 from transformer.config import MLA
 from transformer.int8 import Int8
-from transformer.layers import Initializer, Linear, RMSNorm, glorot_uniform, linear
+from transformer.layers import Initializer, Linear, RMSNorm, as_matrix, glorot_uniform, linear
 from transformer.masks import Mask
 from transformer.partitioning import constrain
 from transformer.positions import NoPosition, Rotary
@@ -28,8 +28,9 @@ class LatentAttention(nn.Module):
     Parameters: `latent` (D, R), `latent_norm` (R,), `rotary_key` (D, Hr), `key` (R, N, Hp), `value` (R, N, Hv) and
     `out` (N, Hv, D); queries are made by `query` (D, N, H) or, of a latent of their own, by `query_latent` (D, Rq),
     `query_norm` (Rq,) and `query` (Rq, N, H). Maps have a `kernel`; with `use_bias` those from x into a latent, of the
-    turned key, and onto D have a `bias`. Drawn by `kernel_init` and for `out` by `output_init` (None: Glorot uniform).
-    `num_heads` is N; `softcap`, `dropout_rate` and `implementation` are those of `dot_product_attention`.
+    turned key, and onto D have a `bias`. `kernel_init` draws all kernels as matrices (`Linear`; None: Glorot uniform),
+    except `out` when `output_init` is given. `num_heads` is N; `softcap`, `dropout_rate` and `implementation` are those
+    of `dot_product_attention`.
     """
 
     num_heads: int
@@ -110,13 +111,13 @@ class LatentAttention(nn.Module):
             out, weights = out
             self.sow("intermediates", "weights", weights)
         out = checkpoint_name(constrain(out, "batch", "length", "heads", "head_dim"), "attention_output")
-        init = self.output_init or glorot_uniform(2)
+        init = self.output_init or self.kernel_init
         return self._linear("out", x.shape[-1], init, contract=2)(out), cache
 
     def _project(self, name: str, x: Array, features: int) -> Array:
-        return self._linear(name, features, self.kernel_init or glorot_uniform())(x)
+        return self._linear(name, features, self.kernel_init)(x)
 
-    def _linear(self, name: str, features: int, init: Initializer, contract: int = 1) -> Linear:
+    def _linear(self, name: str, features: int, init: Initializer | None, contract: int = 1) -> Linear:
         return Linear((features,), contract, self.use_bias, init, self.dtype, self.param_dtype, name=name)
 
     def _norm(self, name: str) -> RMSNorm:
@@ -137,7 +138,7 @@ class _Kernel(nn.Module):
 
     @nn.compact
     def __call__(self) -> Array:
-        init = self.kernel_init or glorot_uniform()
+        init = as_matrix(self.kernel_init or glorot_uniform())
         kernel = self.param("kernel", init, self.shape, self.param_dtype)
         return kernel.array(self.dtype) if isinstance(kernel, Int8) else kernel.astype(self.dtype)
 

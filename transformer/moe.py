@@ -34,7 +34,8 @@ class RoutedFeedForward(nn.Module):
     `experts/gate` if gated, `experts/down` with `kernel` (E, D, F) or (E, F, D) and, with `use_bias`, `bias`; `shared`,
     a `FeedForward`. F is `width`, that of one expert. The router computes in float32. With a capacity, a copy over it
     is dropped: of the token remain its other experts. `activation` is a name of `ACTIVATIONS` or, gated, of `GATED`.
-    `kernel_init`, and for `down` `output_init`: None is Glorot uniform.
+    `kernel_init` draws the kernel (in, out) of each expert (None: Glorot uniform), except `down` when `output_init` is
+    given.
     """
 
     moe: MoE
@@ -156,7 +157,7 @@ class _Experts(nn.Module):
 
         into = ("up", "gate") if self.gated else ("up",)
         experts = {name: project(name, features, self.width, self.kernel_init) for name in into}
-        return experts | {"down": project("down", self.width, features, self.output_init)}
+        return experts | {"down": project("down", self.width, features, self.output_init or self.kernel_init)}
 
 
 class _Projection(nn.Module):
@@ -173,7 +174,8 @@ class _Projection(nn.Module):
         one = self.kernel_init or glorot_uniform()
 
         def each(key, shape, dtype):
-            return jax.vmap(lambda key: one(key, shape[1:], dtype))(jax.random.split(key, shape[0]))
+            kernels = jax.vmap(lambda key: one(key, shape[1:], dtype))(jax.random.split(key, shape[0]))
+            return nn.meta.add_axis(kernels, 0, {nn.PARTITION_NAME: None})  # of boxes, whose names are of (in, out)
 
         kernel = self.param("kernel", each, self.shape, self.param_dtype)
         params = {"kernel": kernel.astype(self.dtype)}
