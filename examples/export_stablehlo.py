@@ -1,11 +1,12 @@
-"""A trained model as one file of StableHLO, for any batch and length, on CPU, GPU and TPU; jax alone reads it back.
+"""Export a trained model to one StableHLO file, for any batch size and length, on CPU, GPU and TPU.
 
-The parameters are constants in it, so the file is the whole model. With gigabytes of them make them an argument of
-`logits`: then the file is the program alone, for every checkpoint. jax.export needs `pip install flatbuffers`.
+Reading the file needs JAX, but neither this library nor Flax. The parameters are constants in it: if they take
+gigabytes, make them an argument of `logits`, and one file serves every checkpoint. Requires `pip install flatbuffers`.
 
 Usage: python -m examples.export_stablehlo [WORKDIR]   (of a run on text; a Seq2Seq takes source and target)
 """
 
+import importlib.util
 import sys
 import tempfile
 from pathlib import Path
@@ -19,7 +20,7 @@ from transformer import CausalLM, Seq2Seq, TransformerConfig
 
 
 def train():
-    """A small model that learns to count, 0 to 9 and round again. A run of one's own takes its place: WORKDIR."""
+    """Train a small model to count from 0 to 9 and start again. Pass WORKDIR to export a run of yours instead."""
     model = CausalLM(TransformerConfig(vocab_size=10, d_model=32, num_layers=2, num_heads=4, position="rotary"))
     rows = (jnp.arange(10)[:, None] + jnp.arange(9)[None, :]) % 10
 
@@ -35,9 +36,10 @@ def train():
 
 
 def main(workdir=None, folder=None):
+    if importlib.util.find_spec("flatbuffers") is None:  # ask before training: jax.export needs it only at the end
+        raise SystemExit("jax.export needs flatbuffers, which is not installed. Run: pip install flatbuffers")
     model, params = transformer.load(workdir) if workdir else train()
     logits = jax.jit(lambda *tokens: model.apply({"params": params}, *tokens))
-
     shapes = ["batch, source", "batch, target"] if isinstance(model, Seq2Seq) else ["batch, length"]
     scope = export.SymbolicScope()
     abstract = [jax.ShapeDtypeStruct(export.symbolic_shape(shape, scope=scope), jnp.int32) for shape in shapes]

@@ -113,6 +113,15 @@ def test_optax_loop_gets_below_its_bound():
     assert result["accuracy"] > 0.99
 
 
+def test_export_names_the_package_that_is_missing(monkeypatch):
+    """Before anything is trained."""
+    module = load("export_stablehlo")
+    monkeypatch.setitem(sys.modules, "flatbuffers", None)  # as if it were not installed
+    monkeypatch.setattr(module, "train", lambda: pytest.fail("trained although the file cannot be written"))
+    with pytest.raises(SystemExit, match=r"flatbuffers, which is not installed. Run: pip install flatbuffers"):
+        module.main()
+
+
 # In a process of its own: the types that tests check say `int` where an exported program has a size left open.
 WRITER = """
 import sys
