@@ -26,6 +26,7 @@ LAYERS = {
     "masks": 1,
     "recipe_files": 1,
     "layers": 2,
+    "parameter_axes": 2,
     "positions": 2,
     "kernels": 2,
     "attention": 3,

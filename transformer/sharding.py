@@ -8,65 +8,30 @@ A mesh is a grid of devices with named axes (GSPMD, Xu et al. 2021, arXiv 2105.0
 - `tensor` splits heads, feed-forward widths and vocabulary (Shoeybi et al. 2019, arXiv 1909.08053, section 3);
 - `context` splits the length of sequences;
 - `expert` splits the experts of a routed feed-forward, and rows of the batch elsewhere.
+
+`state_shardings` also serves a mesh with other axes: give `rules`, pairs of a logical axis of `PARAMETER_AXES` and the
+mesh axis that splits it.
 """
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import flax.linen as nn
 import jax
 import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from transformer.config import ConfigError, TransformerConfig, check_choice
+from transformer.parameter_axes import PARAMETER_AXES, AxisRules, parameter_axes, rules_in_force, split_axes
+from transformer.parameter_axes import PARAMETER_RULES as PARAMETER_RULES
 
 AXES = ("data", "fsdp", "expert", "context", "tensor")
 """mesh axes, those that talk most last: neighbors in the list of devices are the best connected"""
-
-PARAMETER_RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
-    (r"token_type_embedding/embedding$", (None, "embed")),
-    (r"embedding/embedding$", ("vocab", "embed")),
-    (r"patch_embedding/kernel$", (None, None, None, "embed")),
-    (r"class_token$", ("embed",)),
-    (r"conv_\d/kernel$", (None, None, "embed")),
-    (r"series_embedding/kernel$", (None, "embed")),
-    (r"channel_embedding/kernel$", (None, None, "embed")),
-    (r"channel_embedding/bias$", (None, "embed")),
-    (r"position_table$", (None, None)),
-    (r"(latent|rotary_key)/kernel$", ("embed", None)),
-    (r"(query|key|value)/kernel$", ("embed", "heads", None)),
-    (r"(query|key|value)/bias$", ("heads", None)),
-    (r"attention/out/kernel$", ("heads", None, "embed")),
-    (r"sinks$", ("heads",)),
-    (r"experts/(up|gate)/kernel$", ("expert", "embed", "feed_forward")),
-    (r"experts/down/kernel$", ("expert", "feed_forward", "embed")),
-    (r"experts/(up|gate)/bias$", ("expert", "feed_forward")),
-    (r"experts/down/bias$", ("expert", "embed")),
-    (r"router/kernel$", ("embed", None)),
-    (r"router/(bias|selection_bias)$", (None,)),
-    (r"(up|gate)/kernel$", ("embed", "feed_forward")),
-    (r"(up|gate)/bias$", ("feed_forward",)),
-    (r"down/kernel$", ("feed_forward", "embed")),
-    (r"head_transform/dense/kernel$", ("embed", None)),
-    (r"output/kernel$", ("embed", "vocab")),
-    (r"output(/|_)bias$", ("vocab",)),
-    (r"(scale|bias|norm/mean|norm/variance)$", ("embed",)),
-)
-"""path of a parameter (its end; the first match counts) -> what its axes are, a leading axis of layers apart"""
-
-PARAMETER_AXES: dict[str, str] = {
-    "embed": "fsdp",
-    "heads": "tensor",
-    "feed_forward": "tensor",
-    "vocab": "tensor",
-    "expert": "expert",
-}
-"""what an axis of a parameter is -> the mesh axis that splits it, where it divides"""
 
 BATCH_AXES = ("data", "fsdp", "expert")
 """mesh axes that split the rows of a batch"""
@@ -246,38 +211,84 @@ def _nearest_multiples(size: int, factor: int) -> str:
     return " and ".join(str(n) for n in (below, below + factor) if n)
 
 
-def parameter_spec(path: str, shape: Sequence[int], sizes: Mapping[str, int]) -> PartitionSpec:
-    """How the parameter at `path` is split; an axis that its mesh axis does not divide stays whole.
-
-    State of an optimizer has the path of its parameter behind its own (`0/mu/decoder/...`), and lies where that does.
-    Numbers and whatever no rule knows lie whole on every device.
+def parameter_spec(
+    path: str, shape: Sequence[int], sizes: Mapping[str, int], rules: AxisRules | None = None
+) -> PartitionSpec:
+    """How the parameter at `path` is split over a mesh of these `sizes`; `rules` as for `state_shardings`. A parameter
+    that no rule matches is replicated.
     """
-    names = next((names for pattern, names in PARAMETER_RULES if re.search(pattern, path)), ())
-    if not shape or not names or len(shape) - len(names) not in (0, 1):
-        return PartitionSpec()
-    axes = [PARAMETER_AXES.get(name) if name else None for name in (*[None] * (len(shape) - len(names)), *names)]
-    split = [
-        axis if axis and sizes[axis] > 1 and size % sizes[axis] == 0 else None
-        for axis, size in zip(axes, shape, strict=True)
-    ]
-    return PartitionSpec(*split)
+    return _spec(parameter_axes(path, shape), shape, sizes, rules)
 
 
-def state_shardings(state: Any, mesh: Mesh) -> Any:
-    """A `NamedSharding` for each leaf of a tree of parameters, or of anything with their paths in it."""
+def _spec(
+    names: Sequence[str | None], shape: Sequence[int], sizes: Mapping[str, int], rules: AxisRules | None
+) -> PartitionSpec:
+    axes = split_axes(names, sizes, PARAMETER_AXES.items() if (found := rules_in_force(rules)) is None else found)
+    fits = [size % math.prod(sizes[axis] for axis in split) == 0 for split, size in zip(axes, shape, strict=False)]
+    return PartitionSpec(*(_entry(split) if fit else None for split, fit in zip(axes, fits, strict=True)))
+
+
+def _entry(axes: tuple[str, ...]) -> str | tuple[str, ...] | None:
+    return axes if len(axes) > 1 else axes[0] if axes else None
+
+
+def state_shardings(state: Any, mesh: Mesh, rules: AxisRules | None = None) -> Any:
+    """A `NamedSharding` for each leaf of a tree: parameters, a `flax.training.train_state.TrainState`, or any tree in
+    which the paths of parameters occur, of arrays or `jax.ShapeDtypeStruct`s.
+
+    A leaf that is no parameter of this library (a step count, a PRNG key) is replicated, and so is an axis whose size
+    the mesh axis does not divide. A leaf boxed by `with_logical_axes` or by Flax has the axes of its box.
+
+    Args:
+        state: the tree; `jax.eval_shape` makes one without allocating arrays.
+        mesh: any mesh. Axes that only the rules name are ignored.
+        rules: which mesh axes split the logical axes "embed", "heads", "feed_forward", "vocab", "expert" and "layers",
+            such as `[("embed", "fsdp"), ("heads", ("tp", "sp"))]`; the form is that of `nn.logical_axis_rules`. None:
+            the `nn.logical_axis_rules` in force, or else `PARAMETER_AXES`.
+
+    Raises:
+        ConfigError: rules of another form.
+    """
 
     def sharding(path, leaf):
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
-        return NamedSharding(mesh, parameter_spec(name, leaf.shape, mesh.shape))
+        if isinstance(leaf, nn.Partitioned):
+            return NamedSharding(mesh, _spec(leaf.names, leaf.value.shape, mesh.shape, rules))
+        return NamedSharding(mesh, parameter_spec(_name(path), getattr(leaf, "shape", ()), mesh.shape, rules))
 
-    return jax.tree_util.tree_map_with_path(sharding, state)
+    return jax.tree_util.tree_map_with_path(sharding, state, is_leaf=_is_box)
 
 
-def batch_sharding(mesh: Mesh, ndim: int) -> NamedSharding:
-    """Of an array of a batch: rows over data, fsdp and expert; the second axis, if there is one, over context."""
-    rows = tuple(axis for axis in BATCH_AXES if mesh.shape[axis] > 1)
-    length = ("context",) if ndim > 1 and mesh.shape["context"] > 1 else ()
-    return NamedSharding(mesh, PartitionSpec(rows or None, *([length[0]] if length else [])))
+def with_logical_axes(tree: Any) -> Any:
+    """The tree with each parameter in an `nn.LogicallyPartitioned` box that names its axes, so that Flax's own tools
+    place it: `nn.get_partition_spec`, then `nn.logical_to_mesh_sharding`. Leaves without a rule, and boxes, stay as
+    they are. `nn.meta.unbox` takes the boxes off; a model's `apply` takes parameters with and without them.
+    """
+
+    def box(path, leaf):
+        names = () if _is_box(leaf) else parameter_axes(_name(path), getattr(leaf, "shape", ()))
+        return nn.LogicallyPartitioned(leaf, names) if names else leaf
+
+    return jax.tree_util.tree_map_with_path(box, tree, is_leaf=_is_box)
+
+
+def _is_box(leaf: Any) -> bool:
+    return isinstance(leaf, nn.Partitioned)
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    if path and getattr(path[-1], "name", None) == "value":  # the array inside an NNX variable
+        path = path[:-1]
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def batch_sharding(mesh: Mesh, ndim: int, rules: AxisRules | None = None) -> NamedSharding:
+    """Of an array of a batch with `ndim` axes, the first of them rows, logical axis "batch", the second, if there is
+    one, "length". By default rows are split over data, fsdp and expert, length over context; `rules` as for
+    `state_shardings`.
+    """
+    given = (("batch", BATCH_AXES), ("length", "context")) if (found := rules_in_force(rules)) is None else found
+    axes = split_axes(("batch", "length")[:ndim], mesh.shape, given)
+    return NamedSharding(mesh, PartitionSpec(*(split or None for split in axes[:1]), *map(_entry, axes[1:])))
 
 
 def local_rows(mesh: Mesh, batch_size: int) -> np.ndarray:
@@ -297,7 +308,7 @@ def place_batch(
         ConfigError: sequences whose length the mesh can't split evenly.
     """
     for name, array in batch.items():
-        if array.ndim > 1 and array.shape[1] % mesh.shape["context"]:
+        if array.ndim > 1 and array.shape[1] % mesh.shape.get("context", 1):
             raise ConfigError(
                 f"{name} is {array.shape[1]} tokens long, which parallel.context ({mesh.shape['context']}) can't split "
                 f"evenly. The nearest lengths are {_nearest_multiples(array.shape[1], mesh.shape['context'])}: give "

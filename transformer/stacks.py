@@ -14,6 +14,7 @@ from transformer.blocks import BLOCKS, Aux, LayerCache, LayerInputs, make_norm, 
 from transformer.caches import cache_length
 from transformer.config import Execution, LayerKind, TransformerConfig
 from transformer.masks import Mask
+from transformer.parameter_axes import LAYERS
 from transformer.partitioning import constrain
 
 SAVED_NAMES = ("attention_output", "feed_forward_hidden")
@@ -146,6 +147,7 @@ class Stack(nn.Module):
                 in_axes=(0, nn.broadcast),
                 length=repeats,
                 unroll=1 if self.execution.scan else repeats,
+                metadata_params={nn.PARTITION_NAME: LAYERS},  # for parameters in boxes: `sharding.with_logical_axes`
             )(config, self.causal, self.cross, self.execution, name="layers")
             x, (caches["layers"], aux) = period(x, None if cache is None else cache["layers"], inputs)
             auxes.append(jax.tree.map(lambda a: a.sum(0), aux))

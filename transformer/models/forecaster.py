@@ -67,6 +67,7 @@ class Forecaster(Model):
             self.series_embedding = Linear(*features)
         else:
             each = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}, "in_axes": 1, "out_axes": 1}
+            each["metadata_params"] = {nn.PARTITION_NAME: None}  # the axis of channels in boxed parameters has no name
             self.channel_embedding = nn.vmap(Linear, axis_size=series.channels, **each)(*features)
         if series.class_token:
             self.class_token = self.param("class_token", nn.initializers.zeros, (config.d_model,), config.param_dtype)
