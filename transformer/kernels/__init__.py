@@ -5,15 +5,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import warnings
+from collections.abc import Callable
 
 from transformer.config import ConfigError, Execution, nearest
 from transformer.kernels.chunked import chunked_attention
 from transformer.kernels.contract import BiasFunction, Kernel, Request
-from transformer.kernels.cudnn import cudnn_attention, cudnn_refusal
+from transformer.kernels.cudnn import cudnn_attention, cudnn_compiler_refusal, cudnn_refusal
 from transformer.kernels.reference import reference_attention
 from transformer.kernels.ring import gathered_attention, gathered_refusal, ring_attention, ring_refusal
 from transformer.kernels.sliced import sliced_attention, sliced_refusal
-from transformer.kernels.splash import splash_attention, splash_refusal
+from transformer.kernels.splash import splash_attention, splash_compiler_refusal, splash_refusal
 from transformer.partitioning import platform
 
 __all__ = [
@@ -63,23 +65,37 @@ SPLIT_KERNELS: dict[str, Kernel] = {
 ALL_KERNELS: dict[str, Kernel] = KERNELS | TPU_KERNELS | GPU_KERNELS | SPLIT_KERNELS
 """every kernel by name"""
 
+COMPILER_REFUSALS: dict[str, Callable[[Request], str | None]] = {
+    "splash": splash_compiler_refusal,
+    "cudnn": cudnn_compiler_refusal,
+}
+"""for kernels that depend on versions of other software: why they don't compile for the devices in use, or None"""
+
 FUSED_FROM = 256 * 256
-"""auto: from so many scores a head, a kernel that is one fused program for its device is taken (a guess: docs)"""
+"""auto: from this many scores per head, cudnn is chosen on a GPU (a guess: docs/benchmarks.md)"""
+
+SPLASH_FROM = 512 * 512
+"""auto: from this many scores per head, splash is chosen on a TPU (not measured on hardware; by the estimates of the
+compiler for v5e, a GPT-2 124M training step takes 152 ms with it and 205 ms without at 512 x 512)"""
 
 WHOLE_SCORES = {"cpu": 96 * 96, "gpu": 1024 * 1024, "tpu": 1024 * 1024}
-"""auto: up to so many scores a head, holding all of them is faster than looping over blocks (docs/benchmarks.md:
-measured on CPU; elsewhere a guess on the side of few, large operations). Counted is what one device holds."""
+"""auto: without such a kernel, up to this many scores per head, the full attention matrix is faster than a loop over
+blocks (docs/benchmarks.md: measured on CPU; elsewhere a guess in favor of few, large operations). Scores are counted
+per device."""
 
 SLICED_SCORES = {"cpu": 1024 * 1024}
 """auto: beyond these, up to so many scores are computed in slices (docs/benchmarks.md)"""
 
 
 def choose(implementation: str, request: Request) -> str:
-    """The name of the kernel that serves a request: the one asked for, or for "auto" the fastest that can, which is
-    told once for each size: `logging`, "transformer.kernels", level INFO.
+    """The name of the kernel that serves a request: the given one, or for "auto" the fastest that can serve it.
+
+    "auto" logs its choice once for each size (`logging`, "transformer.kernels", level INFO). If the compiler at hand
+    rejects the kernel it would choose, it warns once and chooses another.
 
     Raises:
-        ConfigError: an unknown name, or a kernel that can't do what is asked; the message names those that can.
+        ConfigError: an unknown name, or a kernel that can't do what is asked or does not compile here; the message
+            names the kernels that can.
     """
     if implementation == "auto":
         name = _fastest(request)
@@ -91,9 +107,9 @@ def choose(implementation: str, request: Request) -> str:
             f"attention kernel must be one of {', '.join(names)}, got {implementation!r}."
             f"{nearest(implementation, names)}"
         )
-    refused = ALL_KERNELS[implementation].refusal(request)
+    refused = ALL_KERNELS[implementation].refusal(request) or _compiler_refusal(implementation, request)
     if refused is not None:
-        able = [name for name in ALL_KERNELS if _serves(name, request)]
+        able = [name for name in ALL_KERNELS if name != implementation and _serves(name, request)]
         raise ConfigError(f"the {implementation} attention kernel can't {refused}. Use {' or '.join(able)}, or auto.")
     return implementation
 
@@ -113,13 +129,33 @@ def _fastest(request: Request) -> str:
     if _serves("ring", request):
         return "ring"
     scores = request.num_queries * request.num_keys // request.length_ways
-    if scores >= FUSED_FROM and request.num_queries > 1 and _serves("cudnn", request):
-        return "cudnn"
+    for name, least in (("cudnn", FUSED_FROM), ("splash", SPLASH_FROM)):
+        if scores >= least and request.num_queries > 1 and _compiles(name, request):
+            return name
     if scores <= WHOLE_SCORES.get(platform(), 0) or request.num_queries == 1 or request.return_weights:
         return "reference"
     if scores <= SLICED_SCORES.get(platform(), 0) and _serves("sliced", request):
         return "sliced"
-    return next(name for name in ("splash", "gathered", "chunked") if _serves(name, request))
+    return next(name for name in ("gathered", "chunked") if _serves(name, request))
+
+
+def _compiles(name: str, request: Request) -> bool:
+    """Whether a kernel serves a request and compiles here; warns once if only the compiler is in the way."""
+    if not _serves(name, request):
+        return False
+    refused = _compiler_refusal(name, request)
+    if refused is not None:
+        _warn(f"the {name} attention kernel can't {refused}. A slower kernel is used instead.")
+    return refused is None
+
+
+def _compiler_refusal(name: str, request: Request) -> str | None:
+    return COMPILER_REFUSALS[name](request) if name in COMPILER_REFUSALS else None
+
+
+@functools.cache
+def _warn(text: str) -> None:
+    warnings.warn(text, stacklevel=2)
 
 
 @functools.cache
@@ -128,5 +164,5 @@ def _tell(choice: str) -> None:
 
 
 def _serves(name: str, request: Request) -> bool:
-    """Whether a kernel can do what is asked, and is made for what is computed on."""
+    """Whether a kernel can do what is asked, and is made for the platform in use, whether or not it compiles here."""
     return ALL_KERNELS[name].refusal(request) is None and (name not in TPU_KERNELS or platform() == "tpu")

@@ -6,11 +6,14 @@ refused, as that array is quadratic; segments are among it.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
 from transformer.axes import Array, Attended, Float, Key, PRNGKey, Query, Value
 from transformer.kernels.contract import BiasFunction, Request
+from transformer.kernels.probing import compiler_error
 from transformer.masks import Mask
 from transformer.partitioning import mapped, platform, ways
 
@@ -43,6 +46,34 @@ def cudnn_refusal(request: Request) -> str | None:
         not in (jnp.bfloat16, jnp.float16),
     }
     return next((why for why, applies in refused.items() if applies), None)
+
+
+def cudnn_compiler_refusal(request: Request) -> str | None:
+    """Why this GPU, or its installation of cuDNN, has no such kernel (a Tesla T4 has none); None: it has one."""
+    if platform() != "gpu" or (error := compiler_error(_example, request.dtype, "gpu")) is None:
+        return None
+    return f"be compiled for this GPU and the installed cuDNN ({error})"
+
+
+def _example(dtype: Any) -> tuple[Any, list[jax.ShapeDtypeStruct]]:
+    """Forward and backward pass of a short sequence, for `compiler_error`."""
+
+    def loss(query, key, value):
+        out, _ = cudnn_attention(
+            query,
+            key,
+            value,
+            mask=Mask.causal(),
+            bias=None,
+            scale=1.0,
+            softcap=None,
+            sinks=None,
+            dropout_rate=0.0,
+            dropout_key=None,
+        )
+        return out.astype(jnp.float32).sum()
+
+    return jax.grad(loss, argnums=(0, 1, 2)), [jax.ShapeDtypeStruct((1, 128, 1, 64), dtype)] * 3
 
 
 def cudnn_attention(

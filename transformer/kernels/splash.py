@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from transformer.axes import Array, Attended, Float, Int, Key, PRNGKey, Query, Value
 from transformer.kernels.contract import BiasFunction, Request
+from transformer.kernels.probing import compiler_error, library_version, matching_libtpu
 from transformer.masks import Mask
 from transformer.partitioning import mapped, platform, ways
 
@@ -62,6 +63,40 @@ def splash_refusal(request: Request) -> str | None:
     if request.dtype == jnp.bfloat16 and (kind := _device_kind()) in FLOAT32_ALONE:
         return f"compute in bfloat16 on {kind}: kernels multiply float32 alone there"
     return None
+
+
+def splash_compiler_refusal(request: Request) -> str | None:
+    """Why the TPU compiler at hand can't compile splash, and what to install; None: it can, or there is none to ask.
+
+    JAX emits Mosaic, the kernels' intermediate language, in the version of its own release. An older libtpu rejects it.
+    """
+    if platform() != "tpu" or (error := compiler_error(_example, request.dtype, "tpu")) is None:
+        return None
+    return (
+        f"be compiled with {library_version('libtpu')} and {library_version('jax')} ({error}). To use it, run "
+        f'pip install "{matching_libtpu()}", which this JAX was released with, and restart Python'
+    )
+
+
+def _example(dtype: Any) -> tuple[Any, list[jax.ShapeDtypeStruct]]:
+    """Forward and backward pass of one block, for `compiler_error`."""
+
+    def loss(query, key, value):
+        out, _ = splash_attention(
+            query,
+            key,
+            value,
+            mask=Mask.causal(),
+            bias=None,
+            scale=1.0,
+            softcap=None,
+            sinks=None,
+            dropout_rate=0.0,
+            dropout_key=None,
+        )
+        return out.astype(jnp.float32).sum()
+
+    return jax.grad(loss, argnums=(0, 1, 2)), [jax.ShapeDtypeStruct((1, LANES, 1, LANES), dtype)] * 3
 
 
 def splash_attention(

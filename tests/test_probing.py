@@ -1,0 +1,166 @@
+"""Kernels that the compiler at hand rejects: `auto` passes over them with a warning, and a given name is an error."""
+
+import functools
+import re
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
+
+from transformer import kernels
+from transformer.attention import dot_product_attention
+from transformer.config import ConfigError
+from transformer.kernels import Request, choose, cudnn, probing, splash
+from transformer.masks import Mask
+from transformer.partitioning import platform
+from transformer.plan import parse_topology, topology_devices
+
+ERROR = "INTERNAL: Failed to deserialize the Mosaic module: Unsupported version: expected <= 7 but got 8"
+PLATFORMS = {"tpu": ("splash", "TPU v5 lite", "chunked"), "gpu": ("cudnn", "NVIDIA H100 80GB HBM3", "chunked")}
+
+
+def request(length=2048, dtype=jnp.bfloat16, **facts):
+    return Request(num_queries=length, num_keys=length, return_weights=False, dtype=dtype, **facts)
+
+
+def computing_on(name, kind):
+    """An abstract mesh of devices of a kind; before jax 0.10.1 the kind alone tells the platform."""
+    told = {"platform": name} if "platform" in AbstractDevice.__dataclass_fields__ else {}
+    device = AbstractDevice(device_kind=kind, num_cores=1, **told)
+    return jax.sharding.use_abstract_mesh(AbstractMesh((2,), ("data",), abstract_device=device))
+
+
+@pytest.fixture
+def rejected(monkeypatch):
+    """A compiler that rejects every example; gives the (example, dtype) pairs that it was asked for."""
+    asked = []
+
+    def reject(example, dtype, device):
+        asked.append((example, dtype))
+        raise RuntimeError(f"\n{ERROR}\nat location: loc(unknown)")
+
+    class Device:  # hashed by identity: no test finds the answer of another
+        platform = None
+
+    device = Device()
+
+    def device_in_force():
+        device.platform = platform()
+        return device
+
+    monkeypatch.setattr(probing, "_device", device_in_force)
+    monkeypatch.setattr(probing, "_compile", reject)
+    kernels._warn.cache_clear()
+    return asked
+
+
+@pytest.mark.parametrize("on", PLATFORMS)
+def test_auto_warns_once_and_chooses_a_kernel_that_compiles(on, rejected):
+    name, kind, other = PLATFORMS[on]
+    with computing_on(on, kind), warnings.catch_warnings(record=True) as found:
+        assert [choose("auto", request(length)) for length in (2048, 4096)] == [other, other]
+    assert len(found) == 1
+    assert re.search(rf"the {name} attention kernel can't be compiled .*{ERROR}\)", str(found[0].message))
+    assert "A slower kernel is used instead." in str(found[0].message)
+    assert len(rejected) == 1  # compiled once, though asked for twice
+
+
+def test_each_dtype_is_compiled_for_itself(rejected):
+    dtypes = jnp.bfloat16, jnp.float32, jnp.bfloat16
+    with computing_on("tpu", "TPU v5 lite"), pytest.warns(UserWarning, match="splash"):
+        assert {choose("auto", request(dtype=dtype)) for dtype in dtypes} == {"chunked"}
+    assert [dtype for _, dtype in rejected] == ["bfloat16", "float32"]
+
+
+@pytest.mark.parametrize("on", PLATFORMS)
+def test_a_given_name_is_an_error_that_names_others(on, rejected):
+    name, kind, _ = PLATFORMS[on]
+    with computing_on(on, kind), pytest.raises(ConfigError, match=re.escape(ERROR)) as found:
+        choose(name, request())
+    message = str(found.value)
+    assert message.startswith(f"the {name} attention kernel can't be compiled")
+    assert message.endswith("Use reference or sliced or chunked, or auto.")
+    if name == "splash":
+        assert f"jax {jax.__version__}" in message
+        assert re.search(r'run pip install "libtpu==[\d.*]+", which this JAX was released with, and restart', message)
+
+
+def test_what_a_kernel_can_not_do_is_said_without_compiling(rejected):
+    with computing_on("tpu", "TPU v5 lite"), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert choose("auto", request(has_bias=True)) == "chunked"
+        assert choose("auto", request(64)) == "reference"
+        with pytest.raises(ConfigError, match="splash attention kernel can't add a bias"):
+            choose("splash", request(has_bias=True))
+    assert rejected == []
+
+
+def test_without_a_device_to_compile_for_nothing_is_rejected(monkeypatch):
+    monkeypatch.setattr(probing, "_compile", lambda *_: pytest.fail("compiled for a device that is not here"))
+    with computing_on("tpu", "a kind that is not here"):
+        assert choose("auto", request()) == "splash"
+
+
+@pytest.mark.parametrize("example", [splash._example, cudnn._example], ids=["splash", "cudnn"])
+def test_the_examples_compile_and_a_broken_kernel_does_not(example, monkeypatch):
+    """On a CPU splash is interpreted, and cuDNN's arithmetic is XLA's: the same code up to the compiler."""
+    monkeypatch.setattr(cudnn, "LIBRARY", "xla")
+    module = splash if example is splash._example else cudnn
+    assert probing.compiler_error(example, jnp.float32, "cpu") is None
+    monkeypatch.setattr(module, "mapped", lambda function, *_: lambda *arrays: object().nothing)
+    renamed = functools.partial(example)  # another key: the answer for the example itself is known
+    assert "has no attribute 'nothing'" in probing.compiler_error(renamed, jnp.float32, "cpu")
+
+
+def test_a_probe_does_not_see_the_trace_and_the_mesh_of_its_caller():
+    seen = []
+
+    def example(dtype):
+        seen.append(jax.sharding.get_abstract_mesh().shape)
+        return lambda x: x + 1, [jax.ShapeDtypeStruct((3,), dtype)]
+
+    def traced(x):
+        assert probing.compiler_error(example, x.dtype, "cpu") is None
+        return dot_product_attention(x, x, x, mask=Mask.causal())[0]
+
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
+    with jax.set_mesh(mesh):
+        jax.jit(traced).lower(jnp.zeros((2, 4, 2, 3)))
+    assert seen == [{"data": 1}]
+
+
+def test_versions_are_those_that_are_installed():
+    assert probing.library_version("jax") == f"jax {jax.__version__}"
+    assert probing.library_version("no-such-package") == "no-such-package"
+    assert re.fullmatch(r"libtpu==\d[\d.*]+", probing.matching_libtpu())
+
+
+@pytest.mark.slow
+class TestCompiler:
+    """The TPU's own compiler."""
+
+    @pytest.fixture(autouse=True)
+    def compiler(self):
+        pytest.importorskip("libtpu", reason='no TPU compiler: pip install "libtpu>=0.0.51"')
+
+    @pytest.mark.parametrize(
+        ("topology", "dtype", "accepted"),
+        [("v5e:2x2", jnp.bfloat16, True), ("v5e:2x2", jnp.float32, True), ("v3:2x2", jnp.bfloat16, False)],
+        ids=["v5e-bfloat16", "v5e-float32", "v3-bfloat16"],
+    )
+    def test_it_is_asked_for_devices_that_are_not_here(self, topology, dtype, accepted):
+        """The compiler of kernels multiplies no bfloat16 on a v3: splash must not be chosen there."""
+        devices = topology_devices(parse_topology(topology))
+        answers = []
+
+        def traced(x):
+            answers.append(probing.compiler_error(splash._example, dtype, "tpu"))
+            return x
+
+        mesh = Mesh(np.array(devices), ("data",), axis_types=(AxisType.Auto,))
+        with jax.set_mesh(mesh):
+            jax.eval_shape(traced, jnp.zeros(3))
+        assert [answer is None for answer in answers] == [accepted], answers
