@@ -1,18 +1,25 @@
-"""What a plan makes of kinds of data, and data that a recipe can't be trained on."""
+"""What a plan makes of kinds of data and of low-rank updates, and data that a recipe can't be trained on."""
 
 import dataclasses
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
+from plan_recipes import CHIPS, SMALL, parallel
 from training_recipes import change, tiny_recipe
 
 from transformer.config import ConfigError
 from transformer.data import check_batch
 from transformer.data.configs import MaskedSST2, ParallelText, SST2Sentences
+from transformer.lora import LoRA
+from transformer.models import count_parameters
+from transformer.plan import Generation, decoding, without_data
 from transformer.plan.measuring import made_up_batch
-from transformer.training.flops import counted, step_tokens
+from transformer.plan.programs import program
+from transformer.training.flops import batch_shapes, counted, step_tokens
 from transformer.training.overrides import load_recipe_file
+from transformer.training.state import abstract_state
 
 PAIRS = ParallelText(source_path="a", max_source_length=12, max_target_length=10, batch_size=8)
 
@@ -61,3 +68,21 @@ def test_rows_that_a_model_or_a_mesh_has_no_place_for():
 def test_a_forecast_has_no_probabilities_to_smooth(field):
     with pytest.raises(ConfigError, match=r"label_smoothing and training\.z_loss are for probabilities"):
         change(recipe_of("etth1"), training={field: 0.1})
+
+
+@pytest.mark.parametrize("kind", ["mesh", "pmap"])
+def test_low_rank_updates_are_trained_and_the_other_parameters_frozen(kind):
+    recipe, assumed = without_data(parallel(dataclasses.replace(SMALL, lora=LoRA(rank=2)), devices=1, kind=kind))
+    assert assumed == []
+    one = program(recipe, jax.devices(), batch_shapes(recipe))
+    whole = count_parameters(abstract_state(SMALL).params)
+    updates = 2 * (32 + 4 * 8) + 2 * (32 + 2 * 8)  # rank x (inputs + outputs), of queries and of values
+    assert count_parameters(one.params) == whole
+    assert (one.held["frozen parameters"], one.held["trained parameters (LoRA)"]) == (4 * whole, 4 * updates)
+    assert one.held["optimizer state"] == pytest.approx(8 * updates, abs=16)  # two moments, and counts
+
+
+def test_generation_is_planned_with_merged_parameters():
+    recipe = parallel(dataclasses.replace(SMALL, lora=LoRA(rank=2)), devices=1)
+    plan = decoding.make_decode_plan(recipe, Generation(2, 8, 8), CHIPS, jax.devices())
+    assert plan.num_parameters == count_parameters(abstract_state(SMALL).params)

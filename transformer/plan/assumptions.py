@@ -20,12 +20,10 @@ def without_data(recipe: Recipe) -> tuple[Recipe, list[str]]:
     """The recipe with what the data would decide filled in, and a sentence for each of these.
 
     Raises:
-        ConfigError: a vocabulary that nothing but the data can tell, batches too small for their rows, or low-rank
-            updates and packed pairs, which no plan knows yet.
+        ConfigError: a vocabulary that nothing but the data can tell, batches too small for their rows, or packed
+            pairs, which no plan knows yet.
     """
     assumed, data = [], recipe.data
-    if recipe.lora is not None:
-        raise ConfigError("a plan knows no low-rank updates (lora) yet. Leave them out: whole training takes more.")
     task = TASKS[recipe.task]
     if task.tokens and recipe.model.vocab_size is None:
         kind = data.tokenizer.kind

@@ -138,6 +138,7 @@ def make_decode_plan(recipe: Recipe, generation: Generation, topology: Topology,
         ConfigError: pmap, or a model or rows that do not fit the mesh.
     """
     begun = time.perf_counter()
+    recipe = dataclasses.replace(recipe, lora=None)  # generation uses the merged parameters
     devices = recipe.parallel.choose(devices)
     sizes = _checked_sizes(recipe, generation, len(devices))
     lowered, params = _lowered(recipe, generation, make_mesh(sizes, devices))

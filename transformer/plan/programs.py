@@ -12,7 +12,7 @@ from transformer.sharding import mesh_sizes
 from transformer.training.memory import shard_bytes
 from transformer.training.parallel import MeshPlacement, PmapPlacement, placed_shapes
 from transformer.training.recipe import Recipe
-from transformer.training.state import TrainState
+from transformer.training.state import TrainState, model_params
 
 Shapes = Mapping[str, jax.ShapeDtypeStruct]
 """a batch, without its numbers"""
@@ -30,7 +30,7 @@ class StepProgram:
     described: str
     """the axes that split something; "" on one device"""
     params: Any
-    """shapes of the whole parameters"""
+    """shapes of the model's parameters, with LoRA those of the merged ones"""
     held: dict[str, int]
     """bytes of one device by kind, that it holds before a step"""
 
@@ -52,7 +52,7 @@ def _mesh(recipe: Recipe, devices: Sequence[Any], batch: Shapes) -> StepProgram:
         devices=list(placement.mesh.devices.flat),
         sizes=placement.mesh.shape,
         described=placement.describe(),
-        params=state.params,
+        params=_model_params(recipe, state),
         held=_held(state, placed_shapes(batch, placement.mesh)),
     )
 
@@ -67,14 +67,19 @@ def _pmap(recipe: Recipe, devices: Sequence[Any], batch: Shapes) -> StepProgram:
         devices=devices,
         sizes=mesh_sizes({"data": count}, count),
         described=placement.describe(),
-        params=state.params,
+        params=_model_params(recipe, state),
         held=_held(state, own),
     )
 
 
+def _model_params(recipe: Recipe, state: TrainState) -> Any:
+    return jax.eval_shape(lambda one: model_params(recipe, one.params, one.base), state)
+
+
 def _held(state: TrainState, batch: Any) -> dict[str, int]:
     return {
-        "parameters": shard_bytes(state.params),
+        "parameters" if state.base is None else "trained parameters (LoRA)": shard_bytes(state.params),
+        "frozen parameters": shard_bytes(state.base),
         "optimizer state": shard_bytes(state.opt_state),
         "averaged parameters": shard_bytes(state.ema),
         "batch": shard_bytes(batch),

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import json
 import math
 import os
 import re
+import signal
+import subprocess
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +19,26 @@ from jax.experimental import topologies
 
 from transformer.chips import CHIPS, Chip
 from transformer.config import ConfigError, nearest
+from transformer.kernels.probing import library_version, matching_libtpu
+
+PROBE = """
+import json, sys
+import jax, jax.numpy as jnp
+from jax.experimental import topologies
+from jax.sharding import SingleDeviceSharding
+
+device = topologies.get_topology_desc(platform="tpu", **json.loads(sys.argv[1])).devices[0]
+x = jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=SingleDeviceSharding(device))
+jax.jit(lambda x: x @ x).lower(x).compile().memory_analysis()
+"""
+"""compiles one matrix multiplication for a topology, whose options are its argument"""
+
+CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL}
+"""signals that end a process whose compiler does not fit JAX"""
 
 
 class CompilerError(RuntimeError):
-    """The TPU compiler is not installed, or refuses a topology; the message says what to do."""
+    """The TPU compiler is not installed, does not work with this JAX, or refuses a topology or a program."""
 
 
 @dataclass(frozen=True)
@@ -77,10 +98,10 @@ def parse_topology(text: str) -> Topology:
 
 
 def topology_devices(topology: Topology) -> list[Any]:
-    """Devices to put into a mesh and to compile for. `XLA_FLAGS` loses what is for CPUs and GPUs.
+    """Devices to put into a mesh and to compile for. Flags for CPUs and GPUs are removed from `XLA_FLAGS`.
 
     Raises:
-        CompilerError: libtpu is not installed, or gives no such topology.
+        CompilerError: libtpu is not installed, crashes with this JAX, or does not offer such a topology.
     """
     if importlib.util.find_spec("libtpu") is None:
         raise CompilerError('planning needs the TPU compiler, libtpu. Install it: pip install "libtpu>=0.0.51"')
@@ -88,14 +109,44 @@ def topology_devices(topology: Topology) -> list[Any]:
     flags = os.environ.get("XLA_FLAGS", "").split()
     os.environ["XLA_FLAGS"] = " ".join(flag for flag in flags if not re.match("--xla_(cpu|gpu)_", flag))
     bounds = [min(2, size) if size % 2 == 0 else 1 for size in topology.shape[:2]] + [1]
-    options = {"chips_per_host_bounds": bounds}
+    options = {"topology_name": str(topology), "chips_per_host_bounds": bounds}
     if topology.chip.config is not None:
         options["chip_config_name"] = topology.chip.config
+    check_compiler(json.dumps(options))
     try:
-        devices = topologies.get_topology_desc(platform="tpu", topology_name=str(topology), **options).devices
+        devices = topologies.get_topology_desc(platform="tpu", **options).devices
     except jax.errors.JaxRuntimeError as error:
         raise CompilerError(
             f"the TPU compiler gives no topology {topology}. A usual one is {topology.chip.name}:"
             f"{topology.chip.example}. It says: {str(error).partition(chr(10))[0]}"
         ) from error
     return list(devices)
+
+
+@functools.cache
+def check_compiler(options: str) -> None:
+    """Compile a tiny program in a process of its own: an unsuitable libtpu ends its process by a segmentation fault.
+
+    Args:
+        options: of `topologies.get_topology_desc`, as JSON.
+
+    Raises:
+        CompilerError: the process crashed; names the libtpu that fits. Any other error is left to the caller, who meets
+            it again.
+    """
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "TPU_SKIP_MDS_QUERY": "1",  # which asks Google Cloud's metadata server
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
+    command = [sys.executable, "-c", PROBE, options]
+    code = subprocess.run(command, env=environment, capture_output=True, check=False).returncode
+    if -code not in CRASHES:
+        return
+    jax_version = library_version("jax")
+    raise CompilerError(
+        f"{library_version('libtpu')} does not work with {jax_version}: compiling one matrix multiplication crashed "
+        f"({signal.Signals(-code).name}). Install the version that {jax_version} was released with: "
+        f'pip install "{matching_libtpu()}"'
+    )
