@@ -1,0 +1,244 @@
+"""What is checked before a notebook runs: each problem is one line with what to do about it."""
+
+import errno
+import json
+import os
+import subprocess
+import sys
+import types
+from importlib import metadata
+
+import jax
+import pytest
+from packaging.requirements import Requirement
+
+from transformer.cli import runtime
+from transformer.cli.runtime import RuntimeProblem
+from transformer.config import ConfigError
+from transformer.recipe_files import find_recipe
+from transformer.training.lock import WorkdirInUseError
+from transformer.training.metrics import read_metrics
+from transformer.training.recipe import load_recipe
+
+NOWHERE = {"PATH": ""}  # no nvidia-smi
+
+
+def versions(**changes):
+    """What is installed: enough of everything, but for these."""
+    return (dict.fromkeys(("jax", "jaxlib", "numpy", "flax"), "99.0") | changes).get
+
+
+def module(version):
+    return types.SimpleNamespace(__version__=version)
+
+
+def test_it_imports_neither_jax_nor_anything_else_that_may_be_missing():
+    script = "import sys; sys.path.insert(0, sys.argv[1]); import transformer.cli.runtime as r; print(r.PROJECT)"
+    command = [sys.executable, "-I", "-S", "-c", script, str(runtime.SOURCE)]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "transformer-zoo\n"
+
+
+def test_this_environment_fits():
+    runtime.check_versions()
+
+
+@pytest.mark.parametrize("name", ["jax", "jaxlib", "numpy", "flax"])
+def test_a_package_replaced_after_its_import_needs_a_restart(name):
+    message = rf"^{name} 98.0 is loaded, but 99.0 is installed.*Runtime > Restart session\), then Run all\.$"
+    with pytest.raises(RuntimeProblem, match=message):
+        runtime.check_versions({name: module("98.0")}, versions())
+    runtime.check_versions({name: module("99.0")}, versions())
+
+
+@pytest.mark.parametrize(("name", "version"), [("jax", "0.7.1"), ("jax", "0.4.30"), ("numpy", "1.26.4")])
+def test_a_machine_that_is_too_old(name, version, monkeypatch):
+    monkeypatch.setattr(runtime, "requirements", lambda: [Requirement("jax>=0.7.2"), Requirement("numpy>=2.0")])
+    message = rf"^{name} {version} does not fit transformer-zoo, which needs {name}>=.*latest runtime version.*%pip"
+    with pytest.raises(RuntimeProblem, match=message):
+        runtime.check_versions({}, versions(**{name: version}), NOWHERE)
+    runtime.check_versions({}, versions(jax="0.7.2", numpy="2.0.0"), NOWHERE)
+
+
+def test_what_to_install_for_an_accelerator(monkeypatch):
+    monkeypatch.setattr(runtime, "accelerator_present", lambda environment: "tpu")
+    with pytest.raises(RuntimeProblem, match=r'%pip install -U "jax\[tpu\]"'):
+        runtime.check_versions({}, versions(jax="0.1"))
+
+
+def test_requirements_are_those_of_pyproject():
+    names = [requirement.name for requirement in runtime.requirements()]
+    assert names == ["jax", "flax", "jaxtyping", "numpy"]
+    names = {requirement.name for requirement in runtime.requirements("train", "zoo")}
+    assert {"jax", "grain", "matplotlib", "tyro", "orbax-checkpoint", "huggingface_hub"} <= names
+    assert not {"pytest", "transformer-zoo"} & names
+
+
+def test_requirements_of_an_installed_package(tmp_path, monkeypatch):
+    lines = ["Metadata-Version: 2.4", "Name: transformer-zoo", "Version: 1", "Provides-Extra: data"]
+    lines += ["Provides-Extra: train", "Requires-Dist: jax>=0.7.2", 'Requires-Dist: grain>=0.2; extra == "data"']
+    lines += ['Requires-Dist: transformer-zoo[data]; extra == "train"', "Requires-Dist: tyro>=1; extra == 'train'"]
+    (tmp_path / "transformer_zoo-1.dist-info").mkdir()
+    (tmp_path / "transformer_zoo-1.dist-info" / "METADATA").write_text("\n".join(lines) + "\n")
+    monkeypatch.setattr(runtime, "SOURCE", tmp_path)  # no checkout
+    monkeypatch.syspath_prepend(tmp_path)
+    assert [str(one) for one in runtime.requirements("train")] == ["jax>=0.7.2", "grain>=0.2", "tyro>=1"]
+
+
+def test_what_is_missing_or_too_old_is_to_be_installed(monkeypatch):
+    lines = {"": ["jax>=0.7.2", "numpy>=2.0"], "train": ["tyro>=1.0", "optax>=0.2.8"]}
+    monkeypatch.setattr(runtime, "_groups", lambda: lines)
+    assert runtime.missing("train", installed=versions(optax="0.2.7")) == ["tyro>=1.0", "optax>=0.2.8"]
+    assert runtime.missing("train", installed=versions(optax="0.2.8", tyro="1.0.17")) == []
+
+
+def test_devices_are_printed(capsys):
+    runtime.check_devices(environment=NOWHERE)
+    assert len(capsys.readouterr().out.splitlines()) == 8
+
+
+def test_an_accelerator_that_jax_does_not_use(monkeypatch, capsys):
+    monkeypatch.setattr(runtime, "accelerator_present", lambda root, environment: "gpu")
+    with pytest.raises(RuntimeProblem, match=r"^This is a GPU runtime, but JAX uses the CPU\. JAX .* no CUDA plugin"):
+        runtime.check_devices(environment=NOWHERE)
+    with pytest.raises(RuntimeProblem, match="This is a GPU runtime"):
+        runtime.check_devices(environment=NOWHERE | {"JAX_PLATFORMS": "cuda,cpu"})
+    runtime.check_devices(environment=NOWHERE | {"JAX_PLATFORMS": "cpu"})  # as somebody wants it
+
+
+def test_a_tpu_runtime_without_its_tpu(tmp_path):
+    environment = NOWHERE | {"TPU_ACCELERATOR_TYPE": "v5litepod-1", "JAX_PLATFORMS": "tpu,cpu"}
+    with pytest.raises(RuntimeProblem, match=r"^This is a TPU runtime, but JAX uses the CPU\. .* not installed"):
+        runtime.check_devices(tmp_path, environment)
+
+
+def test_jax_that_does_not_start(monkeypatch):
+    def refuse():
+        raise RuntimeError("Unable to initialize backend 'tpu': ABORTED: the TPU is in use\nby process 3.")
+
+    monkeypatch.setattr("jax.devices", refuse)
+    monkeypatch.setattr(runtime, "accelerator_present", lambda root, environment: "tpu")
+    monkeypatch.setattr(runtime, "libtpu_difference", lambda installed: None)
+    with pytest.raises(RuntimeProblem, match=r"^JAX cannot start: .*in use\. Another process may use it: restart"):
+        runtime.check_devices(environment=NOWHERE)
+
+
+def test_a_libtpu_of_another_release(monkeypatch):
+    monkeypatch.setattr(metadata, "requires", lambda name: ['libtpu==0.0.23; extra == "tpu"', "numpy"])
+    assert runtime.libtpu_difference({"libtpu": "0.0.23"}.get) is None
+    told = runtime.libtpu_difference({"libtpu": "0.0.21.1"}.get)
+    assert told == f"libtpu 0.0.21.1 is not the version that jax {jax.__version__} was released with (libtpu==0.0.23)"
+    assert '%pip install "libtpu==0.0.23" and restart' in runtime.remedy("tpu", {"libtpu": "0.0.21.1"}.get)
+    assert "Another process may use it" in runtime.remedy("tpu", {"libtpu": "0.0.23"}.get)
+
+
+def test_the_requirement_of_this_jax_is_found():
+    assert runtime.libtpu_difference({"libtpu": "0.0.1"}.get).endswith(")")
+    assert runtime._libtpu_of_jax().startswith("==0.0.")
+
+
+@pytest.mark.parametrize(
+    ("plugins", "words"),
+    [
+        ({}, r'no CUDA plugin: run %pip install "jax\[cuda12\]=='),
+        ({"jax-cuda12-plugin": "98.0"}, r'jax-cuda12-plugin 98\.0: run %pip install "jax\[cuda12\]=='),
+        ({"jax-cuda13-plugin": "99.0"}, "Another process may use it"),
+    ],
+)
+def test_what_helps_where_a_gpu_is_not_used(plugins, words):
+    with pytest.raises(AssertionError, match=words):
+        raise AssertionError(runtime.remedy("gpu", versions(**plugins)))
+
+
+@pytest.fixture
+def colab(monkeypatch):
+    """Colab's module, whose mounting of a Drive does what it is told."""
+    fake = types.ModuleType("google.colab")
+    fake.drive = types.SimpleNamespace(mount=lambda path: os.makedirs(os.path.join(path, "MyDrive")))
+    monkeypatch.setitem(sys.modules, "google.colab", fake)
+    return fake.drive
+
+
+def test_runs_are_kept_on_the_drive_in_colab(colab, tmp_path):
+    folder = runtime.storage(str(tmp_path / "drive"), room=1)
+    assert folder == tmp_path / "drive" / "MyDrive" / "transformer-zoo"
+    assert list(folder.iterdir()) == []  # nothing of the check stays
+    assert runtime.storage("", local=tmp_path / "runs", room=1) == tmp_path / "runs"
+
+
+def test_runs_are_kept_in_a_local_folder_elsewhere(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "google.colab", None)
+    monkeypatch.chdir(tmp_path)
+    assert runtime.storage("/content/drive", room=1) == tmp_path / "runs"
+
+
+def test_a_drive_that_is_not_mounted(colab, tmp_path):
+    colab.mount = lambda path: None
+    with pytest.raises(RuntimeProblem, match=r"^Google Drive is not mounted: .* no folder MyDrive\. .*DRIVE = \"\""):
+        runtime.storage(str(tmp_path))
+
+    def refused(path):
+        raise ValueError("mount failed: invalid oauth code")
+
+    colab.mount = refused
+    with pytest.raises(RuntimeProblem, match=r"^Google Drive is not mounted \(mount failed: .*\)\. Run all again"):
+        runtime.storage(str(tmp_path))
+
+
+def test_a_full_drive(tmp_path, monkeypatch):
+    with pytest.raises(RuntimeProblem, match=r"cannot be used: \d+ MiB are free, a run needs \d+ MiB\. Free some"):
+        runtime.storage("", local=tmp_path, room=2**62)
+
+    def full(self, content):
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    monkeypatch.setattr("pathlib.Path.write_bytes", full)
+    with pytest.raises(RuntimeProblem, match=r"Disk quota exceeded\. Free some space.*empty the trash"):
+        runtime.storage("", local=tmp_path, room=1)
+
+
+def test_a_folder_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RuntimeProblem, match=r"file/runs cannot be used: Not a directory\. Check its permissions"):
+        runtime.storage("", local=tmp_path / "file" / "runs", room=1)
+
+
+def test_a_problem_is_shown_without_a_traceback():
+    assert RuntimeProblem("do this")._render_traceback_() == ["do this"]
+
+
+def caught(action):
+    try:
+        action()
+    except Exception as error:
+        return error, error.__traceback__
+    raise AssertionError("nothing was raised")
+
+
+def test_errors_that_the_message_explains():
+
+    def in_use():
+        raise WorkdirInUseError("in use")
+
+    assert runtime.is_explained(*caught(lambda: find_recipe("nothing")))
+    assert runtime.is_explained(*caught(in_use))
+    assert runtime.is_explained(*caught(lambda: load_recipe("/nowhere")))
+    assert runtime.is_explained(*caught(lambda: read_metrics("/nowhere")))
+    assert not runtime.is_explained(*caught(lambda: json.loads("{")))  # of the reader's own cell
+    assert not runtime.is_explained(*caught(lambda: os.stat("/nowhere")))
+    assert not runtime.is_explained(*caught(lambda: runtime.requirements(3)))  # a fault of the package itself
+
+
+def test_the_shell_shows_one_line_or_the_traceback():
+    shown = []
+    shell = types.SimpleNamespace(
+        _showtraceback=lambda kind, error, lines: shown.append(lines),
+        showtraceback=lambda triple, tb_offset: shown.append(triple[1]),
+        set_custom_exc=lambda kinds, handler: setattr(shell, "handler", handler),
+    )
+    runtime.one_line_errors(shell)
+    error = ConfigError("there is no recipe 'x'.")
+    shell.handler(shell, ConfigError, error, None)
+    fault = TypeError("a fault")
+    shell.handler(shell, TypeError, fault, None)
+    assert shown == [["error: there is no recipe 'x'.  (%tb shows the traceback)"], fault]
+    assert sys.last_value is error
