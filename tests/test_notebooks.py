@@ -2,57 +2,45 @@
 
 import json
 import os
-import pathlib
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
-import types
 
+import jax
 import nbformat
 import pytest
-from jupyter_client import AsyncKernelManager
-from jupyter_client.kernelspec import KernelSpecManager
-from nbclient import NotebookClient
+import tokenizers
+from finetune_parts import bert_directory
 from nbclient.exceptions import DeadKernelError
-from nbformat.v4 import new_code_cell
+from notebook_parts import (
+    INSTALL,
+    PATHS,
+    PRETRAINED,
+    ROOT,
+    SHARDING,
+    TRAINING,
+    check,
+    code_of,
+    execute,
+    pictures,
+    printed,
+    read,
+    with_parameters,
+)
 
-ROOT = pathlib.Path(__file__).parent.parent
-PATHS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+import transformer
+
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-LAUNCH = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+COLAB_PAGE = (ROOT / "docs" / "colab.md").read_text(encoding="utf-8")
 
-# A run of few steps on few pairs, by the words that a reader has for it.
+# A run of few steps on few pairs, with options of the command line.
 QUICK = ["--training.steps", "80", "--data.train-examples", "400", "--data.max-digits", "2", "--data.batch-size", "32"]
 QUICK += ["--model.num-layers", "1", "--model.d-model", "32", "--model.d-ff", "64", "--optimizer.learning-rate", "1e-2"]
 QUICK += ["--evaluation.every", "80", "--evaluation.translations", "3"]
 
 every = pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
-
-
-def read(path):
-    return nbformat.read(path, as_version=nbformat.NO_CONVERT)
-
-
-def code_of(notebook, name):
-    """The code of the cell with this id."""
-    (cell,) = [cell for cell in notebook.cells if cell.id == name]
-    assert cell.cell_type == "code"
-    return cell.source
-
-
-def with_parameters(notebook, **values):
-    """The notebook with other values in its cell of parameters; each name must be set there, once."""
-    (cell,) = [cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", ())]
-    for name, value in values.items():
-        cell.source, times = re.subn(
-            rf"^{name} = .*$", lambda _, n=name, v=value: f"{n} = {v!r}", cell.source, flags=re.M
-        )
-        assert times == 1, f"the cell of parameters sets {name} {times} times"
-    return notebook
 
 
 @pytest.fixture
@@ -61,50 +49,6 @@ def folder(tmp_path):
     folder = tmp_path / "a folder"
     folder.mkdir()
     return folder
-
-
-@pytest.fixture
-def execute(tmp_path, folder, monkeypatch):
-    """Runs a notebook and then, in the same kernel, the lines of a check; returns what each cell put out.
-
-    The kernel is this Python with this checkout, whatever kernels the machine knows.
-    """
-    spec = tmp_path / "kernels" / "here" / "kernel.json"
-    spec.parent.mkdir(parents=True)
-    environment = {
-        "XLA_FLAGS": re.sub(r"--xla_force_host_platform_device_count=\d+", "", os.environ["XLA_FLAGS"]).strip(),
-        "PYTHONPATH": os.pathsep.join([str(tmp_path / "modules"), str(ROOT)]),
-        "TFDS_DATA_DIR": str(tmp_path / "tfds"),
-        "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "compiled"),  # each call of `train` compiles anew
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "IPYTHONDIR": str(tmp_path / "ipython"),
-        "TMPDIR": str(tmp_path),
-    }
-    spec.write_text(json.dumps({"argv": LAUNCH, "display_name": "here", "language": "python", "env": environment}))
-    monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path / "runtime"))
-
-    def run(notebook, check=""):
-        notebook.cells.append(new_code_cell(f"assert 'tensorflow' not in sys.modules\n{check}", id="check"))
-        specs = KernelSpecManager(kernel_dirs=[str(spec.parent.parent)], ensure_native_kernel=False)
-        kernel = AsyncKernelManager(kernel_name="here", kernel_spec_manager=specs)
-        place = {"metadata": {"path": str(folder)}}
-        client = NotebookClient(notebook, km=kernel, kernel_name="here", timeout=600, resources=place)
-        client.execute(cleanup_kc=True)
-        return {cell.id: cell.outputs for cell in notebook.cells if cell.cell_type == "code"}
-
-    return run
-
-
-def printed(outputs):
-    return "".join(output.get("text", "") for output in outputs)
-
-
-def pictures(outputs):
-    return sum("image/png" in output.get("data", {}) for output in outputs)
-
-
-def test_both_are_there():
-    assert {path.name for path in PATHS} == {"colab_tpu.ipynb", "sharding.ipynb"}
 
 
 @every
@@ -123,22 +67,29 @@ def test_a_notebook_is_clean(path):
             assert not re.search(r"import tensorflow\b|from tensorflow\b", cell.source), cell.id
             assert max(map(len, cell.source.splitlines())) <= 120, cell.id
     assert notebook.cells[0].source.startswith("# ")
-    assert code_of(notebook, "parameters").startswith("REPOSITORY = ")
+    assert "REPOSITORY" not in code_of(notebook, "parameters")
 
 
 @every
-def test_links_lead_to_files_and_the_readme_links_here(path):
-    assert f"(notebooks/{path.name})" in README
+def test_links_lead_to_files_and_the_page_of_colab_links_here(path):
+    assert f"(../notebooks/{path.name})" in COLAB_PAGE
     text = "\n".join(cell.source for cell in read(path).cells if cell.cell_type == "markdown")
     for target in re.findall(r"\]\(([^)#]+)\)", text):
         assert (path.parent / target).exists(), target
 
 
-COLAB = ROOT / "notebooks" / "colab_tpu.ipynb"
-SHARDING = ROOT / "notebooks" / "sharding.ipynb"
+def test_the_readme_links_to_the_first_notebook():
+    assert "(notebooks/colab_tpu.ipynb)" in README
+
+
+def test_all_install_in_the_same_way():
+    for name in (*INSTALL, "install-text"):
+        sources = {next(cell.source for cell in read(path).cells if cell.id == name) for path in PATHS}
+        assert len(sources) == 1, name
+
 
 # Of what was trained, and of what was trained after it: the losses of all steps, none twice, are in one file.
-COLAB_CHECK = """
+TRAINING_CHECK = """
 from transformer.viz.records import read_metrics
 
 lines = read_metrics(workdir / "metrics.jsonl")
@@ -150,26 +101,26 @@ assert again.exact_match[""].rate >= 0.99, again.exact_match
 
 
 @pytest.mark.slow
-def test_colab_trains_and_goes_on(execute, folder):
+def test_train_and_resume(tmp_path, folder):
     """Few steps, enough for numbers of two digits; the lock that a lost machine left is in the way."""
     workdir = folder / "runs" / "number_words"
     workdir.mkdir(parents=True)
     (workdir / ".lock").write_text(json.dumps({"pid": os.getpid(), "host": "gone", "started": "boot a tick 1"}))
-    notebook = with_parameters(read(COLAB), CHANGES=QUICK, MORE_STEPS=20, PROMPT="forty-two")
-    out = execute(notebook, COLAB_CHECK)
-    assert "nothing is installed" in printed(out["missing"])
+    notebook = with_parameters(read(TRAINING), CHANGES=QUICK, MORE_STEPS=20, PROMPT="forty-two")
+    out = execute(check(notebook, TRAINING_CHECK), tmp_path, folder)
+    assert "installing" not in printed(out["versions"])
     assert "1 x cpu" in printed(out["train"])
-    assert "removing the lock of another machine" in printed(out["lock"])
-    assert "a new run, to step 80" in printed(out["train"])
-    assert "going on from step 80, to step 100" in printed(out["resume"])
+    assert f"took over {workdir}/.lock from process {os.getpid()} on host gone" in printed(out["train"])
+    assert "to step 80" in printed(out["train"])
+    assert "from step 80, to step 100" in printed(out["resume"])
     assert printed(out["generate"]) == printed(out["resumed"]) == "cuarenta y dos\n"
     assert [pictures(out[name]) for name in ("curves", "attention", "resumed")] == [1, 1, 1]
     assert "decoder_cross_layer1.png" in printed(out["attention"])
 
 
 @pytest.mark.slow
-def test_sharding_shows_what_it_promises(execute):
-    check = """
+def test_sharding_shows_what_it_promises(tmp_path, folder):
+    lines = """
 assert count == 8
 assert len(losses) == 5 and {len(found) for found in losses.values()} == {STEPS}
 assert max(largest.values()) < 1e-5, largest
@@ -179,17 +130,72 @@ assert kilobytes["fsdp x 8"] < 0.15 * kilobytes["data x 8"]
 assert kilobytes["tensor x 4, data x 2"] < 0.3 * kilobytes["data x 8"]
 assert kilobytes["pmap x 8"] == kilobytes["data x 8"] == kilobytes["one device"]
 """
-    out = execute(with_parameters(read(SHARDING), STEPS=6), check)
-    assert "Sizes must multiply to 8" in printed(out["misfit"])
-    assert "going on from step 3, to step 6" in printed(out["second-half"])
+    out = execute(check(with_parameters(read(SHARDING), STEPS=6), lines), tmp_path, folder)
+    assert "must multiply to 8" in printed(out["misfit"])
+    assert "from step 3, to step 6" in printed(out["second-half"])
     for name, parts, label in (("data", 1, "CPU 0,1,2,3,4,5,6,7"), ("fsdp", 8, "CPU 7"), ("tensor", 4, "CPU 3,7")):
         (shown,) = [output.data["text/html"] for output in out[f"{name}-picture"] if "data" in output]
         assert len(set(re.findall(r"background-color: (#\w+)", shown))) == parts, name
         assert label in shown
 
 
+def gpt2_directory(folder):
+    """A tiny model in GPT-2's form with random weights; its tokens are bytes."""
+    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {letter: number for number, letter in enumerate(letters)} | {"<|endoftext|>": 256}
+    config = transformer.TransformerConfig(
+        vocab_size=257,
+        d_model=16,
+        num_layers=2,
+        num_heads=2,
+        activation="gelu_tanh",
+        position="learned",
+        max_length=128,
+        norm_epsilon=1e-5,
+        scale_embeddings=False,
+    )
+    model = transformer.CausalLM(config)
+    params = model.init(jax.random.key(0), jax.numpy.zeros((1, 1), int))["params"]
+    transformer.save(model, params, folder)
+    library = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
+    library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = tokenizers.decoders.ByteLevel()
+    library.add_special_tokens(["<|endoftext|>"])
+    library.save(str(folder / "tokenizer.json"))
+    return folder
+
+
 @pytest.mark.slow
-def test_colab_as_it_is_with_a_disconnect(execute, tmp_path, folder):
+def test_a_pretrained_model_is_used_and_fine_tuned(tmp_path, folder):
+    """Twice, as after a disconnect: the second time the run is finished already."""
+    changes = ["--lora.rank", "2", "--lora.targets", "query", "value", "up", "down", "--evaluation.samples", "1"]
+    values = {"MODEL": str(gpt2_directory(tmp_path / "gpt2")), "EMBEDDER": str(bert_directory(tmp_path / "bert"))}
+    values |= {"SENTENCES": ["a good film", "a good film", "very bad"], "STEPS": 20, "CHANGES": changes}
+    lines = """
+assert recipe.lora.rank == 2
+assert opened.model.config.d_model == 16
+assert abs(similarity[0, 1] - 1) < 1e-5 and abs(similarity[0, 2]) < 0.999, similarity
+losses = [line["train/loss"] for line in map(json.loads, open(workdir / "metrics.jsonl")) if "train/loss" in line]
+assert len(losses) == 4 and losses[-1] < losses[0], losses
+equal = jax.tree.map(lambda a, b: bool((a == b).all()), transformer.load(exported)[1], opened.params)
+changed = {"/".join(key.key for key in path) for path, same in jax.tree_util.tree_leaves_with_path(equal) if not same}
+assert {path.split("/")[-2] for path in changed} == {"query", "value", "up", "down"}, changed
+"""
+    notebook = with_parameters(read(PRETRAINED), **values)
+    out = execute(check(notebook, f"import json, transformer\n{lines}"), tmp_path, folder)
+    assert printed(out["generate"]).startswith("The sea was")
+    assert pictures(out["attention"]) == pictures(out["curves"]) == 1
+    assert "a good film" in printed(out["embed"])
+    assert "to step 20" in printed(out["tune"])
+    assert printed(out["compare"]).count("---") == 2
+    assert "model.safetensors" in printed(out["export"])
+    again = execute(with_parameters(read(PRETRAINED), **values), tmp_path, folder)
+    assert "this run is finished" in printed(again["tune"])
+    assert printed(again["compare"]) == printed(out["compare"])
+
+
+@pytest.mark.slow
+def test_train_as_committed_with_a_disconnect(tmp_path, folder):
     """The notebook unchanged but for the place of the Drive: its machine is taken away, and all cells are run again."""
     drive = tmp_path / "modules" / "google" / "colab" / "drive.py"
     drive.parent.mkdir(parents=True)
@@ -209,99 +215,10 @@ def test_colab_as_it_is_with_a_disconnect(execute, tmp_path, folder):
 
     threading.Thread(target=disconnect, daemon=True).start()
     with pytest.raises(DeadKernelError):
-        execute(with_parameters(read(COLAB), DRIVE=place))
+        execute(with_parameters(read(TRAINING), DRIVE=place), tmp_path, folder)
     shutil.rmtree(tmp_path / "tfds")  # the machine's own disk is a new one
-    out = execute(with_parameters(read(COLAB), DRIVE=place), COLAB_CHECK)
-    assert "removing the lock of another machine" in printed(out["lock"])
-    assert re.search(r"going on from step [12]00, to step 300", printed(out["train"]))
-    assert "going on from step 300, to step 400" in printed(out["resume"])
+    out = execute(check(with_parameters(read(TRAINING), DRIVE=place), TRAINING_CHECK), tmp_path, folder)
+    assert "on host gone" in printed(out["train"])
+    assert re.search(r"from step [12]00, to step 300", printed(out["train"]))
+    assert "from step 300, to step 400" in printed(out["resume"])
     assert printed(out["generate"]) == printed(out["resumed"]) == "setecientos cuarenta y dos\n"
-
-
-# What needs a network, or Colab: the cells themselves, with other people's parts made of paper.
-
-
-class Machine:
-    """A machine with a JAX of its own and without the Zoo, whose pip does as told or replaces JAX."""
-
-    def __init__(self, monkeypatch, *, status=0, obedient=True):
-        self.versions = {"jax": "0.10.1", "jaxlib": "0.10.1", "libtpu": "0.0.40", "numpy": "2.0.2", "flax": "0.11.0"}
-        self.status, self.obedient, self.calls = status, obedient, []
-        monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "transformer" else name)
-        monkeypatch.setattr("importlib.metadata.distributions", self.distributions)
-        monkeypatch.setattr(subprocess, "run", self.run)
-        monkeypatch.setattr(sys, "path", [*sys.path])
-
-    def distributions(self):
-        return [types.SimpleNamespace(name=name, version=version) for name, version in self.versions.items()]
-
-    def run(self, words, **_):
-        self.calls.append(words)
-        if words[0] == "git":
-            pathlib.Path(words[-1]).mkdir()
-            return types.SimpleNamespace(returncode=0)
-        self.versions |= {"flax": "0.12.8"} | ({} if self.obedient else {"jax": "0.10.2"})
-        return types.SimpleNamespace(returncode=self.status, stdout="jax==0.10.1 conflicts", stderr="error")
-
-
-def install(path, folder, monkeypatch, repository="https://example.org/zoo"):
-    monkeypatch.chdir(folder)
-    namespace = {"REPOSITORY": repository}
-    for name in ("missing", "install"):
-        exec(code_of(read(path), name), namespace)
-
-
-@every
-def test_installing_keeps_the_machine_s_jax(path, folder, monkeypatch, capsys):
-    machine = Machine(monkeypatch)
-    install(path, folder, monkeypatch)
-    clone, pip = machine.calls
-    assert clone[:2] == ("git", "clone")
-    assert clone[-2:] == ("https://example.org/zoo", "transformer-zoo")
-    assert pip == (sys.executable, "-m", "pip", "install", "-c", "kept.txt", "./transformer-zoo[train]")
-    kept = (folder / "kept.txt").read_text().splitlines()
-    assert kept == ["jax==0.10.1", "jaxlib==0.10.1", "libtpu==0.0.40", "numpy==2.0.2"]
-    assert sys.path[0] == str(folder / "transformer-zoo")
-    assert "missing: transformer" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("machine", "repository", "words"),
-    [
-        ({}, "", "REPOSITORY is empty"),
-        ({"status": 1}, "https://example.org/zoo", "jax==0.10.1 conflicts"),
-        ({"obedient": False}, "https://example.org/zoo", "pip replaced {'jax': '0.10.1'}"),
-    ],
-)
-def test_what_goes_wrong_with_installing_is_said(machine, repository, words, folder, monkeypatch):
-    Machine(monkeypatch, **machine)
-    with pytest.raises(AssertionError, match=re.escape(words)):
-        install(COLAB, folder, monkeypatch, repository)
-
-
-def test_what_can_be_imported_is_not_installed(folder, monkeypatch):
-    machine = Machine(monkeypatch)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
-    install(COLAB, folder, monkeypatch, repository="")
-    assert machine.calls == []
-    assert list(folder.iterdir()) == []
-
-
-def test_both_install_in_the_same_way():
-    for name in ("missing", "install"):
-        assert code_of(read(COLAB), name) == code_of(read(SHARDING), name)
-
-
-def test_a_run_is_kept_on_the_drive_where_there_is_one(folder, monkeypatch):
-    monkeypatch.chdir(folder)
-    namespace = {"DRIVE": "/content/drive", "recipe": types.SimpleNamespace(name="mine"), "Path": pathlib.Path}
-    monkeypatch.setitem(sys.modules, "google.colab", None)
-    exec(code_of(read(COLAB), "drive"), namespace)
-    assert namespace["workdir"] == folder / "runs" / "mine"
-    mounted = []
-    module = types.ModuleType("google.colab")
-    module.drive = types.SimpleNamespace(mount=mounted.append)
-    monkeypatch.setitem(sys.modules, "google.colab", module)
-    exec(code_of(read(COLAB), "drive"), namespace)
-    assert mounted == ["/content/drive"]
-    assert namespace["workdir"] == pathlib.Path("/content/drive/MyDrive/transformer-zoo/mine")
