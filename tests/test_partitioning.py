@@ -1,13 +1,17 @@
 """Logical names: the identity without a mesh, a placement with one."""
 
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
+from transformer.jax_compat import platform_of
 from transformer.kernels import Request, choose
 from transformer.partitioning import constrain, platform, ways
+from transformer.sharding import make_mesh
 
 
 def mesh(**sizes):
@@ -29,14 +33,18 @@ def test_with_a_mesh_axes_go_where_the_table_says():
         # three heads do not divide over two: that axis stays whole
         odd = jax.jit(lambda x: constrain(x, "batch", None, None, "heads"))(x)
         assert "tensor" not in jax.tree.leaves(tuple(odd.sharding.spec))
+    with jax.set_mesh(make_mesh({"data": 2, "context": 2, "tensor": 2})):
+        odd = jax.jit(lambda x: constrain(x, "batch", None, None, "heads"))(x)
+        assert odd.sharding.spec == PartitionSpec("data")
     with jax.set_mesh(mesh(data=2, fsdp=2, other=2)):
         placed = jax.jit(lambda x: constrain(x, "batch", "length", "heads", None))(x)
         assert placed.sharding.spec[0] == ("data", "fsdp")
 
 
 def test_what_nothing_splits_is_made_whole():
-    x = jax.device_put(jnp.ones((8, 6)), NamedSharding(mesh(fsdp=4, tensor=2), PartitionSpec("fsdp", "tensor")))
-    with jax.set_mesh(x.sharding.mesh):
+    own = make_mesh({"fsdp": 4, "tensor": 2})
+    x = jax.device_put(jnp.ones((8, 6)), NamedSharding(own, PartitionSpec("fsdp", "tensor")))
+    with jax.set_mesh(own):
         whole = jax.jit(lambda x: constrain(x, "embed", "embed"))(x)
     assert whole.sharding.is_fully_replicated
     np.testing.assert_array_equal(whole, x)
@@ -44,7 +52,8 @@ def test_what_nothing_splits_is_made_whole():
 
 def test_the_mesh_in_force_says_what_is_computed_on():
     """Its devices need not be JAX's own: a step can be compiled for a TPU on a machine without one."""
-    device = AbstractDevice(device_kind="TPU v5 lite", num_cores=1, platform="tpu")
+    facts = {"platform": "tpu"} if jax.__version_info__ >= (0, 10, 1) else {}
+    device = AbstractDevice(device_kind="TPU v5 lite", num_cores=1, **facts)
     assert platform() == "cpu"
     with jax.sharding.use_abstract_mesh(AbstractMesh((2,), ("data",), abstract_device=device)):
         assert platform() == "tpu"
@@ -52,6 +61,14 @@ def test_the_mesh_in_force_says_what_is_computed_on():
         assert choose("auto", request) == "reference"  # on CPU 600 x 600 scores are too many
     assert platform() == "cpu"
     assert choose("auto", request) == "sliced"
+
+
+def test_kinds_of_devices_name_their_platform():
+    """Before JAX 0.10.1 an abstract device has no platform, and its kind tells."""
+    kinds = {"cpu": "cpu", "TPU v5 lite": "tpu", "TPU7x": "tpu", "NVIDIA H100 80GB HBM3": "gpu"}
+    for kind, expected in kinds.items():
+        assert platform_of(types.SimpleNamespace(device_kind=kind)) == expected
+    assert platform_of(types.SimpleNamespace(device_kind="Whatever", platform="tpu")) == "tpu"
 
 
 def test_names_are_checked():

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         SpeechToText,
         VisionClassifier,
     )
+    from transformer.partitioning import axis_rules
     from transformer.positions import ALiBi, Learned, NoPosition, Rotary, Sinusoidal, SinusoidalHalves, T5Bias
     from transformer.stacks import Decoder, Encoder
 
@@ -74,6 +75,7 @@ __all__ = [
     "T5Bias",
     "TransformerConfig",
     "VisionClassifier",
+    "axis_rules",
     "dot_product_attention",
     "load",
     "save",
@@ -90,6 +92,7 @@ _HOMES = {
     "inference": "load save",
     "masks": "Mask",
     "models": "CausalLM Classifier Embedder Forecaster MaskedLM Seq2Seq SpeechToText VisionClassifier",
+    "partitioning": "axis_rules",
     "positions": "ALiBi Learned NoPosition Rotary Sinusoidal SinusoidalHalves T5Bias",
     "stacks": "Decoder Encoder",
 }

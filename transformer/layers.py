@@ -13,7 +13,15 @@ from jax.ad_checkpoint import checkpoint_name
 
 from transformer.axes import Array, DType, Float, Hidden, Logits, Tokens
 from transformer.int8 import Int8
-from transformer.partitioning import constrain, platform, ways
+from transformer.partitioning import (
+    constrain,
+    explicit_spec,
+    in_auto_axes,
+    joined_spec,
+    lookup,
+    platform,
+    rows_can_merge,
+)
 
 Initializer = Callable[..., jax.Array]
 """(key, shape, dtype) -> the first values of a parameter"""
@@ -85,14 +93,26 @@ def linear(
     """x (..., *in) @ kernel (*in, *out) + bias (*out) -> (..., *out), as one matrix product; *in* has `contract` axes.
 
     On CPU the leading axes are flattened to one: the weight gradient then contracts one axis instead of two, which
-    XLA's CPU products need to run at full speed. Not when the length is split over devices, where that would gather it.
+    XLA's CPU products need to run at full speed. Not when the length may be split over devices: that would gather it.
     """
     inner, out = math.prod(kernel.shape[:contract]), kernel.shape[contract:]
     lead = x.shape[: x.ndim - contract]
-    flatten = platform() == "cpu" and ways("length") == 1
-    rows = x.reshape((-1, inner) if flatten else (*lead, inner))
-    y = (rows @ kernel.reshape(inner, -1)).reshape(*lead, *out)
+    if platform() == "cpu" and rows_can_merge():
+        y = (x.reshape(-1, inner) @ kernel.reshape(inner, -1)).reshape(*lead, *out)
+    else:
+        y = _product(x, kernel, contract)
     return y if bias is None else y + bias.reshape((1,) * len(lead) + out)
+
+
+def _product(x: jax.Array, kernel: jax.Array, contract: int) -> jax.Array:
+    """x (..., *in) times kernel (*in, *out). No array is reshaped: where one is split, the compiler may gather it for
+    that. With Explicit mesh axes, rows are split as in x and outputs as in the kernel.
+    """
+    kept = x.ndim - contract
+    axes = tuple(range(kept, x.ndim)), tuple(range(contract))
+    rows = explicit_spec(x)
+    spec = None if rows is None else joined_spec(*rows[:kept], *explicit_spec(kernel)[contract:])
+    return in_auto_axes(lambda x, kernel: jax.lax.dot_general(x, kernel, (axes, ((), ()))), spec)(x, kernel)
 
 
 class Linear(nn.Module):
@@ -122,6 +142,42 @@ class Linear(nn.Module):
         return linear(x, kernel, bias, contract=self.contract)
 
 
+def is_deterministic(module: nn.Module, deterministic: bool | None, *rates: float) -> bool:
+    """Whether `module` computes without dropout: `deterministic` if given. None is enough while parameters are
+    initialized and where all dropout `rates` are 0.
+
+    Raises:
+        ValueError: None with a rate above 0. Either default would be wrong silently: True trains without dropout,
+            False evaluates with it.
+    """
+    if deterministic is not None:
+        return deterministic
+    if any(rate > 0.0 for rate in rates) and not module.is_initializing():
+        name = type(module).__name__
+        raise ValueError(
+            f"{name} has a dropout rate of {max(rates)} and deterministic is not given: pass deterministic=True to "
+            f'evaluate or deterministic=False to train (with rngs={{"dropout": key}}).'
+        )
+    return True
+
+
+def as_matrix(init: Initializer, contract: int = 1) -> Initializer:
+    """The initializer that draws a kernel (*in, *out) with `init` as a matrix (prod(in), prod(out)) and reshapes it.
+    *in* has `contract` axes.
+
+    Initializers that scale by fan-in and fan-out (`nn.initializers.xavier_uniform()`) count all axes but the last two
+    as a receptive field, so they would scale a kernel (D, N, H) wrongly. A box around the kernel
+    (`nn.with_partitioning`, `nn.with_logical_partitioning`) stays around it: its names are those of (*in, *out).
+    """
+
+    def init_kernel(key, shape, dtype=jnp.float32):
+        matrix = math.prod(shape[:contract]), math.prod(shape[contract:])
+        # Boxes are pytrees. Unboxing one here would apply its sharding constraint to the matrix, not to the kernel.
+        return jax.tree.map(lambda kernel: kernel.reshape(shape), init(key, matrix, dtype))
+
+    return init_kernel
+
+
 def glorot_uniform(contract: int = 1) -> Initializer:
     """Glorot & Bengio 2010, for a kernel whose first `contract` axes are inputs and the rest outputs."""
 
@@ -142,23 +198,6 @@ class LayerNorm(nn.Module):
     param_dtype: DType = jnp.float32
 
     @nn.compact
-def as_matrix(init: Initializer, contract: int = 1) -> Initializer:
-    """The initializer that draws a kernel (*in, *out) with `init` as a matrix (prod(in), prod(out)) and reshapes it.
-    *in* has `contract` axes.
-
-    Initializers that scale by fan-in and fan-out (`nn.initializers.xavier_uniform()`) count all axes but the last two
-    as a receptive field, so they would scale a kernel (D, N, H) wrongly. A box around the kernel
-    (`nn.with_partitioning`, `nn.with_logical_partitioning`) stays around it: its names are those of (*in, *out).
-    """
-
-    def init_kernel(key, shape, dtype=jnp.float32):
-        matrix = math.prod(shape[:contract]), math.prod(shape[contract:])
-        # Boxes are pytrees. Unboxing one here would apply its sharding constraint to the matrix, not to the kernel.
-        return jax.tree.map(lambda kernel: kernel.reshape(shape), init(key, matrix, dtype))
-
-    return init_kernel
-
-
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         """(..., D) -> (..., D), in `dtype`."""
         scale = self.param("scale", nn.initializers.ones, x.shape[-1:], self.param_dtype)
@@ -300,10 +339,10 @@ class Embedding(nn.Module):
         """(B, T) -> (B, T, D). An id outside the table gives NaN: compiled code can't raise, and must not guess."""
         # Rows of the table whole, before they are looked up: split, XLA would look up parts of all rows of the batch.
         if isinstance(self.embedding, Int8):
-            rows = jax.tree.map(lambda part: _rows_at(part, tokens), self.embedding)
+            rows = jax.tree.map(lambda part: lookup(part, tokens), self.embedding)
             return rows.array(self.dtype)
         table = constrain(self.embedding, "vocab", "embed")
-        x = _rows_at(table, tokens).astype(self.dtype)
+        x = lookup(table, tokens).astype(self.dtype)
         return constrain(x, "batch", "length", "embed")
 
     def attend(self, x: Hidden) -> Logits:

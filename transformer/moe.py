@@ -21,7 +21,7 @@ from transformer.axes import Array, DType, Hidden
 from transformer.config import MoE
 from transformer.layers import FeedForward, Initializer, activate, glorot_uniform, linear
 from transformer.masks import Mask
-from transformer.partitioning import constrain, mapped, mesh_axes
+from transformer.partitioning import constrain, explicit_spec, in_auto_axes, mapped, mesh_axes, ways
 
 
 class RoutedFeedForward(nn.Module):
@@ -111,7 +111,7 @@ class _Router(nn.Module):
             chooses = chooses + jax.lax.stop_gradient(selection_bias)[None, None]
         # Not every compiler can split top_k: one that can't would make the scores of all rows whole.
         names = ("batch", "length", None)
-        chosen = mapped(functools.partial(choose, moe), [names], names)(chooses)
+        chosen = in_auto_axes(mapped(functools.partial(choose, moe), [names], names), explicit_spec(chooses))(chooses)
         weights = jnp.take_along_axis(scores, chosen, axis=-1)
         if moe.normalize_weights:
             weights = weights / (weights.sum(-1, keepdims=True) + (1e-20 if moe.scoring == "sigmoid" else 0.0))
@@ -235,24 +235,26 @@ def _turns(expert: Array, num_experts: int) -> Array:
 
 
 def _over_devices(x: Array, chosen: Array, weights: Array, experts: Any, num_experts: int, activation: str) -> Array:
-    """`routed` on each device for its own rows. Experts that are spread over the mesh axis "expert" stay where they
-    are: tokens are gathered along it, each device computes with its experts, and the results are summed back.
+    """`routed` on each device for its own rows. Experts that are spread over mesh axes stay where they are: tokens are
+    gathered along these axes, each device computes with its experts, and the results are summed back.
     """
-    rows = mesh_axes("batch")
-    mesh = jax.sharding.get_abstract_mesh()
-    if not rows or x.shape[0] % math.prod(mesh.shape[axis] for axis in rows):
+    if (spec := explicit_spec(x)) is not None:
+        over = functools.partial(_over_devices, num_experts=num_experts, activation=activation)
+        return in_auto_axes(over, PartitionSpec(*spec[:2], None))(x, chosen, weights, experts)
+    rows, shared = mesh_axes("batch"), mesh_axes("expert")
+    if not rows or x.shape[0] % ways("batch"):
         return routed(x, chosen, weights, experts, num_experts, activation)
-    spread = "expert" in rows and num_experts % mesh.shape["expert"] == 0
+    spread = bool(shared) and set(shared) <= set(rows) and num_experts % ways("expert") == 0
 
     def local(x, chosen, weights, experts):
         if not spread:
             return routed(x, chosen, weights, experts, num_experts, activation)
-        gather = functools.partial(jax.lax.all_gather, axis_name="expert", axis=0, tiled=True)
-        first = jax.lax.axis_index("expert") * experts["up"]["kernel"].shape[0]
+        gather = functools.partial(jax.lax.all_gather, axis_name=shared, axis=0, tiled=True)
+        first = jax.lax.axis_index(shared) * experts["up"]["kernel"].shape[0]
         y = routed(gather(x), gather(chosen) - first, gather(weights), experts, num_experts, activation)
-        return jax.lax.psum_scatter(y, "expert", scatter_dimension=0, tiled=True)
+        return jax.lax.psum_scatter(y, shared, scatter_dimension=0, tiled=True)
 
-    own, theirs = PartitionSpec(rows), PartitionSpec("expert" if spread else None)
+    own, theirs = PartitionSpec(rows), PartitionSpec(shared if spread else None)
     specs = (own, own, own, jax.tree.map(lambda _: theirs, experts))
     return jax.shard_map(local, in_specs=specs, out_specs=own, axis_names=set(rows), check_vma=False)(
         x, chosen, weights, experts

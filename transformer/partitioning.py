@@ -1,16 +1,32 @@
 """Logical names for the axes of activations, and their placement on the mesh in force: the identity without a mesh.
 
-A module says what an axis *is* (`constrain(x, "batch", "length", "embed")`); the table here says over which mesh axes
-it is split. The mesh is JAX's own ambient one (`jax.set_mesh`), so nothing is stored here.
+A module names the axes of an array (`constrain(x, "batch", "length", "embed")`); rules map names to mesh axes. The
+mesh is JAX's own ambient one (`jax.set_mesh`). Three kinds of mesh are told apart:
+
+- a mesh with all axes of `transformer.sharding.make_mesh`: `ACTIVATION_RULES` places every axis, and what no mesh axis
+  splits is replicated;
+- a mesh of another project, with axes such as ("dp", "tp"): what no rule maps is left to the compiler
+  (`PartitionSpec.UNCONSTRAINED`). `axis_rules`, or Flax's `nn.logical_axis_rules`, map our names to its axes;
+- Explicit axes (the default of `jax.make_mesh` since JAX 0.9), where each array's type holds its sharding: nothing is
+  constrained, and operations that JAX does not infer a sharding for get one from their operands.
 """
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeAlias
 
 import jax
+from flax.linen import spmd
 from jax.sharding import AxisType, PartitionSpec
+
+from transformer.jax_compat import check_explicit_axes, platform_of
+
+AxisRules: TypeAlias = Sequence[tuple[str, str | Sequence[str] | None]]
+"""(logical axis, mesh axis, mesh axes or None) pairs in order of priority, in the form of Flax's logical axis rules"""
 
 ACTIVATION_RULES: dict[str, tuple[str, ...]] = {
     "batch": ("data", "fsdp", "expert"),
@@ -19,10 +35,67 @@ ACTIVATION_RULES: dict[str, tuple[str, ...]] = {
     "kv_heads": ("tensor",),
     "feed_forward": ("tensor",),
     "vocab": ("tensor",),
+    "expert": ("expert",),
     "embed": (),
     "head_dim": (),
 }
-"""logical axis -> mesh axes it is split over, where the mesh has them"""
+"""logical axis -> mesh axes it is split over, where the mesh has them; `axis_rules` replaces the table"""
+
+_OWN_AXES = {axis for axes in ACTIVATION_RULES.values() for axis in axes}
+
+_RULES: contextvars.ContextVar[AxisRules | None] = contextvars.ContextVar("axis_rules", default=None)
+
+
+@contextlib.contextmanager
+def axis_rules(rules: AxisRules) -> Iterator[None]:
+    """Maps our logical axes to the axes of your mesh, for everything traced inside the `with` block.
+
+    Args:
+        rules: pairs such as `[("batch", ("dp", "fsdp")), ("heads", "tp"), ("embed", None)]`, in the form of Flax's
+            `nn.logical_axis_rules`, which is read when no `axis_rules` is in force. The first rule for a name counts
+            whose mesh axes are in the mesh; None replicates the axis; an axis without a rule is left to the compiler.
+
+    JAX traces a jitted function once for each signature: put the block around the call, not only around later ones.
+
+    Raises:
+        ValueError: a name that is not a logical axis of `ACTIVATION_RULES`.
+    """
+    for name, _ in rules:
+        _check(name)
+    token = _RULES.set(tuple(rules))
+    try:
+        yield
+    finally:
+        _RULES.reset(token)
+
+
+def _check(name: str) -> None:
+    if name not in ACTIVATION_RULES:
+        raise ValueError(f"unknown logical axis {name!r}: use one of {', '.join(ACTIVATION_RULES)}, or None.")
+
+
+def _rules() -> AxisRules | None:
+    """The rules given by `axis_rules` or by Flax's context; None where `ACTIVATION_RULES` applies."""
+    given = _RULES.get()
+    return given if given is not None else spmd.get_logical_axis_rules() or None
+
+
+def _placement(name: str | None) -> tuple[tuple[str, ...], bool]:
+    """The mesh axes that split a logical axis, and whether the compiler may split it further (no rule places it)."""
+    mesh = jax.sharding.get_abstract_mesh()
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    rules = _rules()
+    if rules is None:
+        wanted = () if name is None else ACTIVATION_RULES[name]
+        placed = types.keys() >= _OWN_AXES
+    else:
+        targets = [
+            (axes,) if isinstance(axes, str) else tuple(axes or ()) for logical, axes in rules if logical == name
+        ]
+        wanted = next((axes for axes in targets if types.keys() >= set(axes)), None)
+        wanted, placed = wanted or (), wanted is not None
+    axes = tuple(axis for axis in wanted if types.get(axis) == AxisType.Auto and mesh.shape[axis] > 1)
+    return axes, not placed
 
 
 def mesh_axes(name: str | None) -> tuple[str, ...]:
@@ -33,11 +106,8 @@ def mesh_axes(name: str | None) -> tuple[str, ...]:
     """
     if name is None:
         return ()
-    if name not in ACTIVATION_RULES:
-        raise ValueError(f"unknown logical axis {name!r}: use one of {', '.join(ACTIVATION_RULES)}, or None.")
-    mesh = jax.sharding.get_abstract_mesh()
-    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    return tuple(axis for axis in ACTIVATION_RULES[name] if types.get(axis) == AxisType.Auto and mesh.shape[axis] > 1)
+    _check(name)
+    return _placement(name)[0]
 
 
 def platform() -> str:
@@ -45,7 +115,7 @@ def platform() -> str:
     be compiled for others), or else those of JAX.
     """
     device = jax.sharding.get_abstract_mesh().abstract_device
-    return jax.default_backend() if device is None else device.platform
+    return jax.default_backend() if device is None else platform_of(device)
 
 
 def ways(name: str) -> int:
@@ -55,19 +125,27 @@ def ways(name: str) -> int:
 
 
 def constrain(x: jax.Array, *names: str | None) -> jax.Array:
-    """Places `x`, of any shape, by the logical name of each axis (None: whole). What doesn't divide is whole, too; an
-    array of which nothing is split is then brought together on every device.
+    """Places `x`, of any shape, by the logical name of each axis (None: whole).
+
+    On a mesh that has all of our axes, what nothing splits, or does not divide, is replicated. On other meshes it is
+    left to the compiler.
 
     Raises:
         ValueError: an unknown name, or not one name an axis.
     """
     if len(names) != x.ndim:
         raise ValueError(f"constrain takes one name an axis: got {len(names)} names for an array of shape {x.shape}.")
-    wanted = [mesh_axes(name) for name in names]
-    placed = [axes if size % math.prod(_sizes(axes)) == 0 else () for size, axes in zip(x.shape, wanted, strict=True)]
-    if not _splits_anything():
+    wanted = [(mesh_axes(name), _placement(name)[1]) for name in names]
+    if not _axes_of(AxisType.Auto):
         return x
-    return jax.lax.with_sharding_constraint(x, PartitionSpec(*(axes or None for axes in placed)))
+    mesh, used, spec = jax.sharding.get_abstract_mesh(), set(), []
+    for size, (axes, is_open) in zip(x.shape, wanted, strict=True):
+        fits = not used & set(axes) and size % math.prod(mesh.shape[axis] for axis in axes) == 0
+        used |= set(axes) if fits else set()
+        spec.append((axes if fits else ()) or (PartitionSpec.UNCONSTRAINED if is_open else None))
+    if all(entry is PartitionSpec.UNCONSTRAINED for entry in spec):
+        return x
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(*spec))
 
 
 def has_mesh() -> bool:
@@ -75,22 +153,95 @@ def has_mesh() -> bool:
     return not jax.sharding.get_abstract_mesh().empty
 
 
-def _splits_anything() -> bool:
+def _axes_of(*kinds: AxisType) -> set[str]:
+    """Axes of the mesh in force that are of these types and split something."""
     mesh = jax.sharding.get_abstract_mesh()
     types = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    return any(kind == AxisType.Auto and mesh.shape[axis] > 1 for axis, kind in types)
+    return {axis for axis, kind in types if kind in kinds and mesh.shape[axis] > 1}
 
 
-def _sizes(axes: tuple[str, ...]) -> list[int]:
-    mesh = jax.sharding.get_abstract_mesh()
-    return [mesh.shape[axis] for axis in axes]
+def unmapped_axes() -> tuple[str, ...]:
+    """Axes of the mesh in force that split something and that no rule names. Arrays may be split over them in a way
+    that only the compiler knows: a kernel that it can't split would compute the same on each of their devices.
+    """
+    rules = _rules()
+    if rules is None:
+        known = _OWN_AXES
+    else:
+        targets = [axes for name, axes in rules if name in ACTIVATION_RULES]
+        known = {axis for axes in targets for axis in ((axes,) if isinstance(axes, str) else axes or ())}
+    unknown = _axes_of(AxisType.Auto, AxisType.Explicit) - known
+    return tuple(axis for axis in jax.sharding.get_abstract_mesh().axis_names if axis in unknown)
+
+
+def unmapped_refusal() -> str | None:
+    """For kernels that the compiler can't split: why they don't run under the mesh in force, or None."""
+    if not (axes := unmapped_axes()):
+        return None
+    return (
+        f"run under a mesh whose axes {', '.join(axes)} have no rule: each device would compute everything. Map them "
+        f'(with transformer.axis_rules([("batch", "{axes[0]}")]): ...)'
+    )
+
+
+def rows_can_merge() -> bool:
+    """Whether batch and length may be reshaped to one axis without communication: no mesh axis splits the length, nor
+    any axis in a way that the rules do not tell.
+    """
+    return not unmapped_axes() and not _axes_of(AxisType.Explicit) and ways("length") == 1
+
+
+def explicit_spec(x: jax.Array) -> PartitionSpec | None:
+    """The sharding in the type of `x`, one entry an axis, where the mesh in force has Explicit axes; else None."""
+    if not _axes_of(AxisType.Explicit):
+        return None
+    return jax.typeof(x).sharding.spec
+
+
+def joined_spec(*entries: str | tuple[str, ...] | None) -> PartitionSpec:
+    """A spec of these entries in which no mesh axis occurs twice: the first one keeps it."""
+    used: set[str] = set()
+    kept = []
+    for entry in entries:
+        axes = {entry} if isinstance(entry, str) else set(entry or ())
+        kept.append(None if axes & used else entry)
+        used |= axes
+    return PartitionSpec(*kept)
+
+
+def in_auto_axes(function: Callable[..., Any], out_spec: Any) -> Callable[..., Any]:
+    """`function`, with Explicit axes of the mesh in force made Auto inside it; itself where there are none.
+
+    For numerics in whose inner steps (scans, gathers, products over split axes) JAX does not infer a sharding. What the
+    function reads must be its arguments: an array that it closes over keeps its Explicit type. It is recomputed in the
+    backward pass, because a residual of Auto type must not leave it (a scan over layers would stack such residuals).
+
+    Args:
+        out_spec: the `PartitionSpec` of each result, as a tree like the result.
+    """
+    if not (axes := _axes_of(AxisType.Explicit)):
+        return function
+    check_explicit_axes(sorted(axes))
+    return jax.checkpoint(jax.sharding.auto_axes(function, out_sharding=out_spec))
+
+
+def lookup(table: jax.Array, rows: jax.Array) -> jax.Array:
+    """Rows of a table: (V, D) at (...) -> (..., D); NaN for a row that the table does not have, past the end or
+    negative.
+    """
+
+    def rows_of(table, rows):
+        return table.at[rows].get(mode="fill", wrap_negative_indices=False)
+
+    spec = explicit_spec(rows)
+    return in_auto_axes(rows_of, spec and joined_spec(*spec, *explicit_spec(table)[1:]))(table, rows)
 
 
 def mapped(
     function: Callable[..., jax.Array], in_names: Sequence[tuple[str | None, ...]], out_names: tuple[str | None, ...]
 ) -> Callable[..., jax.Array]:
     """`function` of arrays, run by each device on its own part of them (`jax.shard_map`): for kernels that the compiler
-    can't split, and for collectives. Without a mesh the function itself, on whole arrays.
+    can't split, and for collectives. Without a mesh, or where no name is split by it, the function itself.
 
     Args:
         function: arrays -> one array, of any shape. It sees parts, and the mesh axes by name.
@@ -111,7 +262,7 @@ def mapped(
             axis_sizes += zip(names, x.shape, strict=True)
         mesh = jax.sharding.get_abstract_mesh()
         axes = {axis for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Auto}
-        if not axes:
+        if not axes or (unmapped_axes() and not any(mesh_axes(name) for name, _ in axis_sizes)):
             return function(*arrays)
         whole = {name for name, size in axis_sizes if name is None or size % ways(name)}
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from transformer.axes import Array, Float, Hidden, Int, Positions
 from transformer.config import RotaryScaling
+from transformer.partitioning import lookup
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +96,7 @@ class Learned(NoPosition):
                 f"{x.shape[1]} positions don't fit a learned table of {self.max_length} (max_length). "
                 f"Shorten the input, or train a model with a larger max_length or another position scheme."
             )
-        return x + table.at[positions].get(mode="fill", wrap_negative_indices=False).astype(x.dtype)
+        return x + lookup(table, positions).astype(x.dtype)
 
 
 @dataclass(frozen=True, kw_only=True)

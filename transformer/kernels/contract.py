@@ -8,8 +8,11 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from transformer.axes import DType
+from transformer.masks import Mask
+from transformer.partitioning import explicit_spec, in_auto_axes
 
 BiasFunction: TypeAlias = Callable[[jax.Array, jax.Array], jax.Array]
 """(query indices (t,), key indices (s,)) -> what is added to that block of scores, broadcast to (B, N, t, s)"""
@@ -60,6 +63,39 @@ class Kernel:
     refusal: Callable[[Request], str | None]
     split_keys: bool = False
     """whether keys and values may stay split along their length; else each device gets the whole length"""
+
+    def attend(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        *,
+        mask: Mask,
+        bias: BiasFunction | None,
+        sinks: jax.Array | None,
+        dropout_key: jax.Array | None,
+        return_weights: bool,
+        **numbers: Any,
+    ) -> tuple[jax.Array, Any]:
+        """`run`, inside a mesh with Explicit axes too: there the result (B, T, N, Hv) is split as the query is, and a
+        bias that reads arrays must be a pytree (`jax.tree_util.Partial`).
+        """
+        arrays = bias if isinstance(bias, jax.tree_util.Partial) else None
+
+        def attended(query, key, value, mask, arrays, sinks, dropout_key):
+            used = bias if arrays is None else arrays
+            out, weights = self.run(
+                query, key, value, mask=mask, bias=used, sinks=sinks, dropout_key=dropout_key, **numbers
+            )
+            return (out, weights) if return_weights else (out,)
+
+        spec = explicit_spec(query)
+        if spec is not None:
+            rows, length, heads, _ = spec
+            specs = PartitionSpec(rows, length, heads, None), PartitionSpec(rows, heads, length, None)
+            attended = in_auto_axes(attended, specs if return_weights else specs[:1])
+        out, *weights = attended(query, key, value, mask, arrays, sinks, dropout_key)
+        return out, weights[0] if weights else None
 
 
 def bias_block(bias: BiasFunction, queries: jax.Array, keys: jax.Array) -> jax.Array:

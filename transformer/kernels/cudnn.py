@@ -15,7 +15,7 @@ from transformer.axes import Array, Attended, Float, Key, PRNGKey, Query, Value
 from transformer.kernels.contract import BiasFunction, Request
 from transformer.kernels.probing import compiler_error
 from transformer.masks import Mask
-from transformer.partitioning import mapped, platform, ways
+from transformer.partitioning import mapped, platform, unmapped_refusal, ways
 
 HEAD_SIZE = 128
 """of a head at most, on every GPU that cuDNN's kernel knows"""
@@ -28,6 +28,8 @@ def cudnn_refusal(request: Request) -> str | None:
     """What of a request cuDNN can't do, and why; None: it can serve it (Dao 2023, arXiv 2307.08691)."""
     if LIBRARY == "cudnn" and platform() != "gpu":
         return f"run on {platform()}: cuDNN is a library for NVIDIA GPUs"
+    if (refusal := unmapped_refusal()) is not None:
+        return refusal
     refused = {
         "return attention weights: it never holds all weights at once": request.return_weights,
         "add a bias: it would hold all of it": request.has_bias,

@@ -21,16 +21,15 @@ from transformer.axes import Array, Attended, Float, Key, PRNGKey, Query, Value
 from transformer.kernels import chunked
 from transformer.kernels.contract import BiasFunction, Request
 from transformer.masks import Mask
-from transformer.partitioning import constrain, mapped, ways
-
-AXIS = "context"
-"""the mesh axis that the logical axis "length" is split over"""
+from transformer.partitioning import constrain, mapped, mesh_axes, ways
 
 NOTHING = -1e30
 """logarithm of the weight of no key at all; finite, so that the difference of two is a number"""
 
 
-_NO_MESH = f"run here: no mesh is in force (jax.set_mesh) whose axis {AXIS!r} splits the length"
+_NO_MESH = (
+    "run here: no mesh is in force (jax.set_mesh) that splits the length, over the axis context or one of axis_rules"
+)
 _NO_WEIGHTS = "return attention weights: it never holds all weights at once"
 
 
@@ -80,7 +79,7 @@ def ring_attention(
     devices = ways("length")
     chunk = length // (2 * devices)
     plan = chunked.Blocks(None, scale, softcap, 0.0, chunk, chunk, min(block, chunk))
-    ring = _Ring(plan, devices, zigzag=mask.is_causal)
+    ring = _Ring(plan, mesh_axes("length"), devices, zigzag=mask.is_causal)
 
     # A sink is a key seen before all others, with no value; where there is none, its weight is nothing.
     start = jnp.full(num_heads, NOTHING) if sinks is None else sinks.astype(jnp.float32)
@@ -106,9 +105,12 @@ def ring_attention(
 
 @dataclass(frozen=True, eq=False)
 class _Ring:
-    """The static facts of one call, and who holds what. `plan` is for a pair of chunks."""
+    """The static facts of one call, and who holds what. `plan` is for a pair of chunks; the mesh axes `axes` split the
+    length.
+    """
 
     plan: chunked.Blocks
+    axes: tuple[str, ...]
     devices: int
     zigzag: bool
 
@@ -124,7 +126,7 @@ class _Ring:
         if not self.zigzag:
             return halves
         # Even chunks (first halves) go to different devices, and so do odd ones.
-        come = jnp.stack([jax.lax.ppermute(halves[odd], AXIS, self._homes(odd)) for odd in (0, 1)])
+        come = jnp.stack([jax.lax.ppermute(halves[odd], self.axes, self._homes(odd)) for odd in (0, 1)])
         return self._swapped_on_odd_devices(come)
 
     def leave(self, x: Array) -> Array:
@@ -132,7 +134,7 @@ class _Ring:
         if self.zigzag:
             x = self._swapped_on_odd_devices(x)
             back = [[(there, here) for here, there in self._homes(odd)] for odd in (0, 1)]
-            x = jnp.stack([jax.lax.ppermute(x[odd], AXIS, back[odd]) for odd in (0, 1)])
+            x = jnp.stack([jax.lax.ppermute(x[odd], self.axes, back[odd]) for odd in (0, 1)])
         x = jnp.moveaxis(x, 0, 1)
         return x.reshape(x.shape[0], -1, *x.shape[3:])
 
@@ -143,18 +145,18 @@ class _Ring:
 
     def _swapped_on_odd_devices(self, x: Array) -> Array:
         """The lower chunk of an even device is an even one, that of an odd device an odd one."""
-        return jnp.where(jax.lax.axis_index(AXIS) % 2 == 0, x, x[::-1])
+        return jnp.where(jax.lax.axis_index(self.axes) % 2 == 0, x, x[::-1])
 
     def passed_on(self, tree: Any) -> Any:
         """What the device before in the ring holds."""
         circle = [(device, (device + 1) % self.devices) for device in range(self.devices)]
-        return jax.tree.map(lambda x: jax.lax.ppermute(x, AXIS, circle), tree)
+        return jax.tree.map(lambda x: jax.lax.ppermute(x, self.axes, circle), tree)
 
     def each_pair(self, mask: Mask, step: Array, body: Callable, carry: Any) -> Any:
         """Folds body(a, b, mask of the pair, carry) over those pairs of own query chunk a and key chunk b here at this
         step that see each other.
         """
-        here = jax.lax.axis_index(AXIS)
+        here = jax.lax.axis_index(self.axes)
         size, index = self.plan.num_queries, jnp.arange(self.plan.num_queries)
         queries = self.chunks(here) * size
         keys = self.chunks((here - step) % self.devices) * size
@@ -311,7 +313,9 @@ def gathered_attention(
         return out
 
     axes = (1, 0, None if keys is None else 0)
-    out = jax.vmap(attend, in_axes=axes, out_axes=1, spmd_axis_name=AXIS)(split, jnp.arange(parts) * size, keys)
+    out = jax.vmap(attend, in_axes=axes, out_axes=1, spmd_axis_name=mesh_axes("length"))(
+        split, jnp.arange(parts) * size, keys
+    )
     return out.reshape(batch, length, *out.shape[3:]), None
 
 

@@ -18,7 +18,7 @@ from transformer.axes import Array, Attended, Float, Int, Key, PRNGKey, Query, V
 from transformer.kernels.contract import BiasFunction, Request
 from transformer.kernels.probing import compiler_error, library_version, matching_libtpu
 from transformer.masks import Mask
-from transformer.partitioning import mapped, platform, ways
+from transformer.partitioning import mapped, platform, unmapped_refusal, ways
 
 LANES = 128
 """the kernel's blocks are multiples of it: numbers in a row of the TPU's vector registers"""
@@ -44,6 +44,8 @@ def splash_refusal(request: Request) -> str | None:
     """What of a request splash can't do, and why; None: it can serve it (Dao 2023, arXiv 2307.08691)."""
     if platform() not in ("tpu", "cpu"):
         return f"run on {platform()}: it is written for TPUs, and only a CPU interprets it, for tests"
+    if (refused := unmapped_refusal()) is not None:
+        return refused
     if request.return_weights:
         return "return attention weights: it never holds all weights at once"
     if request.has_bias:

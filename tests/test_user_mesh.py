@@ -1,0 +1,253 @@
+"""Inside other projects: under their meshes our modules cost what Flax's cost, with Auto and Explicit axes."""
+
+import collections
+import re
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import transformer
+from transformer.kernels import choose
+from transformer.kernels.contract import Request
+from transformer.layers import Embedding
+from transformer.partitioning import axis_rules, constrain, mesh_axes, unmapped_axes, ways
+
+ROWS, LENGTH, WIDTH, HEADS = 8, 6, 16, 4
+NAMES = [("data", "tensor"), ("dp", "tp"), ("data", "model")]
+OURS = transformer.MultiHeadAttention(num_heads=HEADS)
+FLAX = nn.MultiHeadDotProductAttention(num_heads=HEADS)
+X = jax.random.normal(jax.random.key(1), (ROWS, LENGTH, WIDTH))
+PARAMS = FLAX.init(jax.random.key(0), X)["params"]
+
+needs_explicit = pytest.mark.skipif(jax.__version_info__ < (0, 9), reason="Explicit axes are supported from jax 0.9")
+
+
+def make(names, kind=AxisType.Auto, sizes=(4, 2)):
+    return jax.make_mesh(sizes, names, axis_types=(kind,) * len(names))
+
+
+def put(array, mesh, *spec):
+    return jax.device_put(array, NamedSharding(mesh, PartitionSpec(*spec)))
+
+
+def by_heads(mesh):
+    """Rows of x over the first axis; heads over the second (Shoeybi et al. 2019, arXiv 1909.08053, section 3)."""
+    rows, heads = mesh.axis_names
+
+    def place(path, leaf):
+        if path[0].key == "out":
+            return put(leaf, mesh, *((heads,) if leaf.ndim == 3 else ()))
+        return put(leaf, mesh, *((None, heads) if leaf.ndim == 3 else (heads,)))
+
+    return jax.tree_util.tree_map_with_path(place, PARAMS), put(X, mesh, rows)
+
+
+def loss_of(attention):
+    def loss(params, x):
+        y = attention.apply({"params": params}, x)
+        return jnp.square(y[0] if isinstance(y, tuple) else y).sum()
+
+    return loss
+
+
+def compiled(attention, params, x, mesh=None):
+    """The program of a loss and its gradients; `mesh`: set while it is traced."""
+    step = jax.jit(jax.value_and_grad(loss_of(attention)))
+    if mesh is None:
+        return step.lower(params, x).compile()
+    with jax.set_mesh(mesh):
+        return step.lower(params, x).compile()
+
+
+def collectives(program):
+    """How often each kind of collective occurs."""
+    return collections.Counter(
+        re.findall(r" (all-[a-z]+|reduce-scatter|collective-permute)(?:-start)?\(", program.as_text())
+    )
+
+
+def flops(program):
+    cost = program.cost_analysis()
+    return (cost[0] if isinstance(cost, list) else cost)["flops"]
+
+
+@pytest.mark.parametrize("is_set", [True, False], ids=["set_mesh", "no set_mesh"])
+@pytest.mark.parametrize("names", NAMES, ids="-".join)
+def test_no_collective_that_flax_does_not_need(names, is_set):
+    mesh = make(names)
+    params, x = by_heads(mesh)
+    theirs, ours = (compiled(one, params, x, mesh if is_set else None) for one in (FLAX, OURS))
+    found, needed = collectives(ours), collectives(theirs)
+    assert needed, "the layout must need some communication, or the test shows nothing"
+    assert found["all-gather"] <= needed["all-gather"]
+    assert found.total() <= needed.total()
+
+
+@pytest.mark.parametrize("names", NAMES, ids="-".join)
+def test_a_data_parallel_step_computes_each_row_once(names):
+    """All eight devices share the rows of a batch, over both axes, and the mesh is set."""
+    mesh = make(names)
+    params = jax.tree.map(lambda leaf: put(leaf, mesh), PARAMS)
+    x = put(X, mesh, names)
+    rules = [("batch", names)]
+    theirs = compiled(FLAX, params, x, mesh)
+    with axis_rules(rules):
+        ours = compiled(OURS, params, x, mesh)
+    assert flops(ours) <= 1.05 * flops(theirs)
+    assert collectives(ours)["all-gather"] == 0
+    if names == ("dp", "tp"):  # no axis that our own rules know: nothing to be told
+        ours = compiled(OURS, params, x, mesh)
+        assert flops(ours) <= 1.05 * flops(theirs)
+        assert collectives(ours)["all-gather"] == 0
+
+
+@needs_explicit
+@pytest.mark.parametrize("names", NAMES, ids="-".join)
+def test_explicit_axes_cost_the_same_and_give_the_same(names):
+    auto, explicit = make(names), make(names, AxisType.Explicit)
+    theirs = compiled(FLAX, *by_heads(auto))
+    params, x = by_heads(explicit)
+    ours = compiled(OURS, params, x, explicit)
+    assert collectives(ours)["all-gather"] <= collectives(theirs)["all-gather"]
+    assert collectives(ours).total() <= collectives(theirs).total()
+    with jax.set_mesh(explicit):
+        loss, grads = jax.jit(jax.value_and_grad(loss_of(OURS)))(params, x)
+        assert jax.typeof(OURS.apply({"params": params}, x)[0]).sharding.spec[0] == names[0]
+    expected, expected_grads = jax.value_and_grad(loss_of(FLAX))(PARAMS, X)
+    np.testing.assert_allclose(loss, expected, rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), grads, expected_grads)
+
+
+CONFIG = {"vocab_size": 32, "d_model": 16, "num_heads": 4, "d_ff": 24, "num_layers": 2}
+MODELS = {
+    "learned": transformer.CausalLM(
+        transformer.TransformerConfig(**CONFIG, position="learned", max_length=LENGTH),
+        execution=transformer.Execution(scan=False),
+    ),
+    "rotary, scanned": transformer.CausalLM(transformer.TransformerConfig(**CONFIG, position="rotary", num_kv_heads=2)),
+    "ALiBi": transformer.CausalLM(transformer.TransformerConfig(**CONFIG, position="alibi")),
+    "routed": transformer.CausalLM(
+        transformer.TransformerConfig(
+            **CONFIG, period=(transformer.LayerKind(moe=transformer.MoE(num_experts=4, d_ff=8)),)
+        )
+    ),
+}
+
+
+# Every model with one kernel, and every kernel with a model that hands it a bias.
+CASES = [(name, "reference") for name in MODELS] + [("ALiBi", "sliced"), ("ALiBi", "chunked")]
+
+
+@needs_explicit
+@pytest.mark.parametrize(("name", "kernel"), CASES)
+def test_models_work_with_the_mesh_that_jax_makes(name, kernel):
+    """`jax.make_mesh((8,), ("data",))` has an Explicit axis since JAX 0.9."""
+    mesh, model = jax.make_mesh((8,), ("data",)), MODELS[name]
+    assert mesh.axis_types == (AxisType.Explicit,)
+    model = model.clone(execution=transformer.Execution(scan=model.execution.scan, attention=kernel))
+    tokens = jax.random.randint(jax.random.key(2), (ROWS, LENGTH), 0, 32)
+    params = model.init(jax.random.key(0), tokens)["params"]
+
+    def loss(params, tokens):
+        return jnp.square(model.apply({"params": params}, tokens)).sum()
+
+    expected, expected_grads = jax.jit(jax.value_and_grad(loss))(params, tokens)
+    with jax.set_mesh(mesh):
+        found, grads = jax.jit(jax.value_and_grad(loss))(params, put(tokens, mesh, "data"))
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3), grads, expected_grads)
+
+
+@needs_explicit
+def test_the_embedding_looks_up_with_explicit_axes():
+    mesh = jax.make_mesh((8,), ("data",))
+    tokens = jnp.arange(ROWS * LENGTH).reshape(ROWS, LENGTH) % 7
+    embedding = Embedding(vocab_size=7, features=4)
+    params = embedding.init(jax.random.key(0), tokens)
+    with jax.set_mesh(mesh):
+        rows = jax.jit(embedding.apply)(params, put(tokens, mesh, "data"))
+    assert rows.sharding.spec[0] == "data"
+    np.testing.assert_array_equal(rows, embedding.apply(params, tokens))
+
+
+@pytest.mark.skipif(jax.__version_info__ >= (0, 9), reason="Explicit axes are supported")
+def test_explicit_axes_on_an_old_jax_say_what_to_do():
+    mesh = make(("data",), AxisType.Explicit, (8,))
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match=r"mesh axes data are Explicit, .* AxisType\.Auto"):
+        OURS.apply({"params": PARAMS}, put(X, mesh, "data"))
+
+
+class TestRules:
+    def test_names_of_ours_go_where_the_rules_say(self):
+        x = jnp.ones((ROWS, LENGTH, 4, 2))
+        mesh = make(("dp", "tp"))
+
+        def place(x):
+            return constrain(x, "batch", "length", "heads", "head_dim")
+
+        with jax.set_mesh(mesh):
+            assert unmapped_axes() == ("dp", "tp")
+            with axis_rules([("batch", "dp"), ("heads", "tp"), ("embed", None)]):
+                assert jax.jit(lambda x: place(x))(x).sharding.spec == PartitionSpec("dp", None, "tp")
+                assert (ways("batch"), ways("heads"), ways("length")) == (4, 2, 1)
+                assert unmapped_axes() == ()
+            with nn.logical_axis_rules([("batch", ("dp", "tp")), ("mlp", "tp")]):
+                assert jax.jit(lambda x: place(x))(x).sharding.spec == PartitionSpec(("dp", "tp"))
+            assert mesh_axes("batch") == ()
+
+    def test_the_first_rule_counts_whose_axes_the_mesh_has(self):
+        with jax.set_mesh(make(("dp", "tp"))), axis_rules([("batch", ("pod", "dp")), ("batch", "dp")]):
+            assert mesh_axes("batch") == ("dp",)
+
+    def test_none_replicates_and_no_rule_leaves_the_axis_alone(self):
+        mesh = make(("dp", "tp"))
+        x = put(jnp.ones((8, 6)), mesh, "dp", "tp")
+        with jax.set_mesh(mesh):
+            with axis_rules([("batch", "dp"), ("embed", None)]):
+                assert jax.jit(lambda x: constrain(x, "batch", "embed"))(x).sharding.spec == PartitionSpec("dp")
+            with axis_rules([("batch", "dp")]):
+                assert jax.jit(lambda x: constrain(x, "batch", "embed"))(x).sharding.spec == PartitionSpec("dp", "tp")
+            assert jax.jit(lambda x: constrain(x, "batch", "embed"))(x).sharding.spec == PartitionSpec("dp", "tp")
+
+    def test_a_name_that_is_not_ours_is_refused(self):
+        with (
+            pytest.raises(ValueError, match=r"unknown logical axis 'mlp': use one of batch"),
+            axis_rules([("mlp", "tp")]),
+        ):
+            pass
+
+    def test_a_mesh_axis_is_used_once_an_array(self):
+        with jax.set_mesh(make(("dp", "tp"))), axis_rules([("batch", "dp"), ("length", "dp")]):
+            assert jax.jit(lambda x: constrain(x, "batch", "length"))(jnp.ones((8, 8))).sharding.spec == PartitionSpec(
+                "dp"
+            )
+
+
+def test_a_kernel_that_no_compiler_splits_needs_to_know_the_axes():
+    """Each device would run splash on all rows; auto takes a kernel that the compiler splits."""
+    request = Request(num_queries=2048, num_keys=2048, return_weights=False)
+    with jax.set_mesh(make(("dp", "tp"))):
+        with pytest.raises(
+            ValueError, match=r"splash attention kernel can't run under a mesh whose axes dp, tp .*axis_rules"
+        ):
+            choose("splash", request)
+        with axis_rules([("batch", "dp"), ("heads", "tp")]):
+            assert choose("splash", request) == "splash"
+
+
+@pytest.mark.parametrize("kernel", ["ring", "gathered"])
+def test_a_length_split_over_axes_of_any_name(kernel):
+    query, key, value = (jax.random.normal(jax.random.key(i), (2, 16, 2, 4)) for i in range(3))
+    mask = transformer.Mask.causal()
+
+    def attend(*arrays):
+        return transformer.dot_product_attention(*arrays, mask=mask, implementation=kernel)
+
+    expected = transformer.dot_product_attention(query, key, value, mask=mask)
+    for names, rule in ((("dp", "sp"), "sp"), (("sp", "inner"), ("sp", "inner"))):
+        with jax.set_mesh(make(names, sizes=(2, 2))), axis_rules([("length", rule)]):
+            np.testing.assert_allclose(jax.jit(attend)(query, key, value), expected, atol=1e-5)
