@@ -30,7 +30,8 @@ def worked_example(causal_mask):
     params = {name: {"kernel": jnp.array(w, jnp.float32).transpose(1, 0, 2)} for name, w in heads.items()}
     params["out"] = {"kernel": jnp.eye(4).reshape(2, 2, 4)}
     attention = MultiHeadAttention(num_heads=2, use_bias=False)
-    (out, _), seen = attention.apply({"params": params}, x, mask=causal_mask, mutable=["intermediates"])
+    options = {"sow_weights": True, "mutable": ["intermediates"]}
+    (out, _), seen = attention.apply({"params": params}, x, mask=causal_mask, **options)
     return out[0], seen["intermediates"]["weights"][0][0]
 
 
@@ -184,7 +185,8 @@ def test_qk_norm_makes_scores_blind_to_the_size_of_x():
     params = jax.jit(attention.init)(jax.random.key(0), X)
 
     def weights(x):
-        return attention.apply(params, x, mutable=["intermediates"])[1]["intermediates"]["weights"][0]
+        _, seen = attention.apply(params, x, sow_weights=True, mutable=["intermediates"])
+        return seen["intermediates"]["weights"][0]
 
     np.testing.assert_allclose(weights(X), weights(7 * X), atol=1e-5)
 
@@ -200,7 +202,7 @@ def test_qk_norm_over_all_heads_together(kind):
     for name, scale in scales.items():
         np.testing.assert_array_equal(params[f"{name}_norm"]["scale"], jnp.full(scale.shape, start))
         params[f"{name}_norm"] = {"scale": scale - 1 + start}
-    (_, _), seen = attention.apply({"params": params}, X, mutable=["intermediates"])
+    (_, _), seen = attention.apply({"params": params}, X, sow_weights=True, mutable=["intermediates"])
 
     def heads(name):
         x = jnp.einsum("btd,dnh->btnh", X, params[name]["kernel"])
@@ -246,7 +248,8 @@ def test_weights_are_kept_only_when_asked_for():
     attention = MultiHeadAttention(num_heads=N, head_dim=H)
     params = jax.jit(attention.init)(jax.random.key(0), X)
     assert set(params) == {"params"}
-    _, seen = attention.apply(params, X, mutable=["intermediates"])
+    assert not attention.apply(params, X, mutable=["intermediates"])[1]
+    _, seen = attention.apply(params, X, sow_weights=True, mutable=["intermediates"])
     weights = seen["intermediates"]["weights"][0]
     assert weights.shape == (B, N, T, T)
     np.testing.assert_allclose(weights.sum(-1), 1, rtol=1e-5)
@@ -255,7 +258,7 @@ def test_weights_are_kept_only_when_asked_for():
 def test_dropout_needs_its_rng_and_is_off_when_deterministic():
     attention = MultiHeadAttention(num_heads=N, head_dim=H, dropout_rate=0.5)
     params = jax.jit(attention.init)(jax.random.key(0), X)
-    same = attention.apply(params, X)[0]
+    same = attention.apply(params, X, deterministic=True)[0]
     np.testing.assert_array_equal(same, MultiHeadAttention(num_heads=N, head_dim=H).apply(params, X)[0])
     dropped = attention.apply(params, X, deterministic=False, rngs={"dropout": jax.random.key(1)})[0]
     assert np.abs(dropped - same).max() > 0.01

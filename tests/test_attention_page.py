@@ -15,7 +15,7 @@ from attention_page_parts import Elements, data_of, group_of, random_map, transl
 from golden import case as golden_case
 from golden import ours
 
-from transformer.config import MLA, LayerKind, TransformerConfig
+from transformer.config import MLA, Execution, LayerKind, TransformerConfig
 from transformer.models import CausalLM, Forecaster, Seq2Seq
 from transformer.viz import attention_page as module
 from transformer.viz.attention_page import Panel, attention_page, quantize, save_attention_page
@@ -40,6 +40,7 @@ def page_of(*panels, source=0, target=0, **options):
 def watch(model, *inputs, params=None):
     """What a model sows when it reads these inputs, with the kernel that gives its weights."""
     params = jax.jit(model.init)(jax.random.key(0), *inputs)["params"] if params is None else params
+    model = model.clone(execution=Execution(sow_weights=True))
     run = jax.jit(lambda params, *inputs: model.apply({"params": params}, *inputs, mutable=["intermediates"]))
     return run(params, *inputs)[1]["intermediates"]
 

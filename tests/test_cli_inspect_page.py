@@ -81,7 +81,7 @@ def fails(capsys):
 
 def weights_when_read(run, *rows):
     """What a model's attention weighs, by its own formula's kernel."""
-    model = run.model.clone(execution=Execution(scan=False, attention="reference"))
+    model = run.model.clone(execution=Execution(scan=False, attention="reference", sow_weights=True))
     tokens = [jnp.asarray([row]) for row in rows]
     return model.apply({"params": run.params}, *tokens, mutable=["intermediates"])[1]["intermediates"]
 

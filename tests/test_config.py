@@ -247,16 +247,21 @@ def routed_program(moe):
     return jax.jit(run).lower(jax.random.key(0), jnp.zeros((2, 5), jnp.int32)).as_text()
 
 
-@pytest.mark.parametrize(("field", "value"), [("scan", False), ("remat", "full"), ("attention", "chunked")])
+EXECUTION = {"scan": False, "remat": "full", "attention": "chunked", "sow_weights": True}
+
+
+@pytest.mark.parametrize(("field", "value"), EXECUTION.items())
 def test_every_field_of_execution_is_read(field, value):
     def program(execution):
         def loss(params, tokens):
-            return CausalLM(TINY, execution).apply(params, tokens).sum()
+            logits, sown = CausalLM(TINY, execution).apply(params, tokens, mutable=["intermediates"])
+            return logits.sum(), sown
 
         tokens = jnp.zeros((2, 5), jnp.int32)
         params = jax.eval_shape(CausalLM(TINY).init, jax.random.key(0), tokens)
-        return jax.jit(jax.grad(loss)).lower(params, tokens).as_text()
+        return jax.jit(jax.grad(loss, has_aux=True)).lower(params, tokens).as_text()
 
+    assert set(EXECUTION) == {field.name for field in dataclasses.fields(Execution)}
     assert program(Execution()) != program(Execution(**{field: value}))
 
 

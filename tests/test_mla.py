@@ -190,7 +190,8 @@ def test_weights_are_kept_when_asked_for_and_dropout_drops():
 
     @jax.jit
     def run(key):
-        (plain, _), kept = module.apply({"params": params}, x, mutable="intermediates")
+        options = {"deterministic": True, "sow_weights": True, "mutable": "intermediates"}
+        (plain, _), kept = module.apply({"params": params}, x, **options)
         dropped, _ = module.apply({"params": params}, x, deterministic=False, rngs={"dropout": key})
         return plain, dropped, kept["intermediates"]["weights"][0]
 

@@ -55,7 +55,7 @@ def start(module, *inputs):
 
 def watched(attention, params, x, **options):
     """Output and weights (B, N, T, S)."""
-    (out, _), seen = attention.apply(params, x, mutable=["intermediates"], **options)
+    (out, _), seen = attention.apply(params, x, sow_weights=True, mutable=["intermediates"], **options)
     return out, seen["intermediates"]["weights"][0]
 
 

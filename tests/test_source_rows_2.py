@@ -11,7 +11,7 @@ from test_source_rows import KEYS, SMALL, B, D, T, X, kernels, softmax, start, w
 
 from transformer.attention import MultiHeadAttention, dot_product_attention
 from transformer.blocks import LayerInputs, PreNormBlock
-from transformer.config import ConfigError, LayerKind, transformer_base
+from transformer.config import ConfigError, Execution, LayerKind, transformer_base
 from transformer.data.vocabularies import WordTokenizer
 from transformer.generate import Sampling, generate
 from transformer.layers import FeedForward, LayerNorm
@@ -270,7 +270,7 @@ def test_s2_9_see_which_word_attends_to_which(tmp_path):
     """'La sopa se cocinó en la olla y estaba rica': a map a layer, ten words by ten for each head, rows of sum 1."""
     words = ["La", "sopa", "se", "cocinó", "en", "la", "olla", "y", "estaba", "rica"]
     tokens = jnp.arange(10)[None]
-    model = Classifier(SMALL.replace(num_layers=2, num_classes=2))
+    model = Classifier(SMALL.replace(num_layers=2, num_classes=2), Execution(sow_weights=True))
     params = start(model, tokens)
     _, seen = jax.jit(functools.partial(model.apply, mutable=["intermediates"]))(params, tokens)
     maps = attention_maps(seen["intermediates"], model.config)
@@ -330,7 +330,8 @@ def test_s4_2_the_worked_example_digit_for_digit():
 
     attention = MultiHeadAttention(num_heads=2, use_bias=False)
     own = kernels(**{n: np.array(w[n]).transpose(1, 0, 2) for n in w}, out=np.eye(4).reshape(2, 2, 4))
-    call = functools.partial(attention.apply, own, x, capture_intermediates=True, mutable=["intermediates"])
+    options = {"sow_weights": True, "capture_intermediates": True, "mutable": ["intermediates"]}
+    call = functools.partial(attention.apply, own, x, **options)
     (out, _), seen = call(mask=Mask.causal())
     for name, expected in heads.items():
         computed = seen["intermediates"][name]["__call__"][0][0]  # (T, N, H)
@@ -372,7 +373,7 @@ def test_s4_3_a_mask_of_hidden_keys_is_turned_by_not():
 
 
 def test_s4_3_weights_are_returned_only_when_asked_for():
-    """The output alone; with return_weights, or the collection "intermediates", the weights too."""
+    """The output alone; with return_weights, or sow_weights, the weights too."""
     q = X[:, :, None]
     assert isinstance(dot_product_attention(q, q, q), jax.Array)
     assert dot_product_attention(q, q, q, return_weights=True)[1].shape == (B, 1, T, T)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from transformer.config import LayerKind, TransformerConfig
+from transformer.config import Execution, LayerKind, TransformerConfig
 from transformer.models import CausalLM, Seq2Seq
 from transformer.viz import attention_maps as module
 from transformer.viz.attention_maps import save_attention_maps
@@ -37,6 +37,7 @@ def start(model, *rows):
 
 def watch(model, params, *rows):
     """What a model sows when it reads these rows."""
+    model = model.clone(execution=Execution(sow_weights=True))
     run = jax.jit(lambda params, *rows: model.apply({"params": params}, *rows, mutable=["intermediates"]))
     return run(params, *rows)[1]["intermediates"]
 
@@ -106,7 +107,9 @@ def test_a_batch_or_nothing_is_refused():
     sown = watch(model, start(model, tokens), tokens)
     with pytest.raises(ValueError, match="one example, got a batch of 2"):
         attention_maps(sown, model.config)
-    with pytest.raises(ValueError, match=r"no attention weights: call the model with mutable=\['intermediates'\]"):
+    with pytest.raises(
+        ValueError, match=r"no attention weights: .*sow_weights=True.* mutable=\['intermediates'\]"
+    ):
         attention_maps({}, model.config)
 
 

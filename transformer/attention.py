@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import flax.linen as nn
@@ -26,7 +27,8 @@ from transformer.axes import (
 )
 from transformer.caches import ContextCache, KVCache
 from transformer.kernels import ALL_KERNELS, BiasFunction, Request, choose
-from transformer.layers import NORMS, Initializer, Linear
+from transformer.kernels.contract import bias_block
+from transformer.layers import NORMS, Initializer, Linear, is_deterministic
 from transformer.masks import Mask
 from transformer.partitioning import constrain, ways
 from transformer.positions import NoPosition
@@ -139,7 +141,23 @@ def _bias_function(bias: BiasFunction | Array | None, shape: tuple[int, int, int
         raise ValueError(f"the bias of shape {bias.shape} doesn't broadcast to (B, N, T, S) = {shape}.")
     bias = bias.reshape((1,) * (4 - bias.ndim) + bias.shape)
     bias = jnp.broadcast_to(bias, (*bias.shape[:2], *shape[2:]))
-    return lambda queries, keys: bias[:, :, queries][:, :, :, keys]
+    return jax.tree_util.Partial(_bias_of, bias)
+
+
+def _bias_of(bias: Array, queries: Array, keys: Array) -> Array:
+    return bias[:, :, queries][:, :, :, keys]
+
+
+def _sum_of_biases(bias: BiasFunction | None, more: jax.tree_util.Partial | None) -> BiasFunction | None:
+    if bias is None or more is None:
+        return more if bias is None else bias
+    if isinstance(bias, jax.tree_util.Partial):
+        return jax.tree_util.Partial(_sum_of_blocks, bias, more)
+    return jax.tree_util.Partial(functools.partial(_sum_of_blocks, bias), more)  # a plain function is no pytree
+
+
+def _sum_of_blocks(bias: BiasFunction, more: BiasFunction, queries: Array, keys: Array) -> Array:
+    return bias_block(bias, queries, keys) + bias_block(more, queries, keys)
 
 
 class MultiHeadAttention(nn.Module):
@@ -194,18 +212,24 @@ class MultiHeadAttention(nn.Module):
         positions: Positions | None = None,
         position_table: Float[Array, "R W"] | None = None,
         cache: KVCache | ContextCache | None = None,
-        deterministic: bool = True,
+        bias: BiasFunction | Array | None = None,
+        deterministic: bool | None = None,
+        sow_weights: bool = False,
     ) -> tuple[Float[Array, "B T Do"], KVCache | ContextCache | None]:
         """Attends from x (B, T, D) to itself, or to `context` (B, S, Dc); returns (B, T, out_features) and the cache.
         ValueError: sizes that don't fit.
 
         Args:
-            mask: which query attends which key; causality is not implied.
+            mask: which query attends which key, a `Mask` or an array that broadcasts to (B, N, T, S); causality is not
+                implied. With a `KVCache`, S is the length of the cache.
             positions: (B, T), for the position scheme; None: 0, 1, 2, ... after what the cache holds.
             position_table: the scheme's learnt table, if it has one.
             cache: a `KVCache` to append to and attend over; or a `ContextCache`, filled when `context` is given and
                 read when it is not.
-            deterministic: False drops weights (rng "dropout").
+            bias: added to the scores and to the position scheme's bias, as in `dot_product_attention`.
+            deterministic: True evaluates; False drops weights (rng "dropout"). Required if `dropout_rate` is above 0.
+            sow_weights: sow the attention weights (B, N, T, S), before dropout, as `weights` into the collection
+                "intermediates"; needs a kernel that has them ("reference", which "auto" then chooses).
         """
         self._check(x, context)
         if self.head_dim is None and x.shape[-1] % self.num_heads:
@@ -216,7 +240,7 @@ class MultiHeadAttention(nn.Module):
         head_dim = x.shape[-1] // self.num_heads if self.head_dim is None else self.head_dim
         value_dim = head_dim if self.value_dim is None else self.value_dim
         kv_heads = self.num_heads if self.num_kv_heads is None else self.num_kv_heads
-        mask, bias = Mask.of(mask), None
+        mask = Mask.of(mask)
         if isinstance(cache, KVCache) and context is not None:
             raise ValueError("a KVCache is of self-attention, and this one has a context. Give a ContextCache.")
 
@@ -248,10 +272,11 @@ class MultiHeadAttention(nn.Module):
                 start, cache = cache.length, cache.append(key, value, positions)
                 (key, value), key_positions = cache.whole(), cache.positions
                 mask = mask.shifted(start) & Mask.lengths(cache.length)
-            bias = self._bias(positions, key_positions, position_table)
+            sizes = (x.shape[0], self.num_heads, x.shape[1], key.shape[1])
+            bias = _sum_of_biases(_bias_function(bias, sizes), self._bias(positions, key_positions, position_table))
 
-        watched = self.is_mutable_collection("intermediates") and not self.is_initializing()
-        dropout_rate = 0.0 if deterministic else self.dropout_rate
+        sown = sow_weights and self.is_mutable_collection("intermediates") and not self.is_initializing()
+        dropout_rate = 0.0 if is_deterministic(self, deterministic, self.dropout_rate) else self.dropout_rate
         sinks = self.param("sinks", nn.initializers.zeros, (self.num_heads,), self.param_dtype) if self.sinks else None
         out = dot_product_attention(
             query,
@@ -265,9 +290,9 @@ class MultiHeadAttention(nn.Module):
             dropout_rate=dropout_rate,
             dropout_key=self.make_rng("dropout") if dropout_rate > 0.0 else None,
             implementation=self.implementation,
-            return_weights=watched,
+            return_weights=sown,
         )
-        if watched:
+        if sown:
             out, weights = out
             self.sow("intermediates", "weights", weights)
         out = constrain(out, "batch", "length", "heads", "head_dim")

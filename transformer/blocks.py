@@ -15,7 +15,7 @@ from transformer.attention import MultiHeadAttention
 from transformer.axes import Hidden, Leaf
 from transformer.caches import ContextCache, KVCache
 from transformer.config import MLA, ConfigError, Execution, LayerKind, TransformerConfig
-from transformer.layers import NORMS, FeedForward, Initializer
+from transformer.layers import NORMS, FeedForward, Initializer, is_deterministic
 from transformer.masks import Mask
 from transformer.mla import LatentAttention
 from transformer.moe import RoutedFeedForward
@@ -41,8 +41,8 @@ class LayerInputs:
     """(B, S, Dc) for cross-attention; None: what its cache holds"""
     context_mask: Leaf = Mask()
     """a `Mask`, of cross-attention"""
-    deterministic: bool = field(default=True, metadata={"static": True})
-    """False: dropout is on (rng "dropout")"""
+    deterministic: bool | None = field(default=None, metadata={"static": True})
+    """True: evaluate; False: drop (rng "dropout"). Required if the config has a dropout rate above 0"""
 
 
 @jax.tree_util.register_dataclass
@@ -142,7 +142,8 @@ class Block(nn.Module):
 
     def dropout(self, x: Hidden, inputs: LayerInputs) -> Hidden:
         """x (B, T, D) with some numbers set to zero and the rest scaled up, unless deterministic."""
-        return nn.Dropout(self.config.dropout_rate)(x, deterministic=inputs.deterministic)
+        rate = self.config.dropout_rate
+        return nn.Dropout(rate)(x, deterministic=is_deterministic(self, inputs.deterministic, rate))
 
     def attend_to_self(self, x: Hidden, inputs: LayerInputs, cache: LayerCache | None) -> tuple[Hidden, KVCache | None]:
         """x (B, T, D) attends to itself and to what the cache holds; returns (B, T, D) and the cache."""
@@ -157,6 +158,7 @@ class Block(nn.Module):
             "positions": inputs.positions,
             "cache": None if cache is None else cache.self_attention,
             "deterministic": inputs.deterministic,
+            "sow_weights": self.execution.sow_weights,
         }
         if self.config.mla is not None:
             return self._latent_attention("self_attention", self.config.mla, scheme)(x, **given)
@@ -180,6 +182,7 @@ class Block(nn.Module):
             mask=inputs.context_mask,
             cache=None if cache is None else cache.cross_attention,
             deterministic=inputs.deterministic,
+            sow_weights=self.execution.sow_weights,
         )
 
     def apply_feed_forward(self, x: Hidden, inputs: LayerInputs) -> tuple[Hidden, Aux]:

@@ -15,7 +15,8 @@ from transformer.axes import Array, DType, Float, Hidden, Positions
 from transformer.caches import KVCache
 from transformer.config import MLA
 from transformer.int8 import Int8
-from transformer.layers import Initializer, Linear, RMSNorm, as_matrix, glorot_uniform, linear
+from transformer.kernels import BiasFunction
+from transformer.layers import Initializer, Linear, RMSNorm, as_matrix, glorot_uniform, is_deterministic, linear
 from transformer.masks import Mask
 from transformer.partitioning import constrain
 from transformer.positions import NoPosition, Rotary
@@ -56,15 +57,20 @@ class LatentAttention(nn.Module):
         mask: Mask | Array | None = None,
         positions: Positions | None = None,
         cache: KVCache | None = None,
-        deterministic: bool = True,
+        bias: BiasFunction | Array | None = None,
+        deterministic: bool | None = None,
+        sow_weights: bool = False,
     ) -> tuple[Hidden, KVCache | None]:
         """Attends from x (B, T, D) to itself and to what the cache holds; returns (B, T, D) and the cache.
 
         Args:
-            mask: which query attends which key; causality is not implied.
+            mask: which query attends which key, a `Mask` or an array that broadcasts to (B, N, T, S); causality is not
+                implied.
             positions: (B, T); None: 0, 1, 2, ... after what the cache holds.
             cache: of one head of latent and turned key (B, S, 1, R + Hr), and of values of no width.
-            deterministic: False drops weights (rng "dropout").
+            bias: added to the scores, as in `dot_product_attention`.
+            deterministic: True evaluates; False drops weights (rng "dropout"). Required if `dropout_rate` is above 0.
+            sow_weights: as in `MultiHeadAttention`.
 
         Raises:
             ValueError: tokens that don't fit the cache.
@@ -91,8 +97,8 @@ class LatentAttention(nn.Module):
             cache = cache.append(held, held[..., :0], positions)
             held, mask = cache.whole()[0].astype(self.dtype), mask.shifted(start) & Mask.lengths(cache.length)
 
-        watched = self.is_mutable_collection("intermediates") and not self.is_initializing()
-        dropout_rate = 0.0 if deterministic else self.dropout_rate
+        sown = sow_weights and self.is_mutable_collection("intermediates") and not self.is_initializing()
+        dropout_rate = 0.0 if is_deterministic(self, deterministic, self.dropout_rate) else self.dropout_rate
         attend = absorbed_attention if absorbs(x.shape[1], held.shape[1], mla) else expanded_attention
         out = attend(
             query,
@@ -100,14 +106,15 @@ class LatentAttention(nn.Module):
             self._heads("key", mla.kv_rank, mla.plain_dim),
             self._heads("value", mla.kv_rank, mla.value_dim),
             mask=mask,
+            bias=bias,
             scale=mla.head_dim**-0.5 if self.scale is None else self.scale,
             softcap=self.softcap,
             dropout_rate=dropout_rate,
             dropout_key=self.make_rng("dropout") if dropout_rate > 0.0 else None,
             implementation=self.implementation,
-            return_weights=watched,
+            return_weights=sown,
         )
-        if watched:
+        if sown:
             out, weights = out
             self.sow("intermediates", "weights", weights)
         out = checkpoint_name(constrain(out, "batch", "length", "heads", "head_dim"), "attention_output")

@@ -13,6 +13,7 @@ from transformer.axes import Array, Context, Hidden, Positions
 from transformer.blocks import BLOCKS, Aux, LayerCache, LayerInputs, make_norm, position_scheme, table_parameter
 from transformer.caches import cache_length
 from transformer.config import Execution, LayerKind, TransformerConfig
+from transformer.layers import is_deterministic
 from transformer.masks import Mask
 from transformer.parameter_axes import LAYERS
 from transformer.partitioning import constrain
@@ -88,7 +89,7 @@ class Stack(nn.Module):
         mask: Mask | Array | None = None,
         context_mask: Mask | Array | None = None,
         cache: Any = None,
-        deterministic: bool = True,
+        deterministic: bool | None = None,
     ) -> tuple[Hidden, Any, Aux]:
         """Embeddings (B, T, D) -> hidden states (B, T, D), cache, aux. A `Decoder` adds causality to `mask` itself.
 
@@ -97,9 +98,11 @@ class Stack(nn.Module):
             positions: (B, T); None: 0, 1, 2, ... after what the cache holds.
             mask: of self-attention; context_mask: of cross-attention.
             cache: of `init_cache`, or as returned; None: no memory.
+            deterministic: True evaluates; False turns dropout on (rng "dropout"). Required if the config has a dropout
+                rate above 0.
 
         Raises:
-            ValueError: embeddings of another rank or width.
+            ValueError: embeddings of another rank or width, or `deterministic` missing.
         """
         config = self.config
         if x.ndim != 3 or x.shape[-1] != config.d_model:
@@ -107,6 +110,7 @@ class Stack(nn.Module):
                 f"embeddings must be (batch, length, d_model {config.d_model}), got shape {x.shape}. Project them to "
                 f"d_model, or change it; a single sequence is x[None]."
             )
+        deterministic = is_deterministic(self, deterministic, config.dropout_rate, config.attention_dropout_rate)
         if positions is None:
             start = 0 if cache is None else cache_length(cache)[:, None]
             positions = jnp.broadcast_to(start + jnp.arange(x.shape[1])[None, :], x.shape[:2])

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from transformer.cli.arguments import parse
 from transformer.cli.models import ModelCommand
 from transformer.config import ConfigError
+from transformer.invocation import program
 
 if TYPE_CHECKING:
     from transformer.inference import Opened
@@ -204,7 +205,8 @@ def _check_same_tokens(command: Inspect, other: Opened, text: _Text, labels: dic
 
 def _reference(run: Opened) -> Any:
     """The model with the kernel that can always give its weights, whatever it was trained with."""
-    return run.model.clone(execution=dataclasses.replace(run.model.execution, attention="reference"))
+    execution = dataclasses.replace(run.model.execution, attention="reference", sow_weights=True)
+    return run.model.clone(execution=execution)
 
 
 def _watch(run: Opened, text: _Text, *, for_page: bool) -> Any:
@@ -258,7 +260,7 @@ def _save_page(
     if any(run.model.config.attention_sinks for run in shown.values()):
         facts["Sinks"] = "Each head has a sink, which takes weight and is not drawn: rows sum to less than 1."
     facts["Tokens"] = ", ".join(f"{len(row)} ({name})" for name, row in text.rows.items())
-    facts["Command"] = f"python -m transformer inspect {shlex.join(arguments)}"
+    facts["Command"] = f"{program('inspect')} {shlex.join(arguments)}"
     texts = {"Prompt": text.prompt}
     if text.target is not None:
         texts["Target" if text.written_from is None else "Written"] = text.target

@@ -345,6 +345,8 @@ class Execution:
     """compile one layer and loop over it; false unrolls the same parameters (faster on CPU, slower to compile)"""
     remat: Remat = "none"
     """what the backward pass recomputes: none, full (all), dots (all but products), names (all but named values)"""
+    sow_weights: bool = False
+    """sow attention weights into the collection "intermediates" where a call makes it mutable, to inspect them"""
 
     def __post_init__(self):
         check_choices(self, remat=Remat)

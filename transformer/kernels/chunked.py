@@ -54,7 +54,7 @@ def chunked_attention(
     if bias is not None:
         index = jax.ShapeDtypeStruct((block,), jnp.int32)
         closed = jax.make_jaxpr(functools.partial(bias_block, bias))(index, index)
-        bias_arrays, evaluate = list(closed.consts), _evaluate(closed.jaxpr)
+        bias_arrays, evaluate = [jnp.asarray(const) for const in closed.consts], _evaluate(closed.jaxpr)
     plan = Blocks(evaluate, scale, softcap, dropout_rate, num_queries, num_keys, block)
 
     rows = query.reshape(batch, num_queries, kv_heads, num_heads // kv_heads, head_dim)

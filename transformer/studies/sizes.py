@@ -61,6 +61,10 @@ def sizes(model: nn.Module, *inputs: Any) -> list[Size]:
             (weights,) = attention.get_variable("intermediates", "weights")[-1:]
             record(attention.path, "weights = softmax(scores), for each head", "B N T S", weights)
             record(attention.path, "weighted sums of values, for each head", "B T N Hv", args[0])
+        if context.method_name == "__call__" and isinstance(module, MultiHeadAttention):
+            kwargs = kwargs | {"sow_weights": True}
+        if context.method_name == "__call__" and isinstance(module, MultiHeadAttention | Stack):
+            kwargs = {"deterministic": True} | kwargs
         result = call(*args, **kwargs)
         if context.method_name not in ("__call__", "head"):
             return result

@@ -35,9 +35,9 @@ def attention_maps(
     """What `MultiHeadAttention` sowed in a call on one example without padding, in the order data flows. A layer that
     attends to nothing has no map.
 
-    `intermediates` is the collection of that name, as `model.apply(..., mutable=["intermediates"])` returns it beside
-    the output; `row` is the example of a batch, or the channel of a series. ValueError when it holds no weights, or
-    those of a batch without a `row`.
+    `intermediates` is the collection of that name, which `model.apply(..., mutable=["intermediates"])` returns beside
+    the output of a model made with `Execution(sow_weights=True)`; `row` is the example of a batch, or the channel of a
+    series. ValueError when it holds no weights, or those of a batch without a `row`.
     """
     maps = []
     for stack in ("encoder", "decoder"):
@@ -54,7 +54,10 @@ def attention_maps(
                 visible = np.asarray(mask.dense(*weights.shape[2:]))[0, 0]
                 maps.append(AttentionMap(stack, layer, which, weights[row or 0], ~visible))
     if not maps:
-        raise ValueError("there are no attention weights: call the model with mutable=['intermediates'].")
+        raise ValueError(
+            "there are no attention weights: make the model with Execution(sow_weights=True) and call it with "
+            "mutable=['intermediates']."
+        )
     return maps
 
 
