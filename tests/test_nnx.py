@@ -1,0 +1,232 @@
+"""Every module under Flax's bridge to NNX: the same parameters, outputs, gradients and names as in Linen."""
+
+import inspect
+from collections import defaultdict
+from importlib import import_module
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.traverse_util import flatten_dict
+
+from transformer import (
+    MLA,
+    CausalLM,
+    Classifier,
+    Decoder,
+    Embedder,
+    Encoder,
+    Forecaster,
+    HeadTransform,
+    LayerInputs,
+    LayerKind,
+    Mask,
+    MaskedLM,
+    MoE,
+    MultiHeadAttention,
+    Patches,
+    Rotary,
+    Seq2Seq,
+    Series,
+    SpeechToText,
+    TransformerConfig,
+    VisionClassifier,
+)
+from transformer.blocks import BLOCKS, Block
+from transformer.layers import NORMS, Embedding, FeedForward, Linear
+from transformer.mla import LatentAttention
+from transformer.models.base import Model, TokenEncoder
+from transformer.models.encoders import PooledEncoder
+from transformer.models.speech import Convolution
+from transformer.moe import RoutedFeedForward
+from transformer.stacks import Stack
+
+CONFIG = TransformerConfig(
+    vocab_size=13, d_model=6, num_layers=1, num_heads=3, d_ff=5, position="rotary", num_classes=3
+)
+HEADED = CONFIG.replace(head_transform=HeadTransform(activation="gelu_erf", norm=True), output_bias=True)
+SERIES = Series(channels=2, context_length=7, horizon=3, patch_length=3, patch_stride=2, shared_embedding=False)
+PATCHES = Patches(image_height=4, image_width=2, patch_size=2, channels=1)
+LATENT = MLA(kv_rank=4, plain_dim=3, rotary_dim=2, value_dim=3, query_rank=5)
+ROUTED = MoE(num_experts=4, top_k=2, shared_experts=1, router_bias=True)
+
+TOKENS = jnp.asarray([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])
+X = jax.random.normal(jax.random.key(0), (2, 5, 6))
+INPUTS = LayerInputs(mask=Mask.causal(), context=X[:, :3] + 1.0)
+
+CASES = {
+    "CausalLM": (CausalLM(CONFIG.replace(tie_embeddings=False)), (TOKENS,)),
+    "CausalLM, routed, latent": (
+        CausalLM(CONFIG.replace(mla=LATENT, num_layers=2, prefix=(LayerKind(),), period=(LayerKind(moe=ROUTED),))),
+        (TOKENS,),
+    ),
+    "Seq2Seq": (Seq2Seq(CONFIG.replace(position="t5")), (TOKENS, TOKENS[:, :4])),
+    "SpeechToText": (SpeechToText(CONFIG.replace(mel_bins=3)), (X[..., :3], TOKENS)),
+    "MaskedLM": (MaskedLM(HEADED.replace(token_types=2)), (TOKENS,)),
+    "Classifier": (Classifier(CONFIG), (TOKENS,)),
+    "Embedder": (Embedder(HEADED.replace(output_bias=None)), (TOKENS,)),
+    "VisionClassifier": (
+        VisionClassifier(CONFIG.replace(patches=PATCHES, position="learned", max_length=3)),
+        (X[:, :4, :2, None],),
+    ),
+    "Forecaster": (
+        Forecaster(CONFIG.replace(series=SERIES, position="sinusoidal")),
+        (jax.random.normal(jax.random.key(1), (2, 7, 2)),),
+    ),
+    "Encoder": (Encoder(CONFIG.replace(embedding_norm=True, position="learned", max_length=5)), (X,)),
+    "Decoder": (Decoder(CONFIG, cross=True), (X, X[:, :3])),
+    **{
+        block.__name__: (block(CONFIG.replace(norm_position=name), cross=name != "parallel"), (X, INPUTS))
+        for name, block in BLOCKS.items()
+    },
+    "MultiHeadAttention": (MultiHeadAttention(3, num_kv_heads=1, qk_norm=True, sinks=True, position=Rotary()), (X,)),
+    "LatentAttention": (LatentAttention(3, LATENT), (X,)),
+    "RoutedFeedForward": (RoutedFeedForward(ROUTED, width=5, gated=True), (X,)),
+    "FeedForward": (FeedForward(width=5, gated=True), (X,)),
+    "Linear": (Linear((2, 5)), (X,)),
+    "Convolution": (Convolution(5, stride=2), (X,)),
+    "Embedding": (Embedding(13, 6), (TOKENS,)),
+    **{norm.__name__: (norm(), (X,)) for norm in NORMS.values()},
+}
+BASES = {Block, Stack, Model, TokenEncoder, PooledEncoder}  # only their subclasses are used
+
+by_case = pytest.mark.parametrize(("module", "inputs"), CASES.values(), ids=CASES)
+
+
+def bridged(module, *inputs):
+    """The module in NNX, and the tree of its parameters. They are made without being computed, then given values away
+    from zeros and ones, so that each of them has a say.
+    """
+    model = nnx.eval_shape(lambda: nnx.bridge.ToNNX(module).lazy_init(*inputs, rngs=nnx.Rngs(0)))
+    random = np.random.default_rng(0)
+    shapes = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    params = jax.tree.map(lambda leaf: jnp.asarray(random.uniform(0.1, 0.9, leaf.shape), leaf.dtype), shapes)
+    nnx.update(model, params)
+    return model, params
+
+
+def loss_of(out):
+    """A number that depends on each of the outputs, and the outputs."""
+    floats = [leaf for leaf in jax.tree.leaves(out) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    return sum(jnp.sin(leaf + jnp.arange(leaf.size).reshape(leaf.shape)).sum() for leaf in floats), out
+
+
+def close(a, b):
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5), a, b)
+
+
+@by_case
+def test_a_module_trains_in_nnx_as_in_linen(module, inputs):
+    model, params = bridged(module, *inputs)
+    expected = jax.eval_shape(module.init, jax.random.key(0), *inputs)["params"]
+    assert {path: leaf.shape for path, leaf in flatten_dict(params).items()} == {
+        path: leaf.shape for path, leaf in flatten_dict(expected).items()
+    }
+
+    @nnx.jit  # one program of both, since compiling is what takes time
+    def step(model, optimizer, params):
+        (_, out), gradient = nnx.value_and_grad(lambda model: loss_of(model(*inputs)), has_aux=True)(model)
+        optimizer.update(model, gradient)
+        linen = jax.grad(lambda params: loss_of(module.apply({"params": params}, *inputs)), has_aux=True)
+        return out, linen(params)
+
+    out, (gradient, expected) = step(model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param), params)
+    close(out, expected)
+    trained = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    close(trained, jax.tree.map(lambda leaf, slope: leaf - 0.1 * slope, params, gradient))
+    slopes, moved = flatten_dict(gradient), flatten_dict(jax.tree.map(jnp.subtract, trained, params))
+    assert not [path for path in slopes if jnp.abs(slopes[path]).max() > 1e-3 and not jnp.abs(moved[path]).max()]
+    assert any(jnp.abs(slope).max() > 1e-3 for slope in slopes.values())
+
+
+def classes_in_use():
+    """Of each class of modules the names of its parameters and subtrees, and of collections."""
+    names = defaultdict(set)
+
+    def record(call, args, kwargs, context):
+        out = call(*args, **kwargs)
+        for tree in context.module.variables.values():
+            names[type(context.module)] |= set(tree)
+        return out
+
+    with nn.intercept_methods(record):
+        for module, inputs in CASES.values():
+            jax.eval_shape(module.init, jax.random.key(0), *inputs)
+    return names
+
+
+def test_no_attribute_has_the_name_of_a_parameter():
+    """In NNX parameters are attributes: what a class calls the same could not be called, nor the parameters be made."""
+    names = classes_in_use()
+    own = {cls for cls in subclasses(nn.Module) if cls.__module__.startswith("transformer.") and cls not in BASES}
+    assert {cls for cls in own if cls.__qualname__ == cls.__name__} <= names.keys(), "give these a case"
+    assert {"self_attention", "feed_forward", "feed_forward_norm"} <= names[BLOCKS["pre"]]
+    for cls, subtrees in names.items():
+        for name in subtrees:
+            attribute = inspect.getattr_static(cls, name, None)
+            taken = callable(attribute) or isinstance(attribute, property)
+            assert not taken, f"{cls.__name__}.{name} is also the name of a parameter or of a tree of them"
+            assert not hasattr(nnx.bridge.ToNNX, name), f"nnx.Module has a {name}, as {cls.__name__} has parameters"
+
+
+def subclasses(cls):
+    found = {cls}
+    for one in cls.__subclasses__():
+        found |= subclasses(one)
+    return found
+
+
+def test_all_public_modules_have_a_case():
+    package = import_module("transformer")
+    public = {getattr(package, name) for name in package.__all__ if name not in ("load", "save")}
+    modules = {one for one in public if inspect.isclass(one) and issubclass(one, nn.Module)}
+    assert len(modules) > 10
+    assert modules <= {type(module) for module, _ in CASES.values()}
+
+
+def test_dropout_takes_its_keys_from_nnx():
+    module = BLOCKS["pre"](CONFIG.replace(dropout_rate=0.5, attention_dropout_rate=0.3))
+    noisy = LayerInputs(deterministic=False)
+    model, params = bridged(module, X, INPUTS)
+    run = nnx.jit(lambda model, key: model(X, noisy, rngs=nnx.Rngs(dropout=key))[0])
+    linen = jax.jit(lambda params, key: module.apply({"params": params}, X, noisy, rngs={"dropout": key})[0])
+    key = jax.random.key(5)
+    close(run(model, key), linen(params, nnx.Rngs(dropout=key).dropout()))
+    assert jnp.abs(run(model, key) - run(model, jax.random.key(6))).max() > 0.1
+    # A stream that the model keeps moves on with each call.
+    keeps = nnx.bridge.ToNNX(MultiHeadAttention(3, dropout_rate=0.5), rngs=nnx.Rngs(params=0, dropout=1)).lazy_init(X)
+    call = nnx.jit(lambda model: model(X, deterministic=False)[0])
+    assert jnp.abs(call(keeps) - call(keeps)).max() > 1e-3
+
+
+def test_a_cache_goes_through():
+    module = CausalLM(CONFIG)
+    model, params = bridged(module, TOKENS)
+    cache = model.init_cache(2, 5)
+    close(cache, module.init_cache(2, 5))
+    run = nnx.jit(lambda model, tokens, cache: model(tokens, cache=cache))
+    first, cache = run(model, TOKENS[:, :3], cache)
+    second, cache = run(model, TOKENS[:, 3:], cache)
+    whole = jax.jit(module.apply)({"params": params}, TOKENS)
+    close(jnp.concatenate([first, second], axis=1), whole)
+    np.testing.assert_array_equal(cache["layers"]["slot_0"].self_attention.length, 5)
+
+
+def test_methods_are_called_by_name():
+    both, ours = Seq2Seq(CONFIG), CausalLM(CONFIG)
+    encoding, params = bridged(both, TOKENS, TOKENS)
+    model, _ = bridged(ours, TOKENS)
+
+    @nnx.jit
+    def call(encoding, model, params):
+        head, (logits, aux) = model.head(model.hidden(TOKENS)), model.with_aux(TOKENS)
+        encoded = both.apply({"params": params}, TOKENS, method="encode")
+        return (encoding.encode(TOKENS), head, logits, aux), (encoded, *[model(TOKENS)] * 2, {})
+
+    close(*call(encoding, model, params))
+    table, params = bridged(Embedding(13, 6), TOKENS)
+    close(table.attend(X), X @ params["embedding"].T)
