@@ -1,4 +1,4 @@
-"""The Encoder inside an NNX model, by Flax's own bridge, trained with nnx.Optimizer.
+"""An Encoder inside an NNX model, through Flax's bridge, trained with nnx.Optimizer.
 
 Usage: python -m examples.nnx_encoder
 """
@@ -12,21 +12,21 @@ from transformer import Encoder, Mask, TransformerConfig
 
 
 class Centerer(nnx.Module):
-    """Sets of numbers (B, T, 1) -> each less the mean of its set, (B, T, 1): nothing that an element knows alone."""
+    """Sets of numbers (B, T, 1) -> each number minus the mean of its set, (B, T, 1). This takes attention."""
 
     def __init__(self, config, *, rngs):
         self.embed = nnx.Linear(1, config.d_model, rngs=rngs)
         self.encoder = nnx.bridge.ToNNX(Encoder(config), rngs=rngs)
-        self.encoder.lazy_init(jnp.zeros((1, 1, config.d_model)))  # Linen makes its parameters at a first input
+        self.encoder.lazy_init(jnp.zeros((1, 1, config.d_model)))  # a first input makes the parameters
         self.output = nnx.Linear(config.d_model, 1, rngs=rngs)
 
     def __call__(self, x, lengths):
-        hidden, _, _ = self.encoder(self.embed(x), mask=Mask.lengths(lengths))  # also a cache and sums: neither here
+        hidden, _, _ = self.encoder(self.embed(x), mask=Mask.lengths(lengths))  # no cache, no router losses
         return self.output(hidden)
 
 
 def batch(key):
-    """Numbers (16, 9, 1), how many of each row count (16,), which do (16, 9, 1), and the answer (16, 9, 1)."""
+    """Numbers (16, 9, 1), row lengths (16,), the mask of real numbers (16, 9, 1), and the targets (16, 9, 1)."""
     x = 1.0 + jax.random.normal(key, (16, 9, 1)) + jax.random.normal(jax.random.fold_in(key, 1), (16, 1, 1))
     lengths = jax.random.randint(jax.random.fold_in(key, 2), (16,), 3, 10)
     real = jnp.arange(9)[None, :, None] < lengths[:, None, None]
