@@ -28,6 +28,12 @@ def versions(**changes):
     return (dict.fromkeys(("jax", "jaxlib", "numpy", "flax"), "99.0") | changes).get
 
 
+@pytest.fixture(autouse=True)
+def undemanding_jax(monkeypatch):
+    """A JAX that asks for a jaxlib of this century, as `versions` are made up."""
+    monkeypatch.setattr(runtime, "_required_by_jax", lambda: [Requirement("jaxlib>=0.5"), Requirement("ml_dtypes")])
+
+
 def module(version):
     return types.SimpleNamespace(__version__=version)
 
@@ -39,6 +45,14 @@ def test_it_imports_neither_jax_nor_anything_else_that_may_be_missing():
 
 
 def test_this_environment_fits():
+    runtime.check_versions()
+
+
+def test_what_the_installed_jax_needs(monkeypatch):
+    monkeypatch.undo()
+    names = {requirement.name for requirement in runtime._required_by_jax()}
+    assert {"jaxlib", "numpy"} <= names
+    assert "libtpu" not in names
     runtime.check_versions()
 
 
@@ -57,6 +71,13 @@ def test_a_machine_that_is_too_old(name, version, monkeypatch):
     with pytest.raises(RuntimeProblem, match=message):
         runtime.check_versions({}, versions(**{name: version}), NOWHERE)
     runtime.check_versions({}, versions(jax="0.7.2", numpy="2.0.0"), NOWHERE)
+
+
+def test_a_jaxlib_of_another_release(monkeypatch):
+    monkeypatch.setattr(runtime, "_required_by_jax", lambda: [Requirement("jaxlib<=99.0,>=99.0")])
+    runtime.check_versions({}, versions(), NOWHERE)
+    with pytest.raises(RuntimeProblem, match=r"^jaxlib 98\.0 does not fit jax 99\.0, which needs jaxlib.*\. Choose"):
+        runtime.check_versions({}, versions(jaxlib="98.0"), NOWHERE)
 
 
 def test_what_to_install_for_an_accelerator(monkeypatch):
@@ -168,6 +189,12 @@ def test_runs_are_kept_on_the_drive_in_colab(colab, tmp_path):
 def test_runs_are_kept_in_a_local_folder_elsewhere(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "google.colab", None)
     monkeypatch.chdir(tmp_path)
+    assert runtime.storage("/content/drive", room=1) == tmp_path / "runs"
+
+
+def test_kaggle_has_no_drive_though_it_may_have_the_module(colab, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("KAGGLE_KERNEL_RUN_TYPE", "Interactive")
     assert runtime.storage("/content/drive", room=1) == tmp_path / "runs"
 
 

@@ -54,7 +54,8 @@ def check_versions(
     """Checks the packages that the machine provides.
 
     Raises:
-        RuntimeProblem: a package was replaced after its import, which needs a restart; or JAX or NumPy are too old.
+        RuntimeProblem: a package was replaced after its import, which needs a restart; JAX or NumPy are too old; or
+            jaxlib or NumPy do not fit JAX.
     """
     installed = installed or _installed
     for name in LOADED:
@@ -63,14 +64,24 @@ def check_versions(
             raise RuntimeProblem(
                 f"{name} {loaded} is loaded, but {found} is installed, which takes effect after a restart: {_RESTART}."
             )
-    for requirement in requirements():
+    owners = [(PROJECT, requirement) for requirement in requirements()]
+    owners += [(f"jax {installed('jax')}", requirement) for requirement in _required_by_jax()]
+    for owner, requirement in owners:
         name, found = requirement.name, installed(requirement.name)
         if name in MACHINE and found is not None and not requirement.specifier.contains(found, prereleases=True):
             extra = {"tpu": "jax[tpu]", "gpu": "jax[cuda12]"}.get(accelerator_present(environment=environment), "jax")
             raise RuntimeProblem(
-                f"{name} {found} does not fit {PROJECT}, which needs {requirement}. Choose the latest runtime version "
+                f"{name} {found} does not fit {owner}, which needs {requirement}. Choose the latest runtime version "
                 f'(Runtime > Change runtime type), or run %pip install -U "{extra}" and {_RESTART}.'
             )
+
+
+def _required_by_jax() -> list[Any]:
+    """What the installed JAX itself requires, without extras."""
+    from packaging.requirements import Requirement
+
+    found = [Requirement(line) for line in metadata.requires("jax") or ()] if _installed("jax") else []
+    return [one for one in found if one.marker is None or one.marker.evaluate({"extra": ""})]
 
 
 def requirements(*extras: str) -> list[Any]:
@@ -204,7 +215,7 @@ def storage(drive: str, local: str | os.PathLike = "runs", room: int = ROOM) -> 
         from google.colab import drive as colab
     except ImportError:
         colab = None
-    if colab is None or not drive:
+    if colab is None or not drive or "KAGGLE_KERNEL_RUN_TYPE" in os.environ:  # Kaggle's image descends from Colab's
         folder = Path(local).resolve()
     else:
         otherwise = 'Run all again and allow the access, or set DRIVE = "" to keep the run on this machine.'
