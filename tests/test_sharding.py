@@ -12,6 +12,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from transformer.config import ConfigError, LayerKind, MoE, Series, TransformerConfig
 from transformer.models import CausalLM, Forecaster, Seq2Seq
 from transformer.parameter_axes import LAYERS, PARAMETER_AXES, PARAMETER_RULES
+from transformer.partitioning import axis_rules
 from transformer.sharding import batch_sharding, parameter_spec, state_shardings, with_logical_axes
 
 # Sizes that 2 and 4 divide: Flax's tools place an axis whatever its size.
@@ -128,9 +129,10 @@ def test_an_axis_that_does_not_divide_is_whole():
     )
 
 
-def test_rules_in_force_are_read():
+@pytest.mark.parametrize("axis_rules", [axis_rules, nn.logical_axis_rules], ids=["ours", "flax"])
+def test_rules_in_force_are_read(axis_rules):
     devices, tree = mesh(x=2, y=4), {"output": {"kernel": jax.ShapeDtypeStruct((16, 24), jnp.float32)}}
-    with nn.logical_axis_rules([("vocab", "x"), ("batch", "y")]):
+    with axis_rules([("vocab", "x"), ("batch", "y")]):
         assert specs(state_shardings(tree, devices)) == {"output/kernel": PartitionSpec(None, "x")}
         assert batch_sharding(devices, 2).spec == PartitionSpec(("y",), None)
         given = state_shardings(tree, devices, [("embed", "y")])

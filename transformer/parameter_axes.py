@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
-from flax.linen import spmd
-
+from transformer import partitioning
 from transformer.config import ConfigError
-
-AxisRules: TypeAlias = Sequence[tuple[str, str | Sequence[str] | None]]
-"""(logical axis, mesh axis, mesh axes or None) pairs in order of priority, in the form of Flax's logical axis rules"""
+from transformer.partitioning import AxisRules
 
 PARAMETER_RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r"token_type_embedding/embedding$", (None, "embed")),
@@ -74,9 +71,11 @@ def parameter_axes(path: str, shape: Sequence[int]) -> tuple[str | None, ...]:
 
 
 def rules_in_force(rules: AxisRules | None) -> AxisRules | None:
-    """These rules, else those of `nn.logical_axis_rules`; None when there are neither."""
+    """These rules, else those that activations follow: of `partitioning.axis_rules` or of `nn.logical_axis_rules`. None
+    when there are none.
+    """
     if rules is None:
-        return spmd.get_logical_axis_rules() or None
+        return partitioning._rules()
     for rule in [rules] if isinstance(rules, Mapping | str) else rules:
         target = rule[1] if isinstance(rule, tuple | list) and len(rule) == 2 and isinstance(rule[0], str) else 0
         if not (target is None or isinstance(target, str | tuple | list)):

@@ -27,8 +27,9 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from transformer.config import ConfigError, TransformerConfig, check_choice
-from transformer.parameter_axes import PARAMETER_AXES, AxisRules, parameter_axes, rules_in_force, split_axes
+from transformer.parameter_axes import PARAMETER_AXES, parameter_axes, rules_in_force, split_axes
 from transformer.parameter_axes import PARAMETER_RULES as PARAMETER_RULES
+from transformer.partitioning import AxisRules
 
 AXES = ("data", "fsdp", "expert", "context", "tensor")
 """mesh axes, those that talk most last: neighbors in the list of devices are the best connected"""
@@ -244,7 +245,7 @@ def state_shardings(state: Any, mesh: Mesh, rules: AxisRules | None = None) -> A
         mesh: any mesh. Axes that only the rules name are ignored.
         rules: which mesh axes split the logical axes "embed", "heads", "feed_forward", "vocab", "expert" and "layers",
             such as `[("embed", "fsdp"), ("heads", ("tp", "sp"))]`; the form is that of `nn.logical_axis_rules`. None:
-            the `nn.logical_axis_rules` in force, or else `PARAMETER_AXES`.
+            those in force (`partitioning.axis_rules` or `nn.logical_axis_rules`), or else `PARAMETER_AXES`.
 
     Raises:
         ConfigError: rules of another form.
