@@ -167,8 +167,9 @@ def test_installed_package_works_in_a_bare_environment(tmp_path):
     subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "bare")], check=True)
     # From a copy: a build leaves files behind.
     source = tmp_path / "source"
-    shutil.copytree(ROOT / "transformer", source / "transformer")
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("transformer", "configs"):
+        shutil.copytree(ROOT / name, source / name)
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     subprocess.run([*pip, "-c", str(ROOT / "requirements.txt"), str(source)], check=True)
     # pyproject.toml says what should be there, and only that is.

@@ -46,7 +46,7 @@ class TestRunCommand:
             (
                 ModuleNotFoundError("No module named 'tyro'", name="tyro.conf"),
                 1,
-                "error: the package tyro is not installed. Install what this needs: `make setup`, or pip install "
+                "error: the package tyro is not installed. Install what this needs: `make setup`, or pip install -e "
                 "'.[train]', in the folder of this project.",
             ),
             (

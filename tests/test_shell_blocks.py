@@ -56,7 +56,7 @@ PARSED = {
 
 FOREIGN = {"git", "hf", "pip", "sacrebleu", "srun", "xprof"}
 """programs of others: that they are called is all that is looked at"""
-OURS = (".venv/bin/python", "python", "make", ".ci/run")
+OURS = (".venv/bin/python", ".venv/bin/transformer-zoo", "python", "transformer-zoo", "make", ".ci/run")
 
 # Writes down its name and words, each ended by a byte that no word has, in one piece, as others may write at the same
 # time; `git clone` makes its folder, `srun` calls what it is to start.
@@ -70,6 +70,7 @@ esac
 """
 # In earnest: the tests' Python, and of make the two targets that a reader begins with.
 PYTHON = '#!/bin/bash\nexec "{python}" "$@"\n'
+COMMAND = '#!/bin/bash\nexec python -m transformer "$@"\n'
 MAKE = '#!/bin/bash\n[ "$1" != train ] || exec python train.py configs/number_words.py\n'
 
 
@@ -168,6 +169,8 @@ def check_call(words: list[str], folder: Path, monkeypatch) -> None:
     match words:
         case [("python" | ".venv/bin/python"), *rest]:
             check_python(rest, folder, monkeypatch)
+        case [("transformer-zoo" | ".venv/bin/transformer-zoo"), *rest]:
+            check_python(["-m", "transformer", *rest], folder, monkeypatch)
         case ["make", target, *rest]:
             assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE), f"make has no {target}"
             settings = re.findall(r"^ *'?(\w+)[ =?]", (ROOT / "Makefile").read_text(), re.MULTILINE)
@@ -181,6 +184,8 @@ def check_python(words: list[str], folder: Path, monkeypatch) -> None:
         match words:
             case ["train.py", *rest]:
                 train.main(rest)
+            case ["-m", "transformer", ("--help" | "--version")]:
+                pass
             case ["-m", "transformer", verb, *rest]:
                 VERBS[verb].run(rest)
             case ["-m", module, *rest]:
@@ -220,6 +225,8 @@ WRONG = {
     "option": "python train.py shakespeare --optimizer.learningrate 3",
     "value": "python train.py shakespeare --training.steps many",
     "verb": "python -m transformer generat DIR",
+    "verb of the command": "transformer-zoo generat DIR",
+    "recipe of the command": "transformer-zoo train shakespear",
     "option of a verb": "python -m transformer generate DIR --promt x",
     "option of a benchmark": "python -m benchmarks.fast_shakespeare --seed 1 --nonsense",
     "module": "python -m benchmarks.nothing",
@@ -254,7 +261,9 @@ def checkout(tmp_path_factory):
     for entry in ROOT.iterdir():
         if not entry.name.startswith(".") and entry.name not in ("runs", "data", "site"):
             (folder / entry.name).symlink_to(entry)
-    for name, text in {".venv/bin/python": PYTHON, "bin/python": PYTHON, "bin/make": MAKE, "bin/git": STAND_IN}.items():
+    programs = {".venv/bin/python": PYTHON, "bin/python": PYTHON, "bin/make": MAKE, "bin/git": STAND_IN}
+    programs |= dict.fromkeys([".venv/bin/transformer-zoo", "bin/transformer-zoo"], COMMAND)
+    for name, text in programs.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text.format(python=sys.executable) if text is PYTHON else text)
         (folder / name).chmod(0o755)

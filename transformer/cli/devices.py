@@ -76,7 +76,7 @@ def unused_warning(present: str, used: str, environment: Mapping[str, str] = os.
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints what JAX computes on; returns 0, or 1 when JAX cannot start its backend."""
     parser = argparse.ArgumentParser(
-        prog="python -m transformer devices", description="Which accelerators this machine has, and which JAX uses."
+        prog=_called(), description="Which accelerators this machine has, and which JAX uses."
     )
     parser.add_argument("--present", action="store_true", help="print only tpu, gpu or cpu: what the machine has")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -104,6 +104,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if warning := unused_warning(present, used):
         print(f"warning: {warning}", file=sys.stderr)
     return 0
+
+
+def _called() -> str:
+    """The command, for --help. There is no package to import from when the Makefile runs this file by its path."""
+    if not __package__:
+        return "devices.py"
+    from transformer.invocation import program
+
+    return program("devices")
 
 
 if __name__ == "__main__":

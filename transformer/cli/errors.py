@@ -11,6 +11,8 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from transformer.recipe_files import bundled
+
 DONE, FAULT, BAD_INPUT, INTERRUPTED, BROKEN_PIPE = 0, 1, 2, 130, 141
 """exit codes: the last two are 128 + SIGINT and 128 + SIGPIPE, as a shell reports them"""
 
@@ -97,10 +99,10 @@ def _message(error: BaseException) -> str:
         return _of_system(error)
     if isinstance(error, ModuleNotFoundError) and error.name and not error.name.startswith("transformer"):
         package = error.name.partition(".")[0]
-        return (
-            f"the package {package} is not installed. Install what this needs: `make setup`, or "
-            f"pip install '.[train]', in the folder of this project."
-        )
+        extra = "pip install 'transformer-zoo[train]'"
+        if bundled().name == "configs":  # a checkout
+            extra = "`make setup`, or pip install -e '.[train]', in the folder of this project"
+        return f"the package {package} is not installed. Install what this needs: {extra}."
     if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in text:
         first = _first_line(text)
         return f"out of memory{first and f' ({first})'}. Use a smaller batch or model, or fewer prompts at once."

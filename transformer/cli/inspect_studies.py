@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 from transformer.cli import inspect_attention
 from transformer.cli.arguments import parse
 from transformer.config import ConfigError, nearest
+from transformer.invocation import program
 
 Table = Sequence[Sequence[str]]
 """rows of cells; the first names the columns"""
@@ -234,10 +235,10 @@ def _print_both_uses() -> NoReturn:
     width = max(map(len, STUDIES))
     studies = "\n".join(f"  {flag:{width}}  {study.help}" for flag, study in STUDIES.items())
     print(
-        "\nusage: python -m transformer inspect STUDY [OPTIONS]\n\n"
+        f"\nusage: {program('inspect')} STUDY [OPTIONS]\n\n"
         "Without a WORKDIR: what a formula does, as a table (or --json) and a picture (--output FILE.png).\n\n"
         f"{studies}\n\n"
-        "python -m transformer inspect STUDY --help says what a study shows and takes."
+        f"{program('inspect')} STUDY --help says what a study shows and takes."
     )
     raise SystemExit(0)
 

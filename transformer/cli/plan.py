@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from transformer.cli.errors import DONE, FAULT
 from transformer.cli.plan_print import decode_lines, here_lines, search_line, search_lines, train_lines
 from transformer.config import ConfigError
+from transformer.invocation import program
 
 if TYPE_CHECKING:
     from transformer.plan import Topology
@@ -26,8 +27,8 @@ SEARCHED = 12
 STEPS = 10
 """steps that --here measures"""
 USAGE = """\
-usage: python -m transformer plan RECIPE --topology v5e:4x4 [--decode [ROWS:PROMPT:NEW]] [--search [N]] [--json]
-       python -m transformer plan RECIPE --here
+usage: {program} RECIPE --topology v5e:4x4 [--decode [ROWS:PROMPT:NEW]] [--search [N]] [--json]
+       {program} RECIPE --here
 
 Compiles the training step of a recipe for a TPU that need not be there: whether it fits, memory by kind, what chips
 tell each other, and an estimate of the time of a step. No data is read. Exit code 1: it does not fit.
@@ -37,15 +38,20 @@ tell each other, and an estimate of the time of a step. No data is read. Exit co
   --here                      compiles for the devices of this machine, runs steps and compares
   --json                      one JSON object
   --debug                     a traceback with an error, and what the compiler writes to stderr
-The recipe's fields (RECIPE --help lists them) are set as for train.py: --parallel.fsdp 4 --data.batch-size 64.
+The recipe's fields (RECIPE --help lists them) are set as for `train`: --parallel.fsdp 4 --data.batch-size 64.
 """
+
+
+def usage() -> str:
+    """What --help prints without a recipe."""
+    return USAGE.format(program=program("plan"))
 
 
 def main(arguments: Sequence[str]) -> int:
     """Prints the plan; returns 0 where the recipe fits, 1 where it does not."""
     own, rest = _parsed(arguments)
     if rest and rest[0] in ("-h", "--help"):
-        print(USAGE, end="")
+        print(usage(), end="")
         return DONE
     if not rest or rest[0].startswith("-"):
         got = f"got {rest[0]}" if rest else "got nothing"
@@ -58,7 +64,7 @@ def main(arguments: Sequence[str]) -> int:
     from transformer.training.overrides import find_recipe, load_recipe_file, override
 
     recipe, about = load_recipe_file(find_recipe(rest[0]))
-    recipe = override(recipe, rest[1:], program=f"plan {rest[0]}", description=f"{about}\n\n{USAGE}")
+    recipe = override(recipe, rest[1:], program=f"{program('plan')} {rest[0]}", description=f"{about}\n\n{usage()}")
     if own.topology is None and not own.here:
         raise ConfigError("--topology is missing: which TPU to plan for, such as --topology v5e:4x4, or --here.")
     recipe, assumed = without_data(recipe)

@@ -49,9 +49,8 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     if not rest or rest[0].startswith("-"):
         got = f"got {rest[0]}" if rest else "got nothing"
-        called = program("train")
         raise ConfigError(
-            f"the first argument must be a recipe, {got}. Try: {called} number_words (or {called} --list)"
+            f"the first argument must be a recipe, {got}. Try: {program('train')} number_words, or --list."
         )
     path = find_recipe(rest[0])
 
