@@ -100,7 +100,7 @@ def test_what_a_kernel_can_not_do_is_said_without_compiling(rejected):
 
 def test_without_a_device_to_compile_for_nothing_is_rejected(monkeypatch):
     monkeypatch.setattr(probing, "_compile", lambda *_: pytest.fail("compiled for a device that is not here"))
-    with computing_on("tpu", "a kind that is not here"):
+    with computing_on("tpu", "TPU that is not here"):
         assert choose("auto", request()) == "splash"
 
 
@@ -162,5 +162,5 @@ class TestCompiler:
 
         mesh = Mesh(np.array(devices), ("data",), axis_types=(AxisType.Auto,))
         with jax.set_mesh(mesh):
-            jax.eval_shape(traced, jnp.zeros(3))
+            jax.eval_shape(traced, jax.ShapeDtypeStruct((3,), dtype))
         assert [answer is None for answer in answers] == [accepted], answers
