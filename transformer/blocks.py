@@ -119,11 +119,9 @@ def output_init(config: TransformerConfig) -> Initializer | None:
 
 
 class Block(nn.Module):
-    """What the blocks share: how their leaves are made. A subclass says how they are joined.
+    """What the blocks share: how their leaves are made. A subclass says how they are joined."""
 
-    No method has the name of a parameter subtree: in NNX (`flax.nnx.bridge.ToNNX`) both are attributes of one object.
-    """
-
+    # No method has the name of a parameter subtree: in NNX (`nnx.bridge.ToNNX`) both are attributes of one object.
     config: TransformerConfig
     kind: LayerKind = LayerKind()
     causal: bool = False

@@ -72,7 +72,7 @@ def parameter_axes(path: str, shape: Sequence[int]) -> tuple[str | None, ...]:
 
 def rules_in_force(rules: AxisRules | None) -> AxisRules | None:
     """These rules, else those that activations follow: of `partitioning.axis_rules` or of `nn.logical_axis_rules`. None
-    when there are none.
+    when there are none. ConfigError: rules that are no pairs.
     """
     if rules is None:
         return partitioning._rules()
