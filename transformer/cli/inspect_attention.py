@@ -13,7 +13,6 @@ from transformer.cli.arguments import parse
 from transformer.cli.models import ModelCommand
 from transformer.config import ConfigError
 from transformer.invocation import program
-from transformer.invocation import program
 
 if TYPE_CHECKING:
     from transformer.inference import Opened
