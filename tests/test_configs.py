@@ -1,16 +1,23 @@
 """Every recipe in configs/ is complete: it loads, says what it is, and its model can be built and trained."""
 
 import ast
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 
+from transformer.config import ConfigError
+from transformer.inference import start_from
 from transformer.models import count_parameters
-from transformer.training.overrides import load_recipe_file
+from transformer.training.loop import train
+from transformer.training.overrides import fast, load_recipe_file, override
 from transformer.training.recipe import from_json, to_json, with_vocabulary
 from transformer.training.state import abstract_state
+from transformer.zoo.gpt2 import GPT2
+from transformer.zoo.llama import LLAMA
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = sorted((ROOT / "configs").glob("*.py"))
@@ -79,3 +86,53 @@ def test_fast_runs_everything_once(tmp_path):
     workdir = Path(run.stdout.rsplit("generate ", 1)[1].split()[0])
     assert {"2", "4"} <= {path.name for path in (workdir / "checkpoints").iterdir()}
     assert workdir.name.startswith("number_words-fast-")
+
+
+TINY = {
+    "model": "d-model 16 d-ff 24 num-layers 2 num-heads 4 dtype float32",
+    "data": "sequence-length 16 batch-size 4 eval-batch-size 4 tokenizer.vocab-size 300",
+    "parallel": "devices 1",
+    "logging": "tensorboard False progress none",
+}
+
+
+def tiny(name, folder, *words):
+    """The recipe's `--fast` with a model and batches of a thousandth of their size, on a text of a few lines."""
+    text = folder / "text.txt"
+    text.write_text("\n".join(f"line {number} of a text of one's own" for number in range(200)))
+    given = [f"--data.path={text}"]
+    for group, fields in TINY.items():
+        pairs = fields.split()
+        given += [f"--{group}.{field}={value}" for field, value in zip(pairs[::2], pairs[1::2], strict=True)]
+    return fast(override(recipe_of(name), [*given, *words], program=name))
+
+
+def test_gpt2_124m_is_gpt_2_and_trains(tmp_path):
+    recipe = with_vocabulary(recipe_of("gpt2_124m"), 50_257)
+    assert count_parameters(abstract_state(recipe).params) == GPT2.variants["gpt2"].parameters
+    summary = train(tiny("gpt2_124m", tmp_path, "--model.max-length=16"), tmp_path / "run")
+    assert summary.step == 4
+
+
+def test_llama_1b_is_llama_3_2_and_trains_whole_and_by_low_rank_updates(tmp_path):
+    """Its default is LoRA of a model that --init names; --lora None trains all of it."""
+    whole = dataclasses.replace(with_vocabulary(recipe_of("llama_1b"), 128_256), lora=None)
+    assert count_parameters(abstract_state(whole).params) == LLAMA.variants["llama-3.2-1b"].parameters
+    kv_heads = "--model.num-kv-heads=2"
+    with pytest.raises(ConfigError, match=r"lora updates a model that was trained before, .* name one with --init DIR"):
+        train(tiny("llama_1b", tmp_path, kv_heads), tmp_path / "none")
+    first = tmp_path / "whole"
+    assert train(tiny("llama_1b", tmp_path, kv_heads, "--lora", "None"), first).step == 4
+    lora = tiny("llama_1b", tmp_path, kv_heads, "--lora.rank=2")
+    with jax.default_device(jax.devices()[3]):  # as an accelerator is
+        start = start_from(first, lora)
+    assert {leaf.device for leaf in jax.tree.leaves(start.params)} == {jax.devices("cpu")[0]}  # the host's memory
+    assert train(lora, tmp_path / "lora", start=start).step == 4
+
+
+def test_lora_is_turned_off_by_none():
+    recipe = recipe_of("llama_1b")
+    assert override(recipe, ["--training.steps", "7", "--lora", "None"], program="x").lora is None
+    assert override(recipe, ["--lora.rank", "7"], program="x").lora.targets == recipe.lora.targets
+    with pytest.raises(ConfigError, match=r"--lora None turns low-rank updates off\. Leave it out, or"):
+        override(recipe, ["--lora.rank", "7", "--lora", "None"], program="x")

@@ -1,0 +1,63 @@
+"""Llama 3.2 1B fine-tuned with LoRA on a text file of your own, on one TPU chip; trained whole on eight chips.
+
+Usage: python train.py configs/llama_1b.py --init meta-llama/Llama-3.2-1B --data.path my-text.txt
+
+--init names the model: a directory of weights or a name on the hub, of any causal language model in the zoo with about
+a billion parameters. Low-rank updates (Hu et al. 2021, arXiv 2106.09685) of rank 16 for all matrices of the layers are
+trained, 0.9 % of the parameters. The others stay as they are, in float32; computation is in bfloat16.
+
+All parameters do not fit one chip with 16 GiB: with gradients and the state of AdamW they take 18.4 GiB. Eight chips
+hold a share each. This continues the training of the whole model there; without --init it trains from scratch:
+
+    python train.py llama_1b --init DIR --data.path my-text.txt --lora None --data.batch-size 64
+
+From scratch, also pass --optimizer.learning-rate 3e-4 --optimizer.weight-decay 0.1. To continue, pass a lower rate,
+such as 2e-5.
+
+On an accelerator: at least 26 minutes for 2,000 steps of 16,384 tokens on one v5e chip, by the TPU compiler's estimate.
+Expected: not measured on hardware; the loss depends on the text. Largest batches: docs/colab.md.
+"""
+
+from transformer.config import Execution, RotaryScaling, TransformerConfig
+from transformer.data import TextFile, TokenizerConfig
+from transformer.lora import LoRA
+from transformer.sharding import ParallelConfig
+from transformer.training import EvaluationConfig, LoggingConfig, OptimizerConfig, Recipe, TrainingConfig
+
+
+def get_config() -> Recipe:
+    return Recipe(
+        name="llama_1b",
+        model=TransformerConfig(
+            d_model=2048,
+            num_layers=16,
+            num_heads=32,
+            num_kv_heads=8,
+            d_ff=8192,
+            activation="silu",
+            gated=True,
+            use_bias=False,
+            norm="rms_norm",
+            norm_epsilon=1e-5,
+            position="rotary",
+            rotary_base=500_000.0,
+            rotary_scaling=RotaryScaling(kind="llama3", factor=32.0),
+            scale_embeddings=False,
+            initializer_range=0.02,
+            dtype="bfloat16",
+        ),
+        data=TextFile(
+            path="your-text.txt",
+            sequence_length=2048,
+            batch_size=8,
+            eval_batch_size=8,
+            tokenizer=TokenizerConfig(kind="bpe", vocab_size=128_256),
+        ),
+        execution=Execution(remat="full"),
+        parallel=ParallelConfig(data=1, fsdp=-1),
+        optimizer=OptimizerConfig(learning_rate=2e-4, warmup_steps=100, beta2=0.95, weight_decay=0.0),
+        training=TrainingConfig(steps=2000),
+        evaluation=EvaluationConfig(every=200, batches=16),
+        logging=LoggingConfig(every=10),
+        lora=LoRA(rank=16, alpha=32.0, targets=("query", "key", "value", "out", "up", "gate", "down")),
+    )
