@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Iterable
@@ -39,7 +40,8 @@ def start_from(source: str | os.PathLike, recipe: Recipe) -> Start:
 
     wanted = TASKS[recipe.task].model
     options = {} if is_workdir(source) else {"dtype": recipe.model.param_dtype}
-    opened = open_model(source, **options)
+    with _host_memory():
+        opened = open_model(source, **options)
     config, params, left = opened.model.config, opened.params, ()
     if type(opened.model) is not wanted:
         if wanted is not Classifier or not (opened.pretrained or isinstance(opened.model, MaskedLM)):
@@ -49,6 +51,16 @@ def start_from(source: str | os.PathLike, recipe: Recipe) -> Start:
             )
         config, params, left = (_as_classifier if opened.pretrained else _with_new_head)(opened, recipe)
     return Start(str(source), _told(opened), config, params, opened.vocabulary, left)
+
+
+def _host_memory() -> contextlib.AbstractContextManager[Any]:
+    """Inside, arrays are placed in the host's memory. On an accelerator, the parameters to start from would stay beside
+    the training state, which has a copy of them, until the end of the run.
+    """
+    try:
+        return jax.default_device(jax.local_devices(backend="cpu")[0])
+    except RuntimeError:  # JAX_PLATFORMS leaves the CPU out
+        return contextlib.nullcontext()
 
 
 def _told(opened: Opened) -> str:
