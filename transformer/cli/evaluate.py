@@ -51,12 +51,9 @@ def main(arguments: Sequence[str]) -> None:
             f"perplexity of a text of yours."
         )
 
-    import jax
-
     from transformer.data import prepare
     from transformer.kernels import anywhere
-    from transformer.training.evaluation import evaluate_loss
-    from transformer.training.step import make_eval_step
+    from transformer.training.evaluation import compiled_eval_step, evaluate_loss
 
     if run.recipe.task != "seq2seq" and (command.examples, command.beam_size, command.alpha) != (None, None, None):
         raise ConfigError(
@@ -74,7 +71,7 @@ def main(arguments: Sequence[str]) -> None:
         )
     split = command.split or ("test" if "test" in dataset.splits else "validation")
     recipe = dataclasses.replace(run.recipe, execution=anywhere(run.recipe.execution))  # of training's, maybe elsewhere
-    result = evaluate_loss(jax.jit(make_eval_step(recipe)), run.params, dataset.eval_batches(split))
+    result = evaluate_loss(compiled_eval_step(recipe), run.params, dataset.eval_batches(split))
     values, lines = {"exact_match": {}}, []
     if run.recipe.task == "seq2seq" and command.examples != 0:
         values, lines = _translations(command, run, dataset, split, beam)

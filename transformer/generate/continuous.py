@@ -35,6 +35,9 @@ class Slots:
     written: Written
 
 
+_separate = jax.jit(separate, static_argnums=0)
+
+
 def decode_in_slots(
     model: CausalLM,
     params: Any,
@@ -55,7 +58,7 @@ def decode_in_slots(
     OSDI, section 4). Each layer's parameters are copied once, as `looping` does.
     """
     order = sorted(range(len(prompts)), key=lambda number: -prompts[number].tokens.shape[1])
-    params = {**params, "decoder": jax.jit(separate, static_argnums=0)(model, params["decoder"])}
+    params = {**params, "decoder": _separate(model, params["decoder"])}
     model = separated(model)
     state = Slots(
         tokens=jnp.zeros((slots,), jnp.int32),

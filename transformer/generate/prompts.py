@@ -33,8 +33,8 @@ def check_writer(verb: str, model: Any, params: Any) -> int:
     return vocabulary(model.config)
 
 
-def decoding_model(model: CausalLM | Seq2Seq) -> CausalLM | Seq2Seq:
-    """The model as it writes: with a kernel that takes a cache, and with room for every token at its experts. A share
+def decoding_model(model: Any) -> Any:
+    """The model for inference: with a kernel that takes a cache, and with room for every token at its experts. A share
     of the length (`MoE.capacity_factor`) would make a row depend on how it is padded and what is read beside it.
     """
 

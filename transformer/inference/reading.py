@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,23 +13,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from transformer.config import ConfigError
-from transformer.generate.prompts import bucket
+from transformer.config import ConfigError, Pooling
+from transformer.generate.prompts import decoding_model
+from transformer.inference.batching import Batch, Columns, pool_texts, run_batches, run_pairs, slots_at_once
 from transformer.inference.opening import Opened
 from transformer.inference.sentences import SentenceSettings
-from transformer.kernels import anywhere
 from transformer.masks import Mask
 from transformer.models import CausalLM, Classifier, Forecaster, Seq2Seq, SpeechToText, VisionClassifier
-from transformer.models.encoders import pool
+from transformer.partitioning import platform
 
-BATCH = 16
-"""texts that are read at once"""
-
-
-@dataclass(frozen=True)
-class _Encoded:
-    ids: list[int]
-    types: list[int]
+WHOLE_SCORES = 512
+"""CPU: up to so many slots a row, an encoder's forward pass takes less time with all scores of a row at once than with
+slices of them (docs/benchmarks.md); beyond, their memory counts"""
+LOGITS = 2**26
+"""logits of a batch that is scored, 256 MiB of them; a single window of text may have more"""
 
 
 def embed(opened: Opened, texts: Sequence[str], settings: SentenceSettings | None = None) -> np.ndarray:
@@ -43,23 +42,40 @@ def embed(opened: Opened, texts: Sequence[str], settings: SentenceSettings | Non
     prepared = [settings.prompt + (text.lower() if settings.lower_case else text) for text in texts]
     encoded = _encode(opened, prepared, settings.max_length)
 
-    @jax.jit
-    def vectors(params, tokens, lengths, types):
-        mask = Mask.lengths(lengths)
+    options = {"pooling": settings.pooling, "normalize": settings.normalize}
+    compute = functools.partial(_vectors, model, opened.params, **options)
+    return np.stack(_run(opened, encoded, compute))
 
-        def hidden(module):
-            if isinstance(model, Seq2Seq):
-                return module.encode(tokens, source_mask=mask)
-            if isinstance(model, CausalLM):
-                return module.hidden(tokens, mask=mask)
-            return module.hidden(tokens, mask=mask, token_types=_types(model, types))
 
-        pooled = pool(model.apply({"params": params}, method=hidden), mask, settings.pooling).astype(jnp.float32)
-        if not settings.normalize:
-            return pooled
-        return pooled / jnp.maximum(jnp.linalg.norm(pooled, axis=-1, keepdims=True), 1e-12)
+@functools.partial(jax.jit, static_argnames=("model", "pooling", "normalize"))
+def _vectors(model: Any, params: Any, batch: Batch, *, pooling: Pooling, normalize: bool) -> jax.Array:
+    """(K, D) float32, of K texts. Compiled once for each model, settings and size of batch."""
+    pooled = pool_texts(_hidden(model, params, batch), batch, pooling).astype(jnp.float32)
+    if not normalize:
+        return pooled
+    return pooled / jnp.maximum(jnp.linalg.norm(pooled, axis=-1, keepdims=True), 1e-12)
 
-    return np.stack([_finite(opened, number, row) for number, row in enumerate(_batched(opened, encoded, vectors))])
+
+def _hidden(model: Any, params: Any, batch: Batch) -> jax.Array:
+    tokens, types = batch.columns
+    model = _with_whole_scores(model, tokens.shape[1])
+    places = {"positions": batch.positions, "mask": batch.mask}
+    if isinstance(model, Seq2Seq):
+        places = {"source_positions": batch.positions, "source_mask": batch.mask}
+        return model.apply({"params": params}, tokens, **places, method=type(model).encode)
+    if model.config.token_types is not None and not isinstance(model, CausalLM):
+        places["token_types"] = types
+    return model.apply({"params": params}, tokens, **places, method=type(model).hidden)
+
+
+def _with_whole_scores(model: Any, slots: int) -> Any:
+    """The model with the kernel that takes least time for a forward pass over rows of so many slots. On CPU, `auto`
+    takes slices of queries from 96 slots on, which pay off in training and where causality hides keys from a slice.
+    """
+    causal = isinstance(model, CausalLM) or (not isinstance(model, Seq2Seq) and model.config.causal)
+    if causal or model.execution.attention != "auto" or platform() != "cpu" or slots > WHOLE_SCORES:
+        return model
+    return model.clone(execution=dataclasses.replace(model.execution, attention="reference"))
 
 
 @dataclass(frozen=True)
@@ -94,18 +110,20 @@ def classify(opened: Opened, texts: Sequence[str]) -> list[Class]:
         )
     names = opened.labels or [str(i) for i in range(model.config.num_classes)]
 
-    @jax.jit
-    def probabilities(params, tokens, lengths, types):
-        named = {"mask": Mask.lengths(lengths), "token_types": _types(model, types)}
-        return jax.nn.softmax(model.apply({"params": params}, tokens, **named))
-
-    rows = _batched(opened, _encode(opened, texts), probabilities)
+    rows = _run(opened, _encode(opened, texts), functools.partial(_probabilities, model, opened.params))
     found = []
-    for number, row in enumerate(rows):
-        best = int(_finite(opened, number, row).argmax())
+    for row in rows:
+        best = int(row.argmax())
         every = {name: float(p) for name, p in zip(names, row, strict=True)}
         found.append(Class(names[best], float(row[best]), every))
     return found
+
+
+@functools.partial(jax.jit, static_argnames="model")
+def _probabilities(model: Classifier, params: Any, batch: Batch) -> jax.Array:
+    """(K, C), of K texts. Compiled once for each model and size of batch."""
+    pooled = pool_texts(_hidden(model, params, batch), batch, model.config.pooling)
+    return jax.nn.softmax(model.apply({"params": params}, pooled, method=Classifier.head))
 
 
 @dataclass(frozen=True)
@@ -141,30 +159,51 @@ def score(opened: Opened, texts: Sequence[str], sources: Sequence[str] | None = 
     if sources is not None:
         raise ConfigError("a source is for an encoder-decoder; a causal model reads one text.")
 
-    @jax.jit
-    def likelihoods(params, tokens, lengths, types):
-        logits = model.apply({"params": params}, tokens[:, :-1], mask=Mask.lengths(jnp.maximum(lengths - 1, 0)))
-        return _of_targets(logits, tokens[:, 1:])
+    windows = [(number, *window) for number, text in enumerate(texts) for window in _windows(opened, text)]
+    rows = _run(
+        opened,
+        [columns for _, columns, _ in windows],
+        functools.partial(_likelihoods, model, opened.params),
+        numbers=[number for number, _, _ in windows],
+        each_token=True,
+        most=_scored_at_once(model),
+    )
+    found = [Score(0.0, 0) for _ in texts]
+    for (number, _, first), row in zip(windows, rows, strict=True):
+        before = found[number]
+        total = before.log_likelihood + float(row[first:].sum(dtype=np.float64))
+        found[number] = Score(total, before.tokens + len(row) - first)
+    return found
 
-    scores = [_score_one(opened, text, likelihoods) for text in texts]
-    for number, one in enumerate(scores):
-        _finite(opened, number, np.asarray(one.log_likelihood))
-    return scores
+
+@functools.partial(jax.jit, static_argnames="model")
+def _likelihoods(model: CausalLM, params: Any, batch: Batch) -> jax.Array:
+    """(R, T), log-probability of what follows each token. Compiled once for each model and size of batch."""
+    tokens, targets = batch.columns
+    logits = model.apply({"params": params}, tokens, positions=batch.positions, mask=batch.mask)
+    return _of_targets(logits, targets)
 
 
-def _score_one(opened: Opened, text: str, likelihoods: Callable) -> Score:
+def _windows(opened: Opened, text: str) -> list[tuple[Columns, int]]:
+    """Windows of a text's tokens, each overlapping half of the one before: (tokens that are read, those that follow
+    each), and the first of them that no earlier window has counted.
+    """
     ids = opened.tokenizer.encode_source(text)
     if len(ids) < 2:
         raise ValueError(f"{text!r} has {len(ids)} tokens: there must be two, of which the second is predicted.")
     context = (opened.context or len(ids)) + 1  # one more: the last token is predicted and not read
-    total, done = 0.0, 1
+    windows, done = [], 1
     while done < len(ids):
         first = 0 if done == 1 else min(done - 1, max(0, done - context // 2))
         window = ids[first : first + context]
-        (row,) = _batched(opened, [_Encoded(window, [0] * len(window))], likelihoods)
-        total += float(row[done - 1 - first : len(window) - 1].sum(dtype=np.float64))
+        windows.append(((window[:-1], window[1:]), done - 1 - first))
         done = first + len(window)
-    return Score(total, len(ids) - 1)
+    return windows
+
+
+def _scored_at_once(model: Any) -> int:
+    """Slots of a batch whose logits are all held at once; 1: as few as can be."""
+    return min(slots_at_once(), max(1, LOGITS // model.config.vocab_size))
 
 
 def _score_targets(opened: Opened, model: Seq2Seq, texts: Sequence[str], sources: Sequence[str] | None) -> list[Score]:
@@ -177,24 +216,27 @@ def _score_targets(opened: Opened, model: Seq2Seq, texts: Sequence[str], sources
     tokenizer = opened.tokenizer
     end = list(opened.eos_ids or [])[:1]
 
-    @jax.jit
-    def likelihoods(params, source, lengths, target):
-        mask = Mask.lengths(lengths)
-        logits = model.apply({"params": params}, source, target[:, :-1], source_mask=mask)
-        return _of_targets(logits, target[:, 1:])
-
-    scores = []
+    pairs = []
     for text, source in zip(texts, sources, strict=True):
         # With what the model was trained to write around a text, which a tokenizer of others adds by itself.
         ids = [*tokenizer.encode(text), *end] if opened.pretrained is None else tokenizer.encode_source(text)
-        target = [opened.target_start[0], *ids]
-        if len(target) < 2:
+        if not ids:
             raise ValueError("the text is empty: there is nothing to predict.")
-        ids = _padded([tokenizer.encode_source(source)])
-        row = likelihoods(opened.params, *ids, jnp.asarray([target], jnp.int32))
-        total = _finite(opened, len(scores), np.asarray(row, np.float64).sum())
-        scores.append(Score(float(total), len(target) - 1))
-    return scores
+        pairs.append((tokenizer.encode_source(source), [opened.target_start[0], *ids[:-1]], ids))
+    compute = functools.partial(_target_likelihoods, model, opened.params)
+    limits = model.config.longest_source, model.config.max_length
+    rows = run_pairs(pairs, compute, limits=limits, most=_scored_at_once(model))
+    rows = [_finite(opened, number, row) for number, row in enumerate(rows)]
+    return [Score(float(row.sum(dtype=np.float64)), len(row)) for row in rows]
+
+
+@functools.partial(jax.jit, static_argnames="model")
+def _target_likelihoods(
+    model: Seq2Seq, params: Any, source: jax.Array, lengths: jax.Array, tokens: jax.Array, targets: jax.Array
+) -> jax.Array:
+    """(R, T), log-probability of each target. Compiled once for each model and size of batch."""
+    logits = model.apply({"params": params}, source, tokens, source_mask=Mask.lengths(lengths))
+    return _of_targets(logits, targets)
 
 
 def _finite(opened: Opened, number: int, row: np.ndarray) -> np.ndarray:
@@ -208,6 +250,23 @@ def _finite(opened: Opened, number: int, row: np.ndarray) -> np.ndarray:
     return row
 
 
+def _run(
+    opened: Opened,
+    texts: Sequence[Columns],
+    compute: Callable[[Batch], jax.Array],
+    numbers: Sequence[int] | None = None,
+    **options: Any,
+) -> list[np.ndarray]:
+    """`run_batches`, with an error if results are not finite, in which `numbers` are those of the texts."""
+    options |= {"longest": opened.model.config.longest_source}  # of one that has no encoder: max_length
+    rows = run_batches(texts, compute, **options)
+    for number, row in enumerate(rows):
+        if not np.isfinite(row).all():  # by itself, or by a text that it shares a row with
+            (alone,) = run_batches(texts[number : number + 1], compute, **options)
+            rows[number] = _finite(opened, number if numbers is None else numbers[number], alone)
+    return rows
+
+
 def _of_targets(logits: jax.Array, targets: jax.Array) -> jax.Array:
     chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
     return chosen - jax.nn.logsumexp(logits, axis=-1)
@@ -218,19 +277,17 @@ _OTHERS = {VisionClassifier: "images", SpeechToText: "sound", Forecaster: "serie
 
 
 def _reading(opened: Opened) -> Any:
-    """The model, with a kernel that fits any length."""
+    """The model, with a kernel that fits any length, and experts with room for every token: what a text gets must not
+    depend on the texts beside it.
+    """
     model = opened.model
     read = next((what for kind, what in _OTHERS.items() if isinstance(model, kind)), None)
     if read is not None:
         raise ConfigError(f"{opened.directory} holds a {type(model).__name__}, which reads {read} and no text.")
-    return model.clone(execution=anywhere(model.execution))
+    return decoding_model(model)
 
 
-def _types(model: Any, types: jax.Array) -> jax.Array | None:
-    return None if model.config.token_types is None else types
-
-
-def _encode(opened: Opened, texts: Sequence[str], limit: int | None = None) -> list[_Encoded]:
+def _encode(opened: Opened, texts: Sequence[str], limit: int | None = None) -> list[Columns]:
     tokenizer = opened.tokenizer
     context = opened.model.config.longest_source if isinstance(opened.model, Seq2Seq) else opened.context
     limit = min(n for n in (limit, context, 2**30) if n is not None)
@@ -253,29 +310,5 @@ def _encode(opened: Opened, texts: Sequence[str], limit: int | None = None) -> l
             last = len(ids) - 1 if both and ids[-1] not in tokenizer.encode(text)[-1:] else limit - 1
             ids = [*ids[: limit - 1], ids[last]]
             types = types[:limit]
-        encoded.append(_Encoded(ids, types))
+        encoded.append((ids, types))
     return encoded
-
-
-def _padded(rows: Sequence[Sequence[int]], slots: int | None = None) -> tuple[jax.Array, jax.Array]:
-    slots = max(map(len, rows)) if slots is None else slots
-    table = np.zeros((len(rows), slots), np.int32)
-    for number, row in enumerate(rows):
-        table[number, : len(row)] = row
-    return jnp.asarray(table), jnp.asarray([len(row) for row in rows], jnp.int32)
-
-
-def _batched(opened: Opened, encoded: Sequence[_Encoded], compute: Callable) -> list[np.ndarray]:
-    """`compute` of batches of alike lengths, padded to few different sizes; its rows in the order of the texts."""
-    order = sorted(range(len(encoded)), key=lambda i: len(encoded[i].ids))
-    rows: dict[int, np.ndarray] = {}
-    limit = opened.model.config.longest_source  # of one that has no encoder: max_length
-    for start in range(0, len(order), BATCH):
-        numbers = order[start : start + BATCH]
-        longest = max(len(encoded[i].ids) for i in numbers)
-        slots = max(longest, min(bucket(longest), limit or 2**30))
-        tokens, lengths = _padded([encoded[i].ids for i in numbers], slots)
-        types, _ = _padded([encoded[i].types for i in numbers], slots)
-        for i, row in zip(numbers, np.asarray(compute(opened.params, tokens, lengths, types)), strict=True):
-            rows[i] = row
-    return [rows[i] for i in range(len(encoded))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,9 @@ import numpy as np
 from transformer.data import Batch, Tokenizer
 from transformer.generate import Sampling, generate
 from transformer.training.finite import first_bad_parameter
-from transformer.training.step import EvalStep, NonFiniteError
+from transformer.training.recipe import Recipe, build_model
+from transformer.training.step import EvalStep, Metrics, NonFiniteError
+from transformer.training.tasks import evaluation_sums
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,16 @@ class EvalLoss:
         if self.mae is not None:
             return f"MSE {self.loss:.4f}, MAE {self.mae:.4f}"
         return f"loss {self.loss:.4f}, accuracy {100 * self.accuracy:.2f} %"
+
+
+def compiled_eval_step(recipe: Recipe) -> EvalStep:
+    """`make_eval_step`, compiled once in a process for each task, model and size of batch."""
+    return functools.partial(_eval_step, recipe.task, build_model(recipe))
+
+
+@functools.partial(jax.jit, static_argnames=("task", "model"))
+def _eval_step(task: str, model: nn.Module, params: Any, batch: Batch) -> Metrics:
+    return dict(evaluation_sums(task, model, params, batch))
 
 
 def evaluate_loss(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -14,9 +15,8 @@ import numpy as np
 from transformer.data import Batch, Dataset
 from transformer.data.series import from_model
 from transformer.kernels import anywhere
-from transformer.training.evaluation import EvalLoss, evaluate_loss
+from transformer.training.evaluation import EvalLoss, compiled_eval_step, evaluate_loss
 from transformer.training.recipe import Recipe
-from transformer.training.step import make_eval_step
 from transformer.training.summary import Summary
 
 
@@ -28,7 +28,7 @@ def measured(
     batches = dataset.eval_batches(split)
     strict = recipe.training.nan_policy == "stop"
     recipe = dataclasses.replace(recipe, execution=anywhere(recipe.execution))  # no mesh is in force here
-    result = evaluate_loss(jax.jit(make_eval_step(recipe)), params, batches, should_stop, strict)
+    result = evaluate_loss(compiled_eval_step(recipe), params, batches, should_stop, strict)
     if result is None:
         return summary
     baseline = persistence(batches) if recipe.task == "forecaster" else None
@@ -45,6 +45,11 @@ def persistence(batches: Iterable[Batch]) -> EvalLoss:
     return EvalLoss(float(squares / count), float(count), mae=float(magnitudes / count))
 
 
+@functools.partial(jax.jit, static_argnames="model")
+def _forecasts(model: nn.Module, params: Any, values: np.ndarray) -> jax.Array:
+    return model.apply({"params": params}, values)
+
+
 def draw_forecasts(
     recipe: Recipe, model: nn.Module, params: Any, dataset: Dataset, png_path: str | os.PathLike
 ) -> None:
@@ -53,8 +58,7 @@ def draw_forecasts(
     last = batches[-1]["weights"].nonzero()[0][-1]
     rows = [(batches[0], 0), (batches[-1], last)]
     values, targets = (np.stack([batch[name][row] for batch, row in rows]) for name in ("values", "targets"))
-    model = model.clone(execution=anywhere(model.execution))
-    forecast = jax.device_get(jax.jit(model.apply)({"params": params}, values))
+    forecast = jax.device_get(_forecasts(model.clone(execution=anywhere(model.execution)), params, values))
     shown = 2 * targets.shape[1]
     past, future, forecast = (from_model(recipe.data, array) for array in (values[:, -shown:], targets, forecast))
     from transformer.viz.forecasts import forecast_picture  # matplotlib takes a while: not before the first step

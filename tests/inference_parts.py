@@ -1,0 +1,40 @@
+"""Tiny models with tokenizers, as directories of weights, for the tests of `transformer.inference`."""
+
+import json
+
+import tokenizers
+from golden import case as golden_case
+from golden import ours
+from tokenizers import models, pre_tokenizers, processors
+
+WORDS = ["the", "a", "cat", "dog", "sat", "ran", "on", "under", "mat", "tree", "big", "small"]
+
+
+def write_tokenizer(directory, *, pair):
+    """Words of a list; with [CLS] ... [SEP] around a text, or with a token in front of it."""
+    special = ["[PAD]", "[BOS]", "[UNK]", "[CLS]", "[SEP]"]
+    vocabulary = {token: i for i, token in enumerate(special + WORDS)}
+    library = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    library.pre_tokenizer = pre_tokenizers.Whitespace()
+    template = ("[CLS] $A [SEP]", "[CLS] $A [SEP] $B:1 [SEP]:1") if pair else ("[BOS] $A", "[BOS] $A $B:1")
+    ids = [(token, i) for i, token in enumerate(special)]
+    library.post_processor = processors.TemplateProcessing(single=template[0], pair=template[1], special_tokens=ids)
+    library.save(str(directory / "tokenizer.json"))
+    names = {"pad_token": "[PAD]", "unk_token": "[UNK]", "bos_token": "[BOS]", "eos_token": "[SEP]"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(names))
+
+
+def write_models(root):
+    """Directories by name: a writer, an encoder-decoder, a classifier, an encoder."""
+    made = {}
+    for name, family, case in (
+        ("writer", "gpt2", "lm"),
+        ("translator", "t5", None),
+        ("classifier", "bert", "classifier"),
+        ("encoder", "bert", "base"),
+    ):
+        records = golden_case.golden(family)
+        case = case or next(iter(golden_case.cases(family)))
+        made[name] = ours.write(root / name, records[case])
+        write_tokenizer(made[name], pair=name not in ("writer", "translator"))
+    return made
