@@ -1,5 +1,7 @@
-"""What the oldest supported JAX and Flax lack. Each entry names the release that makes it unnecessary: when the floor in
-pyproject.toml reaches that release, delete the entry and call JAX directly.
+"""What the oldest supported JAX and Flax lack.
+
+Each entry names the release that makes it unnecessary. When the floor in pyproject.toml reaches that release, delete
+the entry and call JAX directly.
 """
 
 from __future__ import annotations
