@@ -213,6 +213,11 @@ class TestRules:
                 assert jax.jit(lambda x: constrain(x, "batch", "embed"))(x).sharding.spec == PartitionSpec("dp", "tp")
             assert jax.jit(lambda x: constrain(x, "batch", "embed"))(x).sharding.spec == PartitionSpec("dp", "tp")
 
+    def test_rules_for_parameters_may_stand_in_the_same_list(self):
+        with jax.set_mesh(make(("dp", "tp"))), axis_rules([("layers", None), ("batch", "dp"), ("embed", "dp")]):
+            placed = jax.jit(lambda x: constrain(x, "batch", "embed"))(jnp.ones((8, 8)))
+            assert placed.sharding.spec == PartitionSpec("dp")
+
     def test_a_name_that_is_not_ours_is_refused(self):
         with (
             pytest.raises(ValueError, match=r"unknown logical axis 'mlp': use one of batch"),

@@ -7,12 +7,10 @@ shardings. Those of activations are in `transformer.partitioning`.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
-from transformer import partitioning
 from transformer.config import ConfigError
-from transformer.partitioning import AxisRules
+from transformer.partitioning import LAYERS, AxisRules, current_rules
 
 PARAMETER_RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r"token_type_embedding/embedding$", (None, "embed")),
@@ -54,9 +52,6 @@ PARAMETER_AXES: dict[str, str] = {
 }
 """logical axis of a parameter -> the mesh axis that splits it, unless `rules` say otherwise"""
 
-LAYERS = "layers"
-"""logical name of the leading axis of parameters whose layers are stacked; no mesh axis splits it by default"""
-
 
 def parameter_axes(path: str, shape: Sequence[int]) -> tuple[str | None, ...]:
     """Logical name of each axis of the parameter at `path`, "layers" for a leading axis of layers; () when no rule of
@@ -75,7 +70,7 @@ def rules_in_force(rules: AxisRules | None) -> AxisRules | None:
     when there are none. ConfigError: rules that are no pairs.
     """
     if rules is None:
-        return partitioning._rules()
+        return current_rules()
     for rule in [rules] if isinstance(rules, Mapping | str) else rules:
         target = rule[1] if isinstance(rule, tuple | list) and len(rule) == 2 and isinstance(rule[0], str) else 0
         if not (target is None or isinstance(target, str | tuple | list)):
@@ -84,19 +79,3 @@ def rules_in_force(rules: AxisRules | None) -> AxisRules | None:
                 f"[('embed', 'fsdp'), ('heads', None)], got {rule!r}. For a dict, pass tuple(rules.items())."
             )
     return rules
-
-
-def split_axes(
-    names: Sequence[str | None], sizes: Mapping[str, int], rules: Iterable[tuple[str, Any]]
-) -> list[tuple[str, ...]]:
-    """The mesh axes that split each logical axis. As in Flax the first rule for a name counts whose mesh axes no other
-    axis of the array has; axes that the mesh lacks are left out of a rule, and a rule of such axes alone is skipped.
-    """
-    split: dict[str, tuple[str, ...]] = {}
-    for name, target in rules:
-        wanted = (target,) if isinstance(target, str) else tuple(target or ())
-        found = tuple(axis for axis in wanted if axis in sizes)
-        used = {axis for axes in split.values() for axis in axes}
-        if name in names and name not in split and not used & set(found) and (found or not wanted):
-            split[name] = found
-    return [tuple(axis for axis in split.get(name, ()) if sizes[axis] > 1) for name in names]

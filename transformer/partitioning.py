@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -46,22 +46,27 @@ _OWN_AXES = {axis for axes in ACTIVATION_RULES.values() for axis in axes}
 _RULES: contextvars.ContextVar[AxisRules | None] = contextvars.ContextVar("axis_rules", default=None)
 
 
+LAYERS = "layers"
+"""logical name of the leading axis of parameters whose layers are stacked; no mesh axis splits it by default"""
+
+
 @contextlib.contextmanager
 def axis_rules(rules: AxisRules) -> Iterator[None]:
     """Maps our logical axes to the axes of your mesh, for everything traced inside the `with` block.
 
     Args:
         rules: pairs such as `[("batch", ("dp", "fsdp")), ("heads", "tp"), ("embed", None)]`, in the form of Flax's
-            `nn.logical_axis_rules`, which is read when no `axis_rules` is in force. The first rule for a name counts
-            whose mesh axes are in the mesh; None replicates the axis; an axis without a rule is left to the compiler.
+            `nn.logical_axis_rules`, which is read when no `axis_rules` is in force. Of several rules for a name the
+            first one counts that has a free axis of the mesh; None replicates the axis; an axis without a rule is left
+            to the compiler. Parameters follow the same rules in `sharding.state_shardings`.
 
-    JAX traces a jitted function once for each signature: put the block around the call, not only around later ones.
+    JAX traces a jitted function once for each signature: put the block around the first call.
 
     Raises:
-        ValueError: a name that is not a logical axis of `ACTIVATION_RULES`.
+        ValueError: a name that is not a logical axis of ours.
     """
     for name, _ in rules:
-        _check(name)
+        _check(name, (*ACTIVATION_RULES, LAYERS))
     token = _RULES.set(tuple(rules))
     try:
         yield
@@ -69,33 +74,47 @@ def axis_rules(rules: AxisRules) -> Iterator[None]:
         _RULES.reset(token)
 
 
-def _check(name: str) -> None:
-    if name not in ACTIVATION_RULES:
-        raise ValueError(f"unknown logical axis {name!r}: use one of {', '.join(ACTIVATION_RULES)}, or None.")
+def _check(name: str, names: Iterable[str] = ACTIVATION_RULES) -> None:
+    if name not in names:
+        raise ValueError(f"unknown logical axis {name!r}: use one of {', '.join(names)}, or None.")
 
 
-def _rules() -> AxisRules | None:
-    """The rules given by `axis_rules` or by Flax's context; None where `ACTIVATION_RULES` applies."""
+def current_rules() -> AxisRules | None:
+    """The rules given by `axis_rules` or by Flax's `nn.logical_axis_rules`; None where our own tables apply."""
     given = _RULES.get()
     return given if given is not None else spmd.get_logical_axis_rules() or None
 
 
-def _placement(name: str | None) -> tuple[tuple[str, ...], bool]:
-    """The mesh axes that split a logical axis, and whether the compiler may split it further (no rule places it)."""
+def split_axes(
+    names: Sequence[str | None], sizes: Mapping[str, int], rules: Iterable[tuple[str, Any]]
+) -> list[tuple[str, ...] | None]:
+    """The mesh axes that split each logical axis of one array; None for a name that no rule maps.
+
+    As in Flax, the first rule for a name counts whose mesh axes no other axis of the array has. Axes that are not in
+    `sizes` are left out of a rule, and a rule of such axes alone is skipped; axes of size 1 split nothing.
+    """
+    split: dict[str, tuple[str, ...]] = {}
+    for name, target in rules:
+        wanted = (target,) if isinstance(target, str) else tuple(target or ())
+        found = tuple(axis for axis in wanted if axis in sizes)
+        used = {axis for axes in split.values() for axis in axes}
+        if name in names and name not in split and not used & set(found) and (found or not wanted):
+            split[name] = found
+    return [tuple(axis for axis in split[name] if sizes[axis] > 1) if name in split else None for name in names]
+
+
+def _placements(names: Sequence[str | None]) -> list[tuple[tuple[str, ...], bool]]:
+    """For each axis of one array: the mesh axes that split it, and whether it is replicated over all others. If not,
+    the compiler may split it further.
+    """
     mesh = jax.sharding.get_abstract_mesh()
-    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    rules = _rules()
+    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    sizes = {axis: mesh.shape[axis] for axis, kind in types if kind == AxisType.Auto}
+    rules = current_rules()
+    is_own = rules is None and set(mesh.axis_names) >= _OWN_AXES
     if rules is None:
-        wanted = () if name is None else ACTIVATION_RULES[name]
-        placed = types.keys() >= _OWN_AXES
-    else:
-        targets = [
-            (axes,) if isinstance(axes, str) else tuple(axes or ()) for logical, axes in rules if logical == name
-        ]
-        wanted = next((axes for axes in targets if types.keys() >= set(axes)), None)
-        wanted, placed = wanted or (), wanted is not None
-    axes = tuple(axis for axis in wanted if types.get(axis) == AxisType.Auto and mesh.shape[axis] > 1)
-    return axes, not placed
+        rules = [(name, axes) for name, axes in ACTIVATION_RULES.items() if axes]
+    return [(axes or (), is_own or axes == ()) for axes in split_axes(names, sizes, rules)]
 
 
 def mesh_axes(name: str | None) -> tuple[str, ...]:
@@ -107,7 +126,7 @@ def mesh_axes(name: str | None) -> tuple[str, ...]:
     if name is None:
         return ()
     _check(name)
-    return _placement(name)[0]
+    return _placements([name])[0][0]
 
 
 def platform() -> str:
@@ -135,14 +154,15 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
     """
     if len(names) != x.ndim:
         raise ValueError(f"constrain takes one name an axis: got {len(names)} names for an array of shape {x.shape}.")
-    wanted = [(mesh_axes(name), _placement(name)[1]) for name in names]
+    for name in names:
+        if name is not None:
+            _check(name)
     if not _axes_of(AxisType.Auto):
         return x
-    mesh, used, spec = jax.sharding.get_abstract_mesh(), set(), []
-    for size, (axes, is_open) in zip(x.shape, wanted, strict=True):
-        fits = not used & set(axes) and size % math.prod(mesh.shape[axis] for axis in axes) == 0
-        used |= set(axes) if fits else set()
-        spec.append((axes if fits else ()) or (PartitionSpec.UNCONSTRAINED if is_open else None))
+    mesh, spec = jax.sharding.get_abstract_mesh(), []
+    for size, (axes, is_whole) in zip(x.shape, _placements(names), strict=True):
+        divides = size % math.prod(mesh.shape[axis] for axis in axes) == 0
+        spec.append(axes if axes and divides else None if is_whole else PartitionSpec.UNCONSTRAINED)
     if all(entry is PartitionSpec.UNCONSTRAINED for entry in spec):
         return x
     return jax.lax.with_sharding_constraint(x, PartitionSpec(*spec))
@@ -164,7 +184,7 @@ def unmapped_axes() -> tuple[str, ...]:
     """Axes of the mesh in force that split something and that no rule names. Arrays may be split over them in a way
     that only the compiler knows: a kernel that it can't split would compute the same on each of their devices.
     """
-    rules = _rules()
+    rules = current_rules()
     if rules is None:
         known = _OWN_AXES
     else:

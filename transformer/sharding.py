@@ -27,9 +27,9 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from transformer.config import ConfigError, TransformerConfig, check_choice
-from transformer.parameter_axes import PARAMETER_AXES, parameter_axes, rules_in_force, split_axes
+from transformer.parameter_axes import PARAMETER_AXES, parameter_axes, rules_in_force
 from transformer.parameter_axes import PARAMETER_RULES as PARAMETER_RULES
-from transformer.partitioning import AxisRules
+from transformer.partitioning import AxisRules, split_axes
 
 AXES = ("data", "fsdp", "expert", "context", "tensor")
 """mesh axes, those that talk most last: neighbors in the list of devices are the best connected"""
@@ -225,6 +225,7 @@ def _spec(
     names: Sequence[str | None], shape: Sequence[int], sizes: Mapping[str, int], rules: AxisRules | None
 ) -> PartitionSpec:
     axes = split_axes(names, sizes, PARAMETER_AXES.items() if (found := rules_in_force(rules)) is None else found)
+    axes = [split or () for split in axes]
     fits = [size % math.prod(sizes[axis] for axis in split) == 0 for split, size in zip(axes, shape, strict=False)]
     return PartitionSpec(*(_entry(split) if fit else None for split, fit in zip(axes, fits, strict=True)))
 
@@ -288,8 +289,8 @@ def batch_sharding(mesh: Mesh, ndim: int, rules: AxisRules | None = None) -> Nam
     `state_shardings`.
     """
     given = (("batch", BATCH_AXES), ("length", "context")) if (found := rules_in_force(rules)) is None else found
-    axes = split_axes(("batch", "length")[:ndim], mesh.shape, given)
-    return NamedSharding(mesh, PartitionSpec(*(split or None for split in axes[:1]), *map(_entry, axes[1:])))
+    rows, *length = split_axes(("batch", "length")[:ndim], mesh.shape, given)
+    return NamedSharding(mesh, PartitionSpec(rows or None, *(_entry(split or ()) for split in length)))
 
 
 def local_rows(mesh: Mesh, batch_size: int) -> np.ndarray:
