@@ -32,6 +32,7 @@ from transformer.models import (
     VisionClassifier,
 )
 
+EXECUTION = {"scan": False, "remat": "full", "attention": "chunked", "sow_weights": True}
 TINY = TransformerConfig(vocab_size=11, d_model=12, num_layers=2, num_heads=2, d_ff=7)
 ROTARY = {"position": "rotary"}
 YARN = RotaryScaling(kind="yarn", factor=4.0, original_length=64)
@@ -245,9 +246,6 @@ def routed_program(moe):
         return model.apply(model.init(key, tokens), tokens, method=CausalLM.with_aux)
 
     return jax.jit(run).lower(jax.random.key(0), jnp.zeros((2, 5), jnp.int32)).as_text()
-
-
-EXECUTION = {"scan": False, "remat": "full", "attention": "chunked", "sow_weights": True}
 
 
 @pytest.mark.parametrize(("field", "value"), EXECUTION.items())

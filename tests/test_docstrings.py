@@ -54,6 +54,7 @@ SOURCE = re.compile(r"et\s+al\.|arXiv|\b[Ss]ection \d|\b[A-Z]\w+(?: & [A-Z]\w+)?
 # Names in those files that have no source, and why.
 NO_SOURCE = {
     **dict.fromkeys(["LayerInputs", "LayerCache", "correct", "table_parameter"], "bookkeeping"),
+    **dict.fromkeys(["as_matrix", "is_deterministic"], "as Flax has it"),
     **dict.fromkeys(["position_scheme", "make_norm", "kernel_init", "decay_mask"], "a choice by name"),
     **dict.fromkeys(["linear", "Linear"], "a matrix product"),
     **dict.fromkeys(["Choice", "choose"], "`Sampling`, compiled; that cites"),

@@ -18,6 +18,7 @@ TAG = "class"
 
 LATER = {
     "EvaluationConfig": ("beam_size", "beam_alpha"),
+    "Execution": ("sow_weights",),
     "LayerKind": ("self_attention", "moe", "attention_norm"),
     "MoE": ("router_bias", "scoring", "selection_bias", "num_groups", "top_groups", "weights_scale"),
     "OptimizerConfig": ("decay_fraction",),
