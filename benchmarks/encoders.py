@@ -1,18 +1,21 @@
 """Text embeddings: `embed` beside transformers on PyTorch, for the same weights and texts.
 
-Usage: python -m benchmarks.encoders [--models minilm bert] [--works one many] [--turns 5] [--environments untouched]
+Usage: python -m benchmarks.encoders [--models minilm bert] [--works one many] [--turns 5] [--threads 2]
 
 Needs the parity environment (`make peers`). The models have the sizes of MiniLM (6 layers x 384) and of BERT base
 (12 x 768), random weights and a WordPiece vocabulary of random words; transformers writes them. Both sides tokenize,
-run the encoder in float32 on two threads and average the hidden states of each text. The peer sorts the texts by
+run the encoder in float32 on `--threads` cores and average the hidden states of each text. The peer sorts the texts by
 length, pads batches of 32 to the longest, and uses its default attention (scaled_dot_product_attention).
 
 A ratio is the peer's time over ours, above 1 if ours is faster: the median over the turns, and that of the fastest
-times of both sides, which other programs on the machine disturb least. The last line is a JSON object.
+times of both sides, which other programs on the machine disturb least. On a busy machine only `--threads 1` is fair:
+the threads of PyTorch wait for each other, and with other programs on their cores they wait long. The last line is a
+JSON object.
 """
 
 import argparse
 import dataclasses
+import os
 import statistics
 import subprocess
 import sys
@@ -24,9 +27,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.side_by_side import ENVIRONMENTS, ROOT, Worker, last_line, serve, versions
-from transformer.cli.allocator import keep_freed_memory
 
-VOCABULARY, SPECIAL, PEER_BATCH, THREADS = 30_522, ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"), 32, 2
+VOCABULARY, SPECIAL, PEER_BATCH = 30_522, ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"), 32
 MODELS = {"minilm": (6, 384), "bert": (12, 768)}
 """layers and width by name; both have 12 heads and a feed-forward four times as wide"""
 
@@ -115,7 +117,7 @@ def pytorch(folder: str, work: Work) -> Callable[[], Any]:
     import torch
     from transformers import AutoModel, AutoTokenizer
 
-    torch.set_num_threads(THREADS)
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
     model, tokenizer = AutoModel.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
     given = texts(work)
 
@@ -143,10 +145,10 @@ def check(folder: str) -> float:
     return max(float(np.abs(a - b).max()) for a, b in zip(*found.values(), strict=True))
 
 
-def compare(folder: str, model: str, name: str, environment: str, turns: int) -> Result:
+def compare(folder: str, model: str, name: str, environment: str, turns: int, threads: int) -> Result:
     """Both sides of one work, in processes that take turns."""
-    work, words = WORKS[name], ("benchmarks.encoders", "--works", name, "--worker")
-    set_first = ENVIRONMENTS[environment] | {"OMP_NUM_THREADS": str(THREADS)}
+    work, words = WORKS[name], ("benchmarks.encoders", "--works", name, "--threads", str(threads), "--worker")
+    set_first = ENVIRONMENTS[environment] | {"OMP_NUM_THREADS": str(threads)}
     sides = {side: Worker(*words, side, f"{folder}/{model}", environment=set_first) for side in SIDES}
     seconds: dict[str, list[float]] = {side: [] for side in SIDES}
     for turn in range(turns):
@@ -172,6 +174,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--works", nargs="+", choices=WORKS, default=list(WORKS))
     parser.add_argument("--turns", type=int, default=5, help="of each side, three runs each")
+    parser.add_argument("--threads", type=int, default=2, help="cores that each side may use")
     parser.add_argument("--environments", nargs="+", choices=ENVIRONMENTS, default=["untouched"])
     parser.add_argument("--worker", nargs=2, metavar=("SIDE", "FOLDER"), help="be one side: what the command starts")
     options = parser.parse_args()
@@ -182,8 +185,7 @@ def main() -> None:
         elif side == "check":
             print(f"largest difference between both sides' vectors: {check(folder):.1e}")
         else:
-            if side == "ours":
-                keep_freed_memory()  # as python -m transformer does
+            os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.threads])
             serve(SIDES[side](folder, WORKS[options.works[0]]), warm_up=1)
         return
 
@@ -194,12 +196,13 @@ def main() -> None:
         for part in ("prepare", "check"):
             command = [sys.executable, "-m", "benchmarks.encoders", "--worker", part, folder]
             subprocess.run(command, cwd=ROOT, check=True)
-        print(f"{where}\n{'model':>7} {'work':>9} {'setting':>10} {'ours ms':>8} {'peer ms':>8} {'ratio':>6}", end="")
+        print(f"{where}, {options.threads} thread(s) each")
+        print(f"{'model':>7} {'work':>9} {'setting':>10} {'ours ms':>8} {'peer ms':>8} {'ratio':>6}", end="")
         print(f" {'fastest':>8} {'first s':>8} {'peer':>6}")
         for environment in options.environments:
             for model in options.models:
                 for name in options.works:
-                    one = compare(folder, model, name, environment, options.turns)
+                    one = compare(folder, model, name, environment, options.turns, options.threads)
                     found.append(one)
                     print(f"{model:>7} {name:>9} {environment:>10} {one.ours_ms:8.2f} {one.peer_ms:8.2f}", end="")
                     print(f" {one.ratio:6.2f} {one.ratio_of_fastest:8.2f}", end="")
