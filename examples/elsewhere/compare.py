@@ -1,5 +1,6 @@
 """Shared by the comparisons in this folder: patch a copy of a project, import both versions, train both."""
 
+import atexit
 import importlib
 import os
 import shutil
@@ -22,6 +23,7 @@ def patched_copy(checkout, patch, folder):
     if not (Path(checkout) / folder).is_dir():
         raise SystemExit(f"{checkout} is not the expected checkout: it has no folder {folder}/.")
     copy = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, copy)
     shutil.copytree(Path(checkout) / folder, copy / folder)
     # Without the ceiling, a repository around the temporary directory would make git skip the files of the patch.
     environment = os.environ | {"GIT_CEILING_DIRECTORIES": str(copy.parent)}
