@@ -31,6 +31,7 @@ LAYERS = {
     "positions": 2,
     "kernels": 2,
     "attention": 3,
+    "compat": 4,
     "moe": 3,
     "mla": 4,
     "blocks": 5,

@@ -87,6 +87,7 @@ _HOMES = {
     "attention": "MultiHeadAttention dot_product_attention",
     "blocks": "LayerInputs PostNormBlock PreNormBlock",
     "caches": "KVCache",
+    "compat": "",
     "config": "MLA ConfigError Execution HeadTransform LayerKind MoE Patches RotaryScaling Series TransformerConfig "
     "transformer_base transformer_big",
     "inference": "load save",

@@ -4,27 +4,15 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from transformer.axes import (
-    Array,
-    Attended,
-    Context,
-    DType,
-    Float,
-    Hidden,
-    Int,
-    Key,
-    Positions,
-    PRNGKey,
-    Query,
-    Value,
-    Weights,
-)
+from transformer.axes import Array, Context, DType, Float, Hidden, Int, Positions, PRNGKey
 from transformer.caches import ContextCache, KVCache
 from transformer.kernels import ALL_KERNELS, BiasFunction, Request, choose
 from transformer.kernels.contract import bias_block
@@ -35,9 +23,9 @@ from transformer.positions import NoPosition
 
 
 def dot_product_attention(
-    query: Query,
-    key: Key,
-    value: Value,
+    query: Float[Array, "*B T N H"],
+    key: Float[Array, "*B S K H"],
+    value: Float[Array, "*B S K Hv"],
     *,
     mask: Mask | Array | None = None,
     bias: BiasFunction | Array | None = None,
@@ -48,15 +36,23 @@ def dot_product_attention(
     dropout_key: PRNGKey | None = None,
     implementation: str = "auto",
     return_weights: bool = False,
-) -> Attended | tuple[Attended, Weights]:
+    dropout_rng: PRNGKey | None = None,
+    broadcast_dropout: bool = False,
+    deterministic: bool = False,
+    module: nn.Module | None = None,
+) -> Float[Array, "*B T N Hv"] | tuple[Float[Array, "*B T N Hv"], Float[Array, "*B N T S"]]:
     """softmax(scale Q K^T + bias + mask) V for every head (Vaswani et al. 2017, section 3.2.1), softmax in float32:
-    (B, T, N, Hv), or a pair with the weights.
+    (B, T, N, Hv), or a pair with the weights. B may be any number of axes.
+
+    The last four arguments are those that Flax's attention modules pass to their `attention_fn`, which this function
+    can be.
 
     Args:
         query: (B, T, N, H); N a multiple of K: each key head serves N / K query heads (Ainslie et al. 2023).
         key: (B, S, K, H).
         value: (B, S, K, Hv); Hv may differ from H.
-        mask: a `Mask`, or a boolean array that broadcasts to (B, N, T, S); True attends. A query without keys gets 0.
+        mask: a `Mask`, or a boolean array that broadcasts to (B, N, T, S); True attends (`Mask.array` says what else
+            it takes). A query without keys gets 0.
         bias: added to the scores: an array that broadcasts to (B, N, T, S), or a function (query indices (t,), key
             indices (s,)) -> that block of it, so that blockwise kernels never hold all of it.
         scale: factor on the scores; None: 1 / sqrt(H); 1.0: unscaled attention.
@@ -65,11 +61,23 @@ def dot_product_attention(
         dropout_rate: share of the weights set to zero; needs `dropout_key`.
         implementation: a kernel of `transformer.kernels`, or "auto".
         return_weights: also return the softmax weights (B, N, T, S), before dropout.
+        dropout_rng: Flax's name of `dropout_key`.
+        broadcast_dropout: drop the same weights (T, S) in all rows and heads.
+        deterministic: True ignores `dropout_rate`.
+        module: sows the softmax weights as `attention_weights` into its collection "intermediates".
 
     Raises:
         ValueError: shapes that don't fit, a rate without a key, or a kernel that can't do what is asked.
     """
     _check_shapes(query, key, value, sinks)
+    if dropout_rng is not None and dropout_key is not None:
+        raise ValueError("dropout_rng is another name of dropout_key: pass one of them.")
+    dropout_key = dropout_key if dropout_rng is None else dropout_rng
+    dropout_rate = 0.0 if deterministic else dropout_rate
+    lead = query.shape[:-3]
+    if len(lead) != 1:
+        query, key, value = (array.reshape(math.prod(lead), *array.shape[-3:]) for array in (query, key, value))
+        mask, bias = (_with_one_batch_axis(array, lead) for array in (mask, bias))
     (batch, num_queries, num_heads, head_dim), num_keys = query.shape, key.shape[1]
     if scale is not None and not scale > 0:
         raise ValueError(f"scale must be above 0, got {scale}. Use scale=1.0 for unscaled attention.")
@@ -78,14 +86,15 @@ def dot_product_attention(
     if dropout_rate > 0.0 and dropout_key is None:
         raise ValueError("dropout_rate is above 0 but dropout_key is None: pass a jax.random.key, or dropout_rate=0.")
     if mask is not None and not isinstance(mask, Mask):
-        mask = jnp.asarray(mask)
-        mask = Mask.array(jnp.broadcast_to(mask, jnp.broadcast_shapes(mask.shape, (num_queries, num_keys))))
+        mask = Mask.array(mask if np.ndim(mask) > 1 else mask[None])
     mask = Mask() if mask is None else mask
     mask.check(batch, num_heads, num_queries, num_keys)
+    mask = mask.with_padding_as_segments(num_queries)
+    return_all = return_weights or module is not None
     request = Request(
         num_queries=num_queries,
         num_keys=num_keys,
-        return_weights=return_weights,
+        return_weights=return_all,
         has_bias=bias is not None,
         has_dropout=dropout_rate > 0.0,
         **mask.facts,
@@ -98,7 +107,7 @@ def dot_product_attention(
     )
     kernel = ALL_KERNELS[choose(implementation, request)]
     length = "length" if kernel.split_keys else None
-    out, weights = kernel.run(
+    out, weights = kernel.attend(
         query,
         constrain(key, "batch", length, "kv_heads", "head_dim"),
         constrain(value, "batch", length, "kv_heads", "head_dim"),
@@ -109,28 +118,44 @@ def dot_product_attention(
         sinks=sinks,
         dropout_rate=dropout_rate,
         dropout_key=dropout_key,
+        return_weights=return_all,
+        **({"broadcast_dropout": True} if broadcast_dropout and dropout_rate > 0.0 else {}),
     )
+    if len(lead) != 1:
+        out, weights = (a if a is None else a.reshape(*lead, *a.shape[1:]) for a in (out, weights))
+    if module is not None:
+        module.sow("intermediates", "attention_weights", weights.astype(query.dtype))
     return (out, weights) if return_weights else out
 
 
 def _check_shapes(query: Array, key: Array, value: Array, sinks: Array | None) -> None:
     for name, array in {"query": query, "key": key, "value": value}.items():
-        if array.ndim != 4:
+        if array.ndim < 3:
             raise ValueError(f"{name} must be (batch, length, heads, head size), got shape {array.shape}.")
     problems = []
-    if not query.shape[0] == key.shape[0] == value.shape[0]:
+    if not query.shape[:-3] == key.shape[:-3] == value.shape[:-3]:
         problems.append("the batch sizes differ")
-    if key.shape[1:3] != value.shape[1:3]:
+    if key.shape[-3:-1] != value.shape[-3:-1]:
         problems.append("key and value must have the same length and heads")
-    if query.shape[3] != key.shape[3]:
+    if query.shape[-1] != key.shape[-1]:
         problems.append("query and key must have the same head size")
-    if query.shape[2] % key.shape[2]:
+    if query.shape[-2] % key.shape[-2]:
         problems.append("query heads must be a multiple of key heads")
-    if sinks is not None and sinks.shape != query.shape[2:3]:
+    if sinks is not None and sinks.shape != query.shape[-2:-1]:
         problems.append(f"sinks {sinks.shape} must be one number a query head")
     if problems:
         shapes = f"query {query.shape}, key {key.shape}, value {value.shape}"
         raise ValueError(f"attention can't be computed of {shapes}: {'; '.join(problems)}.")
+
+
+def _with_one_batch_axis(array: Any, lead: tuple[int, ...]) -> Any:
+    """Of an array that broadcasts to (*lead, N, T, S) one that broadcasts to (B, N, T, S); anything else as it is."""
+    if array is None or isinstance(array, Mask) or not hasattr(array, "shape") or array.ndim <= 3:
+        return array
+    batch, rest = (1,) * (len(lead) + 3 - array.ndim) + array.shape[:-3], array.shape[-3:]
+    if math.prod(batch) == 1:
+        return array.reshape(1, *rest)
+    return jnp.broadcast_to(array.reshape(*batch, *rest), (*lead, *rest)).reshape(math.prod(lead), *rest)
 
 
 def _bias_function(bias: BiasFunction | Array | None, shape: tuple[int, int, int, int]) -> BiasFunction | None:
@@ -338,4 +363,10 @@ class MultiHeadAttention(nn.Module):
                 f"{type(self.position).__name__} biases {probe.shape[1]} heads, but there are {self.num_heads}. "
                 f"Give it num_heads={self.num_heads}."
             )
-        return lambda queries, keys: self.position.bias(positions[:, queries], key_positions[:, keys], table)
+        return jax.tree_util.Partial(functools.partial(_position_bias, self.position), positions, key_positions, table)
+
+
+def _position_bias(
+    scheme: NoPosition, positions: Array, key_positions: Array, table: Array | None, queries: Array, keys: Array
+) -> Array:
+    return scheme.bias(positions[:, queries], key_positions[:, keys], table)

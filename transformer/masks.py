@@ -7,10 +7,12 @@ makes only the block that a kernel asks for.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from transformer.axes import Array, Bool, Int, Leaf
 
@@ -41,7 +43,7 @@ class Mask:
     key_segments: Leaf | None = None
     """(B, S)"""
     dense_part: Leaf | None = None
-    """(B or 1, N or 1, T, S)"""
+    """(B or 1, N or 1, T or 1, S or 1)"""
     query_places: Leaf | None = None
     """(B, T), in place of index and offset, for causality and windows"""
     key_places: Leaf | None = None
@@ -75,17 +77,22 @@ class Mask:
         return Mask(query_segments=query, key_segments=query if key is None else jnp.asarray(key))
 
     @staticmethod
-    def array(allowed: Array) -> Mask:
-        """Any boolean array that broadcasts to (B, N, T, S), its last two axes whole: the way to a mask of any form.
+    def array(allowed: Array | np.ndarray) -> Mask:
+        """A mask of any form: a boolean array that broadcasts to (B, N, T, S), such as (T, S), a padding mask
+        (B, 1, 1, S), or what `nn.make_causal_mask(x, dtype=bool)` gives.
+
+        An array of another type is accepted outside `jit`, if it holds 0 and 1 alone and at least one 1 (as Flax's
+        `nn.make_causal_mask` and `nn.make_attention_mask` give by default).
 
         Raises:
-            ValueError: not boolean, or of fewer than two axes.
+            ValueError: another type whose values are unknown inside `jit`, or may be meant to be added to the scores;
+                fewer than two axes.
         """
-        allowed = jnp.asarray(allowed)
-        if allowed.dtype != jnp.bool_ or allowed.ndim < 2:
+        allowed = _boolean(allowed)
+        if allowed.ndim < 2:
             raise ValueError(
-                f"a mask array must be boolean (True attends) and end in (T, S), got {allowed.dtype} of shape "
-                f"{allowed.shape}. An additive mask is a bias: pass it as bias=."
+                f"a mask array must end in the axes (T, S), got shape {allowed.shape}. Add axes: a padding mask (B, S) "
+                f"is mask[:, None, None, :]."
             )
         return Mask(dense_part=allowed.reshape((1,) * (4 - allowed.ndim) + allowed.shape))
 
@@ -123,6 +130,20 @@ class Mask:
             key_places=join("key_places"),
         )
 
+    def with_padding_as_segments(self, num_queries: int) -> Mask:
+        """The same mask for `num_queries` T, with a padding array (B, 1, 1, S) as segments, which more kernels serve:
+        padding is a segment without queries.
+        """
+        part = self.dense_part
+        if part is None or part.shape[1:3] != (1, 1) or num_queries == 1 or self.query_segments is not None:
+            return self
+        return dataclasses.replace(
+            self,
+            dense_part=None,
+            query_segments=jnp.ones((part.shape[0], num_queries), jnp.int32),
+            key_segments=part[:, 0, 0].astype(jnp.int32),
+        )
+
     @property
     def is_empty(self) -> bool:
         """Whether nothing is hidden."""
@@ -157,7 +178,7 @@ class Mask:
             ours, theirs = self.query_segments[:, queries], self.key_segments[:, keys]
             allowed = allowed & (ours[:, None, :, None] == theirs[:, None, None, :])
         if self.dense_part is not None:
-            allowed = allowed & self.dense_part[:, :, queries][:, :, :, keys]
+            allowed = allowed & self._dense_block(queries, keys)
         return allowed
 
     def dense(self, num_queries: int, num_keys: int) -> Bool[Array, "b n T S"]:
@@ -179,7 +200,7 @@ class Mask:
             ours, theirs = self.query_segments[:, queries], self.key_segments[:, keys]
             visible = visible & (ours.min(-1) <= theirs.max(-1)) & (theirs.min(-1) <= ours.max(-1))
         if self.dense_part is not None:
-            visible = visible & self.dense_part[:, :, queries][:, :, :, keys].any((1, 2, 3))
+            visible = visible & self._dense_block(queries, keys).any((1, 2, 3))
         return visible.any()
 
     def check(self, batch: int, num_heads: int, num_queries: int, num_keys: int) -> None:
@@ -191,7 +212,7 @@ class Mask:
             "key_segments": [(1, num_keys), (batch, num_keys)],
             "query_places": [(1, num_queries), (batch, num_queries)],
             "key_places": [(1, num_keys), (batch, num_keys)],
-            "dense_part": [(b, n, num_queries, num_keys) for b in {1, batch} for n in {1, num_heads}],
+            "dense_part": list(itertools.product((1, batch), (1, num_heads), (1, num_queries), (1, num_keys))),
         }
         for name, shapes in fits.items():
             array = getattr(self, name)
@@ -202,11 +223,42 @@ class Mask:
                 )
 
     @staticmethod
-    def of(mask: Mask | Array | None) -> Mask:
-        """`mask` itself; of a boolean array that broadcasts to (B, N, T, S) what `Mask.array` makes of it, ValueError
-        included; None hides nothing.
+    def of(mask: Mask | Array | np.ndarray | None) -> Mask:
+        """`mask` itself; of an array that broadcasts to (B, N, T, S), `Mask.array(mask)`, with its errors; None hides
+        nothing.
         """
         return Mask() if mask is None else mask if isinstance(mask, Mask) else Mask.array(mask)
 
+    def _dense_block(self, queries: Int[Array, " t"], keys: Int[Array, " s"]) -> Bool[Array, "..."]:
+        part = self.dense_part
+        part = part if part.shape[2] == 1 else part[:, :, queries]
+        return part if part.shape[3] == 1 else part[:, :, :, keys]
+
     def _offset_rows(self) -> Int[Array, " b"]:
         return jnp.zeros((1,), jnp.int32) if self.offset is None else jnp.atleast_1d(self.offset)
+
+
+def _boolean(mask: Array | np.ndarray) -> Bool[Array, "..."]:
+    """The mask as a boolean array; see `Mask.array`."""
+    mask = mask if isinstance(mask, jax.Array) else np.asarray(mask)
+    if mask.dtype == jnp.bool_:
+        return jnp.asarray(mask)
+    convert = (
+        "If nonzero means that a query attends, convert it: mask.astype(bool), or nn.make_causal_mask(x, dtype=bool). "
+        "An additive mask is a bias: pass it as bias=."
+    )
+    if isinstance(mask, jax.core.Tracer):
+        raise ValueError(
+            f"a mask array must be boolean (True attends) inside jit, where values are unknown, got {mask.dtype} of "
+            f"shape {mask.shape}. {convert}"
+        )
+    values = np.asarray(mask)
+    ones = values == 1
+    # All zeros is ambiguous: as a mask it hides every key, added to the scores it hides none.
+    if not (ones.any() and (ones | (values == 0)).all()):
+        found = f"values from {values.min()} to {values.max()}" if values.size else "no values"
+        raise ValueError(
+            f"a mask array must be boolean (True attends), or hold 0 and 1 and at least one 1, got {mask.dtype} of "
+            f"shape {mask.shape} with {found}. {convert}"
+        )
+    return jnp.asarray(ones)

@@ -36,6 +36,7 @@ def chunked_attention(
     sinks: Float[Array, " N"] | None,
     dropout_rate: float,
     dropout_key: PRNGKey | None,
+    broadcast_dropout: bool = False,
     block: int = BLOCK,
 ) -> tuple[Attended, None]:
     """Attention over blocks of `block` queries by `block` keys (Dao et al. 2022, arXiv 2205.14135, section 3); the
@@ -55,7 +56,7 @@ def chunked_attention(
         index = jax.ShapeDtypeStruct((block,), jnp.int32)
         closed = jax.make_jaxpr(functools.partial(bias_block, bias))(index, index)
         bias_arrays, evaluate = [jnp.asarray(const) for const in closed.consts], _evaluate(closed.jaxpr)
-    plan = Blocks(evaluate, scale, softcap, dropout_rate, num_queries, num_keys, block)
+    plan = Blocks(evaluate, scale, softcap, dropout_rate, num_queries, num_keys, block, broadcast_dropout)
 
     rows = query.reshape(batch, num_queries, kv_heads, num_heads // kv_heads, head_dim)
     sinks = None if sinks is None else sinks.astype(jnp.float32).reshape(kv_heads, -1)
@@ -71,8 +72,8 @@ def _evaluate(jaxpr) -> Callable:
 class Blocks:
     """The static facts of one call in blocks (Dao et al. 2022, arXiv 2205.14135, section 3), and what a block is.
 
-    `scale`, `softcap` and `dropout_rate` are those of `dot_product_attention`; of `num_queries` T and `num_keys` S,
-    `block` make a block.
+    `scale`, `softcap`, `dropout_rate` and `broadcast_dropout` are those of `dot_product_attention`; of `num_queries` T
+    and `num_keys` S, `block` make a block.
     """
 
     bias: Callable | None
@@ -83,6 +84,7 @@ class Blocks:
     num_queries: int
     num_keys: int
     block: int
+    broadcast_dropout: bool = False
 
     @property
     def query_blocks(self) -> int:
@@ -131,7 +133,8 @@ class Blocks:
         if self.dropout_rate == 0.0:
             return weights
         key = jax.random.fold_in(jax.random.fold_in(key, i), j)
-        keep = jax.random.bernoulli(key, 1.0 - self.dropout_rate, weights.shape)
+        pattern = (1, 1, 1, *weights.shape[3:]) if self.broadcast_dropout else weights.shape
+        keep = jax.random.bernoulli(key, 1.0 - self.dropout_rate, pattern)
         return jnp.where(keep, weights / (1.0 - self.dropout_rate), 0.0)
 
     def split(self, array: Array, blocks: int) -> Array:

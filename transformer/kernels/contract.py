@@ -56,7 +56,8 @@ class Kernel:
     """One way to compute attention. `refusal` says what of a request it can't do and why ("add a bias: ..."), or None.
 
     `run(query, key, value, *, mask, bias, scale, softcap, sinks, dropout_rate, dropout_key)` returns (attended,
-    weights), weights None unless it can give them.
+    weights), weights None unless it can give them. A kernel with dropout also takes `broadcast_dropout`: one
+    pattern (T, S) for all rows and heads.
     """
 
     run: Callable[..., tuple[jax.Array, Any]]

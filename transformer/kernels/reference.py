@@ -22,6 +22,7 @@ def reference_attention(
     sinks: Float[Array, " N"] | None,
     dropout_rate: float,
     dropout_key: PRNGKey | None,
+    broadcast_dropout: bool = False,
 ) -> tuple[Attended, Weights]:
     """softmax(scale Q K^T + bias + mask) V (B, T, N, Hv) and the weights (B, N, T, S) (Vaswani et al. 2017, section
     3.2.1); the contract is that of `dot_product_attention`.
@@ -41,7 +42,8 @@ def reference_attention(
     weights_BNTS = masked_softmax(scores_BNTS, None if mask.is_empty else mask.dense(num_queries, num_keys), sinks)
     kept = weights_BNTS
     if dropout_rate > 0.0:
-        keep = jax.random.bernoulli(dropout_key, 1.0 - dropout_rate, weights_BNTS.shape)
+        pattern = (1, 1, num_queries, num_keys) if broadcast_dropout else weights_BNTS.shape
+        keep = jax.random.bernoulli(dropout_key, 1.0 - dropout_rate, pattern)
         kept = jnp.where(keep, weights_BNTS / (1.0 - dropout_rate), 0.0)
     grouped = kept.astype(value.dtype).reshape(batch, kv_heads, -1, num_keys)
     out = jnp.einsum("bkqs,bskh->bkqh", grouped, value, preferred_element_type=jnp.float32)

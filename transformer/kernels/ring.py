@@ -280,6 +280,7 @@ def gathered_attention(
     sinks: Float[Array, " N"] | None,
     dropout_rate: float,
     dropout_key: PRNGKey | None,
+    broadcast_dropout: bool = False,
 ) -> tuple[Attended, None]:
     """The chunked kernel (Dao et al. 2022, arXiv 2205.14135) on each device's own queries and all keys; the contract is
     that of `dot_product_attention`, the result (B, T, N, Hv).
@@ -309,6 +310,7 @@ def gathered_attention(
             sinks=sinks,
             dropout_rate=dropout_rate,
             dropout_key=key_of_part,
+            broadcast_dropout=broadcast_dropout,
         )
         return out
 
@@ -323,7 +325,9 @@ def _own_queries(mask: Mask, start: Array, size: int) -> Mask:
     """The mask as `size` queries from `start` have it, numbered from 0."""
 
     def cut(array, axis):
-        return None if array is None else jax.lax.dynamic_slice_in_dim(array, start, size, axis)
+        if array is None or array.shape[axis] == 1:  # the same for all queries
+            return array
+        return jax.lax.dynamic_slice_in_dim(array, start, size, axis)
 
     return dataclasses.replace(
         mask,

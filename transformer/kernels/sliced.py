@@ -44,6 +44,7 @@ def sliced_attention(
     sinks: Float[Array, " N"] | None,
     dropout_rate: float,
     dropout_key: PRNGKey | None,
+    broadcast_dropout: bool = False,
 ) -> tuple[Attended, None]:
     """`reference_attention` slice by slice: the contract of `dot_product_attention` less its weights, the result
     (B, T, N, Hv). The backward pass makes each slice of weights again (Chen et al. 2016, arXiv 1604.06174).
@@ -70,6 +71,7 @@ def sliced_attention(
             sinks=sinks,
             dropout_rate=dropout_rate,
             dropout_key=dropout_key,
+            broadcast_dropout=broadcast_dropout,
         )[0]
 
     out = []

@@ -1,0 +1,246 @@
+"""`transformer.compat` and `attention_fn=transformer.dot_product_attention` against Flax's own classes."""
+
+import dataclasses
+import functools
+import inspect
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import transformer
+from transformer import Mask, compat
+
+SEEDS = range(16)
+KEY = jax.random.key(0)
+X = jax.random.normal(KEY, (2, 5, 12))
+
+
+def drawn(seed):
+    """Fields, inputs and arguments of one call, of any number of batch axes."""
+    rng = np.random.default_rng(seed)
+    pick = lambda *choices: choices[rng.integers(len(choices))]  # noqa: E731
+    lead, queries, heads = pick((2,), (3,), (2, 3), ()), int(rng.integers(1, 8)), pick(1, 2, 3)
+    keys = queries if rng.random() < 0.5 else int(rng.integers(1, 8))
+    normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)  # noqa: E731
+    fields = {
+        "num_heads": heads,
+        "qkv_features": pick(None, 6 * heads),
+        "out_features": pick(None, 5),
+        "use_bias": pick(True, False),
+        "normalize_qk": pick(True, False),
+        "broadcast_dropout": pick(True, False),
+        "dropout_rate": pick(0.0, 0.4),
+        "precision": pick(None, jax.lax.Precision.HIGHEST, "high"),
+        "force_fp32_for_softmax": pick(True, False),
+        "dtype": pick(None, jnp.float32),
+        "kernel_init": pick(nn.initializers.lecun_normal(), nn.initializers.xavier_uniform()),
+        "out_kernel_init": pick(None, nn.initializers.normal(0.3)),
+        "bias_init": pick(nn.initializers.zeros, nn.initializers.normal(1.0)),
+        "out_bias_init": pick(None, nn.initializers.ones),
+    }
+    if fields["dropout_rate"] and rng.random() < 0.3:
+        fields["deterministic"] = True
+    inputs = [normal(*lead, queries, 6)]
+    inputs += pick([], [normal(*lead, keys, 7)], [normal(*lead, keys, 7), normal(*lead, keys, 3)])
+    last = keys if len(inputs) > 1 else queries
+    padding = jnp.asarray(rng.random((*lead, 1, 1, last)) < 0.7)
+    dense = jnp.asarray(rng.random((*lead, heads, queries, last)) < 0.6)  # perhaps a query without keys
+    mask = pick(None, padding, dense, dense.astype(jnp.float32), dense[..., :1, :, :], jnp.tri(queries, last))
+    options = {"mask": mask, "dropout_rng": pick(None, jax.random.key(seed))}
+    if fields["dropout_rate"] and "deterministic" not in fields:
+        options["deterministic"] = pick(True, False)
+    return fields, inputs, options
+
+
+def call(module, params, inputs, options):
+    """The output, the sown weights, and the gradients of everything."""
+
+    def loss(params, inputs):
+        out, sown = module.apply(
+            params, *inputs, **options, sow_weights=True, mutable="intermediates", rngs={"dropout": jax.random.key(7)}
+        )
+        return jnp.square(out).mean(), (out, sown)
+
+    (_, results), gradients = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(params, inputs)
+    return results, gradients
+
+
+def assert_close(ours, theirs):
+    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
+    jax.tree.map(lambda a, b: close(np.asarray(a, np.float32), np.asarray(b, np.float32)), ours, theirs)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_drawn_arguments_give_what_flax_gives(seed):
+    fields, inputs, options = drawn(seed)
+    theirs, ours = nn.MultiHeadDotProductAttention(**fields), compat.MultiHeadDotProductAttention(**fields)
+    rngs = {"params": jax.random.key(seed), "dropout": KEY}
+    params = theirs.init(rngs, *inputs, **options)
+    jax.tree.map(np.testing.assert_array_equal, ours.init(rngs, *inputs, **options), params)
+    assert_close(call(ours, params, inputs, options), call(theirs, params, inputs, options))
+
+
+def test_the_signatures_are_those_of_flax():
+    ours, theirs = compat.MultiHeadDotProductAttention, nn.MultiHeadDotProductAttention
+    fields = {field.name: field.default for field in dataclasses.fields(theirs)}
+    assert {field.name: field.default for field in dataclasses.fields(ours)} | {"attention_fn": None} == fields | {
+        "attention_fn": None
+    }
+
+    def arguments(function):
+        return [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]
+
+    assert arguments(ours.__call__) == arguments(theirs.__call__)
+    assert arguments(compat.dot_product_attention)[:-1] == arguments(nn.dot_product_attention)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_types_are_those_of_flax(dtype):
+    for fields, x in [({"dtype": dtype}, X), ({"param_dtype": dtype}, X), ({"param_dtype": dtype}, X.astype(dtype))]:
+        theirs, ours = (m(3, **fields) for m in (nn.MultiHeadDotProductAttention, compat.MultiHeadDotProductAttention))
+        params = theirs.init(KEY, x)
+        expected, got = theirs.apply(params, x), ours.apply(params, x)
+        assert got.dtype == expected.dtype
+        np.testing.assert_allclose(np.float32(got), np.float32(expected), rtol=0.03, atol=0.03)
+
+
+@pytest.mark.parametrize("lead", [(2,), (2, 3)])
+def test_decoding_step_by_step(lead):
+    """Flax's collection `cache`, filled by one and read by the other."""
+    x = jax.random.normal(KEY, (*lead, 4, 6))
+    padding = jnp.arange(4) != 1
+    fields = {"num_heads": 2, "decode": True}
+    theirs, ours = nn.MultiHeadDotProductAttention(**fields), compat.MultiHeadDotProductAttention(**fields)
+    variables = theirs.init(KEY, x)
+    jax.tree.map(np.testing.assert_array_equal, ours.init(KEY, x), variables)
+    params, cache = variables["params"], dict.fromkeys(("theirs", "ours"), variables["cache"])
+    for t in range(4):
+        for name, module in {"theirs": theirs, "ours": ours}.items():
+            step = {"params": params, "cache": cache[name]}
+            mask = jnp.broadcast_to(padding, (*lead, 1, 1, 4))
+            out, new = module.apply(step, x[..., t : t + 1, :], mask=mask, mutable="cache")
+            cache[name] = new["cache"]
+            if name == "theirs":
+                expected = out
+        np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
+        cache = {"theirs": cache["ours"], "ours": cache["theirs"]}
+
+
+MISUSES = {
+    "heads": ({"num_heads": 5}, (X,), {}),
+    "value without key": ({}, (X, None, X), {}),
+    "both": ({}, (X, X), {"inputs_kv": X}),
+    "batch": ({}, (X, X[:1]), {}),
+    "lengths": ({}, (X, X, X[:, :3]), {}),
+    "axes": ({}, (X, X[0]), {}),
+    "mask": ({}, (X,), {"mask": jnp.ones((2, 1, 5, 4), bool)}),
+    "mask of three axes": ({}, (X,), {"mask": jnp.ones((2, 5, 5), bool)}),
+    "no deterministic": ({"dropout_rate": 0.5}, (X,), {}),
+    "deterministic twice": ({"dropout_rate": 0.5, "deterministic": True}, (X,), {"deterministic": True}),
+    "no rng": ({"dropout_rate": 0.5}, (X,), {"deterministic": False}),
+    "unknown argument": ({}, (X,), {"masks": None}),
+    "unknown field": ({"heads": 2}, (X,), {}),
+    "precision": ({"precision": "exact"}, (X,), {}),
+}
+
+
+@pytest.mark.parametrize(("fields", "inputs", "options"), MISUSES.values(), ids=MISUSES)
+def test_misuse_raises_what_flax_raises(fields, inputs, options):
+    params = nn.MultiHeadDotProductAttention(3).init(KEY, X)
+    raised = []
+    for kind in (nn.MultiHeadDotProductAttention, compat.MultiHeadDotProductAttention):
+        with pytest.raises(Exception) as info:  # noqa: PT011
+            kind(**({"num_heads": 3} | fields)).apply(params, *inputs, **options)
+        raised.append(type(info.value))
+    assert issubclass(raised[1], raised[0]), raised
+
+
+def test_kernels_that_never_hold_all_weights_give_the_same():
+    attention = functools.partial(compat.dot_product_attention, implementation="chunked")
+    ours = compat.MultiHeadDotProductAttention(3, attention_fn=attention)
+    params = ours.init(KEY, X)
+    theirs = nn.MultiHeadDotProductAttention(3)
+    mask = nn.make_attention_mask(jnp.arange(5)[None] < 3, jnp.arange(5)[None] < 3)  # queries without keys
+    np.testing.assert_allclose(ours.apply(params, X, mask=mask), theirs.apply(params, X, mask=mask), atol=1e-5)
+    causal = ours.apply(params, X, mask=Mask.causal())
+    np.testing.assert_allclose(causal, theirs.apply(params, X, mask=nn.make_causal_mask(X[..., 0])), atol=1e-5)
+    with pytest.raises(ValueError, match="chunked attention kernel can't return attention weights"):
+        ours.apply(params, X, sow_weights=True, mutable="intermediates")
+
+
+def test_a_mask_by_structure_is_refused_while_decoding():
+    ours = compat.MultiHeadDotProductAttention(3, decode=True)
+    variables = ours.init(KEY, X)
+    with pytest.raises(ValueError, match=r"with decode=True mask must be an array .* got a Mask\. Leave"):
+        ours.apply(variables, X[:, :1], mask=Mask.causal(), mutable="cache")
+
+
+def test_replaced_multiplications_are_computed_by_the_function_of_flax():
+    calls = []
+
+    def counted():
+        return lambda *args: calls.append(args[0]) or jnp.einsum(*args)
+
+    ours = compat.MultiHeadDotProductAttention(
+        3, qk_attn_weights_einsum_cls=counted, attn_weights_value_einsum_cls=counted
+    )
+    params = ours.init(KEY, X)
+    calls.clear()
+    out = ours.apply(params, X, mask=Mask.causal())
+    assert calls == ["...qhd,...khd->...hqk", "...hqk,...khd->...qhd"]
+    expected = nn.MultiHeadDotProductAttention(3).apply(params, X, mask=nn.make_causal_mask(X[..., 0]))
+    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_precision_is_that_of_the_products():
+    def products(precision):
+        jaxpr = jax.make_jaxpr(functools.partial(compat.dot_product_attention, precision=precision))(
+            *[X[:, :, None]] * 3
+        )
+        return str(jaxpr).count("HIGHEST")
+
+    assert products(None) == 0
+    assert products("highest") == products(jax.lax.Precision.HIGHEST) == products((jax.lax.Precision.HIGHEST,) * 2) > 0
+
+
+@pytest.mark.parametrize("lead", [(), (2,), (2, 3)])
+@pytest.mark.parametrize("broadcast", [False, True])
+def test_our_function_is_an_attention_fn(lead, broadcast):
+    """The literal `attention_fn=transformer.dot_product_attention`, with dropout, weights and any batch axes."""
+    fields = {"num_heads": 2, "dropout_rate": 0.4, "broadcast_dropout": broadcast}
+    theirs = nn.MultiHeadDotProductAttention(**fields)
+    ours = nn.MultiHeadDotProductAttention(**fields, attention_fn=transformer.dot_product_attention)
+    x = jax.random.normal(KEY, (*lead, 5, 6))
+    params = theirs.init(KEY, x, deterministic=True)
+    mask = nn.make_causal_mask(x[..., 0], dtype=bool)
+    for options in ({"deterministic": False, "mask": mask}, {"deterministic": True}):
+        assert_close(call(ours, params, [x], options), call(theirs, params, [x], options))
+
+
+def test_flax_module_with_our_function_asks_for_a_boolean_mask_inside_jit():
+    ours = nn.MultiHeadDotProductAttention(3, attention_fn=transformer.dot_product_attention)
+    params = ours.init(KEY, X)
+    expected = nn.MultiHeadDotProductAttention(3).apply(params, X, mask=nn.make_causal_mask(X[..., 0]))
+    np.testing.assert_allclose(ours.apply(params, X, mask=nn.make_causal_mask(X[..., 0])), expected, atol=1e-5)
+    with pytest.raises(ValueError, match=r"boolean \(True attends\) inside jit, .* got float32 .* mask.astype\(bool\)"):
+        jax.jit(lambda x: ours.apply(params, x, mask=nn.make_causal_mask(x[..., 0])))(X)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "sliced", "chunked"])
+def test_broadcast_dropout_drops_the_same_weights_in_all_rows_and_heads(implementation):
+    ones, value = jnp.ones((3, 200, 2, 1)), jnp.eye(200)[None, :, None]
+    attend = functools.partial(
+        transformer.dot_product_attention, dropout_rate=0.3, dropout_key=KEY, implementation=implementation
+    )
+    value = jnp.broadcast_to(value, (3, 200, 2, 200))
+    kept = attend(ones, ones, value, broadcast_dropout=True) > 0  # (B, T, N, S)
+    np.testing.assert_array_equal(kept, jnp.broadcast_to(kept[:1, :, :1], kept.shape))
+    assert 0.68 < kept[0, :, 0].mean() < 0.72
+    alone = attend(ones, ones, value) > 0
+    assert (alone[0] != alone[1]).any()
+    with pytest.raises(ValueError, match="dropout_rng is another name of dropout_key: pass one"):
+        attend(ones, ones, value, dropout_rng=KEY)
