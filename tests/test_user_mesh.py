@@ -174,6 +174,15 @@ def test_the_embedding_looks_up_with_explicit_axes():
     np.testing.assert_array_equal(rows, embedding.apply(params, tokens))
 
 
+@needs_explicit
+def test_explicit_axes_of_a_mesh_that_is_not_set_say_what_to_do():
+    params, x = by_heads(make(("data", "tensor"), AxisType.Explicit))
+    with pytest.raises(
+        ValueError, match=r"Explicit mesh axes data, tensor.*`with jax\.set_mesh\(mesh\):`.*AxisType\.Auto"
+    ):
+        OURS.apply({"params": params}, x)
+
+
 @pytest.mark.skipif(jax.__version_info__ >= (0, 9), reason="Explicit axes are supported")
 def test_explicit_axes_on_an_old_jax_say_what_to_do():
     mesh = make(("data",), AxisType.Explicit, (8,))

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
 
 from transformer.axes import Array, DType, Float, Hidden, Logits, Tokens
 from transformer.int8 import Int8
@@ -97,20 +98,20 @@ def linear(
     """
     inner, out = math.prod(kernel.shape[:contract]), kernel.shape[contract:]
     lead = x.shape[: x.ndim - contract]
+    rows = explicit_spec(x)
     if platform() == "cpu" and rows_can_merge():
         y = (x.reshape(-1, inner) @ kernel.reshape(inner, -1)).reshape(*lead, *out)
     else:
-        y = _product(x, kernel, contract)
+        y = _product(x, kernel, contract, rows)
     return y if bias is None else y + bias.reshape((1,) * len(lead) + out)
 
 
-def _product(x: jax.Array, kernel: jax.Array, contract: int) -> jax.Array:
+def _product(x: jax.Array, kernel: jax.Array, contract: int, rows: PartitionSpec | None) -> jax.Array:
     """x (..., *in) times kernel (*in, *out). No array is reshaped: where one is split, the compiler may gather it for
-    that. With Explicit mesh axes, rows are split as in x and outputs as in the kernel.
+    that. With Explicit mesh axes, where `rows` is the sharding of x, outputs are split as in the kernel.
     """
     kept = x.ndim - contract
     axes = tuple(range(kept, x.ndim)), tuple(range(contract))
-    rows = explicit_spec(x)
     spec = None if rows is None else joined_spec(*rows[:kept], *explicit_spec(kernel)[contract:])
     return in_auto_axes(lambda x, kernel: jax.lax.dot_general(x, kernel, (axes, ((), ()))), spec)(x, kernel)
 

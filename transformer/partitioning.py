@@ -212,10 +212,23 @@ def rows_can_merge() -> bool:
 
 
 def explicit_spec(x: jax.Array) -> PartitionSpec | None:
-    """The sharding in the type of `x`, one entry an axis, where the mesh in force has Explicit axes; else None."""
-    if not _axes_of(AxisType.Explicit):
-        return None
-    return jax.typeof(x).sharding.spec
+    """The sharding in the type of `x` (any shape), one entry an axis, where the mesh in force has Explicit axes; else
+    None.
+
+    Raises:
+        ValueError: the type has Explicit axes, but their mesh is not in force: JAX can't differentiate that.
+    """
+    if _axes_of(AxisType.Explicit):
+        return jax.typeof(x).sharding.spec
+    mesh = jax.typeof(x).sharding.mesh
+    split = [a for a, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit]
+    if any(mesh.shape[axis] > 1 for axis in split):
+        raise ValueError(
+            f"an array of shape {x.shape} is sharded over the Explicit mesh axes {', '.join(split)}, but their mesh is "
+            f"not in force. Call inside `with jax.set_mesh(mesh):`, or make the mesh with "
+            f"axis_types=(jax.sharding.AxisType.Auto,) * {len(mesh.axis_names)}."
+        )
+    return None
 
 
 def joined_spec(*entries: str | tuple[str, ...] | None) -> PartitionSpec:
