@@ -1,6 +1,7 @@
 """The address of the repository in notebooks and pages: written by one command, into every place."""
 
 import importlib.util
+import re
 import shutil
 import tomllib
 
@@ -52,6 +53,12 @@ def test_one_command_fills_in_the_address(links, copy, capsys):
         page = (copy / "docs" / "colab.md").read_text()
         assert f"(https://colab.research.google.com/github/somebody/some.zoo/blob/main/notebooks/{path.name})" in page
         assert f"?src={address}/blob/main/notebooks/{path.name})" in page
+        assert (
+            f"{address.removeprefix('https://')}/blob/main/notebooks/{path.name})" in (copy / "README.md").read_text()
+        )
+    for name in ("README.md", "docs/colab.md"):  # the badge, by a path from the page
+        (image,) = set(re.findall(r"!\[Open in Colab\]\(([^)]+)\)", (copy / name).read_text()))
+        assert ((ROOT / name).parent / image).exists()
     assert links.main(["--check"], root=copy) == 0
     (copy / "notebooks" / PATHS[0].name).write_text(PATHS[0].read_text())
     assert links.main(["--check"], root=copy) == int(code_of(read(PATHS[0]), "setup").find(address) < 0)

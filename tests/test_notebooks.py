@@ -173,6 +173,7 @@ def test_a_pretrained_model_is_used_and_fine_tuned(tmp_path, folder):
     values |= {"SENTENCES": ["a good film", "a good film", "very bad"], "STEPS": 20, "CHANGES": changes}
     lines = """
 assert recipe.lora.rank == 2
+opened = open_model(MODEL)
 assert opened.model.config.d_model == 16
 assert abs(similarity[0, 1] - 1) < 1e-5 and abs(similarity[0, 2]) < 0.999, similarity
 losses = [line["train/loss"] for line in map(json.loads, open(workdir / "metrics.jsonl")) if "train/loss" in line]
