@@ -68,7 +68,8 @@ def splash_refusal(request: Request) -> str | None:
 
 
 def splash_compiler_refusal(request: Request) -> str | None:
-    """Why the TPU compiler at hand can't compile splash, and what to install; None: it can, or there is none to ask.
+    """Why the TPU compiler at hand can't compile splash (FlashAttention 2, Dao 2023, arXiv 2307.08691), and what to
+    install; None: it can, or there is none to ask.
 
     JAX emits Mosaic, the kernels' intermediate language, in the version of its own release. An older libtpu rejects it.
     """
