@@ -182,3 +182,11 @@ def test_inside_jit_a_mask_must_be_boolean():
     np.testing.assert_allclose(got(heads), expected, rtol=1e-5, atol=1e-6)
     eager = dot_product_attention(heads, heads, heads, mask=nn.make_causal_mask(heads[..., 0, 0]))
     np.testing.assert_allclose(eager, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_position_scheme_with_a_context_is_refused():
+    """It would do nothing there: Flax's old call attention(x, x) lost its rotation without a word."""
+    attention = MultiHeadAttention(num_heads=N, head_dim=H, position=Rotary())
+    with pytest.raises(ValueError, match=r"Rotary is for self-attention.*Leave the context out"):
+        attention.init(jax.random.key(0), X, X)
+    MultiHeadAttention(num_heads=N, head_dim=H).init(jax.random.key(0), X, X)

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.extend.core import jaxprs_in_params
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jaxprs import jaxprs_in_params
 from training_recipes import VOCABULARY, batch_outputs, change, compiled_step, start, tiny_batch, tiny_recipe
 
 from transformer.config import Execution, LayerKind, MoE, TransformerConfig

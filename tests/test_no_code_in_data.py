@@ -41,6 +41,7 @@ ALLOWED = {
         "util.spec_from_file_location",
     ): "a recipe is the user's own Python, and runs",
     ("transformer/training/overrides.py", "loader.exec_module"): "a recipe is the user's own Python, and runs",
+    ("examples/elsewhere/compare.py", "importlib.import_module"): "a project that the user names is run, patched",
     ("reliability/watched.py", "runpy"): "runs train.py, as python would",
     ("reliability/watched.py", "ctypes.CDLL"): "opens what the process has loaded anyway: the C library",
 }

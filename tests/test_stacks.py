@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.extend.core import jaxprs_in_params
+from jaxprs import jaxprs_in_params
 
 from transformer.attention import MultiHeadAttention
 from transformer.blocks import BLOCKS, LayerCache, LayerInputs, PostNormBlock, PreNormBlock

@@ -15,6 +15,7 @@ from transformer.kernels import choose
 from transformer.kernels.contract import Request
 from transformer.layers import Embedding
 from transformer.partitioning import axis_rules, constrain, mesh_axes, unmapped_axes, ways
+from transformer.sharding import make_mesh
 
 ROWS, LENGTH, WIDTH, HEADS = 8, 6, 16, 4
 NAMES = [("data", "tensor"), ("dp", "tp"), ("data", "model")]
@@ -186,7 +187,7 @@ def test_explicit_axes_of_a_mesh_that_is_not_set_say_what_to_do():
 @pytest.mark.skipif(jax.__version_info__ >= (0, 9), reason="Explicit axes are supported")
 def test_explicit_axes_on_an_old_jax_say_what_to_do():
     mesh = make(("data",), AxisType.Explicit, (8,))
-    with jax.set_mesh(mesh), pytest.raises(ValueError, match=r"mesh axes data are Explicit, .* AxisType\.Auto"):
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match=r"mesh axes data are Explicit, .*AxisType\.Auto"):
         OURS.apply({"params": PARAMS}, put(X, mesh, "data"))
 
 
@@ -251,6 +252,19 @@ def test_a_kernel_that_no_compiler_splits_needs_to_know_the_axes():
             choose("splash", request)
         with axis_rules([("batch", "dp"), ("heads", "tp")]):
             assert choose("splash", request) == "splash"
+
+
+def test_splash_is_not_chosen_where_arrays_may_be_split_unknown_to_us(monkeypatch):
+    """jax.jit of arrays with a NamedSharding and no mesh in force: no compiler splits a Pallas kernel."""
+    monkeypatch.setattr(transformer.kernels, "platform", lambda: "tpu")
+    request = Request(num_queries=2048, num_keys=2048, return_weights=False)
+    with pytest.warns(UserWarning, match=r"over which of 8 devices.*no mesh.*with jax\.set_mesh\(mesh\):"):
+        assert choose("auto", request) == "chunked"
+    with jax.set_mesh(make_mesh({"data": 8})):
+        assert choose("auto", request) == "splash"
+    chosen = []
+    jax.pmap(lambda x: chosen.append(choose("auto", request)) or x)(jnp.ones(8))
+    assert chosen == ["splash"]
 
 
 @pytest.mark.parametrize("kernel", ["ring", "gathered"])

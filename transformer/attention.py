@@ -130,7 +130,7 @@ def dot_product_attention(
 
 def _check_shapes(query: Array, key: Array, value: Array, sinks: Array | None) -> None:
     for name, array in {"query": query, "key": key, "value": value}.items():
-        if array.ndim < 3:
+        if array.ndim < 3 or array.ndim != max(query.ndim, key.ndim, value.ndim):
             raise ValueError(f"{name} must be (batch, length, heads, head size), got shape {array.shape}.")
     problems = []
     if not query.shape[:-3] == key.shape[:-3] == value.shape[:-3]:
@@ -335,6 +335,12 @@ class MultiHeadAttention(nn.Module):
         if not isinstance(self.position, NoPosition):
             raise ValueError(
                 f"position must be a scheme such as Rotary() or ALiBi(num_heads=8), got {self.position!r}."
+            )
+        if context is not None and type(self.position) is not NoPosition:
+            raise ValueError(
+                f"{type(self.position).__name__} is for self-attention, but a context is given: positions of x and of "
+                f"the context have no common origin. Leave the context out to attend from x to itself, or "
+                f"use position=NoPosition()."
             )
         if self.position.adds:
             scheme = type(self.position).__name__

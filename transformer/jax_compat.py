@@ -32,8 +32,20 @@ def check_explicit_axes(axes: Sequence[str]) -> None:
     Unnecessary from jax 0.9, where `jax.make_mesh` makes Explicit axes by default: earlier releases lose their type in
     the backward pass of functions with a derivative of their own.
     """
-    if tuple(map(int, jax.__version__.split(".")[:2])) < (0, 9):
+    if jax.__version_info__ < (0, 9):
         raise ValueError(
             f"the mesh axes {', '.join(axes)} are Explicit, which needs jax >= 0.9, but this is jax {jax.__version__}. "
             f"Make the mesh with axis_types=(jax.sharding.AxisType.Auto,) * {len(axes)}, or upgrade jax."
         )
+
+
+def inside_pmap() -> bool:
+    """Whether the function being traced runs under a `jax.pmap` that sets no mesh; each device has arrays of its own.
+
+    Unnecessary from jax 0.10, where pmap is made of shard_map and its axis is one of the mesh in force.
+    """
+    if jax.__version_info__ >= (0, 10):
+        return False
+    from jax._src import core
+
+    return bool(core.get_axis_env().axis_sizes)

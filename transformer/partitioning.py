@@ -86,7 +86,7 @@ def current_rules() -> AxisRules | None:
 
 
 def split_axes(
-    names: Sequence[str | None], sizes: Mapping[str, int], rules: Iterable[tuple[str, Any]]
+    names: Sequence[str | None], sizes: Mapping[str, int], rules: Iterable[tuple[str, str | Sequence[str] | None]]
 ) -> list[tuple[str, ...] | None]:
     """The mesh axes that split each logical axis of one array; None for a name that no rule maps.
 

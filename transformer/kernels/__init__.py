@@ -8,7 +8,10 @@ import logging
 import warnings
 from collections.abc import Callable
 
+import jax
+
 from transformer.config import ConfigError, Execution, nearest
+from transformer.jax_compat import inside_pmap
 from transformer.kernels.chunked import chunked_attention
 from transformer.kernels.contract import BiasFunction, Kernel, Request
 from transformer.kernels.cudnn import cudnn_attention, cudnn_compiler_refusal, cudnn_refusal
@@ -16,7 +19,7 @@ from transformer.kernels.reference import reference_attention
 from transformer.kernels.ring import gathered_attention, gathered_refusal, ring_attention, ring_refusal
 from transformer.kernels.sliced import sliced_attention, sliced_refusal
 from transformer.kernels.splash import splash_attention, splash_compiler_refusal, splash_refusal
-from transformer.partitioning import platform
+from transformer.partitioning import has_mesh, platform
 
 __all__ = [
     "ALL_KERNELS",
@@ -130,7 +133,7 @@ def _fastest(request: Request) -> str:
         return "ring"
     scores = request.num_queries * request.num_keys // request.length_ways
     for name, least in (("cudnn", FUSED_FROM), ("splash", SPLASH_FROM)):
-        if scores >= least and request.num_queries > 1 and _compiles(name, request):
+        if scores >= least and request.num_queries > 1 and _compiles(name, request) and _has_its_devices(name):
             return name
     if scores <= WHOLE_SCORES.get(platform(), 0) or request.num_queries == 1 or request.return_weights:
         return "reference"
@@ -147,6 +150,19 @@ def _compiles(name: str, request: Request) -> bool:
     if refused is not None:
         _warn(f"the {name} attention kernel can't {refused}. A slower kernel is used instead.")
     return refused is None
+
+
+def _has_its_devices(name: str) -> bool:
+    """False, with a warning, for splash without a mesh on several devices: arrays may be split over them, and the
+    compiler, which alone knows how, can't split a Pallas kernel.
+    """
+    if name not in TPU_KERNELS or has_mesh() or inside_pmap() or jax.device_count() == 1:
+        return True
+    _warn(
+        f"the {name} attention kernel must know over which of {jax.device_count()} devices arrays are split, but no "
+        f"mesh is in force. A slower kernel is used instead. Call inside `with jax.set_mesh(mesh):`, of one device too."
+    )
+    return False
 
 
 def _compiler_refusal(name: str, request: Request) -> str | None:

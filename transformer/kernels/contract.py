@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from transformer.axes import DType
+from transformer.axes import Array, Attended, DType, Float, Key, PRNGKey, Query, Value, Weights
 from transformer.masks import Mask
 from transformer.partitioning import explicit_spec, in_auto_axes
 
@@ -67,17 +67,17 @@ class Kernel:
 
     def attend(
         self,
-        query: jax.Array,
-        key: jax.Array,
-        value: jax.Array,
+        query: Query,
+        key: Key,
+        value: Value,
         *,
         mask: Mask,
         bias: BiasFunction | None,
-        sinks: jax.Array | None,
-        dropout_key: jax.Array | None,
+        sinks: Float[Array, " N"] | None,
+        dropout_key: PRNGKey | None,
         return_weights: bool,
         **numbers: Any,
-    ) -> tuple[jax.Array, Any]:
+    ) -> tuple[Attended, Weights | None]:
         """`run`, inside a mesh with Explicit axes too: there the result (B, T, N, Hv) is split as the query is, and a
         bias that reads arrays must be a pytree (`jax.tree_util.Partial`).
         """
