@@ -17,6 +17,7 @@ from transformer.config import Execution, Patches, TransformerConfig
 from transformer.data.vocabularies import CharTokenizer
 from transformer.generate import Sampling, generate
 from transformer.inference import Opened
+from transformer.invocation import program
 from transformer.models import CausalLM, MaskedLM, Seq2Seq, VisionClassifier
 from transformer.viz import attention_page
 
@@ -104,7 +105,7 @@ def test_a_prompt_and_what_the_model_writes(runs, inspect):
     assert "chunked" in facts["Kernel"]
     assert facts["Model"].startswith("tiny, step 7: CausalLM in runs/tiny; layers: 1, heads: 2, d_model: 8, ")
     words = shlex.split(facts["Command"])
-    assert words[:6] == ["python", "-m", "transformer", "inspect", "runs/tiny", "--prompt"]
+    assert words[:6] == [*shlex.split(program("inspect")), "runs/tiny", "--prompt"]
     assert words[6] == "ab <$>"
     assert data["title"] == "Where tiny looks"
 

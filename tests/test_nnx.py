@@ -35,6 +35,7 @@ from transformer import (
     SpeechToText,
     TransformerConfig,
     VisionClassifier,
+    compat,
 )
 from transformer.blocks import BLOCKS, Block
 from transformer.layers import NORMS, Embedding, FeedForward, Linear
@@ -85,6 +86,7 @@ CASES = {
     },
     "MultiHeadAttention": (MultiHeadAttention(3, num_kv_heads=1, qk_norm=True, sinks=True, position=Rotary()), (X,)),
     "LatentAttention": (LatentAttention(3, LATENT), (X,)),
+    "compat.MultiHeadDotProductAttention": (compat.MultiHeadDotProductAttention(3), (X,)),
     "RoutedFeedForward": (RoutedFeedForward(ROUTED, width=5, gated=True), (X,)),
     "FeedForward": (FeedForward(width=5, gated=True), (X,)),
     "Linear": (Linear((2, 5)), (X,)),
