@@ -114,6 +114,7 @@ def test_gpt2_124m_is_gpt_2_and_trains(tmp_path):
     assert summary.step == 4
 
 
+@pytest.mark.slow
 def test_llama_1b_is_llama_3_2_and_trains_whole_and_by_low_rank_updates(tmp_path):
     """Its default is LoRA of a model that --init names; --lora None trains all of it."""
     whole = dataclasses.replace(with_vocabulary(recipe_of("llama_1b"), 128_256), lora=None)

@@ -200,6 +200,7 @@ def test_biases_of_a_router_lie_whole():
         assert parameter_spec(path, (2, 12), sizes) == PartitionSpec(None, None)
 
 
+@pytest.mark.slow
 def test_writing_leaves_room_for_every_token():
     """With a share of the length, a row would depend on padding, on what a draft guesses, and on other hypotheses."""
     config = TransformerConfig(
