@@ -124,7 +124,7 @@ def run_pairs(
         count = 0
         for number in order:
             wider = max(slots[0], _slots(len(pairs[number][0]), limits[0]))
-            if count and (count + 1) * max(wider, slots[1]) > most:
+            if count and round_up(count + 1) * max(wider, slots[1]) > most:
                 break
             slots[0], count = wider, count + 1
         numbers, order = order[:count], order[count:]
@@ -154,6 +154,11 @@ def round_up(count: int) -> int:
     return -(-count // step) * step
 
 
+def round_down(count: int) -> int:
+    """The largest number up to `count` that `round_up` leaves as it is: that many rows fit into a batch."""
+    return next(number for number in range(count, 0, -1) if round_up(number) == number)
+
+
 def _batches(texts: Sequence[Columns], longest: int | None, tokens: int) -> Iterator[tuple[dict[int, int], Batch]]:
     """Batches, each with the number of the text at each of its K places."""
     lengths = [len(columns[0]) for columns in texts]
@@ -162,7 +167,8 @@ def _batches(texts: Sequence[Columns], longest: int | None, tokens: int) -> Iter
     long = [number for number in order if lengths[number] > shared]
     while long:
         slots = _slots(lengths[long[0]], longest)
-        numbers, long = long[: max(1, tokens // slots)], long[max(1, tokens // slots) :]
+        rows = round_down(max(1, tokens // slots))
+        numbers, long = long[:rows], long[rows:]
         yield dict(enumerate(numbers)), _one_each([texts[number] for number in numbers], slots)
 
     short = [number for number in order if lengths[number] <= shared]
@@ -171,7 +177,7 @@ def _batches(texts: Sequence[Columns], longest: int | None, tokens: int) -> Iter
     needed = max(sum(lengths[number] for number in short), SMALLEST * len(short))
     slots = min(shared, -(-needed // STEP) * STEP)  # one row, if it is enough
     rows = _shared(short, lengths, slots)
-    most = max(1, tokens // slots)
+    most = round_down(max(1, tokens // slots))
     for start in range(0, len(rows), most):
         yield _packed(texts, rows[start : start + most], slots)
 
