@@ -41,18 +41,24 @@ def dot_product_attention(
     "reference" computes, the same key drops the same weights. The softmax is always computed in float32.
 
     Args:
-        query, key, value: as in `transformer.dot_product_attention`, with as many key heads as query heads.
+        query: (*B, T, N, H).
+        key: (*B, S, N, H): as many heads as the query.
+        value: (*B, S, N, Hv).
         bias: added to the scores; broadcasts to (*B, N, T, S).
         mask: an array that broadcasts to (*B, N, T, S), nonzero attends; or a `Mask`, of which kernels skip what it
             hides. With a `Mask`, a query without keys gets zeros.
         broadcast_dropout: drop the same weights (T, S) in all rows and heads.
-        dropout_rng, dropout_rate, deterministic: dropout of the weights.
+        dropout_rng: key of the dropout.
+        dropout_rate: share of the weights set to zero.
+        deterministic: True drops nothing.
         dtype: type to compute in; None: that of the inputs.
         precision: of the two matrix multiplications, as `jax.lax.Precision`.
         module: sows the weights as `attention_weights` into its collection "intermediates".
         force_fp32_for_softmax: no effect; see above.
-        einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum: replace the matrix multiplications. Only
-            the formula as Flax writes it can do that, so that Flax's function computes.
+        einsum_dot_general: replaces the matrix multiplications, as do the next two. With one of them Flax's function
+            computes, because only the formula as Flax writes it can use them.
+        qk_attn_weights_einsum: replaces the product of queries and keys.
+        attn_weights_value_einsum: replaces the product of weights and values.
         implementation: a kernel of `transformer.kernels`, or "auto".
 
     Raises:
