@@ -1,7 +1,7 @@
 """Logical names for the axes of activations, and their placement on the mesh in force: the identity without a mesh.
 
 A module names the axes of an array (`constrain(x, "batch", "length", "embed")`); rules map names to mesh axes. The
-mesh is JAX's own ambient one (`jax.set_mesh`). Three kinds of mesh are told apart:
+mesh is JAX's own ambient one (`jax.set_mesh`). There are three kinds of mesh:
 
 - a mesh with all axes of `transformer.sharding.make_mesh`: `ACTIVATION_RULES` places every axis, and what no mesh axis
   splits is replicated;
