@@ -97,7 +97,7 @@ def test_a_topology_that_the_compiler_does_not_give(monkeypatch):
 
 
 def test_a_compiler_that_crashes_is_an_error_that_names_the_version_to_install(monkeypatch):
-    """As libtpu 0.0.21.1 does with jax 0.7.2, in a process of its own: this one goes on."""
+    """As libtpu 0.0.21.1 does with jax 0.7.2, but in a subprocess, so that the tests continue."""
     monkeypatch.setattr(topologies.importlib.util, "find_spec", lambda name: name)
     monkeypatch.setattr(topologies, "PROBE", "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
     message = (

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
+from abstract_meshes import computing_on
+from jax.sharding import AxisType, Mesh
 
 from transformer import kernels
 from transformer.attention import dot_product_attention
@@ -24,13 +25,6 @@ PLATFORMS = {"tpu": ("splash", "TPU v5 lite", "chunked"), "gpu": ("cudnn", "NVID
 
 def request(length=2048, dtype=jnp.bfloat16, **facts):
     return Request(num_queries=length, num_keys=length, return_weights=False, dtype=dtype, **facts)
-
-
-def computing_on(name, kind):
-    """An abstract mesh of devices of a kind; before jax 0.10.1 the kind alone tells the platform."""
-    told = {"platform": name} if "platform" in AbstractDevice.__dataclass_fields__ else {}
-    device = AbstractDevice(device_kind=kind, num_cores=1, **told)
-    return jax.sharding.use_abstract_mesh(AbstractMesh((2,), ("data",), abstract_device=device))
 
 
 @pytest.fixture

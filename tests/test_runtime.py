@@ -172,7 +172,7 @@ def test_what_helps_where_a_gpu_is_not_used(plugins, words):
 
 @pytest.fixture
 def colab(monkeypatch):
-    """Colab's module, whose mounting of a Drive does what it is told."""
+    """Colab's module, with a mount that succeeds or fails as the test asks."""
     fake = types.ModuleType("google.colab")
     fake.drive = types.SimpleNamespace(mount=lambda path: os.makedirs(os.path.join(path, "MyDrive")))
     monkeypatch.setitem(sys.modules, "google.colab", fake)

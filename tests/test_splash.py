@@ -7,13 +7,14 @@ import collections
 import dataclasses
 import re
 
+import abstract_meshes
 import jax
 import jax.export
 import jax.numpy as jnp
 import jaxtyping
 import numpy as np
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from training_recipes import change, tiny_recipe
 
 from transformer.attention import dot_product_attention
@@ -228,11 +229,9 @@ def test_a_length_left_open_is_refused(monkeypatch):
 
 
 def computing_on(platform, kind=None):
-    """An abstract mesh of devices that are not here; before jax 0.10.1 the kind alone tells the platform."""
-    told = {"platform": platform} if "platform" in AbstractDevice.__dataclass_fields__ else {}
-    kind = kind or {"tpu": "TPU of some kind", "gpu": "GPU of some kind"}[platform]
-    device = AbstractDevice(device_kind=kind, num_cores=1, **told)
-    return jax.sharding.use_abstract_mesh(AbstractMesh((2,), ("data",), abstract_device=device))
+    return abstract_meshes.computing_on(
+        platform, kind or {"tpu": "TPU of some kind", "gpu": "GPU of some kind"}[platform]
+    )
 
 
 def test_auto_takes_splash_on_a_tpu_alone():

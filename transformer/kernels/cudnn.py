@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from transformer.axes import Array, Attended, Float, Key, PRNGKey, Query, Value
 from transformer.kernels.contract import BiasFunction, Request
-from transformer.kernels.probing import compiler_error
+from transformer.kernels.probing import attention_example, compiler_error
 from transformer.masks import Mask
 from transformer.partitioning import mapped, platform, unmapped_refusal, ways
 
@@ -58,24 +58,7 @@ def cudnn_compiler_refusal(request: Request) -> str | None:
 
 
 def _example(dtype: Any) -> tuple[Any, list[jax.ShapeDtypeStruct]]:
-    """Forward and backward pass of a short sequence, for `compiler_error`."""
-
-    def loss(query, key, value):
-        out, _ = cudnn_attention(
-            query,
-            key,
-            value,
-            mask=Mask.causal(),
-            bias=None,
-            scale=1.0,
-            softcap=None,
-            sinks=None,
-            dropout_rate=0.0,
-            dropout_key=None,
-        )
-        return out.astype(jnp.float32).sum()
-
-    return jax.grad(loss, argnums=(0, 1, 2)), [jax.ShapeDtypeStruct((1, 128, 1, 64), dtype)] * 3
+    return attention_example(cudnn_attention, (1, 128, 1, 64), dtype)
 
 
 def cudnn_attention(

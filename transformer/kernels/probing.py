@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from transformer.masks import Mask
+
 Example: TypeAlias = Callable[[Any], tuple[Callable[..., Any], Sequence[jax.ShapeDtypeStruct]]]
 """dtype -> a small program that uses a kernel, and the shapes of its arguments"""
 
@@ -31,6 +33,21 @@ def compiler_error(example: Example, dtype: Any, platform: str) -> str | None:
     if device is None or device.platform != platform:
         return None
     return _error(example, jnp.dtype(dtype).name, device)
+
+
+def attention_example(
+    attend: Callable[..., Any], shape: tuple[int, int, int, int], dtype: Any
+) -> tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]:
+    """The example of an attention kernel: forward and backward pass of causal self-attention, with queries, keys and
+    values of `shape` (B, T, N, H).
+    """
+
+    def loss(query, key, value):
+        nothing = {"bias": None, "softcap": None, "sinks": None, "dropout_rate": 0.0, "dropout_key": None}
+        out, _ = attend(query, key, value, mask=Mask.causal(), scale=1.0, **nothing)
+        return out.astype(jnp.float32).sum()
+
+    return jax.grad(loss, argnums=(0, 1, 2)), [jax.ShapeDtypeStruct(shape, dtype)] * 3
 
 
 def library_version(name: str) -> str:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from transformer.axes import Array, Attended, Float, Int, Key, PRNGKey, Query, Value
 from transformer.kernels.contract import BiasFunction, Request
-from transformer.kernels.probing import compiler_error, library_version, matching_libtpu
+from transformer.kernels.probing import attention_example, compiler_error, library_version, matching_libtpu
 from transformer.masks import Mask
 from transformer.partitioning import mapped, platform, unmapped_refusal, ways
 
@@ -82,24 +82,7 @@ def splash_compiler_refusal(request: Request) -> str | None:
 
 
 def _example(dtype: Any) -> tuple[Any, list[jax.ShapeDtypeStruct]]:
-    """Forward and backward pass of one block, for `compiler_error`."""
-
-    def loss(query, key, value):
-        out, _ = splash_attention(
-            query,
-            key,
-            value,
-            mask=Mask.causal(),
-            bias=None,
-            scale=1.0,
-            softcap=None,
-            sinks=None,
-            dropout_rate=0.0,
-            dropout_key=None,
-        )
-        return out.astype(jnp.float32).sum()
-
-    return jax.grad(loss, argnums=(0, 1, 2)), [jax.ShapeDtypeStruct((1, LANES, 1, LANES), dtype)] * 3
+    return attention_example(splash_attention, (1, LANES, 1, LANES), dtype)
 
 
 def splash_attention(
