@@ -1,7 +1,5 @@
 """Encoder models: masked language model, classifier, embedder, images; heads, pooling, padding on either side."""
 
-import re
-
 import jax
 import jax.numpy as jnp
 import jaxtyping
@@ -15,7 +13,8 @@ from transformer.masks import Mask
 from transformer.models import CausalLM, Classifier, Embedder, MaskedLM, Seq2Seq, VisionClassifier
 from transformer.models.encoders import pool
 from transformer.models.vision import cut_patches
-from transformer.sharding import PARAMETER_RULES, parameter_spec
+from transformer.parameter_axes import axes_of
+from transformer.sharding import parameter_spec
 from transformer.training.state import parameter_paths
 
 CONFIG = TransformerConfig(vocab_size=17, d_model=12, num_layers=1, num_heads=3, d_ff=7, position="rotary")
@@ -283,9 +282,9 @@ def test_every_parameter_of_every_model_has_its_place():
     ]:
         params = shapes(model, inputs)
         for path, leaf in zip(parameter_paths(params), jax.tree.leaves(params), strict=True):
-            names = next((names for pattern, names in PARAMETER_RULES if re.search(pattern, path)), None)
-            assert names is not None, path
-            assert leaf.ndim - len(names) == ("/layers/" in f"/{path}"), (path, leaf.shape, names)
+            axes = axes_of(path, leaf.ndim)
+            assert axes is not None, path
+            assert leaf.ndim - len(axes.names) == ("/layers/" in f"/{path}"), (path, leaf.shape, axes)
     sizes = {"data": 1, "fsdp": 2, "expert": 1, "context": 1, "tensor": 2}
     assert parameter_spec("output_bias", (18,), sizes) == PartitionSpec("tensor")
     assert parameter_spec("token_type_embedding/embedding", (2, 12), sizes) == PartitionSpec(None, "fsdp")

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import re
 
 import flax.traverse_util
 import jax
@@ -19,7 +18,7 @@ from transformer.inference import Opened, embed
 from transformer.layers import FrozenBatchNorm
 from transformer.models import Forecaster
 from transformer.models.forecaster import cut_series
-from transformer.sharding import PARAMETER_RULES
+from transformer.parameter_axes import axes_of
 from transformer.zoo import abstract_params, load_pretrained
 
 KEY = jax.random.key(0)
@@ -205,8 +204,9 @@ def test_every_parameter_has_its_place(shared):
     series = dataclasses.replace(SERIES, shared_embedding=shared, class_token=True)
     model = Forecaster(CONFIG.replace(series=series, norm="frozen_batch_norm"))
     for path, leaf in flax.traverse_util.flatten_dict(abstract_params(model), sep="/").items():
-        names = next(names for pattern, names in PARAMETER_RULES if re.search(pattern, path))
-        assert leaf.ndim - len(names) == ("/layers/" in path), (path, leaf.shape, names)
+        axes = axes_of(path, leaf.ndim)
+        assert axes is not None, path
+        assert leaf.ndim - len(axes.names) == ("/layers/" in path), (path, leaf.shape, axes)
 
 
 def opened(tmp_path, **fields):

@@ -82,7 +82,7 @@ def test_what_is_saved_and_lost_is_told():
     expected = np.linalg.norm(lost) / np.linalg.norm(params["embedding"]["embedding"])
     assert row.relative_error == pytest.approx(expected, rel=1e-5)
     assert 0 < row.relative_error < 0.01
-    assert str(row).startswith("embedding/embedding: 1 arrays, 0.0 MiB -> 0.0 MiB, relative error 0.")
+    assert str(row).startswith("*embedding/embedding: 1 arrays, 0.0 MiB -> 0.0 MiB, relative error 0.")
     assert small["other"] is params["other"]
 
 

@@ -1,7 +1,6 @@
 """Speech to text: frames through two convolutions, then a Seq2Seq; text from frames."""
 
 import functools
-import re
 
 import flax.traverse_util
 import jax
@@ -18,7 +17,7 @@ from transformer.generate import Sampling, generate
 from transformer.inference import Opened, embed
 from transformer.models import Seq2Seq, SpeechToText
 from transformer.models.speech import Convolution
-from transformer.sharding import PARAMETER_RULES
+from transformer.parameter_axes import axes_of
 from transformer.weights.files import write_weights
 from transformer.zoo import abstract_params, load_pretrained
 
@@ -141,8 +140,9 @@ def test_it_reads_no_texts(tmp_path, capsys):
 
 def test_every_parameter_has_its_place():
     for path, leaf in flax.traverse_util.flatten_dict(abstract_params(MODEL), sep="/").items():
-        names = next(names for pattern, names in PARAMETER_RULES if re.search(pattern, path))
-        assert leaf.ndim - len(names) == ("/layers/" in path), (path, leaf.shape, names)
+        axes = axes_of(path, leaf.ndim)
+        assert axes is not None, path
+        assert leaf.ndim - len(axes.names) == ("/layers/" in path), (path, leaf.shape, axes)
 
 
 def test_files_may_repeat_the_tied_table_and_lack_nothing(tmp_path):

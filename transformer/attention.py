@@ -18,6 +18,7 @@ from transformer.kernels import ALL_KERNELS, BiasFunction, Request, choose
 from transformer.kernels.contract import bias_block
 from transformer.layers import NORMS, Initializer, Linear, is_deterministic
 from transformer.masks import Mask
+from transformer.parameter_axes import declare
 from transformer.partitioning import constrain, ways
 from transformer.positions import NoPosition
 
@@ -195,6 +196,20 @@ class MultiHeadAttention(nn.Module):
     `scale`, `softcap`, `dropout_rate` and `implementation` are those of `dot_product_attention`; `norm_epsilon` and
     `qk_norm_kind`, a name of `NORMS`, belong to `qk_norm`.
     """
+
+    parameter_axes = declare(
+        {
+            "query/kernel": "embed -> heads _",
+            "query/bias": "heads _",
+            "key/kernel": "embed -> heads _",
+            "key/bias": "heads _",
+            "value/kernel": "embed -> heads _",
+            "value/bias": "heads _",
+            "out/kernel": "heads _ -> embed",
+            "out/bias": "embed",
+            "sinks": "heads",
+        }
+    )
 
     num_heads: int
     num_kv_heads: int | None = None

@@ -19,6 +19,7 @@ from transformer.layers import NORMS, FeedForward, Initializer, is_deterministic
 from transformer.masks import Mask
 from transformer.mla import LatentAttention
 from transformer.moe import RoutedFeedForward
+from transformer.parameter_axes import declare
 from transformer.partitioning import constrain
 from transformer.positions import ALiBi, Learned, NoPosition, Rotary, Sinusoidal, SinusoidalHalves, T5Bias
 
@@ -119,7 +120,13 @@ def output_init(config: TransformerConfig) -> Initializer | None:
 
 
 class Block(nn.Module):
-    """What the blocks share: how their leaves are made. A subclass says how they are joined."""
+    """A layer: for each sublayer f, x = equation(x, f). Subclasses differ in their equation alone.
+
+    Parameters: `self_attention/`, `cross_attention/`, `feed_forward/`, `attention_norm/` and the like, those that the
+    config, `kind` and the equation ask for.
+    """
+
+    parameter_axes = declare({"position_table": "_ _"})
 
     # No method has the name of a parameter subtree: in NNX (`nnx.bridge.ToNNX`) both are attributes of one object.
     config: TransformerConfig
@@ -183,9 +190,9 @@ class Block(nn.Module):
             sow_weights=self.execution.sow_weights,
         )
 
-    def apply_feed_forward(self, x: Hidden, inputs: LayerInputs) -> tuple[Hidden, Aux]:
+    def apply_feed_forward(self, x: Hidden, inputs: LayerInputs, cache: LayerCache | None = None) -> tuple[Hidden, Aux]:
         """(B, T, D) -> (B, T, D), each position for itself; through the experts chosen for it where the kind of layer
-        has a `moe`. aux: the losses of their router.
+        has a `moe`. aux: the losses of their router. `cache` is not needed: no other position is read.
         """
         config, moe = self.config, self.kind.moe
         alike = {
@@ -240,17 +247,68 @@ class Block(nn.Module):
             "name": name,
         }
 
-    def _finish(
-        self,
-        x: Hidden,
-        cache: LayerCache | None,
-        self_cache: KVCache | None,
-        cross_cache: ContextCache | None,
-        aux: Aux,
+    def sublayers(self) -> tuple[str, ...]:
+        """The sublayers of this layer in the order in which they are computed."""
+        names = {"attention": self.kind.self_attention, "cross_attention": self.cross, "feed_forward": True}
+        return tuple(name for name, exists in names.items() if exists)
+
+    def equation(self, x: Hidden, f: Sublayer) -> Hidden:
+        """x (B, T, D) -> x after the sublayer f (B, T, D)."""
+        raise NotImplementedError(f"{type(self).__name__} is not a whole block. Take a subclass with an equation.")
+
+    @nn.compact
+    def __call__(
+        self, x: Hidden, inputs: LayerInputs, cache: LayerCache | None = None
     ) -> tuple[Hidden, LayerCache | None, Aux]:
+        """x (B, T, D) -> x, the layer's cache, aux."""
+        compute = {
+            "attention": self.attend_to_self,
+            "cross_attention": self.attend_to_context,
+            "feed_forward": self.apply_feed_forward,
+        }
+        extras: dict[str, Any] = {}
+        block_input = x
+        for name in self.sublayers():
+
+            def run(x: Hidden, name: str = name) -> Hidden:
+                y, extras[name] = compute[name](x, inputs, cache)
+                return y
+
+            x = self.equation(x, Sublayer(self, name, run, inputs, block_input))
         if cache is not None:
-            cache = LayerCache(_count(x, cache.self_attention) if self_cache is None else self_cache, cross_cache)
-        return constrain(x, "batch", "length", "embed"), cache, aux
+            own = extras["attention"] if "attention" in extras else _count(x, cache.self_attention)
+            cache = LayerCache(own, extras.get("cross_attention"))
+        return constrain(x, "batch", "length", "embed"), cache, extras["feed_forward"]
+
+
+@dataclass(frozen=True)
+class Sublayer:
+    """f in the equation of a block: attention, cross-attention or feed-forward, without norms and dropout. Calls map
+    (B, T, D) to (B, T, D).
+    """
+
+    block: Block
+    name: str
+    run: Callable[[Hidden], Hidden]
+    inputs: LayerInputs
+    block_input: Hidden
+    """x as the block got it"""
+
+    def __call__(self, x: Hidden) -> Hidden:
+        """f(x)."""
+        return self.run(x)
+
+    def norm(self, x: Hidden) -> Hidden:
+        """The norm of this sublayer, with parameters of its own."""
+        return self.block.norm(f"{self.name}_norm")(x)
+
+    def post_norm(self, x: Hidden) -> Hidden:
+        """The second norm of this sublayer."""
+        return self.block.norm(f"{self.name}_post_norm")(x)
+
+    def dropout(self, x: Hidden) -> Hidden:
+        """Dropout of the block's rate."""
+        return self.block.dropout(x, self.inputs)
 
 
 def _count(x: Hidden, cache: KVCache) -> KVCache:
@@ -260,131 +318,66 @@ def _count(x: Hidden, cache: KVCache) -> KVCache:
 
 
 class PreNormBlock(Block):
-    """x + f(norm(x)) for each sublayer f (Xiong et al. 2020, arXiv 2002.04745); the stack normalizes once more at its
-    end.
-    """
+    """Pre-norm (Xiong et al. 2020, arXiv 2002.04745). The stack normalizes once more after its last layer."""
 
-    @nn.compact
-    def __call__(
-        self, x: Hidden, inputs: LayerInputs, cache: LayerCache | None = None
-    ) -> tuple[Hidden, LayerCache | None, Any]:
-        """x (B, T, D) -> x, the layer's cache, aux."""
-        self_cache = cross_cache = None
-        if self.kind.self_attention:
-            y, self_cache = self.attend_to_self(self.norm("attention_norm")(x), inputs, cache)
-            x = x + self.dropout(y, inputs)
-        if self.cross:
-            y, cross_cache = self.attend_to_context(self.norm("cross_attention_norm")(x), inputs, cache)
-            x = x + self.dropout(y, inputs)
-        y, aux = self.apply_feed_forward(self.norm("feed_forward_norm")(x), inputs)
-        x = x + self.dropout(y, inputs)
-        return self._finish(x, cache, self_cache, cross_cache, aux)
+    def equation(self, x: Hidden, f: Sublayer) -> Hidden:
+        """x + f(norm(x)): (B, T, D) -> (B, T, D)."""
+        return x + f.dropout(f(f.norm(x)))
 
 
 class PostNormBlock(Block):
-    """norm(x + f(x)) for each sublayer f, as in the paper (Vaswani et al. 2017, section 3.1)."""
+    """Post-norm, as in the paper (Vaswani et al. 2017, section 3.1)."""
 
-    @nn.compact
-    def __call__(
-        self, x: Hidden, inputs: LayerInputs, cache: LayerCache | None = None
-    ) -> tuple[Hidden, LayerCache | None, Any]:
-        """x (B, T, D) -> x, the layer's cache, aux."""
-        self_cache = cross_cache = None
-        if self.kind.self_attention:
-            y, self_cache = self.attend_to_self(x, inputs, cache)
-            x = self.norm("attention_norm")(x + self.dropout(y, inputs))
-        if self.cross:
-            y, cross_cache = self.attend_to_context(x, inputs, cache)
-            x = self.norm("cross_attention_norm")(x + self.dropout(y, inputs))
-        y, aux = self.apply_feed_forward(x, inputs)
-        x = self.norm("feed_forward_norm")(x + self.dropout(y, inputs))
-        return self._finish(x, cache, self_cache, cross_cache, aux)
+    def equation(self, x: Hidden, f: Sublayer) -> Hidden:
+        """norm(x + f(x)): (B, T, D) -> (B, T, D)."""
+        return f.norm(x + f.dropout(f(x)))
 
 
 class PreNormWithoutResidualBlock(Block):
-    """f(norm(x)) for each sublayer f: pre-norm with its `x +` taken away, to see what that is for (He et al. 2015,
-    arXiv 1512.03385; Dong et al. 2021, arXiv 2103.03404: attention alone then loses rank with depth).
+    """An ablation: pre-norm without its `x +` (He et al. 2015, arXiv 1512.03385; Dong et al. 2021, arXiv 2103.03404:
+    attention alone then loses rank with depth).
     """
 
-    @nn.compact
-    def __call__(
-        self, x: Hidden, inputs: LayerInputs, cache: LayerCache | None = None
-    ) -> tuple[Hidden, LayerCache | None, Any]:
-        """x (B, T, D) -> x, the layer's cache, aux."""
-        self_cache = cross_cache = None
-        if self.kind.self_attention:
-            y, self_cache = self.attend_to_self(self.norm("attention_norm")(x), inputs, cache)
-            x = self.dropout(y, inputs)
-        if self.cross:
-            y, cross_cache = self.attend_to_context(self.norm("cross_attention_norm")(x), inputs, cache)
-            x = self.dropout(y, inputs)
-        y, aux = self.apply_feed_forward(self.norm("feed_forward_norm")(x), inputs)
-        x = self.dropout(y, inputs)
-        return self._finish(x, cache, self_cache, cross_cache, aux)
+    def equation(self, x: Hidden, f: Sublayer) -> Hidden:
+        """f(norm(x)): (B, T, D) -> (B, T, D)."""
+        return f.dropout(f(f.norm(x)))
 
 
 class SandwichBlock(Block):
-    """x + norm2(f(norm1(x))) for each sublayer f (Ding et al. 2021, arXiv 2105.13290; Gemma 2, arXiv 2408.00118)."""
+    """A norm before and after each sublayer (Ding et al. 2021, arXiv 2105.13290; Gemma 2, arXiv 2408.00118)."""
 
-    @nn.compact
-    def __call__(
-        self, x: Hidden, inputs: LayerInputs, cache: LayerCache | None = None
-    ) -> tuple[Hidden, LayerCache | None, Any]:
-        """x (B, T, D) -> x, the layer's cache, aux."""
-        self_cache = cross_cache = None
-        if self.kind.self_attention:
-            y, self_cache = self.attend_to_self(self.norm("attention_norm")(x), inputs, cache)
-            x = x + self.dropout(self.norm("attention_post_norm")(y), inputs)
-        if self.cross:
-            y, cross_cache = self.attend_to_context(self.norm("cross_attention_norm")(x), inputs, cache)
-            x = x + self.dropout(self.norm("cross_attention_post_norm")(y), inputs)
-        y, aux = self.apply_feed_forward(self.norm("feed_forward_norm")(x), inputs)
-        x = x + self.dropout(self.norm("feed_forward_post_norm")(y), inputs)
-        return self._finish(x, cache, self_cache, cross_cache, aux)
+    def equation(self, x: Hidden, f: Sublayer) -> Hidden:
+        """x + post_norm(f(norm(x))): (B, T, D) -> (B, T, D)."""
+        return x + f.dropout(f.post_norm(f(f.norm(x))))
 
 
 class ReorderedNormBlock(Block):
-    """x + norm(f(x)) for each sublayer f (OLMo 2, arXiv 2501.00656, section 3.2; Liu et al. 2021, arXiv 2111.09883)."""
+    """A norm after each sublayer, before the residual is added: `res_post` (Liu et al. 2021, arXiv 2111.09883), the
+    reordered norm of OLMo 2 (arXiv 2501.00656, section 3.2).
+    """
 
-    @nn.compact
-    def __call__(
-        self, x: Hidden, inputs: LayerInputs, cache: LayerCache | None = None
-    ) -> tuple[Hidden, LayerCache | None, Any]:
-        """x (B, T, D) -> x, the layer's cache, aux."""
-        self_cache = cross_cache = None
-        if self.kind.self_attention:
-            y, self_cache = self.attend_to_self(x, inputs, cache)
-            x = x + self.dropout(self.norm("attention_norm")(y), inputs)
-        if self.cross:
-            y, cross_cache = self.attend_to_context(x, inputs, cache)
-            x = x + self.dropout(self.norm("cross_attention_norm")(y), inputs)
-        y, aux = self.apply_feed_forward(x, inputs)
-        x = x + self.dropout(self.norm("feed_forward_norm")(y), inputs)
-        return self._finish(x, cache, self_cache, cross_cache, aux)
+    def equation(self, x: Hidden, f: Sublayer) -> Hidden:
+        """x + norm(f(x)): (B, T, D) -> (B, T, D)."""
+        return x + f.dropout(f.norm(f(x)))
 
 
 class ParallelBlock(Block):
-    """x + attention(norm_a(x)) + feed_forward(norm_f(x)): both read the same x (GPT-NeoX, Black et al. 2022, arXiv
-    2204.06745, section 2.1). ConfigError: cross-attention, which has no place in it.
+    """Attention and feed-forward read the same input (GPT-NeoX, Black et al. 2022, arXiv 2204.06745, section 2.1).
+    ConfigError: cross-attention, which has no place in it.
     """
 
-    @nn.compact
-    def __call__(
-        self, x: Hidden, inputs: LayerInputs, cache: LayerCache | None = None
-    ) -> tuple[Hidden, LayerCache | None, Any]:
-        """x (B, T, D) -> x, the layer's cache, aux."""
-        self_cache = None
+    def sublayers(self) -> tuple[str, ...]:
+        """Feed-forward, then attention: the order of the sum."""
         if self.cross:
             raise ConfigError(
                 "norm_position='parallel' has no place for cross-attention. Take another norm_position for an "
                 "encoder-decoder."
             )
-        y, aux = self.apply_feed_forward(self.norm("feed_forward_norm")(x), inputs)
-        total = x + self.dropout(y, inputs)
-        if self.kind.self_attention:
-            y, self_cache = self.attend_to_self(self.norm("attention_norm")(x), inputs, cache)
-            total = total + self.dropout(y, inputs)
-        return self._finish(total, cache, self_cache, None, aux)
+        return super().sublayers()[::-1]
+
+    def equation(self, x: Hidden, f: Sublayer) -> Hidden:
+        """x + f(norm(x_0)), x_0 the input of the block: (B, T, D) -> (B, T, D)."""
+        return x + f.dropout(f(f.norm(f.block_input)))
 
 
 BLOCKS: dict[str, type[Block]] = {

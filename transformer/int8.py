@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from transformer.axes import Array, DType, Float, Leaf
+from transformer.parameter_axes import axes_of, declared, end_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,20 +23,6 @@ class Rule:
     """a regular expression that the end of a parameter's path matches, from a "/" on"""
     inputs: tuple[int, ...]
     """axes that a product sums over, counted from the end: every output has a scale of its own"""
-
-
-RULES: tuple[Rule, ...] = (
-    Rule(pattern="(query|key|value)/kernel", inputs=(-3,)),  # (D, N, H)
-    Rule(pattern="attention/out/kernel", inputs=(-3, -2)),  # (N, H, D)
-    Rule(pattern="(up|gate|down)/kernel", inputs=(-2,)),  # (D, F), (F, D)
-    Rule(pattern="output/kernel", inputs=(-2,)),  # (D, V)
-    Rule(pattern="embedding/embedding", inputs=(-1,)),  # (V, D)
-)
-"""the maps of attention and feed-forwards, the output map and the table of tokens; all else stays as it is: norms,
-biases, position tables, routers and experts, a second table for sources, the latents of `mla`"""
-
-LEFT = re.compile(r"(^|/)(experts|router)/")
-"""paths of parameters that no rule names"""
 
 
 @jax.tree_util.register_dataclass
@@ -67,32 +54,47 @@ def quantized(array: Float[Array, "..."], inputs: Sequence[int]) -> Int8:
     return Int8(jnp.round(array / jnp.where(scale == 0.0, 1.0, scale)).astype(jnp.int8), scale)
 
 
-def quantize(params: Mapping[str, Any], rules: Sequence[Rule] = RULES) -> tuple[dict[str, Any], list[Quantized]]:
+def quantize(params: Mapping[str, Any], rules: Sequence[Rule] | None = None) -> tuple[dict[str, Any], list[Quantized]]:
     """A tree of parameters with those that a rule names in 8 bits, for `generate` and whatever else calls a model; and
     what that saves and costs, rule by rule. The parameters may be anything but trained on.
+
+    Without rules these are all parameters whose declared axes say that their module computes with `Int8`
+    (`transformer.parameter_axes`): the maps of attention and feed-forwards, the output map and the tables of tokens.
+    Norms, biases, position tables, routers and experts keep their type.
 
     Raises:
         ValueError: no rule names any of them, or one is in 8 bits already.
     """
-    patterns = [re.compile(rf"(^|.*/)({rule.pattern})$") for rule in rules]
-    groups: dict[str, list[tuple[Array, Int8]]] = {rule.pattern: [] for rule in rules}
+    groups: dict[str, list[tuple[Array, Int8]]] = {rule.pattern: [] for rule in rules or ()}
+    if rules is None:
+        groups = {end: [] for end, axes in declared().items() if axes.int8 and axes.inputs}
 
     def one(path, leaf):
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         if isinstance(leaf, Int8):
             raise ValueError(f"{name} is in 8 bits already. Quantize the parameters as they were loaded.")
-        for rule, pattern in zip(rules, patterns, strict=True):
-            if pattern.match(name) and not LEFT.search(name):
-                kept = quantized(leaf, rule.inputs)
-                groups[rule.pattern].append((leaf, kept))
-                return kept
-        return leaf
+        pattern, inputs = _declared_rule(name, leaf) if rules is None else _first_rule(name, rules)
+        if not inputs:
+            return leaf
+        kept = quantized(leaf, inputs)
+        groups[pattern].append((leaf, kept))
+        return kept
 
     tree = jax.tree_util.tree_map_with_path(one, params, is_leaf=lambda node: isinstance(node, Int8))
     report = [_compared(pattern, pairs) for pattern, pairs in groups.items() if pairs]
     if not report:
         raise ValueError(f"no parameter matches a rule: {', '.join(groups)}. Give rules for these parameters.")
     return tree, report
+
+
+def _declared_rule(path: str, leaf: Array) -> tuple[str, tuple[int, ...]]:
+    axes = axes_of(path, leaf.ndim)
+    return (end_of(path) or "", axes.inputs) if axes is not None and axes.int8 else ("", ())
+
+
+def _first_rule(path: str, rules: Sequence[Rule]) -> tuple[str, tuple[int, ...]]:
+    found = (rule for rule in rules if re.search(rf"(^|/)({rule.pattern})$", path))
+    return next(((rule.pattern, rule.inputs) for rule in found), ("", ()))
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 
 from transformer.axes import Array, DType, Float, Hidden, Logits, Tokens
 from transformer.int8 import Int8
+from transformer.parameter_axes import declare
 from transformer.partitioning import (
     constrain,
     explicit_spec,
@@ -194,6 +195,8 @@ class LayerNorm(nn.Module):
     1607.06450).
     """
 
+    parameter_axes = declare({"scale": "embed", "bias": "embed"})
+
     epsilon: float = 1e-6
     dtype: DType = jnp.float32
     param_dtype: DType = jnp.float32
@@ -211,6 +214,8 @@ class LayerNorm(nn.Module):
 
 class RMSNorm(nn.Module):
     """gamma x / sqrt(mean(x^2) + epsilon) over the last axis, in float32 (Zhang & Sennrich 2019, arXiv 1910.07467)."""
+
+    parameter_axes = declare({"scale": "embed"})
 
     epsilon: float = 1e-6
     dtype: DType = jnp.float32
@@ -242,6 +247,8 @@ class ZeroCenteredRMSNorm(nn.Module):
     to 1 (Gemma; Gemma Team 2024, arXiv 2403.08295). 1 + gamma is summed in float32.
     """
 
+    parameter_axes = declare({"scale": "embed"})
+
     epsilon: float = 1e-6
     dtype: DType = jnp.float32
     param_dtype: DType = jnp.float32
@@ -260,6 +267,8 @@ class FrozenBatchNorm(nn.Module):
     in float32: a batch normalization after its training (Ioffe & Szegedy 2015, arXiv 1502.03167, algorithm 2). They
     get no gradient, and no training here changes them: new ones, 0 and 1, normalize nothing.
     """
+
+    parameter_axes = declare({"scale": "embed", "bias": "embed", "mean": "embed", "variance": "embed"})
 
     epsilon: float = 1e-6
     dtype: DType = jnp.float32
@@ -297,6 +306,17 @@ class FeedForward(nn.Module):
     (None: Glorot uniform), except `down` when `output_init` is given.
     """
 
+    parameter_axes = declare(
+        {
+            "up/kernel": "embed -> feed_forward",
+            "up/bias": "feed_forward",
+            "gate/kernel": "embed -> feed_forward",
+            "gate/bias": "feed_forward",
+            "down/kernel": "feed_forward -> embed",
+            "down/bias": "embed",
+        }
+    )
+
     width: int
     activation: str = "relu"
     gated: bool = False
@@ -325,6 +345,8 @@ class Embedding(nn.Module):
     """A table (V, D), `vocab_size` x `features`: looks tokens up, and turns vectors back into logits over the same rows
     (Press & Wolf 2017, arXiv 1608.05859). `embedding_init` None: normal with standard deviation 1 / sqrt(D).
     """
+
+    parameter_axes = declare({"*embedding/embedding": "vocab <- embed"}, role="input", int8=True)
 
     vocab_size: int
     features: int

@@ -11,17 +11,19 @@ import flax.traverse_util
 import jax
 import jax.numpy as jnp
 
+import transformer.models  # noqa: F401 - declares the axes of their parameters
 from transformer.axes import PRNGKey
 from transformer.config import ConfigError, check_choice
 from transformer.config.checks import check_positive, check_whole
+from transformer.parameter_axes import axes_of, declared
 
-MAPS: dict[str, tuple[int, int]] = {
-    **dict.fromkeys(("query", "key", "value"), (1, 2)),  # (D, N, H)
-    "out": (2, 1),  # (N, H, D)
-    **dict.fromkeys(("up", "gate", "down"), (1, 1)),  # (D, F), (F, D)
-}
-"""linear maps of a layer by name -> how many axes of the kernel are its input and its output; axes in front of them
-(layers of a stack, experts) are so many separate maps"""
+
+def maps() -> dict[str, None]:
+    """Names of the linear maps of layers that low-rank updates are made for, in the order of their declaration: those
+    whose kernel is declared as a hidden matrix (`transformer.parameter_axes`).
+    """
+    ends = (end.split("/") for end, axes in declared().items() if axes.role == "hidden" and axes.inputs)
+    return dict.fromkeys(end[-2] for end in ends if len(end) > 1 and end[-1] == "kernel")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,15 +39,16 @@ class LoRA:
     alpha: float = 16.0
     """the update is scaled by alpha / rank, so that another rank needs no other learning rate"""
     targets: tuple[str, ...] = ("query", "value")
-    """maps of the layers that are updated: query, key, value, out, up, gate, down"""
+    """maps of the layers that are updated: query, key, value, out, up, gate, down; of MLA also query_latent, latent,
+    rotary_key"""
 
     def __post_init__(self):
         check_whole(self, "rank")
         check_positive(self, "alpha")
         if not self.targets:
-            raise ConfigError(f"lora.targets is empty: name some of {', '.join(MAPS)}.")
+            raise ConfigError(f"lora.targets is empty: name some of {', '.join(maps())}.")
         for name in self.targets:
-            check_choice("lora.targets", name, tuple(MAPS))
+            check_choice("lora.targets", name, tuple(maps()))
 
 
 def init(key: PRNGKey, params: Any, config: LoRA) -> Any:
@@ -77,7 +80,7 @@ def merge(params: Any, updates: Any, config: LoRA) -> Any:
     pairs = flax.traverse_util.flatten_dict(updates)
     for path in sorted({path[:-1] for path in pairs}):
         a, b, kernel = pairs[*path, "a"], pairs[*path, "b"], merged.get((*path, "kernel"))
-        if kernel is None:
+        if kernel is None or not _is_map((*path, "kernel"), kernel.ndim):
             raise ConfigError(f"there are updates of {'/'.join(path)}, which is no map of these parameters.")
         lead, inputs, outputs = _matrix(path, kernel.shape)
         if (a.shape, b.shape) != ((*lead, inputs, a.shape[-1]), (*lead, a.shape[-1], outputs)):
@@ -93,18 +96,23 @@ def merge(params: Any, updates: Any, config: LoRA) -> Any:
 def _targeted(params: Any, targets: Sequence[str]) -> dict[tuple[str, ...], Any]:
     """Path of each map of these names -> its kernel."""
     flat = flax.traverse_util.flatten_dict(params)
-    maps = {path[:-1]: leaf for path, leaf in flat.items() if path[-1] == "kernel" and path[-2] in MAPS}
-    there = {path[-1] for path in maps}
+    found = {path[:-1]: leaf for path, leaf in flat.items() if path[-1] == "kernel" and _is_map(path, leaf.ndim)}
+    there = {path[-1] for path in found}
     if missing := [name for name in targets if name not in there]:
         raise ConfigError(
             f"lora.targets names {', '.join(missing)}, which this model doesn't have. It has "
-            f"{', '.join(name for name in MAPS if name in there) or 'none of them'}."
+            f"{', '.join(name for name in maps() if name in there) or 'none of them'}."
         )
-    return {path: leaf for path, leaf in maps.items() if path[-1] in targets}
+    return {path: leaf for path, leaf in found.items() if path[-1] in targets}
+
+
+def _is_map(path: Sequence[str], ndim: int) -> bool:
+    axes = axes_of("/".join(path), ndim)
+    return axes is not None and axes.role == "hidden"
 
 
 def _matrix(path: Sequence[str], shape: tuple[int, ...]) -> tuple[tuple[int, ...], int, int]:
-    """Leading axes, input size and output size of a kernel."""
-    inputs, outputs = MAPS[path[-1]]
-    lead = len(shape) - inputs - outputs
-    return shape[:lead], math.prod(shape[lead : lead + inputs]), math.prod(shape[lead + inputs :])
+    """Leading axes (layers, experts), input size and output size of the kernel of the map at `path`."""
+    axes = axes_of("/".join((*path, "kernel")), len(shape))
+    lead = len(shape) - len(axes.inputs) - len(axes.outputs)
+    return shape[:lead], math.prod(shape[a] for a in axes.inputs), math.prod(shape[a] for a in axes.outputs)

@@ -18,6 +18,7 @@ from transformer.int8 import Int8
 from transformer.kernels import BiasFunction
 from transformer.layers import Initializer, Linear, RMSNorm, as_matrix, glorot_uniform, is_deterministic, linear
 from transformer.masks import Mask
+from transformer.parameter_axes import declare
 from transformer.partitioning import constrain
 from transformer.positions import NoPosition, Rotary
 
@@ -33,6 +34,19 @@ class LatentAttention(nn.Module):
     except `out` when `output_init` is given. `num_heads` is N; `softcap`, `dropout_rate` and `implementation` are those
     of `dot_product_attention`.
     """
+
+    parameter_axes = declare(
+        {
+            "query_latent/kernel": "embed -> _",
+            "query/kernel": "embed -> heads _",
+            "latent/kernel": "embed -> _",
+            "rotary_key/kernel": "embed -> _",
+            "key/kernel": "embed -> heads _",
+            "value/kernel": "embed -> heads _",
+            "out/kernel": "heads _ -> embed",
+            "out/bias": "embed",
+        }
+    )
 
     num_heads: int
     mla: MLA

@@ -21,6 +21,7 @@ from transformer.axes import Array, DType, Hidden
 from transformer.config import MoE
 from transformer.layers import FeedForward, Initializer, activate, glorot_uniform, linear
 from transformer.masks import Mask
+from transformer.parameter_axes import declare
 from transformer.partitioning import constrain, explicit_spec, in_auto_axes, mapped, mesh_axes, ways
 
 
@@ -92,6 +93,10 @@ class RoutedFeedForward(nn.Module):
 class _Router(nn.Module):
     """Owns the router's parameters; a call gives logits (B, T, E), the chosen (B, T, k) and their weights (B, T, k)."""
 
+    parameter_axes = declare(
+        {"router/kernel": "embed -> _", "router/bias": "_", "router/selection_bias": "_"}, role="output"
+    )
+
     moe: MoE
     kernel_init: Initializer | None
     param_dtype: DType
@@ -139,6 +144,18 @@ def choose(moe: MoE, scores: Array) -> Array:
 
 class _Experts(nn.Module):
     """Owns the experts' parameters; a call gives them as a tree, in `dtype`."""
+
+    parameter_axes = declare(
+        {
+            "experts/up/kernel": "expert: embed -> feed_forward",
+            "experts/up/bias": "expert feed_forward",
+            "experts/gate/kernel": "expert: embed -> feed_forward",
+            "experts/gate/bias": "expert feed_forward",
+            "experts/down/kernel": "expert: feed_forward -> embed",
+            "experts/down/bias": "expert embed",
+        },
+        int8=False,
+    )
 
     num_experts: int
     width: int

@@ -24,6 +24,7 @@ from flax.linen import spmd
 from jax.sharding import AxisType, PartitionSpec
 
 from transformer.jax_compat import check_explicit_axes, platform_of
+from transformer.parameter_axes import axis_names
 
 AxisRules: TypeAlias = Sequence[tuple[str, str | Sequence[str] | None]]
 """(logical axis, mesh axis, mesh axes or None) pairs in order of priority, in the form of Flax's logical axis rules"""
@@ -46,10 +47,6 @@ _OWN_AXES = {axis for axes in ACTIVATION_RULES.values() for axis in axes}
 _RULES: contextvars.ContextVar[AxisRules | None] = contextvars.ContextVar("axis_rules", default=None)
 
 
-LAYERS = "layers"
-"""logical name of the leading axis of parameters whose layers are stacked; no mesh axis splits it by default"""
-
-
 @contextlib.contextmanager
 def axis_rules(rules: AxisRules) -> Iterator[None]:
     """Maps our logical axes to the axes of your mesh, for everything traced inside the `with` block.
@@ -63,10 +60,10 @@ def axis_rules(rules: AxisRules) -> Iterator[None]:
     JAX traces a jitted function once for each signature: put the block around the first call.
 
     Raises:
-        ValueError: a name that is not a logical axis of ours.
+        ValueError: a name that is not a logical axis of ours, of activations or of declared parameters.
     """
     for name, _ in rules:
-        _check(name, (*ACTIVATION_RULES, LAYERS))
+        _check(name, (*ACTIVATION_RULES, *sorted(axis_names() - ACTIVATION_RULES.keys())))
     token = _RULES.set(tuple(rules))
     try:
         yield

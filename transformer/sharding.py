@@ -26,16 +26,25 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+import transformer.models  # noqa: F401 - declares the axes of their parameters
 from transformer.config import ConfigError, TransformerConfig, check_choice
-from transformer.parameter_axes import PARAMETER_AXES, parameter_axes, rules_in_force
-from transformer.parameter_axes import PARAMETER_RULES as PARAMETER_RULES
-from transformer.partitioning import AxisRules, split_axes
+from transformer.parameter_axes import parameter_axes
+from transformer.partitioning import AxisRules, current_rules, split_axes
 
 AXES = ("data", "fsdp", "expert", "context", "tensor")
 """mesh axes, those that talk most last: neighbors in the list of devices are the best connected"""
 
 BATCH_AXES = ("data", "fsdp", "expert")
 """mesh axes that split the rows of a batch"""
+
+PARAMETER_AXES: dict[str, str] = {
+    "embed": "fsdp",
+    "heads": "tensor",
+    "feed_forward": "tensor",
+    "vocab": "tensor",
+    "expert": "expert",
+}
+"""logical axis of a parameter -> the mesh axis that splits it, unless `rules` say otherwise"""
 
 
 ParallelKind = Literal["mesh", "pmap"]
@@ -216,7 +225,7 @@ def parameter_spec(
     path: str, shape: Sequence[int], sizes: Mapping[str, int], rules: AxisRules | None = None
 ) -> PartitionSpec:
     """How the parameter at `path` is split over a mesh of these `sizes`; `rules` as for `state_shardings`. A parameter
-    that no rule matches is replicated.
+    whose axes are not declared is replicated.
     """
     return _spec(parameter_axes(path, shape), shape, sizes, rules)
 
@@ -228,6 +237,22 @@ def _spec(
     axes = [split or () for split in axes]
     fits = [size % math.prod(sizes[axis] for axis in split) == 0 for split, size in zip(axes, shape, strict=False)]
     return PartitionSpec(*(_entry(split) if fit else None for split, fit in zip(axes, fits, strict=True)))
+
+
+def rules_in_force(rules: AxisRules | None) -> AxisRules | None:
+    """These rules, else those that activations follow: of `partitioning.axis_rules` or of `nn.logical_axis_rules`. None
+    when there are none. ConfigError: rules that are no pairs.
+    """
+    if rules is None:
+        return current_rules()
+    for rule in [rules] if isinstance(rules, Mapping | str) else rules:
+        target = rule[1] if isinstance(rule, tuple | list) and len(rule) == 2 and isinstance(rule[0], str) else 0
+        if not (target is None or isinstance(target, str | tuple | list)):
+            raise ConfigError(
+                f"rules must be pairs of a logical axis and a mesh axis, a tuple of them or None, such as "
+                f"[('embed', 'fsdp'), ('heads', None)], got {rule!r}. For a dict, pass tuple(rules.items())."
+            )
+    return rules
 
 
 def _entry(axes: tuple[str, ...]) -> str | tuple[str, ...] | None:
@@ -244,9 +269,10 @@ def state_shardings(state: Any, mesh: Mesh, rules: AxisRules | None = None) -> A
     Args:
         state: the tree; `jax.eval_shape` makes one without allocating arrays.
         mesh: any mesh. Axes that only the rules name are ignored.
-        rules: which mesh axes split the logical axes "embed", "heads", "feed_forward", "vocab", "expert" and "layers",
-            such as `[("embed", "fsdp"), ("heads", ("tp", "sp"))]`; the form is that of `nn.logical_axis_rules`. None:
-            those in force (`partitioning.axis_rules` or `nn.logical_axis_rules`), or else `PARAMETER_AXES`.
+        rules: which mesh axes split the logical axes "embed", "heads", "feed_forward", "vocab", "expert", "layers" and
+            any that a module of yours declares (`parameter_axes.declare`), such as `[("embed", "fsdp"), ("heads",
+            ("tp", "sp"))]`; the form is that of `nn.logical_axis_rules`. None: those in force
+            (`partitioning.axis_rules` or `nn.logical_axis_rules`), or else `PARAMETER_AXES`.
 
     Raises:
         ConfigError: rules of another form.
@@ -262,8 +288,8 @@ def state_shardings(state: Any, mesh: Mesh, rules: AxisRules | None = None) -> A
 
 def with_logical_axes(tree: Any) -> Any:
     """The tree with each parameter in an `nn.LogicallyPartitioned` box that names its axes, so that Flax's own tools
-    place it: `nn.get_partition_spec`, then `nn.logical_to_mesh_sharding`. Leaves without a rule, and boxes, stay as
-    they are. `nn.meta.unbox` takes the boxes off; a model's `apply` takes parameters with and without them.
+    place it: `nn.get_partition_spec`, then `nn.logical_to_mesh_sharding`. Leaves without declared axes, and boxes, stay
+    as they are. `nn.meta.unbox` takes the boxes off; a model's `apply` takes parameters with and without them.
     """
 
     def box(path, leaf):

@@ -15,7 +15,7 @@ from transformer.caches import cache_length
 from transformer.config import Execution, LayerKind, TransformerConfig
 from transformer.layers import is_deterministic
 from transformer.masks import Mask
-from transformer.parameter_axes import LAYERS
+from transformer.parameter_axes import LAYERS, declare
 from transformer.partitioning import constrain
 
 SAVED_NAMES = ("attention_output", "feed_forward_hidden")
@@ -71,6 +71,8 @@ class Stack(nn.Module):
     `embedding_norm/` and `position_table` where there is one. `execution.scan` changes none of them. `causal` and
     `cross` are those of `Block`.
     """
+
+    parameter_axes = declare({"position_table": "_ _"})
 
     config: TransformerConfig
     num_layers: int | None = None

@@ -16,6 +16,7 @@ from transformer.blocks import Aux, kernel_init, make_norm
 from transformer.config import ConfigError, Execution, HeadTransform, TransformerConfig
 from transformer.layers import ACTIVATIONS, Embedding, Linear
 from transformer.masks import Mask
+from transformer.parameter_axes import declare
 from transformer.stacks import Encoder
 
 
@@ -23,6 +24,8 @@ class HeadMap(nn.Module):
     """What a config's `head_transform` says: a map `dense` (D, D), an activation and perhaps a norm `norm` (Devlin et
     al. 2018, arXiv 1810.04805).
     """
+
+    parameter_axes = declare({"head_transform/dense/kernel": "embed -> _"}, role="output")
 
     config: TransformerConfig
     transform: HeadTransform
@@ -40,6 +43,10 @@ class HeadMap(nn.Module):
 
 class Model(nn.Module):
     """What the models share: embedding and head (Vaswani et al. 2017, section 3.4)."""
+
+    parameter_axes = declare(
+        {"output/kernel": "embed -> vocab", "output/bias": "vocab", "output_bias": "vocab"}, role="output", int8=True
+    )
 
     config: TransformerConfig
     execution: Execution = Execution()
@@ -110,6 +117,8 @@ class TokenEncoder(Model):
     """What encoder models share: token embeddings, plus those of token types, through an encoder (Devlin et al. 2018,
     section 3). It sees both ways, or with the config's `causal` back alone.
     """
+
+    parameter_axes = declare({"token_type_embedding/embedding": "_ embed"})
 
     def _setup_encoder(self) -> None:
         config = self.config

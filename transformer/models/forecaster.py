@@ -13,6 +13,7 @@ from transformer.blocks import Aux, kernel_init
 from transformer.config import ConfigError, Series
 from transformer.layers import Linear
 from transformer.models.base import Model
+from transformer.parameter_axes import declare
 from transformer.stacks import Encoder
 
 Values: TypeAlias = Float[Array, "B T C"]
@@ -57,6 +58,16 @@ class Forecaster(Model):
         ConfigError: the config has no series.
         ValueError: (its calls) series of another shape, or not of floating numbers.
     """
+
+    parameter_axes = declare(
+        {
+            "series_embedding/kernel": "_ -> embed",
+            "channel_embedding/kernel": "_: _ -> embed",
+            "channel_embedding/bias": "_ embed",
+            "class_token": "embed",
+        },
+        role="input",
+    )
 
     def setup(self):
         config, series = self.config, self.config.series

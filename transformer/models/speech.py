@@ -13,6 +13,7 @@ from transformer.blocks import kernel_init
 from transformer.config import ConfigError, TransformerConfig
 from transformer.layers import ACTIVATIONS, Initializer, glorot_uniform
 from transformer.models.seq2seq import Seq2Seq
+from transformer.parameter_axes import declare
 
 FRAMES_A_POSITION = 2
 """frames that become one position of the encoder: the stride of the second convolution"""
@@ -37,6 +38,8 @@ class Convolution(nn.Module):
     """A convolution over the length: each of every `stride`-th position from the three around it, zeros beyond the
     ends. Parameters `kernel` (3, M, D) and `bias` (D,), D `features`. `kernel_init` None: Glorot uniform.
     """
+
+    parameter_axes = declare({"conv_*/kernel": "_ _ -> embed"}, role="input")
 
     features: int
     stride: int = 1

@@ -10,6 +10,7 @@ from transformer.blocks import Aux, kernel_init
 from transformer.config import ConfigError, Patches
 from transformer.layers import Linear
 from transformer.models.base import Model
+from transformer.parameter_axes import declare
 from transformer.stacks import Encoder
 
 
@@ -31,6 +32,8 @@ class VisionClassifier(Model):
     Raises:
         ConfigError: the config has no patches or no num_classes, or its pooling is "last".
     """
+
+    parameter_axes = declare({"patch_embedding/kernel": "_ _ _ -> embed", "class_token": "embed"}, role="input")
 
     def setup(self):
         config = self.config

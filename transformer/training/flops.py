@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from transformer.config import LayerKind
 from transformer.data.configs import DataConfig
+from transformer.parameter_axes import axes_of
 from transformer.training.recipe import Recipe
 from transformer.training.state import example_inputs, initial_params
 from transformer.training.tasks import TASKS
@@ -142,14 +143,15 @@ def matrix_flops(recipe: Recipe, tokens: int, source_tokens: int, params: Any = 
         classifies = TASKS[recipe.task].labels
         tied = name == "embedding/embedding" and recipe.model.tie_embeddings and not classifies
         of_rows = classifies and name.startswith(("output/", "head_transform/"))  # one vector each: next to nothing
-        if of_rows or not (tied or name.endswith("kernel")):
+        axes = axes_of(name, leaf.ndim)
+        if of_rows or axes is None or not axes.inputs or (axes.is_table and not tied):
             continue
         reads_source = name.startswith("encoder/") or re.search(r"cross_attention/(key|value)/", name)
         size, count = leaf.size, source_tokens if reads_source else tokens
         if recipe.task == "forecaster":  # read once a sequence, and a channel's own map by one sequence in so many
             parts = {"output": recipe.model.series.positions, "channel_embedding": recipe.model.series.channels}
             count //= parts.get(name.partition("/")[0], 1)
-        if "/experts/" in name:
+        if "expert" in axes.names:
             moe = _kind_at(recipe, name).moe
             size = size * moe.top_k // moe.num_experts
         total += 2 * size * count

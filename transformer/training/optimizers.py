@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 import optax.contrib
 
+from transformer.parameter_axes import axes_of
 from transformer.training.recipe import Recipe
 from transformer.training.settings import OptimizerConfig
 
@@ -95,41 +96,38 @@ def make_optimizer(recipe: Recipe) -> optax.GradientTransformation:
 
 
 def decay_mask(config: OptimizerConfig, params: Any) -> Any:
-    """True for the leaves that weight decay shrinks: every `kernel`; token embeddings when the config says so.
+    """True for the leaves that weight decay shrinks: matrices; tables of token embeddings when the config says so.
 
-    By name, not by rank: norms and biases of a stack of layers have a second axis, too. What has another name (scales,
-    biases, position tables, sinks) never decays. A tied embedding is one leaf, and an embedding.
+    By declared axes and name, not by rank: norms and biases of a stack of layers have a second axis, too. Vectors
+    (scales, biases, sinks) and position tables never decay. A tied embedding is one leaf, and an embedding.
     """
     decaying = {"kernel", "embedding"} if config.decay_embeddings else {"kernel"}
-    return jax.tree_util.tree_map_with_path(lambda path, _: _names(path)[-1] in decaying, params)
 
+    def decays(path, leaf):
+        axes = axes_of(_path(path), leaf.ndim)
+        is_matrix = axes is not None and axes.role != "vector" and not axes.is_table
+        return is_matrix or _path(path).rpartition("/")[2] in decaying
 
-_MATRICES = {
-    **dict.fromkeys(("query", "key", "value"), ((-3,), (-2, -1))),  # (D, N, H)
-    "out": ((-3, -2), (-1,)),  # (N, H, D)
-    **dict.fromkeys(("up", "gate", "down"), ((-2,), (-1,))),
-}
+    return jax.tree_util.tree_map_with_path(decays, params)
 
 
 def muon_dimensions(params: Any) -> Any:
-    """Input and output axes of each matrix that Muon takes (those inside layers); None elsewhere: adamw with Nesterov's
-    momentum (Dozat 2016), as optax has it beside Muon.
+    """Input and output axes of each matrix that Muon takes, those declared as hidden (`transformer.parameter_axes`);
+    None elsewhere: adamw with Nesterov's momentum (Dozat 2016), as optax has it beside Muon.
 
-    Axes in front (layers of a stack) are separate matrices. Embeddings and output heads stay with adamw, as its
-    author advises (Jordan et al. 2024).
+    Axes in front (layers of a stack, experts) are separate matrices. Embeddings, output heads and routers stay with
+    adamw, as its author advises (Jordan et al. 2024).
     """
 
     def dimensions(path, leaf):
-        names = _names(path)
-        if names[-1] != "kernel" or names[-2] not in _MATRICES:
+        axes = axes_of(_path(path), leaf.ndim)
+        if axes is None or axes.role != "hidden":
             return None
-        inputs, outputs = _MATRICES[names[-2]]
-        return optax.contrib.MuonDimensionNumbers(
-            tuple(leaf.ndim + axis for axis in inputs), tuple(leaf.ndim + axis for axis in outputs)
-        )
+        inputs, outputs = (tuple(leaf.ndim + axis for axis in part) for part in (axes.inputs, axes.outputs))
+        return optax.contrib.MuonDimensionNumbers(inputs, outputs)
 
     return jax.tree_util.tree_map_with_path(dimensions, params)
 
 
-def _names(path: tuple) -> list[str]:
-    return ["", *(jax.tree_util.keystr((key,), simple=True) for key in path)]
+def _path(path: tuple) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/")
