@@ -144,7 +144,7 @@ class Stack(nn.Module):
 
         for i, kind in enumerate(config.prefix):
             x = run_one(f"prefix_{i}", kind, x)
-        repeats = _repeats(config, self._layers)
+        repeats = config.repeats(self.num_layers)
         if repeats:
             period = nn.scan(
                 _Period,
@@ -163,10 +163,6 @@ class Stack(nn.Module):
             x = make_norm(config, "final_norm")(x)
         return x, None if cache is None else caches, sum_aux(auxes)
 
-    @property
-    def _layers(self) -> int:
-        return self.config.num_layers if self.num_layers is None else self.num_layers
-
     @nn.nowrap
     def init_cache(self, batch: int, length: int) -> dict[str, Any]:
         """An empty cache of `length` tokens for each of `batch` rows; needs no parameters."""
@@ -177,15 +173,11 @@ class Stack(nn.Module):
             return {f"{name}_{i}": one for i, one in enumerate(caches)}
 
         cache = named("prefix", config.prefix) | named("suffix", config.suffix)
-        repeats = _repeats(config, self._layers)
+        repeats = config.repeats(self.num_layers)
         if repeats:
             period = named("slot", config.period)
             cache["layers"] = jax.tree.map(lambda a: jnp.broadcast_to(a, (repeats, *a.shape)), period)
         return cache
-
-
-def _repeats(config: TransformerConfig, num_layers: int) -> int:
-    return (num_layers - len(config.prefix) - len(config.suffix)) // len(config.period)
 
 
 class Encoder(Stack):

@@ -281,7 +281,7 @@ def _described(name: str, run: Opened, two_stacks: bool) -> str:
     heads = f"heads: {config.num_heads}"
     if config.num_kv_heads not in (None, config.num_heads):
         heads += f", of keys and values {config.num_kv_heads}"
-    windows = sorted({kind.window for kind in (*config.prefix, *config.period, *config.suffix) if kind.window})
+    windows = sorted({kind.window for kind in config.kinds if kind.window})
     seen = f", windows: {' and '.join(map(str, windows))}" if windows else ""
     count = sum(leaf.size for leaf in jax.tree.leaves(run.params))
     sizes = f"{layers}, {heads}{seen}, d_model: {config.d_model}, parameters: {count:,}"

@@ -20,6 +20,7 @@ from transformer.config.parts import (
     MLA,
     FeedForwardActivation,
     HeadTransform,
+    Layer,
     LayerKind,
     Patches,
     RotaryScaling,
@@ -263,7 +264,7 @@ class TransformerConfig:
             )
 
     def _check_norms(self):
-        kinds = (*self.prefix, *self.period, *self.suffix)
+        kinds = self.kinds
         if self.norm_position in ("post", "reordered") and not all(kind.attention_norm for kind in kinds):
             raise ConfigError(
                 f"attention_norm=False leaves out the norm before attention, but norm_position={self.norm_position!r} "
@@ -280,12 +281,35 @@ class TransformerConfig:
     def _check_pattern(self, name: str, layers: int):
         if not self.period:
             raise ConfigError("period is empty: it needs at least one LayerKind.")
-        ends = len(self.prefix) + len(self.suffix)
-        if layers < ends or (layers - ends) % len(self.period):
+        repeats = self.repeats(layers)
+        if repeats < 0 or len(self.prefix) + repeats * len(self.period) + len(self.suffix) != layers:
             raise ConfigError(
                 f"{name} ({layers}) must be prefix ({len(self.prefix)}) + suffix ({len(self.suffix)}) + a multiple of "
                 f"the period ({len(self.period)}). Change {name} or the pattern."
             )
+
+    @property
+    def kinds(self) -> tuple[LayerKind, ...]:
+        """The kinds of layers that the pattern has: prefix, period and suffix, each once."""
+        return (*self.prefix, *self.period, *self.suffix)
+
+    def repeats(self, num_layers: int | None = None) -> int:
+        """How often the period repeats in a stack of `num_layers` layers (None: those of the config)."""
+        num_layers = self.num_layers if num_layers is None else num_layers
+        return (num_layers - len(self.prefix) - len(self.suffix)) // len(self.period)
+
+    def layers(self, num_layers: int | None = None) -> tuple[Layer, ...]:
+        """The layers of a stack of `num_layers` layers (None: those of the config), in order: prefix, repeats of the
+        period, suffix.
+        """
+        prefix = [Layer(kind, f"prefix_{i}") for i, kind in enumerate(self.prefix)]
+        repeated = [
+            Layer(kind, f"layers/slot_{slot}", repeat)
+            for repeat in range(self.repeats(num_layers))
+            for slot, kind in enumerate(self.period)
+        ]
+        suffix = [Layer(kind, f"suffix_{i}") for i, kind in enumerate(self.suffix)]
+        return (*prefix, *repeated, *suffix)
 
     @property
     def kv_heads(self) -> int:

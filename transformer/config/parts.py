@@ -203,6 +203,17 @@ class LayerKind:
             )
 
 
+@dataclass(frozen=True)
+class Layer:
+    """One layer of a stack, and where its parameters, cache and intermediates are in the trees of the stack."""
+
+    kind: LayerKind
+    path: str
+    """inside the stack: "prefix_0", "layers/slot_1", "suffix_0"; components are separated by "/" """
+    index: int | None = None
+    """on the leading axis of arrays under `path`, where repeats of the period are stacked; None: no such axis"""
+
+
 @dataclass(frozen=True, kw_only=True)
 class HeadTransform:
     """A map (D, D) and a nonlinearity in front of the output map, and perhaps a norm after them.

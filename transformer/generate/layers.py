@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
 
-from transformer.config import LayerKind
+from transformer.config import Layer, LayerKind
 from transformer.models import CausalLM, Seq2Seq
 from transformer.partitioning import platform
 
@@ -29,14 +30,7 @@ def separate(model: CausalLM | Seq2Seq, tree: Any) -> Any:
     A matrix product of one token takes as long as reading its matrix. Taking a layer out of a stack copies it first,
     at every token, which costs twice that again; this copies all of them once.
     """
-    config = model.config
-    repeated = tree.get("layers", {})
-    repeats = (_layers(model) - len(config.prefix) - len(config.suffix)) // len(config.period)
-    layers = [tree[f"prefix_{i}"] for i in range(len(config.prefix))]
-    for repeat in range(repeats):
-        for slot in range(len(config.period)):
-            layers.append(jax.tree.map(lambda stacked, i=repeat: stacked[i], repeated[f"slot_{slot}"]))
-    layers += [tree[f"suffix_{i}"] for i in range(len(config.suffix))]
+    layers = [_part(tree, layer) for layer in _layers(model)]
     rest = {name: leaf for name, leaf in tree.items() if not name.startswith(("prefix_", "suffix_", "layers"))}
     return rest | {f"prefix_{i}": layer for i, layer in enumerate(layers)}
 
@@ -44,8 +38,7 @@ def separate(model: CausalLM | Seq2Seq, tree: Any) -> Any:
 def separated(model: CausalLM | Seq2Seq) -> CausalLM | Seq2Seq:
     """The model whose decoder has the layers of `separate`; its encoder, which no step runs, is left as it falls."""
     config = model.config
-    kinds = config.period * _layers(model)
-    kinds = config.prefix + kinds[: _layers(model) - len(config.prefix) - len(config.suffix)] + config.suffix
+    kinds = tuple(layer.kind for layer in _layers(model))
     config = config.replace(
         num_layers=len(kinds),
         num_encoder_layers=None,
@@ -57,5 +50,10 @@ def separated(model: CausalLM | Seq2Seq) -> CausalLM | Seq2Seq:
     return type(model)(config, model.execution)
 
 
-def _layers(model: CausalLM | Seq2Seq) -> int:
-    return model.config.decoder_layers if isinstance(model, Seq2Seq) else model.config.num_layers
+def _layers(model: CausalLM | Seq2Seq) -> tuple[Layer, ...]:
+    return model.config.layers(model.config.decoder_layers if isinstance(model, Seq2Seq) else None)
+
+
+def _part(tree: Any, layer: Layer) -> Any:
+    part = functools.reduce(lambda tree, name: tree[name], layer.path.split("/"), tree)
+    return part if layer.index is None else jax.tree.map(lambda stacked: stacked[layer.index], part)

@@ -105,7 +105,7 @@ def meshes(recipe: Recipe, num_devices: int) -> Iterator[dict[str, int]]:
     axes = ["fsdp", "tensor"]
     if recipe.task == "causal_lm":
         axes.append("context")
-    if any(kind.moe is not None for kind in (*recipe.model.prefix, *recipe.model.period, *recipe.model.suffix)):
+    if any(kind.moe is not None for kind in recipe.model.kinds):
         axes.append("expert")
     divisors = [n for n in range(1, num_devices + 1) if num_devices % n == 0]
     for split in itertools.product(divisors, repeat=len(axes)):

@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from transformer.config import LayerKind
 from transformer.data.configs import DataConfig
 from transformer.parameter_axes import axes_of
 from transformer.training.recipe import Recipe
@@ -119,9 +118,7 @@ def step_flops(recipe: Recipe, batch: Shapes | None = None, params: Any = None) 
         return 2 * rows * queries * keys * model.num_heads * (model.size_of_head + model.size_of_value)
 
     def self_attentions(layers):
-        kinds = [*model.prefix, *model.suffix]
-        kinds += model.period * ((layers - len(kinds)) // len(model.period))
-        return sum(kind.self_attention for kind in kinds)
+        return sum(layer.kind.self_attention for layer in model.layers(layers))
 
     if source:
         attention = self_attentions(model.encoder_layers) * scores(source, source)
@@ -152,12 +149,9 @@ def matrix_flops(recipe: Recipe, tokens: int, source_tokens: int, params: Any = 
             parts = {"output": recipe.model.series.positions, "channel_embedding": recipe.model.series.channels}
             count //= parts.get(name.partition("/")[0], 1)
         if "expert" in axes.names:
-            moe = _kind_at(recipe, name).moe
+            model = recipe.model
+            layers = (*model.layers(model.encoder_layers), *model.layers(model.decoder_layers))
+            moe = next(layer.kind.moe for layer in layers if f"/{layer.path}/" in name)
             size = size * moe.top_k // moe.num_experts
         total += 2 * size * count
     return total
-
-
-def _kind_at(recipe: Recipe, path: str) -> LayerKind:
-    where, index = re.search(r"(prefix|slot|suffix)_(\d+)/", path).groups()
-    return getattr(recipe.model, {"slot": "period"}.get(where, where))[int(index)]

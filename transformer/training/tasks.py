@@ -35,7 +35,7 @@ def _seq2seq(model: nn.Module, variables: Any, batch: Batch, **kwargs) -> Any:
     if "segment_ids" not in batch:
         masks = {"source_mask": Mask.lengths(batch["source_lengths"])}
         config = model.config
-        if any(kind.moe is not None for kind in (*config.prefix, *config.period, *config.suffix)):
+        if any(kind.moe is not None for kind in config.kinds):
             # Causality hides padding from all targets that weigh something; routers would count it.
             places = jnp.arange(1, 1 + batch["weights"].shape[1])[None, :]
             masks["mask"] = Mask.lengths(jnp.where(batch["weights"] > 0, places, 0).max(1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -62,19 +63,17 @@ def attention_maps(
 
 
 def _layers(stack: Mapping[str, Any], config: TransformerConfig, name: str) -> list[tuple[LayerKind, dict[str, Any]]]:
-    """Kind and sown weights of each layer of a stack: prefix, then the period as often as it repeats, then suffix."""
+    """Kind and sown weights of each layer of a stack, in order."""
     if not stack:
         return []
-    layers = [(kind, _sown(stack.get(f"prefix_{i}", {}))) for i, kind in enumerate(config.prefix)]
-    slots = [_sown(stack.get("layers", {}).get(f"slot_{k}", {})) for k in range(len(config.period))]
-    repeats = [len(weights) for slot in slots for weights in slot.values()]
-    if not repeats:  # layers that attend to nothing say nothing of their number
-        total = config.encoder_layers if name == "encoder" else config.decoder_layers
-        repeats = [(total - len(config.prefix) - len(config.suffix)) // len(config.period)]
-    for repeat in range(repeats[0]):
-        for kind, slot in zip(config.period, slots, strict=True):
-            layers.append((kind, {part: weights[repeat] for part, weights in slot.items()}))
-    return layers + [(kind, _sown(stack.get(f"suffix_{i}", {}))) for i, kind in enumerate(config.suffix)]
+    layers = []
+    for layer in config.layers(config.encoder_layers if name == "encoder" else config.decoder_layers):
+        part = functools.reduce(lambda tree, name: tree.get(name, {}), layer.path.split("/"), stack)
+        sown = _sown(part)
+        if layer.index is not None:
+            sown = {name: weights[layer.index] for name, weights in sown.items()}
+        layers.append((layer.kind, sown))
+    return layers
 
 
 def _sown(layer: Mapping[str, Any]) -> dict[str, Any]:

@@ -211,17 +211,12 @@ class Link:
 
 def layer_places(config: TransformerConfig, num_layers: int) -> list[tuple[str, int | None]]:
     """Where each layer of a stack lies: its path inside the stack and, where it is stacked with others, its index."""
-    prefix = [(f"prefix_{i}", None) for i in range(len(config.prefix))]
-    suffix = [(f"suffix_{i}", None) for i in range(len(config.suffix))]
-    repeats = (num_layers - len(prefix) - len(suffix)) // len(config.period)
-    slots = range(len(config.period))
-    return prefix + [(f"layers/slot_{slot}", i) for i in range(repeats) for slot in slots] + suffix
+    return [(layer.path, layer.index) for layer in config.layers(num_layers)]
 
 
 def layer_kinds(config: TransformerConfig, num_layers: int) -> list[LayerKind]:
     """The kind of each layer of a stack, in order."""
-    repeats = (num_layers - len(config.prefix) - len(config.suffix)) // len(config.period)
-    return [*config.prefix, *config.period * repeats, *config.suffix]
+    return [layer.kind for layer in config.layers(num_layers)]
 
 
 def link(
