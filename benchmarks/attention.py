@@ -22,7 +22,7 @@ from benchmarks.machine import machine
 from benchmarks.side_by_side import last_line, take_turns, times_faster, versions
 from transformer import Mask, dot_product_attention
 from transformer.cli.allocator import keep_freed_memory
-from transformer.kernels import FUSED_FROM, SLICED_SCORES, WHOLE_SCORES, Request, choose
+from transformer.kernels import FUSED_FROM, SLICED_SCORES, WHOLE_SCORES, AttentionShapes, AttentionSpec, choose
 from transformer.studies import forward_and_backward
 
 HEADS, HEAD_DIM = 4, 64
@@ -46,8 +46,8 @@ def way(name: str) -> Callable:
 
 def auto(length: int, dtype: Any) -> str:
     """The kernel that `auto` takes."""
-    sizes = {"num_queries": length, "num_keys": length, "head_size": HEAD_DIM, "value_size": HEAD_DIM}
-    return choose("auto", Request(**sizes, return_weights=False, dtype=dtype))
+    sizes = {"num_queries": length, "num_keys": length, "head_dim": HEAD_DIM, "value_dim": HEAD_DIM}
+    return choose("auto", AttentionSpec(shapes=AttentionShapes(**sizes, dtype=dtype)))
 
 
 def measure(names: list[str], arrays: list[jax.Array], turns: int) -> tuple[dict[str, list[float]], dict[str, float]]:

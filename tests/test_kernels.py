@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attention_specs import attention_spec
 from jax.sharding import AxisType
 from jax.test_util import check_grads
 
@@ -18,7 +19,7 @@ from transformer.kernels import (
     ALL_KERNELS,
     GPU_KERNELS,
     SPLIT_KERNELS,
-    Request,
+    AttentionSpec,
     choose,
     chunked_attention,
     reference_attention,
@@ -80,13 +81,13 @@ def test_chunked_equals_reference_in_values_and_gradients(kind):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5), got, expected)
 
 
-PLAIN = {"bias": None, "scale": 0.7, "softcap": None, "sinks": None, "dropout_rate": 0.0, "dropout_key": None}
+PLAIN = {"scale": 0.7}
 
 
 def test_chunked_without_extras_and_in_bfloat16():
     half = [x.astype(jnp.bfloat16) for x in (QUERY, KEY, VALUE)]
-    got, _ = chunked_attention(*half, mask=Mask.causal(), **PLAIN, block=8)
-    expected, _ = reference_attention(QUERY, KEY, VALUE, mask=Mask.causal(), **PLAIN)
+    got, _ = chunked_attention(*half, AttentionSpec(mask=Mask.causal(), **PLAIN), block=8)
+    expected, _ = reference_attention(QUERY, KEY, VALUE, AttentionSpec(mask=Mask.causal(), **PLAIN))
     assert got.dtype == jnp.bfloat16
     np.testing.assert_allclose(got.astype(jnp.float32), expected, atol=0.03)
 
@@ -96,7 +97,7 @@ def test_a_row_that_may_attend_nothing_gives_zeros_and_no_gradient():
     for kernel in (reference_attention, chunked_attention):
 
         def loss(query, key, value, kernel=kernel):
-            out = kernel(query, key, value, mask=mask, **PLAIN)[0]
+            out = kernel(query, key, value, AttentionSpec(mask=mask, **PLAIN))[0]
             return out.sum(), out
 
         grads, out = jax.jit(jax.grad(loss, argnums=(0, 1, 2), has_aux=True))(QUERY, KEY, VALUE)
@@ -125,7 +126,7 @@ def test_blocks_that_the_mask_rules_out_are_not_computed(mask, hidden):
 
     def run(kernel, value, **options):
         def loss(q, k, v):
-            return kernel(q, k, v, mask=mask, **PLAIN, **options)[0].sum()
+            return kernel(q, k, v, AttentionSpec(mask=mask, **PLAIN), **options)[0].sum()
 
         return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(query, key, value)
 
@@ -139,7 +140,7 @@ def test_chunked_program_and_memory_do_not_grow_with_the_scores():
         shapes = [jax.ShapeDtypeStruct((1, length, 2, 8), jnp.float32)] * 3
 
         def loss(q, k, v):
-            return kernel(q, k, v, mask=Mask.causal() & Mask.window(1000), **PLAIN)[0].sum()
+            return kernel(q, k, v, AttentionSpec(mask=Mask.causal() & Mask.window(1000), **PLAIN))[0].sum()
 
         return jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(*shapes)
 
@@ -156,9 +157,9 @@ def test_dropout_drops_its_share_and_its_gradient_fits(kernel, options):
     @jax.jit
     def run(query, key):
         extras = PLAIN | {"dropout_rate": 0.25, "dropout_key": key}
-        return kernel(query, KEY, VALUE, mask=Mask.causal(), **extras, **options)[0]
+        return kernel(query, KEY, VALUE, AttentionSpec(mask=Mask.causal(), **extras), **options)[0]
 
-    expected, _ = reference_attention(QUERY, KEY, VALUE, mask=Mask.causal(), **PLAIN)
+    expected, _ = reference_attention(QUERY, KEY, VALUE, AttentionSpec(mask=Mask.causal(), **PLAIN))
     keys = jax.random.split(KEYS[7], 600)
     many = jax.lax.map(lambda key: run(QUERY, key), keys)
     np.testing.assert_allclose(many.mean(0), expected, atol=0.25)
@@ -171,7 +172,7 @@ def test_dropout_drops_its_share_and_its_gradient_fits(kernel, options):
 
 def test_the_choice_is_by_length_and_demand():
     def request(queries, keys, weights=False):
-        return Request(num_queries=queries, num_keys=keys, return_weights=weights)
+        return attention_spec(queries, keys, weights)
 
     assert choose("auto", request(64, 64)) == "reference"
     assert choose("auto", request(256, 256)) == "sliced"
@@ -185,7 +186,7 @@ def test_what_auto_takes_is_logged_once_for_each_size(caplog):
     caplog.set_level(logging.INFO, "transformer.kernels")
     for length in (331, 331, 337):
         for implementation in ("auto", "chunked"):
-            choose(implementation, Request(num_queries=length, num_keys=4001, return_weights=False))
+            choose(implementation, attention_spec(length, 4001))
     assert caplog.messages == [f"{n} x 4001 scores a head on cpu: auto takes chunked" for n in (331, 337)]
 
 
@@ -194,8 +195,7 @@ def test_a_gpu_takes_its_fused_kernel_where_it_serves(monkeypatch):
         monkeypatch.setattr(f"{module}.platform", lambda: "gpu")
 
     def chosen(length, **facts):
-        sizes = {"num_queries": length, "num_keys": length, "return_weights": False, "dtype": jnp.bfloat16}
-        return choose("auto", Request(**(sizes | facts)))
+        return choose("auto", attention_spec(length, **({"dtype": jnp.bfloat16} | facts)))
 
     assert chosen(1024) == "cudnn"
     assert chosen(128) == "reference"
@@ -204,19 +204,19 @@ def test_a_gpu_takes_its_fused_kernel_where_it_serves(monkeypatch):
 
 
 def test_what_cudnn_would_need_is_said():
-    request = Request(num_queries=8, num_keys=8, return_weights=False, dtype=jnp.bfloat16)
+    request = attention_spec(8, dtype=jnp.bfloat16)
     with pytest.raises(ConfigError, match=r"cudnn .* can't run on cpu: .* NVIDIA GPUs. Use reference or sliced"):
         choose("cudnn", request)
 
 
 def test_a_kernel_that_can_not_serve_says_which_can():
     with pytest.raises(ConfigError, match=r"chunked .* can't return attention weights: .* Use reference, or auto"):
-        choose("chunked", Request(num_queries=2, num_keys=2, return_weights=True))
+        choose("chunked", attention_spec(2, return_weights=True))
     with pytest.raises(
         ConfigError,
         match=r"one of auto, reference, sliced, chunked, splash, cudnn, got 'chunk'. Did you mean 'chunked'",
     ):
-        choose("chunk", Request(num_queries=2, num_keys=2, return_weights=False))
+        choose("chunk", attention_spec(2))
 
 
 L = 16

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import jaxtyping
 import numpy as np
 import pytest
+from attention_specs import attention_spec
 
 from transformer import (
     ALiBi,
@@ -21,7 +22,7 @@ from transformer import (
     T5Bias,
     TransformerConfig,
 )
-from transformer.kernels import Request, choose
+from transformer.kernels import choose
 
 X = jnp.ones((2, 5, 12))
 KEY = jax.random.key(0)
@@ -96,7 +97,7 @@ def test_a_boolean_array_is_a_mask_everywhere():
 def test_a_length_left_open_is_computed_whole():
     """jax.export with a symbolic length: only the reference kernel has no blocks to count."""
     (length,) = jax.export.symbolic_shape("length")
-    assert choose("auto", Request(num_queries=length, num_keys=length, return_weights=False)) == "reference"
+    assert choose("auto", attention_spec(length)) == "reference"
     tokens = jax.ShapeDtypeStruct((1, length), jnp.int32)
     params = jax.jit(CausalLM(CONFIG).init)(KEY, jnp.zeros((1, 2), jnp.int32))
     program = jax.jit(lambda tokens: CausalLM(CONFIG, Execution(scan=False)).apply(params, tokens))

@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attention_specs import attention_spec
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from transformer.jax_compat import platform_of
-from transformer.kernels import Request, choose
+from transformer.kernels import choose
 from transformer.partitioning import constrain, platform, ways
 from transformer.sharding import make_mesh
 
@@ -57,7 +58,7 @@ def test_the_mesh_in_force_says_what_is_computed_on():
     assert platform() == "cpu"
     with jax.sharding.use_abstract_mesh(AbstractMesh((2,), ("data",), abstract_device=device)):
         assert platform() == "tpu"
-        request = Request(num_queries=200, num_keys=200, return_weights=False)
+        request = attention_spec(200)
         assert choose("auto", request) == "reference"  # on CPU 200 x 200 scores are too many
     assert platform() == "cpu"
     assert choose("auto", request) == "sliced"

@@ -9,12 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from abstract_meshes import computing_on
+from attention_specs import attention_spec
 from jax.sharding import AxisType, Mesh
 
 from transformer import kernels
 from transformer.attention import dot_product_attention
 from transformer.config import ConfigError
-from transformer.kernels import Request, choose, cudnn, probing, splash
+from transformer.kernels import choose, cudnn, probing, splash
 from transformer.masks import Mask
 from transformer.partitioning import platform
 from transformer.plan import parse_topology, topology_devices
@@ -24,7 +25,7 @@ PLATFORMS = {"tpu": ("splash", "TPU v5 lite", "chunked"), "gpu": ("cudnn", "NVID
 
 
 def request(length=2048, dtype=jnp.bfloat16, **facts):
-    return Request(num_queries=length, num_keys=length, return_weights=False, dtype=dtype, **facts)
+    return attention_spec(length, dtype=dtype, **facts)
 
 
 @pytest.fixture

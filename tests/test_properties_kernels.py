@@ -8,12 +8,13 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
+from attention_specs import attention_spec
 from hypothesis import strategies as st
 from jax.sharding import AxisType
 from property_parts import assert_close, often
 
 from transformer.attention import dot_product_attention
-from transformer.kernels import ALL_KERNELS, GPU_KERNELS, SPLIT_KERNELS, Request
+from transformer.kernels import ALL_KERNELS, GPU_KERNELS, SPLIT_KERNELS
 from transformer.masks import Mask
 
 BLOCKS = {"chunked": 5, "ring": 3}
@@ -70,7 +71,7 @@ def made_for_tests(kernel: str):
 
 def refused(kernel: str, request: dict) -> bool:
     with mock.patch("transformer.kernels.cudnn.LIBRARY", "xla"):
-        return ALL_KERNELS[kernel].refusal(Request(return_weights=False, **request)) is not None
+        return ALL_KERNELS[kernel].unsupported(attention_spec(**request)) is not None
 
 
 @st.composite
@@ -91,11 +92,11 @@ def calls(draw, *kernels: str) -> Call:
         "num_queries": queries,
         "num_keys": keys,
         "dtype": jnp.bfloat16 if kernel in GPU_KERNELS else jnp.float32,
-        "length_ways": 4 if split else 1,
-        "head_size": head_size,
-        "value_size": head_size,
+        "length_shards": 4 if split else 1,
+        "head_dim": head_size,
+        "value_dim": head_size,
     }
-    if refused(kernel, request | {"value_size": value_size}):
+    if refused(kernel, request | {"value_dim": value_size}):
         value_size = head_size
     if window is not None and not causal and refused(kernel, request | {"has_two_sided_window": True}):
         window = None

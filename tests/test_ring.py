@@ -7,11 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attention_specs import attention_spec
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from transformer.attention import MultiHeadAttention, dot_product_attention
 from transformer.config import ConfigError, Execution, TransformerConfig
-from transformer.kernels import Request, choose, chunked, reference_attention, ring_attention
+from transformer.kernels import AttentionSpec, choose, chunked, reference_attention, ring_attention
 from transformer.masks import Mask
 from transformer.models import CausalLM
 from transformer.partitioning import mapped
@@ -24,7 +25,7 @@ KEY = jax.random.normal(KEYS[1], (B, T, K, H))
 VALUE = jax.random.normal(KEYS[2], (B, T, K, HV))
 SINKS = jax.random.normal(KEYS[3], (N,))
 OUT_GRAD = jax.random.normal(KEYS[4], (B, T, N, HV))
-PLAIN = {"bias": None, "scale": 0.7, "softcap": None, "sinks": None, "dropout_rate": 0.0, "dropout_key": None}
+PLAIN = {"scale": 0.7}
 
 
 def mesh(**sizes):
@@ -37,7 +38,7 @@ def value_and_grads(kernel, softcap=None, sinks=SINKS, arrays=(QUERY, KEY, VALUE
 
     def loss(query, key, value, sinks, mask):
         extras = PLAIN | {"softcap": softcap, "sinks": sinks}
-        out, _ = kernel(query, key, value, mask=mask, **extras, **options)
+        out, _ = kernel(query, key, value, AttentionSpec(mask=mask, **extras), **options)
         return (out * OUT_GRAD[:, :, : out.shape[2]]).sum(), out
 
     program = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2, 3), has_aux=True))
@@ -98,7 +99,7 @@ def test_heads_that_do_not_divide_stay_whole():
 
     def run(kernel):
         def loss(*arrays):
-            return jnp.square(kernel(*arrays, mask=Mask.window(11), **PLAIN)[0]).sum()
+            return jnp.square(kernel(*arrays, AttentionSpec(mask=Mask.window(11), **PLAIN))[0]).sum()
 
         return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))(*arrays)
 
@@ -133,7 +134,7 @@ def test_every_device_computes_as_many_pairs_of_chunks(mask, each, monkeypatch):
 
     monkeypatch.setattr(chunked, "forward", counted)
     with jax.set_mesh(mesh(context=4)):
-        run = jax.jit(lambda *arrays: ring_attention(*arrays, mask=mask, **PLAIN)[0])
+        run = jax.jit(lambda *arrays: ring_attention(*arrays, AttentionSpec(mask=mask, **PLAIN))[0])
         run(QUERY[:1], KEY[:1], VALUE[:1]).block_until_ready()
     jax.effects_barrier()
     assert counts.keys() == {0, 1, 2, 3}
@@ -210,13 +211,13 @@ def test_a_whole_model_is_the_same_on_a_mesh():
     assert collectives(compiled)["collective-permute"] > 0
 
 
-def request(queries=32, keys=None, weights=False, length_ways=4, **facts):
+def request(queries=32, keys=None, weights=False, length_shards=4, **facts):
     keys = queries if keys is None else keys
-    return Request(num_queries=queries, num_keys=keys, return_weights=weights, length_ways=length_ways, **facts)
+    return attention_spec(queries, keys, weights, length_shards=length_shards, **facts)
 
 
 REFUSED = {
-    "no mesh": (request(length_ways=1), "run here: no mesh is in force"),
+    "no mesh": (request(length_shards=1), "run here: no mesh is in force"),
     "weights": (request(weights=True), "return attention weights"),
     "bias": (request(has_bias=True), "add a bias"),
     "dropout": (request(has_dropout=True), "drop attention weights"),
@@ -229,9 +230,9 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_the_ring_can_not_do_says_who_can(case):
     asked, message = REFUSED[case]
-    whole = ["sliced"] if asked.length_ways == 1 else []
+    whole = ["sliced"] if asked.shapes.length_shards == 1 else []
     able = ["reference"] if asked.return_weights else ["reference", *whole, "chunked"]
-    able += ["gathered"] if asked.length_ways > 1 and not asked.return_weights else []
+    able += ["gathered"] if asked.shapes.length_shards > 1 and not asked.return_weights else []
     with pytest.raises(
         ConfigError, match=rf"the ring attention kernel can't {message}.*\. Use {' or '.join(able)}, or"
     ):
@@ -240,7 +241,7 @@ def test_what_the_ring_can_not_do_says_who_can(case):
 
 
 GATHERED_REFUSED = {
-    "no mesh": (request(length_ways=1), "run here: no mesh is in force"),
+    "no mesh": (request(length_shards=1), "run here: no mesh is in force"),
     "weights": (request(weights=True), "return attention weights"),
     "length": (request(34), "split 34 queries: on 4 devices it takes a multiple of 4"),
 }

@@ -14,7 +14,7 @@ import pytest
 
 from transformer.attention import MultiHeadAttention, dot_product_attention
 from transformer.config import LayerKind, RotaryScaling, TransformerConfig
-from transformer.kernels import chunked_attention, reference_attention
+from transformer.kernels import AttentionSpec, chunked_attention, reference_attention
 from transformer.masks import Mask
 from transformer.models import CausalLM, Seq2Seq
 from transformer.positions import ALiBi, Rotary, Sinusoidal, T5Bias
@@ -23,7 +23,7 @@ from transformer.stacks import Encoder
 KEYS = jax.random.split(jax.random.key(0), 8)
 B, T, D = 3, 7, 10
 X = jax.random.normal(KEYS[0], (B, T, D))
-PLAIN = {"bias": None, "scale": 0.7, "softcap": None, "sinks": None, "dropout_rate": 0.0, "dropout_key": None}
+PLAIN = {"scale": 0.7}
 
 
 def softmax(scores):
@@ -208,7 +208,7 @@ def test_s1_5_memory_grows_linearly_with_length():
         shapes = [jax.ShapeDtypeStruct((1, length, 2, 8), jnp.float32)] * 3
 
         def loss(q, k, v):
-            return kernel(q, k, v, mask=Mask.causal(), **PLAIN)[0].sum()
+            return kernel(q, k, v, AttentionSpec(mask=Mask.causal(), **PLAIN))[0].sum()
 
         compiled = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(*shapes).compile()
         return compiled.memory_analysis().temp_size_in_bytes

@@ -14,13 +14,14 @@ import jax.numpy as jnp
 import jaxtyping
 import numpy as np
 import pytest
+from attention_specs import attention_spec
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from training_recipes import change, tiny_recipe
 
 from transformer.attention import dot_product_attention
 from transformer.config import ConfigError, Execution, LayerKind, TransformerConfig
 from transformer.data.configs import TextFile
-from transformer.kernels import Request, choose, reference_attention, splash, splash_attention
+from transformer.kernels import AttentionSpec, choose, reference_attention, splash, splash_attention
 from transformer.masks import Mask
 from transformer.models import CausalLM
 from transformer.partitioning import mapped
@@ -28,7 +29,7 @@ from transformer.plan import batch_shapes, make_plan, parse_topology, topology_d
 from transformer.training.parallel import MeshPlacement
 
 KEYS = jax.random.split(jax.random.key(0), 6)
-PLAIN = {"bias": None, "scale": 0.7, "softcap": None, "sinks": None, "dropout_rate": 0.0, "dropout_key": None}
+PLAIN = {"scale": 0.7}
 
 
 def mesh(**sizes):
@@ -48,7 +49,7 @@ def value_and_grads(kernel, given, mask, softcap=None):
 
     def loss(query, key, value, sinks):
         extras = PLAIN | {"softcap": softcap, "sinks": sinks}
-        out, _ = kernel(query, key, value, mask=mask, **extras)
+        out, _ = kernel(query, key, value, AttentionSpec(mask=mask, **extras))
         return (out * out_grad).sum(), out
 
     grads, out = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3), has_aux=True))(*given, sinks)
@@ -118,7 +119,9 @@ def test_key_heads_that_do_not_divide_leave_query_heads_split(monkeypatch):
 
     monkeypatch.setattr(splash, "mapped", recorded)
     with jax.set_mesh(mesh(data=2, tensor=2)):
-        jax.eval_shape(lambda *given: splash_attention(*given, mask=Mask(), **PLAIN), *arrays(2, 128, 128, 6, 3))
+        jax.eval_shape(
+            lambda *given: splash_attention(*given, AttentionSpec(mask=Mask(), **PLAIN)), *arrays(2, 128, 128, 6, 3)
+        )
     assert seen == [(1, 128, 3, 1, 5)]
 
 
@@ -129,7 +132,7 @@ def test_rows_and_heads_stay_where_they_are():
     given = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place) for x in arrays(2, 128, 128, 4, 2)]
 
     def loss(*arrays):
-        return splash_attention(*arrays, mask=Mask.causal() & third_segments(128), **PLAIN)[0].sum()
+        return splash_attention(*arrays, AttentionSpec(mask=Mask.causal() & third_segments(128), **PLAIN))[0].sum()
 
     with jax.set_mesh(split):
         compiled = jax.jit(jax.grad(loss, argnums=(0, 1, 2)), out_shardings=(place,) * 3).lower(*given).compile()
@@ -147,7 +150,7 @@ def test_blocks_that_the_mask_rules_out_are_not_computed(mask, hidden):
     poisoned = value.at[:, hidden].set(jnp.nan)
 
     def run(kernel, value):
-        return jax.jit(lambda: kernel(query, key, value, mask=mask, **PLAIN)[0])()
+        return jax.jit(lambda: kernel(query, key, value, AttentionSpec(mask=mask, **PLAIN))[0])()
 
     assert np.isnan(run(reference_attention, poisoned)).any()
     np.testing.assert_array_equal(run(splash_attention, poisoned), run(splash_attention, value))
@@ -190,7 +193,7 @@ def test_a_whole_model_is_the_same():
 
 
 def request(queries=2048, keys=None, **facts):
-    return Request(**({"num_queries": queries, "num_keys": keys or queries, "return_weights": False} | facts))
+    return attention_spec(queries, keys, **facts)
 
 
 REFUSED = {
@@ -199,7 +202,7 @@ REFUSED = {
     "dropout": (request(has_dropout=True), r"drop attention weights: it draws no random numbers\. Use"),
     "array": (request(has_dense_mask=True), r"apply a mask array: it would hold all of it\."),
     "offset": (request(has_offset=True), r"begin at an offset \(a cache\): .*\. Use reference or sliced"),
-    "heads": (request(head_size=257), r"take heads of 257: blocks of more than 256 .*\. Use reference or sliced"),
+    "heads": (request(head_dim=257), r"take heads of 257: blocks of more than 256 .*\. Use reference or sliced"),
     "float16": (request(dtype=jnp.float16), r"compute in float16: it takes float32 and bfloat16\. Use"),
     "float64": (request(dtype=np.dtype("float64")), r"compute in float64: it takes float32 and bfloat16\. Use"),
 }
@@ -241,11 +244,11 @@ def test_auto_takes_splash_on_a_tpu_alone():
         assert choose("auto", request(512)) == "splash"
         assert choose("auto", request(511)) == "reference"
         assert choose("auto", request(1024, has_bias=True)) == "reference"
-        assert choose("auto", request(2048, length_ways=4)) == "ring"
-        assert choose("auto", request(2048, 24_000, length_ways=4)) == "splash"
-        assert choose("auto", request(4096, length_ways=4, has_bias=True)) == "gathered"
+        assert choose("auto", request(2048, length_shards=4)) == "ring"
+        assert choose("auto", request(2048, 24_000, length_shards=4)) == "splash"
+        assert choose("auto", request(4096, length_shards=4, has_bias=True)) == "gathered"
         with pytest.raises(ConfigError, match=r"can't attend from 8 queries .* Use .* or splash or gathered, or auto"):
-            choose("ring", request(8, 16, length_ways=4))
+            choose("ring", request(8, 16, length_shards=4))
     with computing_on("tpu", "TPU v3"):
         assert choose("auto", request(2048)) == "splash"
         assert choose("auto", request(2048, dtype=jnp.bfloat16)) == "chunked"
@@ -298,7 +301,7 @@ class TestCompiler:
 
         def loss(*arrays):
             extras = PLAIN | {"softcap": 3.0, "sinks": jnp.zeros(4)}
-            return splash_attention(*arrays, mask=mask, **extras)[0].astype(jnp.float32).sum()
+            return splash_attention(*arrays, AttentionSpec(mask=mask, **extras))[0].astype(jnp.float32).sum()
 
         two = jax.sharding.Mesh(np.array(devices[:2]), ("data",), axis_types=(AxisType.Auto,))
         with jax.set_mesh(two):

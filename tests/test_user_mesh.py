@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attention_specs import attention_spec
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import transformer
 from transformer.kernels import choose
-from transformer.kernels.contract import Request
 from transformer.layers import Embedding
 from transformer.partitioning import axis_rules, constrain, mesh_axes, unmapped_axes, ways
 from transformer.sharding import make_mesh
@@ -244,7 +244,7 @@ class TestRules:
 
 def test_a_kernel_that_no_compiler_splits_needs_to_know_the_axes():
     """Each device would run splash on all rows; auto takes a kernel that the compiler splits."""
-    request = Request(num_queries=2048, num_keys=2048, return_weights=False)
+    request = attention_spec(2048)
     with jax.set_mesh(make(("dp", "tp"))):
         with pytest.raises(
             ValueError, match=r"splash attention kernel can't run under a mesh whose axes dp, tp .*axis_rules"
@@ -257,7 +257,7 @@ def test_a_kernel_that_no_compiler_splits_needs_to_know_the_axes():
 def test_splash_is_not_chosen_where_arrays_may_be_split_unknown_to_us(monkeypatch):
     """jax.jit of arrays with a NamedSharding and no mesh in force: no compiler splits a Pallas kernel."""
     monkeypatch.setattr(transformer.kernels, "platform", lambda: "tpu")
-    request = Request(num_queries=2048, num_keys=2048, return_weights=False)
+    request = attention_spec(2048)
     with pytest.warns(UserWarning, match=r"over which of 8 devices.*no mesh.*with jax\.set_mesh\(mesh\):"):
         assert choose("auto", request) == "chunked"
     with jax.set_mesh(make_mesh({"data": 8})):

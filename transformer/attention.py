@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -14,12 +15,12 @@ from jax.ad_checkpoint import checkpoint_name
 
 from transformer.axes import Array, Context, DType, Float, Hidden, Int, Positions, PRNGKey
 from transformer.caches import ContextCache, KVCache
-from transformer.kernels import ALL_KERNELS, BiasFunction, Request, choose
+from transformer.kernels import ALL_KERNELS, AttentionShapes, AttentionSpec, BiasFunction, choose
 from transformer.kernels.contract import bias_block
 from transformer.layers import NORMS, Initializer, Linear, is_deterministic
 from transformer.masks import Mask
 from transformer.parameter_axes import declare
-from transformer.partitioning import constrain, ways
+from transformer.partitioning import constrain
 from transformer.positions import NoPosition
 
 
@@ -90,38 +91,22 @@ def dot_product_attention(
         mask = Mask.array(mask if np.ndim(mask) > 1 else mask[None])
     mask = Mask() if mask is None else mask
     mask.check(batch, num_heads, num_queries, num_keys)
-    mask = mask.with_padding_as_segments(num_queries)
-    return_all = return_weights or module is not None
-    request = Request(
-        num_queries=num_queries,
-        num_keys=num_keys,
-        return_weights=return_all,
-        has_bias=bias is not None,
-        has_dropout=dropout_rate > 0.0,
-        **mask.facts,
-        has_softcap=softcap is not None,
-        has_sinks=sinks is not None,
-        dtype=jnp.result_type(query, key, value),
-        head_size=head_dim,
-        value_size=value.shape[3],
-        length_ways=ways("length"),
-    )
-    kernel = ALL_KERNELS[choose(implementation, request)]
-    length = "length" if kernel.split_keys else None
-    out, weights = kernel.attend(
-        query,
-        constrain(key, "batch", length, "kv_heads", "head_dim"),
-        constrain(value, "batch", length, "kv_heads", "head_dim"),
-        mask=mask,
+    spec = AttentionSpec(
+        mask=mask.with_padding_as_segments(num_queries),
         bias=_bias_function(bias, (batch, num_heads, num_queries, num_keys)),
+        sinks=sinks,
+        dropout_key=dropout_key,
         scale=1.0 / math.sqrt(head_dim) if scale is None else scale,
         softcap=softcap,
-        sinks=sinks,
         dropout_rate=dropout_rate,
-        dropout_key=dropout_key,
-        return_weights=return_all,
-        **({"broadcast_dropout": True} if broadcast_dropout and dropout_rate > 0.0 else {}),
+        broadcast_dropout=broadcast_dropout and dropout_rate > 0.0,
+        return_weights=return_weights or module is not None,
+        shapes=AttentionShapes.of(query, key, value),
     )
+    kernel = ALL_KERNELS[choose(implementation, spec)]
+    length = "length" if kernel.split_keys else None
+    key, value = (constrain(array, "batch", length, "kv_heads", "head_dim") for array in (key, value))
+    out, weights = kernel.attend(query, key, value, spec)
     if len(lead) != 1:
         out, weights = (a if a is None else a.reshape(*lead, *a.shape[1:]) for a in (out, weights))
     if module is not None:
@@ -160,8 +145,10 @@ def _with_one_batch_axis(array: Any, lead: tuple[int, ...]) -> Any:
 
 
 def _bias_function(bias: BiasFunction | Array | None, shape: tuple[int, int, int, int]) -> BiasFunction | None:
-    if bias is None or (callable(bias) and not hasattr(bias, "shape")):
+    if bias is None or isinstance(bias, jax.tree_util.Partial):
         return bias
+    if callable(bias) and not hasattr(bias, "shape"):
+        return jax.tree_util.Partial(bias)  # a pytree; arrays that the function closes over are no leaves of it
     bias = jnp.asarray(bias)
     if bias.ndim > 4 or any(size not in (1, whole) for size, whole in zip(bias.shape[::-1], shape[::-1], strict=False)):
         raise ValueError(f"the bias of shape {bias.shape} doesn't broadcast to (B, N, T, S) = {shape}.")
@@ -174,27 +161,74 @@ def _bias_of(bias: Array, queries: Array, keys: Array) -> Array:
     return bias[:, :, queries][:, :, :, keys]
 
 
-def _sum_of_biases(bias: BiasFunction | None, more: jax.tree_util.Partial | None) -> BiasFunction | None:
+def _sum_of_biases(bias: BiasFunction | None, more: BiasFunction | None) -> BiasFunction | None:
     if bias is None or more is None:
         return more if bias is None else bias
-    if isinstance(bias, jax.tree_util.Partial):
-        return jax.tree_util.Partial(_sum_of_blocks, bias, more)
-    return jax.tree_util.Partial(functools.partial(_sum_of_blocks, bias), more)  # a plain function is no pytree
+    return jax.tree_util.Partial(_sum_of_blocks, bias, more)
 
 
 def _sum_of_blocks(bias: BiasFunction, more: BiasFunction, queries: Array, keys: Array) -> Array:
     return bias_block(bias, queries, keys) + bias_block(more, queries, keys)
 
 
-class MultiHeadAttention(nn.Module):
+class AttentionModule(nn.Module, kw_only=True):
+    """What attention modules share: how scores are made of queries and keys, and the way to the attended values.
+
+    `softcap`, `dropout_rate` and `implementation` are those of `dot_product_attention`. `kernel_init` draws all kernels
+    as matrices (`Linear`; None: Glorot uniform), except `out` when `output_init` is given.
+    """
+
+    scale: float | None = None
+    """factor on the scores; None: 1 / sqrt(H)"""
+    softcap: float | None = None
+    dropout_rate: float = 0.0
+    position: NoPosition = NoPosition()
+    """position scheme: rotates queries and keys, biases scores"""
+    kernel_init: Initializer | None = None
+    output_init: Initializer | None = None
+    implementation: str = "auto"
+    dtype: DType = jnp.float32
+    param_dtype: DType = jnp.float32
+
+    @nn.nowrap
+    def attended(
+        self,
+        attend: Callable[..., Any],
+        *arrays: Array,
+        scale: float | None,
+        deterministic: bool | None,
+        sow_weights: bool,
+        **options: Any,
+    ) -> Float[Array, "B T N Hv"]:
+        """`attend(*arrays, **options)` (B, T, N, Hv), `dot_product_attention` or a function with its options, with the
+        options of this module. Sows the weights if `sow_weights` and the collection "intermediates" is mutable.
+        """
+        sown = sow_weights and self.is_mutable_collection("intermediates") and not self.is_initializing()
+        dropout_rate = 0.0 if is_deterministic(self, deterministic, self.dropout_rate) else self.dropout_rate
+        out = attend(
+            *arrays,
+            scale=scale,
+            softcap=self.softcap,
+            dropout_rate=dropout_rate,
+            dropout_key=self.make_rng("dropout") if dropout_rate > 0.0 else None,
+            implementation=self.implementation,
+            return_weights=sown,
+            **options,
+        )
+        if sown:
+            out, weights = out
+            self.sow("intermediates", "weights", weights)
+        return checkpoint_name(constrain(out, "batch", "length", "heads", "head_dim"), "attention_output")
+
+
+class MultiHeadAttention(AttentionModule):
     """Multi-head attention (Vaswani et al. 2017, section 3.2.2): self-attention, or cross-attention when given a
     context.
 
     Each projection makes all heads in one matrix product: parameters `query` (D, N, H), `key` (Dc, K, H), `value`
-    (Dc, K, Hv) and `out` (N, Hv, out_features), each a `kernel` and, with `use_bias`, a `bias`. `kernel_init` draws all
-    kernels as matrices (`Linear`; None: Glorot uniform), except `out` when `output_init` is given. `num_heads` is N;
-    `scale`, `softcap`, `dropout_rate` and `implementation` are those of `dot_product_attention`; `norm_epsilon` and
-    `qk_norm_kind`, a name of `NORMS`, belong to `qk_norm`.
+    (Dc, K, Hv) and `out` (N, Hv, out_features), each a `kernel` and, with `use_bias`, a `bias`. `num_heads` is N;
+    `norm_epsilon` and `qk_norm_kind`, a name of `NORMS`, belong to `qk_norm`. Further fields are those of
+    `AttentionModule`.
     """
 
     parameter_axes = declare(
@@ -228,19 +262,9 @@ class MultiHeadAttention(nn.Module):
     qk_norm_scope: str = "head"
     """all: over all heads of a token together (OLMo Team 2024, arXiv 2501.00656, section 3.2)"""
     qk_norm_kind: str = "rms_norm"
-    scale: float | None = None
-    softcap: float | None = None
     sinks: bool = False
     """learn one logit a head that takes weight and gives no value"""
-    dropout_rate: float = 0.0
-    position: NoPosition = NoPosition()
-    """position scheme: rotates queries and keys, biases scores"""
     norm_epsilon: float = 1e-6
-    kernel_init: Initializer | None = None
-    output_init: Initializer | None = None
-    implementation: str = "auto"
-    dtype: DType = jnp.float32
-    param_dtype: DType = jnp.float32
 
     @nn.compact
     def __call__(
@@ -315,28 +339,19 @@ class MultiHeadAttention(nn.Module):
             sizes = (x.shape[0], self.num_heads, x.shape[1], key.shape[1])
             bias = _sum_of_biases(_bias_function(bias, sizes), self._bias(positions, key_positions, position_table))
 
-        sown = sow_weights and self.is_mutable_collection("intermediates") and not self.is_initializing()
-        dropout_rate = 0.0 if is_deterministic(self, deterministic, self.dropout_rate) else self.dropout_rate
         sinks = self.param("sinks", nn.initializers.zeros, (self.num_heads,), self.param_dtype) if self.sinks else None
-        out = dot_product_attention(
+        out = self.attended(
+            dot_product_attention,
             query,
             key,
             value,
+            scale=self.scale,
             mask=mask,
             bias=bias,
-            scale=self.scale,
-            softcap=self.softcap,
             sinks=sinks,
-            dropout_rate=dropout_rate,
-            dropout_key=self.make_rng("dropout") if dropout_rate > 0.0 else None,
-            implementation=self.implementation,
-            return_weights=sown,
+            deterministic=deterministic,
+            sow_weights=sow_weights,
         )
-        if sown:
-            out, weights = out
-            self.sow("intermediates", "weights", weights)
-        out = constrain(out, "batch", "length", "heads", "head_dim")
-        out = checkpoint_name(out, "attention_output")
         features = x.shape[-1] if self.out_features is None else self.out_features
         return self._project("out", out, (features,), contract=2), cache
 

@@ -152,7 +152,7 @@ class Mask:
 
     @property
     def facts(self) -> dict[str, bool]:
-        """What of it decides which kernels can serve, as `kernels.Request` names it."""
+        """What of it decides which kernels can serve (`kernels.OPTIONS`)."""
         return {
             "has_dense_mask": self.dense_part is not None or self.query_places is not None,
             "has_offset": self.offset is not None,

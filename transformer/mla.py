@@ -8,31 +8,29 @@ from __future__ import annotations
 
 import flax.linen as nn
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
-from transformer.attention import dot_product_attention
+from transformer.attention import AttentionModule, dot_product_attention
 from transformer.axes import Array, DType, Float, Hidden, Positions
 from transformer.caches import KVCache
 from transformer.config import MLA
 from transformer.int8 import Int8
 from transformer.kernels import BiasFunction
-from transformer.layers import Initializer, Linear, RMSNorm, as_matrix, glorot_uniform, is_deterministic, linear
+from transformer.layers import Initializer, Linear, RMSNorm, as_matrix, glorot_uniform, linear
 from transformer.masks import Mask
 from transformer.parameter_axes import declare
 from transformer.partitioning import constrain
 from transformer.positions import NoPosition, Rotary
 
 
-class LatentAttention(nn.Module):
+class LatentAttention(AttentionModule, kw_only=True):
     """Self-attention whose heads have keys [c W_k, r] and values c W_v, of one latent c = norm(x W_c) and one turned
     key r = rotate(x W_r) a token, which are all that a cache holds (DeepSeek-AI 2024, arXiv 2405.04434, section 2.1).
 
     Parameters: `latent` (D, R), `latent_norm` (R,), `rotary_key` (D, Hr), `key` (R, N, Hp), `value` (R, N, Hv) and
     `out` (N, Hv, D); queries are made by `query` (D, N, H) or, of a latent of their own, by `query_latent` (D, Rq),
     `query_norm` (Rq,) and `query` (Rq, N, H). Maps have a `kernel`; with `use_bias` those from x into a latent, of the
-    turned key, and onto D have a `bias`. `kernel_init` draws all kernels as matrices (`Linear`; None: Glorot uniform),
-    except `out` when `output_init` is given. `num_heads` is N; `softcap`, `dropout_rate` and `implementation` are those
-    of `dot_product_attention`.
+    turned key, and onto D have a `bias`. `num_heads` is N. Further fields are those of `AttentionModule`; `position`
+    turns Hr dimensions of each query, and the turned key.
     """
 
     parameter_axes = declare(
@@ -51,17 +49,7 @@ class LatentAttention(nn.Module):
     num_heads: int
     mla: MLA
     use_bias: bool = False
-    scale: float | None = None
-    """factor on the scores; None: 1 / sqrt(H)"""
-    softcap: float | None = None
-    dropout_rate: float = 0.0
     position: NoPosition = Rotary()
-    """turns Hr dimensions of each query, and the turned key"""
-    kernel_init: Initializer | None = None
-    output_init: Initializer | None = None
-    implementation: str = "auto"
-    dtype: DType = jnp.float32
-    param_dtype: DType = jnp.float32
 
     @nn.compact
     def __call__(
@@ -111,27 +99,18 @@ class LatentAttention(nn.Module):
             cache = cache.append(held, held[..., :0], positions)
             held, mask = cache.whole()[0].astype(self.dtype), mask.shifted(start) & Mask.lengths(cache.length)
 
-        sown = sow_weights and self.is_mutable_collection("intermediates") and not self.is_initializing()
-        dropout_rate = 0.0 if is_deterministic(self, deterministic, self.dropout_rate) else self.dropout_rate
-        attend = absorbed_attention if absorbs(x.shape[1], held.shape[1], mla) else expanded_attention
-        out = attend(
+        out = self.attended(
+            absorbed_attention if absorbs(x.shape[1], held.shape[1], mla) else expanded_attention,
             query,
             held,
             self._heads("key", mla.kv_rank, mla.plain_dim),
             self._heads("value", mla.kv_rank, mla.value_dim),
+            scale=mla.head_dim**-0.5 if self.scale is None else self.scale,
             mask=mask,
             bias=bias,
-            scale=mla.head_dim**-0.5 if self.scale is None else self.scale,
-            softcap=self.softcap,
-            dropout_rate=dropout_rate,
-            dropout_key=self.make_rng("dropout") if dropout_rate > 0.0 else None,
-            implementation=self.implementation,
-            return_weights=sown,
+            deterministic=deterministic,
+            sow_weights=sow_weights,
         )
-        if sown:
-            out, weights = out
-            self.sow("intermediates", "weights", weights)
-        out = checkpoint_name(constrain(out, "batch", "length", "heads", "head_dim"), "attention_output")
         init = self.output_init or self.kernel_init
         return self._linear("out", x.shape[-1], init, contract=2)(out), cache
 

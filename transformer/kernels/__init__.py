@@ -12,24 +12,28 @@ import jax
 
 from transformer.config import ConfigError, Execution, nearest
 from transformer.jax_compat import inside_pmap
+from transformer.kernels import cudnn, splash
 from transformer.kernels.chunked import chunked_attention
-from transformer.kernels.contract import BiasFunction, Kernel, Request
-from transformer.kernels.cudnn import cudnn_attention, cudnn_compiler_refusal, cudnn_refusal
+from transformer.kernels.contract import OPTIONS, AttentionShapes, AttentionSpec, BiasFunction, Kernel, Option
+from transformer.kernels.cudnn import cudnn_attention, cudnn_compiler_refusal, cudnn_limits
 from transformer.kernels.reference import reference_attention
-from transformer.kernels.ring import gathered_attention, gathered_refusal, ring_attention, ring_refusal
-from transformer.kernels.sliced import sliced_attention, sliced_refusal
-from transformer.kernels.splash import splash_attention, splash_compiler_refusal, splash_refusal
+from transformer.kernels.ring import RING_REASONS, gathered_attention, gathered_limits, ring_attention, ring_limits
+from transformer.kernels.sliced import sliced_attention, sliced_limits
+from transformer.kernels.splash import splash_attention, splash_compiler_refusal, splash_limits
 from transformer.partitioning import has_mesh, platform
 
 __all__ = [
     "ALL_KERNELS",
     "GPU_KERNELS",
     "KERNELS",
+    "OPTIONS",
     "SPLIT_KERNELS",
     "TPU_KERNELS",
+    "AttentionShapes",
+    "AttentionSpec",
     "BiasFunction",
     "Kernel",
-    "Request",
+    "Option",
     "anywhere",
     "choose",
     "chunked_attention",
@@ -41,34 +45,35 @@ __all__ = [
     "splash_attention",
 ]
 
+NO_WEIGHTS = {"weights": "it never holds all weights at once"}
+
 KERNELS: dict[str, Kernel] = {
-    "reference": Kernel(run=reference_attention, refusal=lambda request: None),
-    "sliced": Kernel(run=sliced_attention, refusal=sliced_refusal),
-    "chunked": Kernel(
-        run=chunked_attention,
-        refusal=lambda request: (
-            "return attention weights: it never holds all weights at once" if request.return_weights else None
-        ),
-    ),
+    "reference": Kernel(name="reference", run=reference_attention),
+    "sliced": Kernel(name="sliced", run=sliced_attention, limits=sliced_limits, reasons=NO_WEIGHTS),
+    "chunked": Kernel(name="chunked", run=chunked_attention, reasons=NO_WEIGHTS),
 }
 """kernels by name, for keys and values that are whole along their length, on any device"""
 
-TPU_KERNELS: dict[str, Kernel] = {"splash": Kernel(run=splash_attention, refusal=splash_refusal)}
+TPU_KERNELS: dict[str, Kernel] = {
+    "splash": Kernel(name="splash", run=splash_attention, limits=splash_limits, reasons=splash.REASONS)
+}
 """kernels by name, for the same on a TPU; a CPU interprets them, for tests"""
 
-GPU_KERNELS: dict[str, Kernel] = {"cudnn": Kernel(run=cudnn_attention, refusal=cudnn_refusal)}
+GPU_KERNELS: dict[str, Kernel] = {
+    "cudnn": Kernel(name="cudnn", run=cudnn_attention, limits=cudnn_limits, reasons=cudnn.REASONS)
+}
 """kernels by name, for the same on an NVIDIA GPU"""
 
 SPLIT_KERNELS: dict[str, Kernel] = {
-    "ring": Kernel(run=ring_attention, refusal=ring_refusal, split_keys=True),
-    "gathered": Kernel(run=gathered_attention, refusal=gathered_refusal),
+    "ring": Kernel(name="ring", run=ring_attention, limits=ring_limits, reasons=RING_REASONS, split_keys=True),
+    "gathered": Kernel(name="gathered", run=gathered_attention, limits=gathered_limits, reasons=NO_WEIGHTS),
 }
 """kernels by name, for queries whose length a mesh splits, and nowhere else"""
 
 ALL_KERNELS: dict[str, Kernel] = KERNELS | TPU_KERNELS | GPU_KERNELS | SPLIT_KERNELS
 """every kernel by name"""
 
-COMPILER_REFUSALS: dict[str, Callable[[Request], str | None]] = {
+COMPILER_REFUSALS: dict[str, Callable[[AttentionSpec], str | None]] = {
     "splash": splash_compiler_refusal,
     "cudnn": cudnn_compiler_refusal,
 }
@@ -90,8 +95,8 @@ SLICED_SCORES = {"cpu": 1024 * 1024}
 """auto: beyond these, up to so many scores are computed in slices (docs/benchmarks.md)"""
 
 
-def choose(implementation: str, request: Request) -> str:
-    """The name of the kernel that serves a request: the given one, or for "auto" the fastest that can serve it.
+def choose(implementation: str, spec: AttentionSpec) -> str:
+    """The name of the kernel that serves a call: the given one, or for "auto" the fastest that can serve it.
 
     "auto" logs its choice once for each size (`logging`, "transformer.kernels", level INFO). If the compiler at hand
     rejects the kernel it would choose, it warns once and chooses another.
@@ -101,18 +106,18 @@ def choose(implementation: str, request: Request) -> str:
             names the kernels that can.
     """
     if implementation == "auto":
-        name = _fastest(request)
-        _tell(f"{request.num_queries} x {request.num_keys} scores a head on {platform()}: auto takes {name}")
+        name = _fastest(spec)
+        _tell(f"{spec.shapes.num_queries} x {spec.shapes.num_keys} scores a head on {platform()}: auto takes {name}")
         return name
     if implementation not in ALL_KERNELS:
-        names = ["auto", *(ALL_KERNELS if request.length_ways > 1 else KERNELS | TPU_KERNELS | GPU_KERNELS)]
+        names = ["auto", *(ALL_KERNELS if spec.shapes.length_shards > 1 else KERNELS | TPU_KERNELS | GPU_KERNELS)]
         raise ConfigError(
             f"attention kernel must be one of {', '.join(names)}, got {implementation!r}."
             f"{nearest(implementation, names)}"
         )
-    refused = ALL_KERNELS[implementation].refusal(request) or _compiler_refusal(implementation, request)
+    refused = ALL_KERNELS[implementation].unsupported(spec) or _compiler_refusal(implementation, spec)
     if refused is not None:
-        able = [name for name in ALL_KERNELS if name != implementation and _serves(name, request)]
+        able = [name for name in ALL_KERNELS if name != implementation and _serves(name, spec)]
         raise ConfigError(f"the {implementation} attention kernel can't {refused}. Use {' or '.join(able)}, or auto.")
     return implementation
 
@@ -126,27 +131,27 @@ def anywhere(execution: Execution) -> Execution:
     return dataclasses.replace(execution, attention="auto")
 
 
-def _fastest(request: Request) -> str:
-    if not isinstance(request.num_queries, int) or not isinstance(request.num_keys, int):
+def _fastest(spec: AttentionSpec) -> str:
+    if not isinstance(spec.shapes.num_queries, int) or not isinstance(spec.shapes.num_keys, int):
         return "reference"  # a length left open (jax.export) can't be cut into blocks
-    if _serves("ring", request):
+    if _serves("ring", spec):
         return "ring"
-    scores = request.num_queries * request.num_keys // request.length_ways
+    scores = spec.shapes.num_queries * spec.shapes.num_keys // spec.shapes.length_shards
     for name, least in (("cudnn", FUSED_FROM), ("splash", SPLASH_FROM)):
-        if scores >= least and request.num_queries > 1 and _compiles(name, request) and _has_its_devices(name):
+        if scores >= least and spec.shapes.num_queries > 1 and _compiles(name, spec) and _has_its_devices(name):
             return name
-    if scores <= WHOLE_SCORES.get(platform(), 0) or request.num_queries == 1 or request.return_weights:
+    if scores <= WHOLE_SCORES.get(platform(), 0) or spec.shapes.num_queries == 1 or spec.return_weights:
         return "reference"
-    if scores <= SLICED_SCORES.get(platform(), 0) and _serves("sliced", request):
+    if scores <= SLICED_SCORES.get(platform(), 0) and _serves("sliced", spec):
         return "sliced"
-    return next(name for name in ("gathered", "chunked") if _serves(name, request))
+    return next(name for name in ("gathered", "chunked") if _serves(name, spec))
 
 
-def _compiles(name: str, request: Request) -> bool:
-    """Whether a kernel serves a request and compiles here; warns once if only the compiler is in the way."""
-    if not _serves(name, request):
+def _compiles(name: str, spec: AttentionSpec) -> bool:
+    """Whether a kernel serves a call and compiles here; warns once if only the compiler is in the way."""
+    if not _serves(name, spec):
         return False
-    refused = _compiler_refusal(name, request)
+    refused = _compiler_refusal(name, spec)
     if refused is not None:
         _warn(f"the {name} attention kernel can't {refused}. A slower kernel is used instead.")
     return refused is None
@@ -165,8 +170,8 @@ def _has_its_devices(name: str) -> bool:
     return False
 
 
-def _compiler_refusal(name: str, request: Request) -> str | None:
-    return COMPILER_REFUSALS[name](request) if name in COMPILER_REFUSALS else None
+def _compiler_refusal(name: str, spec: AttentionSpec) -> str | None:
+    return COMPILER_REFUSALS[name](spec) if name in COMPILER_REFUSALS else None
 
 
 @functools.cache
@@ -179,6 +184,6 @@ def _tell(choice: str) -> None:
     logging.getLogger(__name__).info(choice)
 
 
-def _serves(name: str, request: Request) -> bool:
+def _serves(name: str, spec: AttentionSpec) -> bool:
     """Whether a kernel can do what is asked, and is made for the platform in use, whether or not it compiles here."""
-    return ALL_KERNELS[name].refusal(request) is None and (name not in TPU_KERNELS or platform() == "tpu")
+    return ALL_KERNELS[name].unsupported(spec) is None and (name not in TPU_KERNELS or platform() == "tpu")

@@ -7,6 +7,7 @@ from them.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -16,8 +17,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from transformer.axes import Array, Attended, Float, Key, PRNGKey, Query, Value
-from transformer.kernels.contract import BiasFunction, bias_block
+from transformer.axes import Array, Attended, Key, PRNGKey, Query, Value
+from transformer.kernels.contract import AttentionSpec, bias_block
 from transformer.masks import Mask
 
 BLOCK = 128
@@ -28,15 +29,7 @@ def chunked_attention(
     query: Query,
     key: Key,
     value: Value,
-    *,
-    mask: Mask,
-    bias: BiasFunction | None,
-    scale: float,
-    softcap: float | None,
-    sinks: Float[Array, " N"] | None,
-    dropout_rate: float,
-    dropout_key: PRNGKey | None,
-    broadcast_dropout: bool = False,
+    spec: AttentionSpec,
     block: int = BLOCK,
 ) -> tuple[Attended, None]:
     """Attention over blocks of `block` queries by `block` keys (Dao et al. 2022, arXiv 2205.14135, section 3); the
@@ -52,15 +45,15 @@ def chunked_attention(
     # so that they get gradients and no traced value hides in the custom derivative below.
     bias_arrays: list[jax.Array] = []
     evaluate = None
-    if bias is not None:
+    if spec.bias is not None:
         index = jax.ShapeDtypeStruct((block,), jnp.int32)
-        closed = jax.make_jaxpr(functools.partial(bias_block, bias))(index, index)
+        closed = jax.make_jaxpr(functools.partial(bias_block, spec.bias))(index, index)
         bias_arrays, evaluate = [jnp.asarray(const) for const in closed.consts], _evaluate(closed.jaxpr)
-    plan = Blocks(evaluate, scale, softcap, dropout_rate, num_queries, num_keys, block, broadcast_dropout)
+    plan = Blocks(spec, num_queries, num_keys, block, evaluate)
 
     rows = query.reshape(batch, num_queries, kv_heads, num_heads // kv_heads, head_dim)
-    sinks = None if sinks is None else sinks.astype(jnp.float32).reshape(kv_heads, -1)
-    out = _blockwise(plan, rows, key, value, bias_arrays, sinks, mask, dropout_key)
+    sinks = None if spec.sinks is None else spec.sinks.astype(jnp.float32).reshape(kv_heads, -1)
+    out = _blockwise(plan, rows, key, value, bias_arrays, sinks, spec.mask, spec.dropout_key)
     return out.reshape(batch, num_queries, num_heads, value_dim).astype(value.dtype), None
 
 
@@ -72,19 +65,21 @@ def _evaluate(jaxpr) -> Callable:
 class Blocks:
     """The static facts of one call in blocks (Dao et al. 2022, arXiv 2205.14135, section 3), and what a block is.
 
-    `scale`, `softcap`, `dropout_rate` and `broadcast_dropout` are those of `dot_product_attention`; of `num_queries` T
-    and `num_keys` S, `block` make a block.
+    Of `num_queries` T and `num_keys` S, `block` make a block. Arrays of the spec are arguments of the passes, not of
+    this class.
     """
 
-    bias: Callable | None
-    """(its arrays, query indices, key indices) -> that block of it; None: none is added"""
-    scale: float
-    softcap: float | None
-    dropout_rate: float
+    spec: AttentionSpec
     num_queries: int
     num_keys: int
     block: int
-    broadcast_dropout: bool = False
+    bias: Callable | None = None
+    """(its arrays, query indices, key indices) -> that block of it; None: none is added"""
+
+    def __post_init__(self):
+        # Traced arrays must not outlive the pass that they belong to.
+        static = dataclasses.replace(self.spec, mask=Mask(), bias=None, sinks=None, dropout_key=None)
+        object.__setattr__(self, "spec", static)
 
     @property
     def query_blocks(self) -> int:
@@ -104,9 +99,8 @@ class Blocks:
         """Scores of queries (B, t, K, G, H) in block i () and keys (B, s, K, H) in block j () before the mask, float32
         (B, K, G, t, s); `bias_arrays` of any shape.
         """
-        scores = jnp.einsum("btkgh,bskh->bkgts", query, key, preferred_element_type=jnp.float32) * self.scale
-        if self.softcap is not None:
-            scores = self.softcap * jnp.tanh(scores / self.softcap)
+        products = jnp.einsum("btkgh,bskh->bkgts", query, key, preferred_element_type=jnp.float32)
+        scores = self.spec.capped(products)
         if self.bias is not None:
             scores = scores + self.by_group(self.bias(bias_arrays, self.indices(i), self.indices(j)), scores)
         return scores
@@ -130,12 +124,9 @@ class Blocks:
         """Weights (B, K, G, t, s) of blocks i () and j () with some set to zero and the rest scaled up, again
         (B, K, G, t, s); the same ones in both passes.
         """
-        if self.dropout_rate == 0.0:
+        if self.spec.dropout_rate == 0.0:
             return weights
-        key = jax.random.fold_in(jax.random.fold_in(key, i), j)
-        pattern = (1, 1, 1, *weights.shape[3:]) if self.broadcast_dropout else weights.shape
-        keep = jax.random.bernoulli(key, 1.0 - self.dropout_rate, pattern)
-        return jnp.where(keep, weights / (1.0 - self.dropout_rate), 0.0)
+        return self.spec.drop(weights, jax.random.fold_in(jax.random.fold_in(key, i), j))
 
     def split(self, array: Array, blocks: int) -> Array:
         """(B, L, ...) -> (blocks, B, block, ...), filled up with zeros."""

@@ -11,10 +11,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from transformer.axes import Array, Attended, Float, Key, PRNGKey, Query, Value
-from transformer.kernels.contract import BiasFunction, Request
+from transformer.axes import Attended, Key, Query, Value
+from transformer.kernels.contract import AttentionSpec
 from transformer.kernels.probing import attention_example, compiler_error
-from transformer.masks import Mask
 from transformer.partitioning import mapped, platform, unmapped_refusal, ways
 
 HEAD_SIZE = 128
@@ -24,35 +23,40 @@ LIBRARY = "cudnn"
 """what `jax.nn.dot_product_attention` is told to use; "xla" is the same arithmetic on any device, for tests"""
 
 
-def cudnn_refusal(request: Request) -> str | None:
-    """What of a request cuDNN can't do, and why; None: it can serve it (Dao 2023, arXiv 2307.08691)."""
+REASONS = {
+    "weights": "it never holds all weights at once",
+    "bias": "it would hold all of it",
+    "dropout": "the pattern would not be that of a jax.random.key",
+    "mask array": "it would hold all of it. Mask.causal and lengths are fine",
+    "segments": "it would need a whole mask array",
+    "two-sided window": "its window is a causal one",
+    "offset": "its causal mask begins at the first key",
+}
+"""options that cuDNN does not serve, and why; its formula has no place for those without a reason"""
+
+
+def cudnn_limits(spec: AttentionSpec) -> str | None:
+    """What of the sizes, types and devices of a call cuDNN can't serve, and why; None: it can (Dao 2023, arXiv
+    2307.08691).
+    """
     if LIBRARY == "cudnn" and platform() != "gpu":
         return f"run on {platform()}: cuDNN is a library for NVIDIA GPUs"
     if (refusal := unmapped_refusal()) is not None:
         return refusal
+    shapes, head = spec.shapes, spec.shapes.head_dim
     refused = {
-        "return attention weights: it never holds all weights at once": request.return_weights,
-        "add a bias: it would hold all of it": request.has_bias,
-        "drop attention weights: the pattern would not be that of a jax.random.key": request.has_dropout,
-        "apply a mask array: it would hold all of it. Mask.causal and lengths are fine": request.has_dense_mask,
-        "keep packed segments apart: it would need a whole mask array": request.has_segments,
-        "look through a window to both sides: its window is a causal one": request.has_two_sided_window,
-        "begin at an offset (a cache): its causal mask begins at the first key": request.has_offset,
-        "cap scores: its formula has no place for it": request.has_softcap,
-        "let sinks take weight: its formula has no place for them": request.has_sinks,
-        "work on a length left open": not (isinstance(request.num_queries, int) and isinstance(request.num_keys, int)),
-        "take value heads of another size": request.value_size != request.head_size,
-        f"take heads of {request.head_size}: it takes multiples of 8 up to {HEAD_SIZE}": request.head_size % 8
-        or request.head_size > HEAD_SIZE,
-        f"compute in {jnp.dtype(request.dtype)}: it takes bfloat16 and float16": request.dtype
+        "work on a length left open": not (isinstance(shapes.num_queries, int) and isinstance(shapes.num_keys, int)),
+        "take value heads of another size": shapes.value_dim != head,
+        f"take heads of {head}: it takes multiples of 8 up to {HEAD_SIZE}": head % 8 or head > HEAD_SIZE,
+        f"compute in {jnp.dtype(shapes.dtype)}: it takes bfloat16 and float16": shapes.dtype
         not in (jnp.bfloat16, jnp.float16),
     }
     return next((why for why, applies in refused.items() if applies), None)
 
 
-def cudnn_compiler_refusal(request: Request) -> str | None:
+def cudnn_compiler_refusal(spec: AttentionSpec) -> str | None:
     """Why this GPU, or its installation of cuDNN, has no such kernel (a Tesla T4 has none); None: it has one."""
-    if platform() != "gpu" or (error := compiler_error(_example, request.dtype, "gpu")) is None:
+    if platform() != "gpu" or (error := compiler_error(_example, spec.shapes.dtype, "gpu")) is None:
         return None
     return f"be compiled for this GPU and the installed cuDNN ({error})"
 
@@ -65,19 +69,12 @@ def cudnn_attention(
     query: Query,
     key: Key,
     value: Value,
-    *,
-    mask: Mask,
-    bias: BiasFunction | None,
-    scale: float,
-    softcap: float | None,
-    sinks: Float[Array, " N"] | None,
-    dropout_rate: float,
-    dropout_key: PRNGKey | None,
+    spec: AttentionSpec,
 ) -> tuple[Attended, None]:
     """cuDNN's FlashAttention 2 (Dao 2023, arXiv 2307.08691): the contract of `dot_product_attention` less what
-    `cudnn_refusal` names, the result (B, T, N, Hv). Over a mesh each device runs it on its own rows and heads.
+    `OPTIONS` says, the result (B, T, N, Hv). Over a mesh each device runs it on its own rows and heads.
     """
-    batch, num_heads, kv_heads = query.shape[0], query.shape[2], key.shape[2]
+    mask, batch, num_heads, kv_heads = spec.mask, query.shape[0], query.shape[2], key.shape[2]
     if kv_heads % ways("kv_heads"):  # a device's query heads may need a part of them: each gets its own
         key, value = (jnp.repeat(array, num_heads // kv_heads, axis=2) for array in (key, value))
     window = None if mask.window_size is None else (mask.window_size - 1, 0)
@@ -98,7 +95,7 @@ def cudnn_attention(
             query,
             key,
             value,
-            scale=scale,
+            scale=spec.scale,
             is_causal=mask.is_causal,
             query_seq_lengths=reading,
             key_value_seq_lengths=read,

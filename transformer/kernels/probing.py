@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from transformer.kernels.contract import AttentionSpec
 from transformer.masks import Mask
 
 Example: TypeAlias = Callable[[Any], tuple[Callable[..., Any], Sequence[jax.ShapeDtypeStruct]]]
@@ -43,8 +44,7 @@ def attention_example(
     """
 
     def loss(query, key, value):
-        nothing = {"bias": None, "softcap": None, "sinks": None, "dropout_rate": 0.0, "dropout_key": None}
-        out, _ = attend(query, key, value, mask=Mask.causal(), scale=1.0, **nothing)
+        out, _ = attend(query, key, value, AttentionSpec(mask=Mask.causal()))
         return out.astype(jnp.float32).sum()
 
     return jax.grad(loss, argnums=(0, 1, 2)), [jax.ShapeDtypeStruct(shape, dtype)] * 3

@@ -5,24 +5,15 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from transformer.axes import Array, Attended, Float, Key, PRNGKey, Query, Value, Weights
-from transformer.kernels.contract import BiasFunction, bias_block
-from transformer.masks import Mask
+from transformer.axes import Array, Attended, Float, Key, Query, Value, Weights
+from transformer.kernels.contract import AttentionSpec, bias_block
 
 
 def reference_attention(
     query: Query,
     key: Key,
     value: Value,
-    *,
-    mask: Mask,
-    bias: BiasFunction | None,
-    scale: float,
-    softcap: float | None,
-    sinks: Float[Array, " N"] | None,
-    dropout_rate: float,
-    dropout_key: PRNGKey | None,
-    broadcast_dropout: bool = False,
+    spec: AttentionSpec,
 ) -> tuple[Attended, Weights]:
     """softmax(scale Q K^T + bias + mask) V (B, T, N, Hv) and the weights (B, N, T, S) (Vaswani et al. 2017, section
     3.2.1); the contract is that of `dot_product_attention`.
@@ -33,19 +24,13 @@ def reference_attention(
     # row and key head, for which CPUs have fast code (docs/benchmarks.md).
     grouped = query.transpose(0, 2, 1, 3).reshape(batch, kv_heads, -1, head_dim)
     scores = jnp.einsum("bkqh,bskh->bkqs", grouped, key, preferred_element_type=jnp.float32)
-    scores_BNTS = scores.reshape(batch, num_heads, num_queries, num_keys) * scale
-    if softcap is not None:
-        scores_BNTS = softcap * jnp.tanh(scores_BNTS / softcap)
-    if bias is not None:
-        scores_BNTS = scores_BNTS + bias_block(bias, jnp.arange(num_queries), jnp.arange(num_keys))
+    scores_BNTS = spec.capped(scores.reshape(batch, num_heads, num_queries, num_keys))
+    if spec.bias is not None:
+        scores_BNTS = scores_BNTS + bias_block(spec.bias, jnp.arange(num_queries), jnp.arange(num_keys))
 
-    weights_BNTS = masked_softmax(scores_BNTS, None if mask.is_empty else mask.dense(num_queries, num_keys), sinks)
-    kept = weights_BNTS
-    if dropout_rate > 0.0:
-        pattern = (1, 1, num_queries, num_keys) if broadcast_dropout else weights_BNTS.shape
-        keep = jax.random.bernoulli(dropout_key, 1.0 - dropout_rate, pattern)
-        kept = jnp.where(keep, weights_BNTS / (1.0 - dropout_rate), 0.0)
-    grouped = kept.astype(value.dtype).reshape(batch, kv_heads, -1, num_keys)
+    allowed = None if spec.mask.is_empty else spec.mask.dense(num_queries, num_keys)
+    weights_BNTS = masked_softmax(scores_BNTS, allowed, spec.sinks)
+    grouped = spec.drop(weights_BNTS, spec.dropout_key).astype(value.dtype).reshape(batch, kv_heads, -1, num_keys)
     out = jnp.einsum("bkqs,bskh->bkqh", grouped, value, preferred_element_type=jnp.float32)
     out = out.reshape(batch, num_heads, num_queries, -1).transpose(0, 2, 1, 3)
     return out.astype(value.dtype), weights_BNTS

@@ -17,9 +17,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from transformer.axes import Array, Attended, Float, Key, PRNGKey, Query, Value
+from transformer.axes import Array, Attended, Key, Query, Value
 from transformer.kernels import chunked
-from transformer.kernels.contract import BiasFunction, Request
+from transformer.kernels.contract import AttentionSpec
 from transformer.masks import Mask
 from transformer.partitioning import constrain, mapped, mesh_axes, ways
 
@@ -30,22 +30,21 @@ NOTHING = -1e30
 _NO_MESH = (
     "run here: no mesh is in force (jax.set_mesh) that splits the length, over the axis context or one of axis_rules"
 )
-_NO_WEIGHTS = "return attention weights: it never holds all weights at once"
+
+RING_REASONS = {
+    "weights": "it never holds all weights at once",
+    "bias": "what a bias is made from does not go round the ring",
+    "dropout": "it draws no random numbers",
+    "mask array": "every device would need all of it. Mask.causal, lengths, segments, window are fine",
+}
+"""options that the ring does not serve, and why"""
 
 
-def ring_refusal(request: Request) -> str | None:
-    """What of a request the ring can't do, and why; None: it can serve it (Liu et al. 2023, arXiv 2310.01889)."""
-    devices, queries, keys = request.length_ways, request.num_queries, request.num_keys
+def ring_limits(spec: AttentionSpec) -> str | None:
+    """What of the sizes of a call the ring can't serve, and why; None: it can (Liu et al. 2023, arXiv 2310.01889)."""
+    devices, queries, keys = spec.shapes.length_shards, spec.shapes.num_queries, spec.shapes.num_keys
     if devices == 1:
         return _NO_MESH
-    if request.return_weights:
-        return _NO_WEIGHTS
-    if request.has_bias:
-        return "add a bias: what a bias is made from does not go round the ring"
-    if request.has_dropout:
-        return "drop attention weights: it draws no random numbers"
-    if request.has_dense_mask:
-        return "apply a mask array: every device would need all of it. Mask.causal, lengths, segments, window are fine"
     if queries != keys:
         return f"attend from {queries} queries to {keys} keys: the ring is for one length of both"
     if queries % (2 * devices):
@@ -57,32 +56,25 @@ def ring_attention(
     query: Query,
     key: Key,
     value: Value,
-    *,
-    mask: Mask,
-    bias: BiasFunction | None,
-    scale: float,
-    softcap: float | None,
-    sinks: Float[Array, " N"] | None,
-    dropout_rate: float,
-    dropout_key: PRNGKey | None,
+    spec: AttentionSpec,
     block: int = chunked.BLOCK,
 ) -> tuple[Attended, None]:
     """Attention of a length that is split over the mesh axis "context" (Liu et al. 2023, arXiv 2310.01889), in blocks
-    of `block`: the contract of `dot_product_attention` less what `ring_refusal` names, the result (B, T, N, Hv).
+    of `block`: the contract of `dot_product_attention` less what `OPTIONS` says, the result (B, T, N, Hv).
 
     Under a causal mask device i of n works on chunks i and 2n - 1 - i of 2n, so that all have the same number of blocks
     to compute (the purpose of Brandon et al. 2023, arXiv 2311.09431, with chunks for stripes). Gradients are those of
     the chunked kernel pair by pair, added up in float32.
     """
-    batch, length, num_heads, head_dim = query.shape
+    mask, (batch, length, num_heads, head_dim) = spec.mask, query.shape
     kv_heads, value_dim = value.shape[2:]
     devices = ways("length")
     chunk = length // (2 * devices)
-    plan = chunked.Blocks(None, scale, softcap, 0.0, chunk, chunk, min(block, chunk))
+    plan = chunked.Blocks(spec, chunk, chunk, min(block, chunk))
     ring = _Ring(plan, mesh_axes("length"), devices, zigzag=mask.is_causal)
 
     # A sink is a key seen before all others, with no value; where there is none, its weight is nothing.
-    start = jnp.full(num_heads, NOTHING) if sinks is None else sinks.astype(jnp.float32)
+    start = jnp.full(num_heads, NOTHING) if spec.sinks is None else spec.sinks.astype(jnp.float32)
     arrays, structure = jax.tree.flatten(mask)
     rows = [("batch" if a.ndim and a.shape[0] == batch else None, *[None] * (a.ndim - 1))[: a.ndim] for a in arrays]
 
@@ -254,15 +246,13 @@ def _backward(ring, saved, out_grad):
 _around.defvjp(_forward, _backward)
 
 
-def gathered_refusal(request: Request) -> str | None:
-    """What of a request `gathered_attention` can't do, and why; None: it can serve it (Dao et al. 2022, arXiv
+def gathered_limits(spec: AttentionSpec) -> str | None:
+    """What of the sizes of a call `gathered_attention` can't serve, and why; None: it can (Dao et al. 2022, arXiv
     2205.14135).
     """
-    devices, queries = request.length_ways, request.num_queries
+    devices, queries = spec.shapes.length_shards, spec.shapes.num_queries
     if devices == 1:
         return _NO_MESH
-    if request.return_weights:
-        return _NO_WEIGHTS
     if queries % devices:
         return f"split {queries} queries: on {devices} devices it takes a multiple of {devices}"
     return None
@@ -272,15 +262,7 @@ def gathered_attention(
     query: Query,
     key: Key,
     value: Value,
-    *,
-    mask: Mask,
-    bias: BiasFunction | None,
-    scale: float,
-    softcap: float | None,
-    sinks: Float[Array, " N"] | None,
-    dropout_rate: float,
-    dropout_key: PRNGKey | None,
-    broadcast_dropout: bool = False,
+    spec: AttentionSpec,
 ) -> tuple[Attended, None]:
     """The chunked kernel (Dao et al. 2022, arXiv 2205.14135) on each device's own queries and all keys; the contract is
     that of `dot_product_attention`, the result (B, T, N, Hv).
@@ -293,26 +275,19 @@ def gathered_attention(
     size = length // parts
     split = query.reshape(batch, parts, size, *query.shape[2:])
     split = constrain(split, "batch", "length", None, "heads", "head_dim")
-    keys = None if dropout_key is None else jax.random.split(dropout_key, parts)
+    keys = None if spec.dropout_key is None else jax.random.split(spec.dropout_key, parts)
 
     def attend(query, start, key_of_part):
         def shifted(queries, keys):
-            return bias(queries + start, keys)
+            return spec.bias(queries + start, keys)
 
-        out, _ = chunked.chunked_attention(
-            query,
-            key,
-            value,
-            mask=_own_queries(mask, start, size),
-            bias=None if bias is None else shifted,
-            scale=scale,
-            softcap=softcap,
-            sinks=sinks,
-            dropout_rate=dropout_rate,
+        own = dataclasses.replace(
+            spec,
+            mask=_own_queries(spec.mask, start, size),
+            bias=None if spec.bias is None else shifted,
             dropout_key=key_of_part,
-            broadcast_dropout=broadcast_dropout,
         )
-        return out
+        return chunked.chunked_attention(query, key, value, own)[0]
 
     axes = (1, 0, None if keys is None else 0)
     out = jax.vmap(attend, in_axes=axes, out_axes=1, spmd_axis_name=mesh_axes("length"))(

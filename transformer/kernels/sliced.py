@@ -4,14 +4,15 @@ causal mask or window hides from all of the slice: for middling lengths on a CPU
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 
 import jax
 import jax.numpy as jnp
 
-from transformer.axes import Array, Attended, Float, Key, PRNGKey, Query, Value
-from transformer.kernels.contract import BiasFunction, Request
+from transformer.axes import Attended, Key, Query, Value
+from transformer.kernels.contract import AttentionSpec
 from transformer.kernels.reference import reference_attention
 from transformer.masks import Mask
 
@@ -21,13 +22,12 @@ MOST = 32
 """slices at most: each is compiled on its own"""
 
 
-def sliced_refusal(request: Request) -> str | None:
-    """What of a request slices can't do, and why; None: they can serve it."""
-    if request.return_weights:
-        return "return attention weights: it never holds all weights at once"
-    if not isinstance(request.num_queries, int) or not isinstance(request.num_keys, int):
+def sliced_limits(spec: AttentionSpec) -> str | None:
+    """What of the sizes of a call slices can't serve, and why; None: they can."""
+    shapes = spec.shapes
+    if not isinstance(shapes.num_queries, int) or not isinstance(shapes.num_keys, int):
         return "work on a length left open: how many slices there are is settled when the program is made"
-    if request.length_ways > 1:
+    if shapes.length_shards > 1:
         return "work on a length that a mesh splits: a slice of it is on few devices"
     return None
 
@@ -36,15 +36,7 @@ def sliced_attention(
     query: Query,
     key: Key,
     value: Value,
-    *,
-    mask: Mask,
-    bias: BiasFunction | None,
-    scale: float,
-    softcap: float | None,
-    sinks: Float[Array, " N"] | None,
-    dropout_rate: float,
-    dropout_key: PRNGKey | None,
-    broadcast_dropout: bool = False,
+    spec: AttentionSpec,
 ) -> tuple[Attended, None]:
     """`reference_attention` slice by slice: the contract of `dot_product_attention` less its weights, the result
     (B, T, N, Hv). The backward pass makes each slice of weights again (Chen et al. 2016, arXiv 1604.06174).
@@ -56,31 +48,20 @@ def sliced_attention(
     size = math.ceil(num_queries / slices)
 
     @functools.partial(jax.checkpoint, static_argnums=(0, 1, 2))
-    def attend(start, first, end, query, key, value, sinks, mask, dropout_key):
+    def attend(start, first, end, query, key, value, spec):
         queries, keys = jnp.arange(start, start + query.shape[1]), jnp.arange(first, end)
-        seen = Mask() if mask.is_empty else Mask.array(mask.block(queries, keys))
+        seen = Mask() if spec.mask.is_empty else Mask.array(spec.mask.block(queries, keys))
+        bias = spec.bias
         moved = None if bias is None else lambda q, k: bias(q + start, k + first)
-        return reference_attention(
-            query,
-            key,
-            value,
-            mask=seen,
-            bias=moved,
-            scale=scale,
-            softcap=softcap,
-            sinks=sinks,
-            dropout_rate=dropout_rate,
-            dropout_key=dropout_key,
-            broadcast_dropout=broadcast_dropout,
-        )[0]
+        return reference_attention(query, key, value, dataclasses.replace(spec, mask=seen, bias=moved))[0]
 
     out = []
     for start in range(0, num_queries, size):
         stop = min(start + size, num_queries)
-        first, end = _keys_seen(mask, start, stop, num_keys)
-        drawn_with = None if dropout_key is None else jax.random.fold_in(dropout_key, start)
-        part = query[:, start:stop], key[:, first:end], value[:, first:end]
-        out.append(attend(start, first, end, *part, sinks, mask, drawn_with))
+        first, end = _keys_seen(spec.mask, start, stop, num_keys)
+        drawn_with = None if spec.dropout_key is None else jax.random.fold_in(spec.dropout_key, start)
+        own = dataclasses.replace(spec, dropout_key=drawn_with)
+        out.append(attend(start, first, end, query[:, start:stop], key[:, first:end], value[:, first:end], own))
     return jnp.concatenate(out, axis=1), None
 
 

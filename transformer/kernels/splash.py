@@ -14,8 +14,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from transformer.axes import Array, Attended, Float, Int, Key, PRNGKey, Query, Value
-from transformer.kernels.contract import BiasFunction, Request
+from transformer.axes import Array, Attended, Int, Key, Query, Value
+from transformer.kernels.contract import AttentionSpec
 from transformer.kernels.probing import attention_example, compiler_error, library_version, matching_libtpu
 from transformer.masks import Mask
 from transformer.partitioning import mapped, platform, unmapped_refusal, ways
@@ -40,40 +40,43 @@ HIDDEN = -(2**31)
 """the segment of keys that no query attends"""
 
 
-def splash_refusal(request: Request) -> str | None:
-    """What of a request splash can't do, and why; None: it can serve it (Dao 2023, arXiv 2307.08691)."""
+REASONS = {
+    "weights": "it never holds all weights at once",
+    "bias": "scores never leave the kernel",
+    "dropout": "it draws no random numbers",
+    "mask array": "it would hold all of it. Mask.causal, lengths, segments, window are fine",
+    "offset": "which blocks it skips is settled when the program is made",
+}
+"""options that splash does not serve, and why"""
+
+
+def splash_limits(spec: AttentionSpec) -> str | None:
+    """What of the sizes, types and devices of a call splash can't serve, and why; None: it can (Dao 2023, arXiv
+    2307.08691).
+    """
     if platform() not in ("tpu", "cpu"):
         return f"run on {platform()}: it is written for TPUs, and only a CPU interprets it, for tests"
     if (refused := unmapped_refusal()) is not None:
         return refused
-    if request.return_weights:
-        return "return attention weights: it never holds all weights at once"
-    if request.has_bias:
-        return "add a bias: scores never leave the kernel"
-    if request.has_dropout:
-        return "drop attention weights: it draws no random numbers"
-    if request.has_dense_mask:
-        return "apply a mask array: it would hold all of it. Mask.causal, lengths, segments, window are fine"
-    if request.has_offset:
-        return "begin at an offset (a cache): which blocks it skips is settled when the program is made"
-    if not isinstance(request.num_queries, int) or not isinstance(request.num_keys, int):
+    shapes = spec.shapes
+    if not isinstance(shapes.num_queries, int) or not isinstance(shapes.num_keys, int):
         return "work on a length left open: which blocks it skips is settled when the program is made"
-    if (size := max(request.head_size, request.value_size)) > HEAD_SIZE:
+    if (size := max(shapes.head_dim, shapes.value_dim)) > HEAD_SIZE:
         return f"take heads of {size}: blocks of more than {HEAD_SIZE} do not fit the fast memory of a TPU"
-    if request.dtype not in (jnp.float32, jnp.bfloat16):
-        return f"compute in {jnp.dtype(request.dtype)}: it takes float32 and bfloat16"
-    if request.dtype == jnp.bfloat16 and (kind := _device_kind()) in FLOAT32_ALONE:
+    if shapes.dtype not in (jnp.float32, jnp.bfloat16):
+        return f"compute in {jnp.dtype(shapes.dtype)}: it takes float32 and bfloat16"
+    if shapes.dtype == jnp.bfloat16 and (kind := _device_kind()) in FLOAT32_ALONE:
         return f"compute in bfloat16 on {kind}: kernels multiply float32 alone there"
     return None
 
 
-def splash_compiler_refusal(request: Request) -> str | None:
+def splash_compiler_refusal(spec: AttentionSpec) -> str | None:
     """Why the TPU compiler at hand can't compile splash (FlashAttention 2, Dao 2023, arXiv 2307.08691), and what to
     install; None: it can, or there is none to ask.
 
     JAX emits Mosaic, the kernels' intermediate language, in the version of its own release. An older libtpu rejects it.
     """
-    if platform() != "tpu" or (error := compiler_error(_example, request.dtype, "tpu")) is None:
+    if platform() != "tpu" or (error := compiler_error(_example, spec.shapes.dtype, "tpu")) is None:
         return None
     return (
         f"be compiled with {library_version('libtpu')} and {library_version('jax')} ({error}). To use it, run "
@@ -89,17 +92,10 @@ def splash_attention(
     query: Query,
     key: Key,
     value: Value,
-    *,
-    mask: Mask,
-    bias: BiasFunction | None,
-    scale: float,
-    softcap: float | None,
-    sinks: Float[Array, " N"] | None,
-    dropout_rate: float,
-    dropout_key: PRNGKey | None,
+    spec: AttentionSpec,
 ) -> tuple[Attended, None]:
     """Splash attention, FlashAttention 2 (Dao 2023, arXiv 2307.08691) in Pallas with blocks that a static mask hides
-    left out: the contract of `dot_product_attention` less what `splash_refusal` names, the result (B, T, N, Hv).
+    left out: the contract of `dot_product_attention` less what `OPTIONS` says, the result (B, T, N, Hv).
 
     No compiler splits a kernel: over a mesh each device runs it on its own rows, heads and queries, with all keys.
     """
@@ -113,12 +109,15 @@ def splash_attention(
         kv_heads = num_heads
     parts = ways("length")
     blocks = _block(math.ceil(num_queries / parts)), _block(num_keys)
-    query = _filled((query * scale).astype(query.dtype), parts * blocks[0])
+    query = _filled((query * spec.scale).astype(query.dtype), parts * blocks[0])
     key, value = _filled(key, blocks[1]), _filled(value, blocks[1])
     lengths = query.shape[1], key.shape[1]
-    ids = _segment_ids(mask, batch, (num_queries, num_keys), lengths)
+    ids = _segment_ids(spec.mask, batch, (num_queries, num_keys), lengths)
+    sinks = spec.sinks
     sinks = jnp.full(num_heads, NOTHING) if sinks is None else _with_gradient_in_float32(sinks.astype(jnp.float32))
-    kernel = _kernel(lengths, blocks, parts, mask.is_causal, mask.window_size, softcap, platform() != "tpu")
+    kernel = _kernel(
+        lengths, blocks, parts, spec.mask.is_causal, spec.mask.window_size, spec.softcap, platform() != "tpu"
+    )
     # Which blocks to compute, (1, query blocks, key blocks), and indices of queries, (T,): each device takes its part.
     arrays, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, kernel))
 

@@ -1,0 +1,32 @@
+"""Specs of attention as tests ask for them: by what a call has, without arrays of its size."""
+
+import jax
+import jax.numpy as jnp
+
+from transformer.kernels import AttentionShapes, AttentionSpec
+from transformer.masks import Mask
+
+MASKS = {
+    "has_dense_mask": Mask.array(jnp.ones((1, 1), bool)),
+    "has_offset": Mask().shifted(0),
+    "has_segments": Mask.segments(jnp.zeros((1, 1), jnp.int32)),
+    "has_two_sided_window": Mask.window(3),
+}
+FIELDS = {
+    "has_bias": {"bias": jax.tree_util.Partial(lambda queries, keys: jnp.zeros(()))},
+    "has_dropout": {"dropout_rate": 0.1},
+    "has_softcap": {"softcap": 3.0},
+    "has_sinks": {"sinks": jnp.zeros(4)},
+}
+
+
+def attention_spec(num_queries, num_keys=None, return_weights=False, **facts):
+    """A spec of so many queries and keys, with `has_...` of `MASKS` and `FIELDS`; other facts are of the shapes."""
+    mask, fields = Mask(), {}
+    for name in [name for name in facts if name.startswith("has_")]:
+        if facts.pop(name):
+            mask, fields = mask & MASKS.get(name, Mask()), fields | FIELDS.get(name, {})
+            assert name in MASKS or name in FIELDS, name
+    keys = num_queries if num_keys is None else num_keys
+    shapes = AttentionShapes(num_queries=num_queries, num_keys=keys, **facts)
+    return AttentionSpec(mask=mask, return_weights=return_weights, shapes=shapes, **fields)
