@@ -56,19 +56,8 @@ def relative_bias(table):
 
 def value_and_grads(kernel, mask, softcap, **options):
     def loss(query, key, value, table, sinks):
-        out, _ = kernel(
-            query,
-            key,
-            value,
-            mask=mask,
-            bias=relative_bias(table),
-            scale=0.7,
-            softcap=softcap,
-            sinks=sinks,
-            dropout_rate=0.0,
-            dropout_key=None,
-            **options,
-        )
+        spec = AttentionSpec(mask=mask, bias=relative_bias(table), scale=0.7, softcap=softcap, sinks=sinks)
+        out, _ = kernel(query, key, value, spec, **options)
         return (out * OUT_GRAD).sum(), out
 
     return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2, 3, 4), has_aux=True))(QUERY, KEY, VALUE, TABLE, SINKS)

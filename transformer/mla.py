@@ -6,6 +6,8 @@ of a head that don't turn, Hr that do, H = Hp + Hr; W = R + Hr numbers that are 
 
 from __future__ import annotations
 
+import dataclasses
+
 import flax.linen as nn
 import jax.numpy as jnp
 
@@ -22,7 +24,7 @@ from transformer.partitioning import constrain
 from transformer.positions import NoPosition, Rotary
 
 
-class LatentAttention(AttentionModule, kw_only=True):
+class LatentAttention(AttentionModule):
     """Self-attention whose heads have keys [c W_k, r] and values c W_v, of one latent c = norm(x W_c) and one turned
     key r = rotate(x W_r) a token, which are all that a cache holds (DeepSeek-AI 2024, arXiv 2405.04434, section 2.1).
 
@@ -49,7 +51,7 @@ class LatentAttention(AttentionModule, kw_only=True):
     num_heads: int
     mla: MLA
     use_bias: bool = False
-    position: NoPosition = Rotary()
+    position: NoPosition = dataclasses.field(default=Rotary(), kw_only=True)
 
     @nn.compact
     def __call__(
