@@ -94,7 +94,7 @@ CASES = {
     "Embedding": (Embedding(13, 6), (TOKENS,)),
     **{norm.__name__: (norm(), (X,)) for norm in NORMS.values()},
 }
-BASES = {Block, Stack, Model, TokenEncoder, PooledEncoder}  # only their subclasses are used
+BASES = {AttentionModule, Block, Stack, Model, TokenEncoder, PooledEncoder}  # only their subclasses are used
 
 by_case = pytest.mark.parametrize(("module", "inputs"), CASES.values(), ids=CASES)
 

@@ -172,7 +172,8 @@ def _sum_of_blocks(bias: BiasFunction, more: BiasFunction, queries: Array, keys:
 
 
 class AttentionModule(nn.Module, kw_only=True):
-    """What attention modules share: how scores are made of queries and keys, and the way to the attended values.
+    """What attention modules share (Vaswani et al. 2017, section 3.2): how scores are made of queries and keys, and the
+    way to the attended values.
 
     `softcap`, `dropout_rate` and `implementation` are those of `dot_product_attention`. `kernel_init` draws all kernels
     as matrices (`Linear`; None: Glorot uniform), except `out` when `output_init` is given.

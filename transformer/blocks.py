@@ -283,13 +283,15 @@ class Block(nn.Module):
 
 @dataclass(frozen=True)
 class Sublayer:
-    """f in the equation of a block: attention, cross-attention or feed-forward, without norms and dropout. Calls map
-    (B, T, D) to (B, T, D).
+    """f in the equation of a block (Vaswani et al. 2017, section 3.1): attention, cross-attention or feed-forward,
+    without norms and dropout. Calls map (B, T, D) to (B, T, D).
     """
 
     block: Block
     name: str
+    """attention, cross_attention or feed_forward: the names of its norms begin with it"""
     run: Callable[[Hidden], Hidden]
+    """f itself"""
     inputs: LayerInputs
     block_input: Hidden
     """x as the block got it"""

@@ -29,7 +29,11 @@ output: a matrix from hidden features to logits or a router's scores; vector: no
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterAxes:
-    """What is known about the axes of a parameter, without the leading axis of stacked layers."""
+    """What is known about the axes of a parameter, without the leading axis of stacked layers.
+
+    Raises:
+        ValueError: a matrix without inputs, a vector with some, or an axis that is both input and output.
+    """
 
     names: tuple[str | None, ...]
     """logical name of each axis, None for an axis without one"""

@@ -46,6 +46,7 @@ __all__ = [
 ]
 
 NO_WEIGHTS = {"weights": "it never holds all weights at once"}
+"""why kernels in blocks do not return attention weights"""
 
 KERNELS: dict[str, Kernel] = {
     "reference": Kernel(name="reference", run=reference_attention),

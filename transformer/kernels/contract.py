@@ -68,6 +68,7 @@ class AttentionSpec:
     sinks: Leaf | None = None
     """(N,), one logit per head that takes part in the softmax and has no value"""
     dropout_key: Leaf | None = None
+    """decides which weights are dropped"""
     scale: float = _static(1.0)
     """factor on the scores"""
     softcap: float | None = _static(None)
@@ -106,6 +107,7 @@ class Option:
     """An option of attention that not every kernel serves."""
 
     is_used: Callable[[AttentionSpec], bool]
+    """whether a call asks for it"""
     words: str
     """what a kernel does that serves it, for "the x kernel can't ..." """
     kernels: frozenset[str]
@@ -146,6 +148,7 @@ class Kernel:
     """
 
     name: str
+    """its key in `ALL_KERNELS`"""
     run: Callable[[Query, Key, Value, AttentionSpec], tuple[jax.Array, Any]]
     reasons: Mapping[str, str] = field(default_factory=dict)
     """option -> why this kernel does not serve it"""
