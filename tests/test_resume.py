@@ -241,6 +241,10 @@ def test_a_changed_tokenizer_is_refused_by_its_name(folder, finished, tmp_path):
     path.write_text(json.dumps(state))
     with pytest.raises(WorkdirError, match=f"{workdir}/tokenizer was changed"):
         train(text_recipe(folder), workdir)
+    state |= {"kind": "byte", "vocabulary": []}  # more tokens than the model has
+    path.write_text(json.dumps(state))
+    with pytest.raises(WorkdirError, match=f"{workdir}/tokenizer was changed"):
+        train(text_recipe(folder), workdir)
 
 
 def test_an_edited_recipe_file_is_refused_by_its_name(folder, finished, tmp_path):

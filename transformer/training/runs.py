@@ -148,14 +148,14 @@ def open_run(
     recipe = recipe if start is None else start.applied_to(recipe)
     old = load_recipe(workdir) if (workdir / FILE).exists() and (resumes or start is None) else None
     if resumes:
+        if (workdir / TOKENIZER).exists():
+            tokenizer = load_tokenizer(workdir / TOKENIZER)
         if old is not None:
-            if trained := newest_provenance(workdir):
-                check_unchanged(trained, old, None, workdir, resuming=False)
+            if trained := newest_provenance(workdir):  # before the data is tokenized
+                check_unchanged(trained, old, tokenizer, workdir, resuming=False)
             recipe = _filled_in(recipe, old)
             for change in check_recipe_of_command(old, recipe, workdir):
                 say(f"changed since the last call: {change}")
-        if (workdir / TOKENIZER).exists():
-            tokenizer = load_tokenizer(workdir / TOKENIZER)
     elif start is None and old is not None and old.origin is not None:
         raise WorkdirError(
             f"{workdir} was to start from {old.origin.source} and has no checkpoint yet: nothing of it is here. Give "
