@@ -75,6 +75,35 @@ def test_read_only_disk(tmp_path):
         subprocess.run(["umount", str(tmp_path)], check=True)
 
 
+FAILING = """
+import os, shutil, sys
+import numpy as np
+import orbax.checkpoint as ocp
+from transformer.training.checkpoint import Checkpointer
+
+begun, workdir = ocp.PyTreeCheckpointHandler.async_save, sys.argv[1]
+
+async def then_it_is_gone(self, directory, args):
+    commits = await begun(self, directory, args=args)
+    shutil.rmtree(directory)
+    (directory.parent / "state").write_text("")
+    return commits
+
+ocp.PyTreeCheckpointHandler.async_save = then_it_is_gone
+with Checkpointer(workdir) as checkpointer:
+    checkpointer.save(1, {str(number): np.ones(3) for number in range(50)})
+"""
+
+
+def test_a_save_that_fails_in_several_threads_is_told_once(tmp_path):
+    """Orbax logs a traceback for each of them, and TensorStore prints one for every array that is written too late."""
+    done = subprocess.run([sys.executable, "-c", FAILING, str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "CheckpointSaveError: No checkpoint written to" in done.stderr
+    for noise in ("_SignalingThread", "Event loop is closed", "exception was never retrieved"):
+        assert noise not in done.stderr
+
+
 @pytest.fixture
 def slow_full_disk(monkeypatch):
     """The disk turns out full only after `save` has returned, when the event is set."""

@@ -372,7 +372,8 @@ class TestInspect:
         recipe = load_recipe(text)
         model = recipe.model.replace(period=(LayerKind(self_attention=False),), vocab_size=None)
         with contextlib.redirect_stdout(io.StringIO()):
-            train(dataclasses.replace(recipe, model=model, training=TrainingConfig(steps=2)), tmp_path / "blind")
+            brief = {"training": TrainingConfig(steps=2), "optimizer": OptimizerConfig(warmup_steps=1)}
+            train(dataclasses.replace(recipe, model=model, **brief), tmp_path / "blind")
         message = fails("inspect", tmp_path / "blind", "--prompt", "what")
         assert "no layer of the model" in message
         assert "--sizes shows what it computes" in message

@@ -291,3 +291,27 @@ def test_two_processes_are_never_inside_together(tmp_path):
     for racer, (out, err) in zip(racers, results, strict=True):
         assert racer.returncode == 0, err
         assert int(out) > 10
+
+
+def test_a_lock_that_cannot_be_released_does_not_hide_the_error_before(tmp_path, monkeypatch):
+    def denied(self):
+        raise PermissionError(13, "Permission denied", str(tmp_path / ".lock"))
+
+    monkeypatch.setattr(WorkdirLock, "release", denied)
+    with pytest.raises(ValueError, match="the first") as error, WorkdirLock(tmp_path):
+        raise ValueError("the first")
+    assert "Permission denied" in error.value.__notes__[0]
+    with pytest.raises(PermissionError), WorkdirLock(tmp_path / "other"):
+        pass
+
+
+def test_a_lock_that_cannot_be_read_says_that_the_run_cannot_save(tmp_path, monkeypatch):
+    with WorkdirLock(tmp_path) as lock:
+        monkeypatch.setattr(module, "open", denied_open, raising=False)
+        with pytest.raises(OSError, match=rf"the run cannot save into {tmp_path}: Permission denied \(.lock\). Make"):
+            lock.check()
+        monkeypatch.undo()
+
+
+def denied_open(path, *args, **kwargs):
+    raise PermissionError(13, "Permission denied", str(path))

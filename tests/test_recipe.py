@@ -2,7 +2,10 @@
 
 import dataclasses
 import json
+import re
 
+import jax
+import numpy as np
 import pytest
 from training_recipes import change, tiny_recipe
 
@@ -25,6 +28,7 @@ from transformer.training import (
 from transformer.training.overrides import fast, override
 from transformer.training.recipe import FILE, MAY_CHANGE, Origin, save_recipe, with_vocabulary
 from transformer.training.serial import flatten
+from transformer.training.settings import schedule_warning
 
 LINES = JsonLines(path="a.jsonl", field="body")
 PAIRS = ParallelText(source_path="a", target_path="b", batch_size=12)
@@ -259,6 +263,12 @@ def test_overrides_have_types():
         ("--execution.scan yes", "invalid choice 'yes' for argument '--execution.scan'"),
         ("--model.num-heads 4", r"model: d_model \(6\) must be a multiple of num_heads \(4\)"),
         ("--training.steps 0", "^training.steps must be a whole number of at least 1, got 0"),
+        ("--training.seed 4294967296", "^training.seed must be at most 4294967295, got 4294967296"),
+        ("--training.seed 9223372036854775808", "^training.seed must be at most 4294967295, got 9223372036854775808"),
+        ("--training.steps 5000000000", "^training.steps must be at most 2147483647, got 5000000000"),
+        ("--data.batch-size 2147483648", "^data.batch_size must be at most 2147483647, got 2147483648"),
+        ("--logging.every 2147483648", "^logging.every must be at most 2147483647"),
+        ("--checkpoint.every 2147483648", "^checkpoint.every must be at most 2147483647"),
         ("--training.accumulation 3", "^data.batch_size .* must be a multiple of training.accumulation"),
         ("what", "this is one word too many: what"),
     ],
@@ -292,6 +302,35 @@ def help_entries(text):
             option, _, rest = line.partition("  ")
             entries.append((option, rest.strip() or plain[place + 1]))
     return entries
+
+
+def test_a_path_that_is_empty_is_an_error():
+    """An empty one would be the current directory, or silently the default."""
+    with pytest.raises(ConfigError, match=r"^data.data_dir must name a file or a folder, got ''. Leave it out"):
+        override(tiny_recipe("seq2seq"), ["--data.data-dir", ""], program="train.py")
+    with pytest.raises(ConfigError, match="path must name a file, got ''"):
+        override(tiny_recipe(), ["--data.path", ""], program="train.py")
+
+
+def test_the_largest_seed_and_number_of_steps_are_allowed():
+    recipe = tiny_recipe(seed=2**32 - 1, steps=2**31 - 1)
+    first, second = (jax.random.key_data(jax.random.key(seed)) for seed in (recipe.training.seed, 0))
+    assert not np.array_equal(first, second)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "words"),
+    [
+        ({"warmup_steps": 1000}, "never reaches its peak: warm-up of 1000 steps .*, run of 300"),
+        ({"warmup_steps": 300}, None),
+        ({"warmup_steps": 9, "schedule": "cosine", "decay_steps": 9}, "drops to its final value .* step 9 .* step 9"),
+        ({"warmup_steps": 9, "schedule": "wsd", "decay_steps": 10}, None),
+        ({"warmup_steps": 9, "schedule": "constant", "decay_steps": 5}, None),
+    ],
+)
+def test_a_schedule_that_does_not_fit_the_run_is_a_warning(optimizer, words):
+    warning = schedule_warning(OptimizerConfig(**optimizer), 300)
+    assert warning is None if words is None else re.search(words, warning)
 
 
 def test_fast_is_a_few_steps_of_everything():

@@ -20,6 +20,7 @@ from transformer.training.lock import WorkdirInUseError
 from transformer.training.loop import train
 from transformer.training.metrics import read_metrics
 from transformer.training.recipe import with_vocabulary
+from transformer.training.report import cut_samples
 from transformer.training.runs import WorkdirError, has_checkpoints, load_run
 from transformer.training.signals import StopSignal
 from transformer.training.state import abstract_state
@@ -229,6 +230,48 @@ def test_changed_data_is_refused(folder, finished, tmp_path):
     other = text_recipe(folder, data={"path": str(tmp_path / "text.txt")})
     with pytest.raises(WorkdirError, match="the data has changed since"):
         train(other, workdir)
+
+
+def test_a_changed_tokenizer_is_refused_by_its_name(folder, finished, tmp_path):
+    workdir = tmp_path / "run"
+    shutil.copytree(finished, workdir)
+    path = workdir / "tokenizer" / "tokenizer.json"
+    state = json.loads(path.read_text())
+    state["vocabulary"][:2] = state["vocabulary"][1::-1]
+    path.write_text(json.dumps(state))
+    with pytest.raises(WorkdirError, match=f"{workdir}/tokenizer was changed"):
+        train(text_recipe(folder), workdir)
+    state |= {"kind": "byte", "vocabulary": []}  # more tokens than the model has
+    path.write_text(json.dumps(state))
+    with pytest.raises(WorkdirError, match=f"{workdir}/tokenizer was changed"):
+        train(text_recipe(folder), workdir)
+
+
+def test_an_edited_recipe_file_is_refused_by_its_name(folder, finished, tmp_path):
+    """The command is as before: it is not the one to change."""
+    workdir = tmp_path / "run"
+    shutil.copytree(finished, workdir)
+    path = workdir / "recipe.json"
+    path.write_text(path.read_text().replace('"num_heads": 3', '"num_heads": 1'))
+    with pytest.raises(WorkdirError, match=r"recipe.json was changed.*num_heads: 3 -> 1. Restore it: cp "):
+        train(text_recipe(folder), workdir)
+
+
+def test_a_run_that_was_copied_names_its_new_place(folder, finished, tmp_path, capsys):
+    workdir = tmp_path / "copied"
+    shutil.copytree(finished, workdir)
+    summary = train(text_recipe(folder), workdir)
+    assert summary.workdir == str(workdir)
+    said = capsys.readouterr().out
+    assert f"checkpoints: {workdir / 'checkpoints'}" in said
+    assert str(finished) not in said
+
+
+def test_samples_that_are_no_text_do_not_stop_a_run(tmp_path):
+    path = tmp_path / "samples.txt"
+    path.write_bytes(b"=== step 1 ===\n\xff\n=== step 2 ===\nb\n")
+    cut_samples(tmp_path, 1)
+    assert path.read_bytes() == b"=== step 1 ===\n\xff\n"
 
 
 def test_the_same_data_elsewhere_is_the_same_data(folder, finished, tmp_path, capsys):

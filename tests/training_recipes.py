@@ -26,6 +26,7 @@ from transformer.training import (
 from transformer.training.checkpoint import Checkpointer
 from transformer.training.loop import train
 from transformer.training.optimizers import make_optimizer
+from transformer.training.provenance import tokenizer_fingerprint
 from transformer.training.recipe import load_recipe, with_vocabulary
 from transformer.training.runs import record_run
 from transformer.training.state import TrainState, abstract_state, make_state
@@ -113,9 +114,9 @@ def change(recipe, **groups):
     )
 
 
-def record_drawn_run(recipe, workdir, steps, *, dtype=None, seed=3):
-    """A workdir as a run leaves it, with a checkpoint of parameters drawn at random at each of `steps`; nothing is
-    trained, little is compiled.
+def record_drawn_run(recipe, workdir, steps, *, dtype=None, seed=3, known=("fingerprint", "tokenizer")):
+    """A workdir as a run leaves it, with a checkpoint of parameters drawn at random at each of `steps`, which records
+    the `known` fingerprints of data and tokenizer; nothing is trained, little is compiled.
     """
     dataset = prepare(recipe.data)
     recipe = with_vocabulary(recipe, dataset.tokenizer.vocab_size)
@@ -128,7 +129,8 @@ def record_drawn_run(recipe, workdir, steps, *, dtype=None, seed=3):
     record_run(recipe, dataset, workdir)
     with Checkpointer(workdir, keep_last=len(steps)) as checkpoints:
         for number, step in enumerate(steps):
-            state, data = jax.tree.map(drawn, shapes), {"fingerprint": dataset.fingerprint}
+            prints = {"fingerprint": dataset.fingerprint, "tokenizer": tokenizer_fingerprint(dataset.tokenizer)}
+            state, data = jax.tree.map(drawn, shapes), {k: v for k, v in prints.items() if k in known}
             checkpoints.save(step, state, data=data, recipe=to_json(recipe), metric=float(number))
     return workdir
 

@@ -18,6 +18,21 @@ HERE = Path(__file__).parent
 PADDED = 3
 """tokens of padding in the second row"""
 
+NULLABLE = {
+    ("deepseek_v3", "q_lora_rank"),
+    *(("gemma2", name) for name in ("attn_logit_softcapping", "final_logit_softcapping")),
+    ("gemma2", "use_bidirectional_attention"),
+    *(("gemma3_text", name) for name in ("attn_logit_softcapping", "final_logit_softcapping")),
+    ("gpt2", "n_inner"),
+    ("modernbert", "rope_scaling"),
+    *(("patchtst", name) for name in ("pooling_type", "scaling")),
+    *((family, "num_decoder_layers") for family in ("t5", "umt5")),
+    *((family, "sliding_window") for family in ("mistral", "mixtral", "phi3", "qwen2", "qwen3", "qwen3_moe")),
+    ("starcoder2", "sliding_window"),
+    *((family, "forced_eos_token_id") for family in ("bart", "blenderbot", "marian")),
+}
+"""(family, field of config.json) for which null is a value in the reference, too"""
+
 
 @dataclass(frozen=True)
 class Case:

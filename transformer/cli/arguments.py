@@ -33,6 +33,7 @@ def parse(command: type[Command], verb: str, arguments: Sequence[str]) -> Comman
             if not hint and texts:
                 hint = f" A text that begins with dashes is given as {texts[0]}='{option}'."
             raise ConfigError(f"{verb} has no option {option}.{hint} --help shows them all.")
+    _refuse_empty_paths(command, verb, arguments)
     captured = io.StringIO()
     try:
         with contextlib.redirect_stderr(captured):
@@ -41,6 +42,23 @@ def parse(command: type[Command], verb: str, arguments: Sequence[str]) -> Comman
         if stop.code in (None, 0):
             raise
         raise ConfigError(f"{boxed_message(captured.getvalue())} --help says what each option takes.") from None
+
+
+def _refuse_empty_paths(command: type, verb: str, arguments: Sequence[str]) -> None:
+    """Raises ConfigError for a path that is empty: pathlib would take it for the current directory."""
+    fields = [field for field in dataclasses.fields(command) if "Path" in str(field.type)]
+    options = {f"--{field.name.replace('_', '-')}" for field in fields if "Positional" not in str(field.type)}
+    before, leading = "", True  # behind an option, an empty word may be one of several texts
+    for word in arguments:
+        option, separator, value = word.partition("=")
+        if option.replace("_", "-") in options and separator and not value:
+            raise ConfigError(f"{option} must name a file or a directory, got ''. Leave it out, or give a path.")
+        if word == "" and before.replace("_", "-") in options:
+            raise ConfigError(f"{before} must name a file or a directory, got ''. Leave it out, or give a path.")
+        leading = leading and not word.startswith("-")
+        if word == "" and leading and len(fields) > len(options):
+            raise ConfigError(f"{verb} needs a file or a directory, got ''. Give a path.")
+        before = word
 
 
 @contextlib.contextmanager

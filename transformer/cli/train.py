@@ -16,7 +16,7 @@ from transformer.recipe_files import find_recipe, recipe_files
 
 USAGE = """\
 usage: {program} RECIPE [--workdir DIR] [--init DIR] [--profile START:STOP] [--fast] [--debug]
-       {blank} [--take-over] [--GROUP.FIELD VALUE ...]
+       {blank} [--restart] [--take-over] [--GROUP.FIELD VALUE ...]
        {program} RECIPE --help     show every field of a recipe, with its meaning and default
        {program} --list            list all recipes
 
@@ -27,6 +27,7 @@ replaces a bundled recipe of the same name.
                   workdir of another run; not needed again to resume
   --profile START:STOP
                   trace the steps after START up to STOP into WORKDIR/profile, for XProf
+  --restart       begin anew in the workdir of an earlier run, whose files move to WORKDIR/previous
   --take-over     replace the lock that a process on another host has left in the workdir, after its machine is gone
   --fast          run a few steps of everything (training, evaluation, checkpoint, samples) in a temporary workdir
   --debug         show the traceback of an error
@@ -52,6 +53,9 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError(
             f"the first argument must be a recipe, {got}. Try: {program('train')} number_words, or --list."
         )
+    for option in ("workdir", "init"):
+        if getattr(own, option) == "":
+            raise ConfigError(f"--{option} must name a directory, got ''. Leave the option out, or give a name.")
     path = find_recipe(rest[0])
 
     from transformer.training.overrides import fast, load_recipe_file, override
@@ -75,17 +79,18 @@ def main(arguments: Sequence[str]) -> int:
     workdir = own.workdir or f"runs/{recipe.name}"
     if own.fast and not own.workdir:
         workdir = processes.first_decides(lambda: tempfile.mkdtemp(prefix=f"{recipe.name}-fast-"))
-    again = [word for word in arguments if word != "--take-over"]  # the next lock may belong to a running process
+    # To resume, the next lock may belong to a running process, and the new run must not begin anew a second time.
+    again = [word for word in arguments if word not in ("--take-over", "--restart")]
     again += [] if own.workdir else ["--workdir", workdir]
     if warning := unused_warning(accelerator_present(), jax.default_backend()):
         print(f"warning: {warning}", file=sys.stderr)
     start = None
-    if source := own.init or origin_of(workdir):
+    if source := own.init or (None if own.restart else origin_of(workdir)):
         check_options(before, recipe, source)
     if own.init:
         start = start_from(own.init, recipe)
     command = f"{program('train')} {shlex.join(again)}"
-    options = {"start": start, "profile": window, "take_over": own.take_over}
+    options = {"start": start, "profile": window, "take_over": own.take_over, "restart": own.restart}
     code = train(recipe, workdir, command=command, **options).exit_code
     processes.part()
     return code
@@ -101,7 +106,7 @@ def list_recipes() -> int:
 def _parsed(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """The options of the command itself, and the rest: the recipe and its overrides."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    for flag in ("--list", "--fast", "--take-over", "--debug"):
+    for flag in ("--list", "--fast", "--restart", "--take-over", "--debug"):
         parser.add_argument(flag, action="store_true")
     for option in ("--workdir", "--init", "--profile"):
         parser.add_argument(option)

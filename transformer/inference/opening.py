@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 KEPT_FIELDS = (
     *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "cls_token_id", "mask_token_id"),
     *("unk_token_id", "decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id"),
+    "encoder_no_repeat_ngram_size",
     *("id2label", "label2id", "problem_type", "max_position_embeddings"),
 )
 """fields of config.json that go from one directory to the next: special ids, names, limits"""
@@ -275,17 +276,14 @@ def export(
         WeightsError: the directory is not empty.
     """
     from transformer.data.tokenizer_files import as_pretrained
-    from transformer.zoo import choose_family, save_pretrained, with_plain_embeddings
+    from transformer.zoo import choose_family, save_pretrained, with_equivalent
 
     model, params, kept = opened.model, opened.params, {}
     if dtype is not None:
         model = model.clone(config=model.config.replace(dtype=dtype, param_dtype=dtype))
         params = _cast(model, params)
     if opened.run is not None:
-        try:
-            choose_family(model, family)
-        except ConfigError:
-            model, params = with_plain_embeddings(model, params)
+        model, params = with_equivalent(model, params, family, opened.context)
     if opened.pretrained is not None:
         family = opened.pretrained.family.name if family is None else family
         kept = {name: value for name, value in opened.pretrained.fields.items() if name in KEPT_FIELDS}

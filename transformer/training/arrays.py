@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import logging
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -72,6 +75,7 @@ def save(directory: Path, leaves: Mapping[LeafPath, Any], copied: Callable[[], o
     """
     filled = _filled(leaves)
     if filled:
+        _hear_errors_once()
         # Weights do not compress, and trying costs the cores that train.
         handler = ocp.PyTreeCheckpointHandler(use_compression=False)
         args = ocp.args.PyTreeSave(nest(filled))
@@ -81,6 +85,28 @@ def save(directory: Path, leaves: Mapping[LeafPath, Any], copied: Callable[[], o
             commit.result()
         return lambda: handler.finalize(epath.Path(directory))
     return lambda: None
+
+
+@functools.cache
+def _hear_errors_once() -> None:
+    """Drops what Orbax and TensorStore print about a failed write beside raising it: a log record with a traceback from
+    each thread and task, and one more traceback for every array whose write ends after Orbax has closed its event loop.
+    """
+
+    def is_new(record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        left = text.startswith(("Task exception was never retrieved", "Future exception was never retrieved"))
+        left = left and any(word in text for word in ("orbax", "OCDBT", "os_error_code"))
+        return not left and "_SignalingThread.run() raised an exception" not in text
+
+    def hook(unraisable: sys.UnraisableHookArgs) -> None:
+        error = unraisable.exc_value
+        if not (isinstance(error, RuntimeError) and str(error) == "Event loop is closed"):
+            before(unraisable)
+
+    before, sys.unraisablehook = sys.unraisablehook, hook
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).addFilter(is_new)
 
 
 def restore(directory: Path, wanted: Mapping[LeafPath, Any]) -> dict[LeafPath, Any]:

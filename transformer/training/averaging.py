@@ -17,10 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from transformer.config import ConfigError
-from transformer.training.checkpoint import Checkpointer, CheckpointError, load_data
+from transformer.training.checkpoint import Checkpointer, CheckpointError
 from transformer.training.manifest import CheckpointWarning, find_steps, sync, sync_tree
+from transformer.training.provenance import TOKENIZER, provenance
 from transformer.training.recipe import Recipe, load_recipe, save_recipe, to_json
-from transformer.training.runs import AVERAGE, TOKENIZER, is_average, load_usable
+from transformer.training.restart import AVERAGE
+from transformer.training.runs import is_average, load_own_tokenizer, load_usable
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,8 @@ def average(workdir: str | os.PathLike, last: int, to: str | os.PathLike | None 
     Raises:
         FileNotFoundError: no such workdir, or no checkpoint in it.
         CheckpointError: fewer valid checkpoints than `last`; damaged ones are named.
-        ConfigError: `to` holds something else than an average, or `workdir` is one itself.
+        ConfigError: `to` holds something else than an average, or `workdir` is one itself, or its recipe or tokenizer
+            was changed.
     """
     workdir = Path(workdir)
     recipe = load_recipe(workdir)
@@ -53,7 +56,7 @@ def average(workdir: str | os.PathLike, last: int, to: str | os.PathLike | None 
     _check_places(workdir, to)
     params, steps = _mean(recipe, workdir, last)
     facts = {"workdir": str(workdir), "steps": list(steps)}
-    fingerprint = (load_data(workdir, steps[-1]) or {}).get("fingerprint")
+    trained = provenance(workdir, steps[-1])
     recipe = dataclasses.replace(recipe, lora=None)  # its updates are in the parameters
 
     to.parent.mkdir(parents=True, exist_ok=True)
@@ -65,7 +68,7 @@ def average(workdir: str | os.PathLike, last: int, to: str | os.PathLike | None 
         save_recipe(recipe, new)
         (new / AVERAGE).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
         with Checkpointer(new) as checkpoints:
-            data = {"fingerprint": fingerprint, "average": facts}
+            data = {"fingerprint": trained.data, "tokenizer": trained.tokenizer, "average": facts}
             checkpoints.save(steps[-1], {"params": params}, data=data, recipe=to_json(recipe))
         sync_tree(new)
         if to.exists():
@@ -88,13 +91,14 @@ def _mean(recipe: Recipe, workdir: Path, last: int) -> tuple[Any, tuple[int, ...
     candidates = find_steps(root)
     if not candidates:
         raise FileNotFoundError(f"No checkpoint in {root}. Train first, or give the workdir of a run.")
+    tokenizer = load_own_tokenizer(recipe, workdir)
     sums, dtypes, steps, damaged = None, None, [], []
     # Fewer than that can't do, whatever is in them: nothing is read.
     for step in reversed(candidates if len(candidates) >= last else []):
         if len(steps) == last:
             break
         try:
-            params, _ = load_usable(recipe, workdir, step)
+            params, _ = load_usable(recipe, tokenizer, workdir, step)
         except (CheckpointError, FileNotFoundError) as error:
             if (root / str(step)).exists():  # else the run that is training has just deleted it
                 damaged.append(str(error.__cause__ or error))

@@ -14,7 +14,7 @@ import os
 import shutil
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
@@ -31,9 +31,11 @@ from transformer.training.manifest import (
     check_sizes,
     find_steps,
     find_whole,
+    free_name,
     newest_valid,
     ranked,
     read_manifest,
+    record_first,
     sync,
     sync_tree,
     verified,
@@ -42,7 +44,7 @@ from transformer.training.manifest import (
 
 __all__ = [
     *("CheckpointError", "CheckpointSaveError", "CheckpointWarning", "Checkpointer", "Restored"),
-    *("load_data", "load_params"),
+    *("load_data", "load_items", "load_params"),
 ]
 
 
@@ -181,7 +183,7 @@ class Checkpointer:
         """What stands where this step goes (damaged, foreign, or of a run gone back) is kept under another name."""
         final = self._root / str(step)
         if final.exists():
-            aside = next(name for name in _names(f"{final}.invalid") if not name.exists())
+            aside = free_name(f"{final}.invalid")
             try:
                 os.rename(final, aside)
             except OSError as error:
@@ -222,6 +224,14 @@ class Checkpointer:
         finally:
             copied.set()
         if first:
+            # Not before the commit: a kill in between would make a run without a checkpoint look like one that lost it.
+            try:
+                record_first(self._root.parent, step)
+            except OSError as error:
+                raise CheckpointSaveError(
+                    f"The checkpoint of step {step} is written, but {error.filename} cannot be: {error.strerror}. Make "
+                    "room, or make it writable, and run the same command again."
+                ) from error
             self._delete_old(step)
         processes.barrier("checkpoint committed")
 
@@ -310,26 +320,25 @@ def load_params(
     raise CheckpointError(f"{directory} holds none of {', '.join(names)}. It holds: {', '.join(saved)}.")
 
 
-def load_data(workdir: str | os.PathLike, step: int) -> Any:
-    """What `save` was given as data with this step, None if nothing. Of the files only the sizes are checked, with a
-    CheckpointError: `load_params` verifies all of them.
+def load_items(workdir: str | os.PathLike, step: int) -> tuple[Path, dict[str, str], dict[str, Any]]:
+    """Directory of a checkpoint, and file names and values of what `save` was given beside the state: "data" and
+    "recipe", None if nothing. Of the files only the sizes are checked, with a CheckpointError: `load_params` verifies
+    all of them.
     """
     directory = _root(workdir) / str(step)
     manifest = read_manifest(directory)
     check_sizes(directory, manifest)
-    return _item(directory, manifest, "data")
+    names = {file.partition("-")[0]: file for file in manifest["items"]}
+    return directory, names, {name: _item(directory, manifest, name) for name in names}
+
+
+def load_data(workdir: str | os.PathLike, step: int) -> Any:
+    """What `save` was given as data with this step, None if nothing; as `load_items`."""
+    return load_items(workdir, step)[2].get("data")
 
 
 def _root(workdir: str | os.PathLike) -> Path:
     return Path(os.path.abspath(workdir)) / "checkpoints"
-
-
-def _names(first: str) -> Iterator[Path]:
-    yield Path(first)
-    number = 2
-    while True:
-        yield Path(f"{first}-{number}")
-        number += 1
 
 
 def _restore(directory: Path, manifest: dict[str, Any], abstract: PyTree) -> PyTree:

@@ -67,6 +67,11 @@ class WorkdirLock:
                 holder = _read(file)
         except FileNotFoundError:
             return  # removed by hand: nobody else claims the workdir
+        except OSError as error:
+            raise OSError(
+                f"the run cannot save into {self._path.parent}: {error.strerror} ({NAME}). Make the directory readable "
+                "and writable, then rerun the command: it resumes from the newest checkpoint."
+            ) from error
         if holder is not None and holder != self._record:
             raise WorkdirInUseError(
                 f"{_described(holder)} has taken over {self._path.parent}. This process (process {os.getpid()} on host "
@@ -89,7 +94,12 @@ class WorkdirLock:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        self.release()
+        try:
+            self.release()
+        except OSError as failure:
+            if error is None:
+                raise
+            error.add_note(str(failure))  # the first error is the one to show
 
     def _create(self, record: dict[str, Any]) -> bool:
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -28,7 +29,9 @@ from transformer.training.parallel import place
 from transformer.training.profiling import Profiler, Window
 from transformer.training.recipe import Recipe, build_model, to_json
 from transformer.training.report import append_samples, cache_line, cut_samples, device_line, report, samples
+from transformer.training.restart import set_aside, writing_explained
 from transformer.training.runs import begin, checkpoint_data, load_run, open_run, record_run, shared_facts
+from transformer.training.settings import schedule_warning
 from transformer.training.signals import StopSignal
 from transformer.training.speed import Speed
 from transformer.training.start import Start
@@ -52,12 +55,13 @@ def train(
     start: Start | None = None,
     profile: Window | None = None,
     take_over: bool = False,
+    restart: bool = False,
 ) -> Summary:
     """Train a recipe in a workdir to its last step or until a signal. An existing run is resumed, bit for bit.
 
-    The workdir contains recipe.json, calls.jsonl, tokenizer/, checkpoints/, metrics.jsonl, tensorboard/, samples.txt,
-    loss.png, summary.json and, with `profile`, profile/. All processes of one run (`parallel.coordinator`) make the
-    same call, with one workdir that all can see.
+    The workdir contains recipe.json, calls.jsonl, tokenizer/, checkpoints/, first_checkpoint.json, metrics.jsonl,
+    tensorboard/, samples.txt, loss.png, summary.json and, with `profile`, profile/. All processes of one run
+    (`parallel.coordinator`) make the same call, with one workdir that all can see.
 
     Args:
         recipe: what to train.
@@ -66,6 +70,7 @@ def train(
         start: a model to initialize from (`transformer.inference.start_from` reads it); not needed again to resume.
         profile: the steps to trace.
         take_over: replace the lock of a process on another host (`WorkdirLock`).
+        restart: begin anew; the files of an earlier run in the workdir move to its directory `previous`.
 
     Raises:
         ValueError: a recipe or data that can't be, or a workdir of another run.
@@ -87,6 +92,7 @@ def train(
             silence = resources.enter_context(open(os.devnull, "w"))
             resources.enter_context(contextlib.redirect_stdout(silence))
         processes.check_shared(workdir / LOCK)
+        resources.enter_context(writing_explained(workdir))
         stop = resources.enter_context(StopSignal())
         stopping = processes.SharedStop(stop)
 
@@ -95,8 +101,11 @@ def train(
         if kept := cache_line():
             print(kept)
         processes.check_alike("settings", shared_facts(recipe))
+        processes.check_alike("--restart", str(restart))
         processes.check_alike("models to start from", "" if start is None else start.fingerprint)
-        recipe, dataset = open_run(recipe, workdir, say=print, start=start)
+        recipe, dataset = open_run(recipe, workdir, say=print, start=start, restart=restart)
+        if (warning := schedule_warning(recipe.optimizer, recipe.training.steps)) and processes.is_first():
+            print(f"warning: {warning}", file=sys.stderr, flush=True)
         processes.check_alike("data", dataset.fingerprint)
         model, steps = build_model(recipe), recipe.training.steps
         watch = resources.enter_context(MemoryWatch(recipe))
@@ -106,6 +115,8 @@ def train(
             print(spread)
 
         # Where to begin: the newest checkpoint, or a new state
+        if restart and (previous := processes.first_decides(lambda: str(set_aside(workdir) or ""))):
+            print(f"restart: the earlier run is now in {previous}")
         keep = {"keep_last": recipe.checkpoint.keep_last, "keep_best": recipe.checkpoint.keep_best}
         checkpoints = resources.enter_context(Checkpointer(workdir, **keep))
         batches = dataset.train_batches(recipe.training.seed, placement.rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import warnings
@@ -13,6 +14,8 @@ from typing import Any
 FORMAT = 1
 """version of a manifest"""
 NAME = "manifest.json"
+FIRST = "first_checkpoint.json"
+"""file of a workdir that records the first checkpoint saved in it, even after all checkpoints are gone"""
 
 
 class CheckpointError(ValueError):
@@ -104,6 +107,21 @@ def find_steps(root: Path) -> list[int]:
     )
 
 
+def record_first(workdir: Path, step: int) -> None:
+    """Records that the workdir has had a checkpoint, unless that is recorded."""
+    path = workdir / FIRST
+    if not path.exists():
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps({"step": step}) + "\n", encoding="utf-8")
+        os.replace(partial, path)
+
+
+def free_name(first: str) -> Path:
+    """The first of `first`, `first-2`, `first-3`, ... that does not exist."""
+    names = itertools.chain([first], (f"{first}-{number}" for number in itertools.count(2)))
+    return next(path for path in map(Path, names) if not path.exists())
+
+
 def find_whole(root: Path) -> dict[int, dict[str, Any]]:
     """Step -> manifest of those that look whole at a glance."""
     whole = {}
@@ -160,8 +178,8 @@ def newest_valid(root: Path, damaged: set[int]) -> tuple[Path, dict[str, Any]] |
         listed = "\n  ".join(reasons)
         raise CheckpointError(
             f"No valid checkpoint in {root}:\n  {listed}\n"
-            "Nothing starts again from step 0 by itself. Put a good copy back, or move the directory away to start "
-            f"anew: mv {root} {root}.bad"
+            "Nothing starts again from step 0 by itself. Put a good copy back, or pass --restart (in Python: "
+            "restart=True) to begin anew; what is there is kept."
         )
     return None
 

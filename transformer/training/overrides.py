@@ -140,7 +140,8 @@ def fast(recipe: Recipe) -> Recipe:
 def _options(recipe: Recipe) -> list[str]:
     names = [f"--{field.replace('_', '-')}" for field in flatten(recipe)]
     names += [f"--lora.{field.name}" for field in dataclasses.fields(LoRA)]
-    return [*dict.fromkeys(names), "--help", "--list", "--fast", "--workdir", "--init", "--profile", "--debug"]
+    own = ("help", "list", "fast", "workdir", "init", "profile", "restart", "take-over", "debug")
+    return [*dict.fromkeys(names), *(f"--{name}" for name in own)]
 
 
 def _unknown_option(recipe: Recipe, arguments: Sequence[str]) -> str | None:

@@ -32,6 +32,11 @@ VERSION = 1
 """of recipe.json; another one is not read"""
 FILE = "recipe.json"
 
+LARGEST = 2**31 - 1
+"""largest integer of a recipe: steps, sizes and counts become int32"""
+LARGEST_SEED = 2**32 - 1
+"""largest `training.seed`: JAX and Grain take 32 bits, and JAX would drop the others without a word"""
+
 MAY_CHANGE = (
     "name",
     "execution",
@@ -101,6 +106,7 @@ class Recipe:
     def __post_init__(self):
         if not self.name or self.name != os.path.basename(self.name):
             raise ConfigError(f"name must be a plain name, as it becomes a directory under runs/, got {self.name!r}.")
+        self._check_limits()
         field, rows = shared_rows(self.data)
         if rows % self.training.accumulation:
             raise ConfigError(
@@ -135,6 +141,16 @@ class Recipe:
                 f"parallel.context ({self.parallel.context}) splits rows of one length, but data.batch_tokens makes "
                 f"batches as long as their pairs. Leave it out, or give data.packed_length, a multiple of it."
             )
+
+    def _check_limits(self) -> None:
+        """Raises ConfigError for an integer that does not fit its type, and for a path that is empty."""
+        for field, value in flatten(self).items():
+            most = LARGEST_SEED if field == "training.seed" else LARGEST
+            if isinstance(value, int) and abs(value) > most:
+                raise ConfigError(f"{field} must be at most {most}, got {value}.")
+        for field in sorted(PLACES):
+            if getattr(self.data, field, None) == "":
+                raise ConfigError(f"data.{field} must name a file or a folder, got ''. Leave it out, or give a path.")
 
     @property
     def task(self) -> str:

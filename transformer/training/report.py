@@ -67,12 +67,13 @@ def cut_samples(workdir: Path, step: int) -> None:
     path = workdir / SAMPLES
     if not path.exists():
         return
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    # Bytes that are no UTF-8 (of another program, or of a damaged disk) come out as they went in.
+    lines = path.read_text(encoding="utf-8", errors="surrogateescape").splitlines(keepends=True)
     for index, line in enumerate(lines):
         number = line.removeprefix(_HEADER).removesuffix(" ===\n")
         if line.startswith(_HEADER) and number.isdecimal() and int(number) > step:
             partial = path.with_suffix(".txt.partial")
-            partial.write_text("".join(lines[:index]), encoding="utf-8")
+            partial.write_text("".join(lines[:index]), encoding="utf-8", errors="surrogateescape")
             os.replace(partial, path)
             return
 

@@ -17,34 +17,37 @@ from transformer.config import ConfigError
 from transformer.data import PLACES, Dataset, Tokenizer, load_tokenizer
 from transformer.data import prepare as prepare_data
 from transformer.training import processes
-from transformer.training.checkpoint import Checkpointer, CheckpointError, load_data, load_params
+from transformer.training.checkpoint import Checkpointer, CheckpointError, load_params
 from transformer.training.journal import Ledger
-from transformer.training.manifest import find_steps
 from transformer.training.parallel import Placement
+from transformer.training.provenance import (
+    TOKENIZER,
+    WorkdirError,
+    check_recipe_of_command,
+    check_unchanged,
+    newest_provenance,
+    provenance,
+    tokenizer_fingerprint,
+)
 from transformer.training.recipe import (
     FILE,
-    Change,
     Recipe,
     build_model,
-    difference,
-    from_json,
     load_recipe,
     save_recipe,
     to_json,
     with_labels,
     with_vocabulary,
 )
+from transformer.training.restart import AVERAGE, check_not_lost, has_checkpoints
 from transformer.training.start import Start, begun_from, told, with_new_parameters, with_recipe_s
 from transformer.training.state import TrainState, example_inputs, model_params
 from transformer.training.tasks import TASKS
 
-TOKENIZER = "tokenizer"
-AVERAGE = "average.json"
-"""file that tells an average of checkpoints (`averaging`) from a run that can go on"""
-
-
-class WorkdirError(ConfigError):
-    """A workdir that holds another run than the one that was asked for."""
+__all__ = [
+    *("Run", "WorkdirError", "begin", "checkpoint_data", "has_checkpoints", "is_average", "load_own_tokenizer"),
+    *("load_run", "load_usable", "open_run", "record_run", "shared_facts"),
+]
 
 
 @dataclass(frozen=True)
@@ -70,28 +73,37 @@ def load_run(workdir: str | os.PathLike, step: Literal["best", "newest"] | int =
 
     Raises:
         FileNotFoundError: no such workdir, or no checkpoint in it (or not that one).
+        WorkdirError: the recipe or the tokenizer is not the one that the checkpoint was trained with.
         ValueError: a recipe, tokenizer or checkpoint that can't be read; the message names it.
     """
     recipe = load_recipe(workdir)
-    tokenizer = load_tokenizer(Path(workdir) / TOKENIZER) if TASKS[recipe.task].tokens else None
+    tokenizer = load_own_tokenizer(recipe, workdir)
     if step == "best" and is_average(workdir):
         step = "newest"
     try:
-        params, found = load_usable(recipe, workdir, step)
+        params, found = load_usable(recipe, tokenizer, workdir, step)
     except CheckpointError as error:
         if step != "best":
             raise
         warnings.warn(f"{error} Taking the newest valid checkpoint.", stacklevel=2)
-        params, found = load_usable(recipe, workdir, "newest")
-    fingerprint = (load_data(workdir, found) or {}).get("fingerprint")
-    return Run(recipe, build_model(recipe), params, tokenizer, found, fingerprint)
+        params, found = load_usable(recipe, tokenizer, workdir, "newest")
+    return Run(recipe, build_model(recipe), params, tokenizer, found, provenance(workdir, found).data)
 
 
-def load_usable(recipe: Recipe, workdir: str | os.PathLike, step: Literal["best", "newest"] | int) -> tuple[Any, int]:
+def load_own_tokenizer(recipe: Recipe, workdir: str | os.PathLike) -> Tokenizer | None:
+    """The tokenizer of a run; None for a task that reads no tokens. Raises as `load_tokenizer`."""
+    return load_tokenizer(Path(workdir) / TOKENIZER) if TASKS[recipe.task].tokens else None
+
+
+def load_usable(
+    recipe: Recipe, tokenizer: Tokenizer | None, workdir: str | os.PathLike, step: Literal["best", "newest"] | int
+) -> tuple[Any, int]:
     """The model's parameters, a tree, of a checkpoint, and its step: averaged where the run kept an average, with LoRA
-    the updates merged into the base. Raises as `load_params`.
+    the updates merged into the base. Raises as `load_params`, and WorkdirError if the checkpoint was trained with
+    another recipe or tokenizer.
     """
     params, found = load_params(workdir, step=step, names=("ema", "params"))
+    check_unchanged(provenance(workdir, found), recipe, tokenizer, workdir, resuming=False)
     if recipe.lora is not None:
         base, _ = load_params(workdir, step=found, names="base")
         params = model_params(recipe, {"new": {}, **params}, base)  # what is empty is not saved
@@ -104,40 +116,53 @@ def is_average(workdir: str | os.PathLike) -> bool:
 
 
 def open_run(
-    recipe: Recipe, workdir: str | os.PathLike, say: Callable[[str], None], start: Start | None = None
+    recipe: Recipe,
+    workdir: str | os.PathLike,
+    say: Callable[[str], None],
+    start: Start | None = None,
+    restart: bool = False,
 ) -> tuple[Recipe, Dataset]:
     """The recipe with what data and `start` decide filled in, and its data, for a new run or to go on with the one in
     the workdir, which knows what it started from.
 
-    Nothing is written. What may change between two calls of a run and did is told to `say`.
+    Nothing is written. What may change between two calls of a run and did is told to `say`. With `restart` it is a new
+    run, whatever the workdir holds.
 
     Raises:
         WorkdirError: the workdir holds checkpoints of another model, data, optimizer, start or seed; shows the
-            difference. Or it holds an average of checkpoints; or it was to start from a model, and has no checkpoint
-            yet, and no `start` is given.
+            difference. Or it holds an average of checkpoints, or a run whose checkpoints are gone; or it was to start
+            from a model, and has no checkpoint yet, or with `restart`, and no `start` is given.
         ConfigError: LoRA without a model to update, or one that has not the recipe's parameters.
         ValueError: data that can't be read, or that doesn't fit the model.
     """
     workdir = Path(workdir)
-    if is_average(workdir):
+    resumes = has_checkpoints(workdir) and not restart
+    if is_average(workdir) and not restart:
         raise WorkdirError(
             f"{workdir} holds an average of checkpoints, without the optimizer's state: no run can go on from it. "
             f"Train in another --workdir; --init {workdir} starts a new run from these parameters."
         )
+    if not restart:
+        check_not_lost(workdir)
     tokenizer = None if start is None else start.tokenizer
     recipe = recipe if start is None else start.applied_to(recipe)
-    old = load_recipe(workdir) if (workdir / FILE).exists() and (has_checkpoints(workdir) or start is None) else None
-    if has_checkpoints(workdir):
-        if old is not None:
-            recipe = _filled_in(recipe, old)
-            for change in _refuse_other_run(old, recipe, workdir):
-                say(f"changed since the last call: {change}")
+    old = load_recipe(workdir) if (workdir / FILE).exists() and (resumes or start is None) else None
+    if resumes:
         if (workdir / TOKENIZER).exists():
             tokenizer = load_tokenizer(workdir / TOKENIZER)
+        if old is not None:
+            if trained := newest_provenance(workdir):  # before the data is tokenized
+                check_unchanged(trained, old, tokenizer, workdir, resuming=False)
+            recipe = _filled_in(recipe, old)
+            for change in check_recipe_of_command(old, recipe, workdir):
+                say(f"changed since the last call: {change}")
     elif start is None and old is not None and old.origin is not None:
         raise WorkdirError(
             f"{workdir} was to start from {old.origin.source} and has no checkpoint yet: nothing of it is here. Give "
             f"--init {old.origin.source} again."
+            if not restart
+            else f"the run in {workdir} was initialized from {old.origin.source}. To begin anew, give --init "
+            f"{old.origin.source} (or another model) beside --restart; without one, train in another --workdir."
         )
     dataset = prepare_data(recipe.data, tokenizer=tokenizer)
     recipe = dataclasses.replace(recipe, data=dataset.config)
@@ -182,7 +207,9 @@ def begin(
         print(told(recipe, start))
         return begun_from(start, placement.new_state()), Ledger()
     restored = checkpoints.restore_newest(placement.abstract_state())
-    _refuse_other_run(from_json(restored.recipe, f"the recipe in {restored.path}"), recipe, workdir)
+    trained = provenance(workdir, restored.step)
+    filled = recipe if trained.recipe is None else _filled_in(recipe, trained.recipe)
+    check_unchanged(trained, filled, dataset.tokenizer, workdir, resuming=True)
     if not dataset.is_known_as(restored.data["fingerprint"]):
         raise WorkdirError(
             f"the data has changed since {workdir} was trained on it (fingerprint {restored.data['fingerprint'][:12]}, "
@@ -199,6 +226,7 @@ def checkpoint_data(dataset: Dataset, batches: Any, ledger: Ledger) -> dict[str,
         "batches": batches.get_state(),
         "ledger": dataclasses.asdict(ledger),
         "fingerprint": dataset.fingerprint,
+        "tokenizer": tokenizer_fingerprint(dataset.tokenizer),
     }
 
 
@@ -212,23 +240,6 @@ def shared_facts(recipe: Recipe) -> str:
     if values["origin"] is not None:
         del values["origin"]["source"]
     return json.dumps(values, sort_keys=True)
-
-
-def has_checkpoints(workdir: str | os.PathLike) -> bool:
-    """Whether there is any checkpoint, valid or not."""
-    return bool(find_steps(Path(workdir) / "checkpoints"))
-
-
-def _refuse_other_run(old: Recipe, new: Recipe, workdir: str | os.PathLike) -> list[Change]:
-    """Raises WorkdirError for fields that must match; returns the others that differ."""
-    must_match, may_change = difference(old, _filled_in(new, old))
-    if must_match:
-        listed = "; ".join(map(str, must_match))
-        raise WorkdirError(
-            f"{workdir} holds a run that differs from this one in {listed}. Take these back to go on with it, or give "
-            f"another --workdir to start anew."
-        )
-    return may_change
 
 
 def _filled_in(new: Recipe, old: Recipe) -> Recipe:

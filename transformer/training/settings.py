@@ -95,6 +95,27 @@ class OptimizerConfig:
             raise ConfigError(f"optimizer.warmup_steps must be at least 1 with schedule={self.schedule!r}, got 0.")
 
 
+def schedule_warning(config: OptimizerConfig, steps: int) -> str | None:
+    """What is wrong with the learning-rate schedule of a run of `steps` steps; None if nothing is.
+
+    It is no error: a short run may be the first part of a longer one, since `training.steps` may be raised and
+    `optimizer.warmup_steps` may not be changed.
+    """
+    warmup, decay = config.warmup_steps, config.decay_steps
+    if warmup > steps:
+        return (
+            f"the learning rate never reaches its peak: warm-up of {warmup} steps (--optimizer.warmup-steps), run of "
+            f"{steps} (--training.steps). Shorten the warm-up, or train longer."
+        )
+    if config.schedule in ("cosine", "wsd") and decay is not None and decay <= warmup:
+        return (
+            f"the learning rate drops to its final value right after the warm-up: decay ends at step {decay} "
+            f"(--optimizer.decay-steps), warm-up at step {warmup} (--optimizer.warmup-steps). Raise "
+            f"--optimizer.decay-steps, or leave it out."
+        )
+    return None
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
     """How long and on what terms."""

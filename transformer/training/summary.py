@@ -104,7 +104,9 @@ def save_summary(summary: Summary, workdir: str | os.PathLike) -> None:
 
 
 def read_summary(workdir: str | os.PathLike) -> Summary | None:
-    """The summary of a finished run; None when there is none that can be read (it is a report, not the run's state)."""
+    """The summary of a finished run, with `workdir` as given here: a run may have been moved or copied. None when there
+    is none that can be read (it is a report, not the run's state).
+    """
     try:
         values: dict[str, Any] = json.loads((Path(workdir) / FILE).read_text(encoding="utf-8"))
         values["exact_match"] = {group: Score(**score) for group, score in values["exact_match"].items()}
@@ -113,7 +115,7 @@ def read_summary(workdir: str | os.PathLike) -> Summary | None:
         for name in ("held_out", "baseline"):
             values[name] = None if values.get(name) is None else EvalLoss(**values[name])
         values["translations"] = tuple(tuple(item) for item in values["translations"])
-        return Summary(**values)
+        return Summary(**{**values, "workdir": str(workdir)})
     except (OSError, ValueError, TypeError, KeyError):
         return None
 

@@ -1,6 +1,7 @@
 """Pretrained families: each one file of data, read and written by the same few functions."""
 
 from transformer.zoo.entries import ENTRIES
+from transformer.zoo.equivalents import with_equivalent, with_plain_embeddings
 from transformer.zoo.family import Family, Head, Variant, abstract_params
 from transformer.zoo.pretrained import (
     Pretrained,
@@ -10,7 +11,6 @@ from transformer.zoo.pretrained import (
     find_variant,
     load_pretrained,
     save_pretrained,
-    with_plain_embeddings,
 )
 
 __all__ = [
@@ -26,5 +26,6 @@ __all__ = [
     "find_variant",
     "load_pretrained",
     "save_pretrained",
+    "with_equivalent",
     "with_plain_embeddings",
 ]

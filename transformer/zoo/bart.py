@@ -107,8 +107,8 @@ class Former(Fixed):
         return {}
 
 
-def bart_fields() -> tuple[Codec, ...]:
-    """The fields that BART and Marian share."""
+def bart_fields(*, pre_norm: bool = False) -> tuple[Codec, ...]:
+    """The fields that BART, Marian and Blenderbot share; the last has its norms before the sublayers."""
     return (
         Field("d_model", "d_model"),
         StackLayers(),
@@ -122,12 +122,14 @@ def bart_fields() -> tuple[Codec, ...]:
         Field("attention_dropout", "attention_dropout_rate", 0.0),
         Field("init_std", "initializer_range", 0.02),
         Fixed("is_encoder_decoder", (True,)),
-        Former("normalize_before", (False,)),
-        Former("add_final_layer_norm", (False,)),
+        Former("normalize_before", (pre_norm,)),
+        Former("add_final_layer_norm", (pre_norm,)),
         Former("add_bias_logits", (False,)),
         Unread(
             ("activation_dropout", "classif_dropout", "encoder_layerdrop", "decoder_layerdrop", "output_past")
-            + ("force_bos_token_to_be_generated", "initializer_range")
+            + ("force_bos_token_to_be_generated", "initializer_range", "forced_eos_token_id"),
+            # The reference would force a token of its own at the end.
+            {"forced_eos_token_id": None},
         ),
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from transformer.zoo.bart import BART
 from transformer.zoo.bert import BERT
+from transformer.zoo.blenderbot import BLENDERBOT
 from transformer.zoo.bloom import BLOOM
 from transformer.zoo.deepseek_v3 import DEEPSEEK_V3
 from transformer.zoo.distilbert import DISTILBERT
@@ -45,6 +46,7 @@ ENTRIES: dict[str, Family] = {
         MODERNBERT,
         BART,
         MARIAN,
+        BLENDERBOT,
         BLOOM,
         DISTILBERT,
         OPT,

@@ -27,6 +27,8 @@ MAX_EXPERTS = 100_000
 MAX_NUMBER = 2**31 - 1
 """in a config.json: sizes and places are 32 bits wide where they are computed with"""
 
+MAX_DIFFERENCES = 5
+"""fields of a model without a counterpart that a message lists"""
 MAX_UNKNOWN = 100
 """fields that are told of, each with the one that it is like"""
 
@@ -179,8 +181,13 @@ class Family:
         mine, theirs = (canonical(c) | ({"pooling": c.pooling} if pools else {}) for c in (config, again))
         differing = [name for name in mine if mine[name] != theirs[name]]
         if differing:
-            told = "; ".join(f"{name} is {mine[name]!r}, {self.title} has {theirs[name]!r}" for name in differing)
-            raise NoCounterpart(f"{self.title} has no counterpart for this model: {told}.", len(differing))
+            told = [
+                f"{name} {_difference(mine[name], theirs[name], self.title)}" for name in differing[:MAX_DIFFERENCES]
+            ]
+            more = f"; and {len(differing) - len(told)} more" if len(told) < len(differing) else ""
+            raise NoCounterpart(
+                f"{self.title} has no counterpart for this model: {'; '.join(told)}{more}.", len(differing)
+            )
         return values | {"dtype": config.param_dtype, "initializer_range": config.initializer_range or 0.02}
 
     def without_prefix(self, name: str) -> str:
@@ -265,6 +272,19 @@ def canonical(config: TransformerConfig) -> dict[str, Any]:
     if all(kind.moe is not None for layers in kinds.values() for kind in layers):
         values["d_ff"] = None  # the experts' own
     return values | {"layers": kinds}
+
+
+def _difference(mine: Any, theirs: Any, title: str) -> str:
+    """How a field of two canonical configs differs; of layers, the fields of the first that differs."""
+    if not isinstance(mine, dict):
+        return f"is {mine!r:.80}, {title} has {theirs!r:.80}"
+    for stack, kinds in mine.items():
+        for number, (one, other) in enumerate(zip(kinds, theirs[stack], strict=False)):
+            names = [f.name for f in dataclasses.fields(one) if getattr(one, f.name) != getattr(other, f.name)]
+            if names:
+                first, second = (", ".join(f"{n}={getattr(kind, n)!r:.80}" for n in names) for kind in (one, other))
+                return f"is {first} in layer {number} of the {stack}, {title} has {second}"
+    return f"is a list of another length than in {title}"  # where the numbers of layers differ
 
 
 def _biases(config: TransformerConfig) -> tuple[str, ...]:

@@ -80,6 +80,17 @@ class Codec(ABC):
         """Fields of a config.json. What can't be said there is left out, and found when it is read back."""
 
 
+_RESOLVED = {
+    "d_ff": "feed_forward_width",
+    "num_kv_heads": "kv_heads",
+    "head_dim": "size_of_head",
+    "value_dim": "size_of_value",
+    "num_encoder_layers": "encoder_layers",
+    "num_decoder_layers": "decoder_layers",
+}
+"""attributes of a TransformerConfig that may be None, and the property with the value that None stands for"""
+
+
 @dataclass(frozen=True)
 class Field(Codec):
     """One field for one: `name` in config.json, `attribute` of a TransformerConfig, `default` where it is missing."""
@@ -89,6 +100,8 @@ class Field(Codec):
     default: Any = REQUIRED
     values: Mapping[Any, Any] | None = None
     """value in config.json -> value here; the first of those that mean the same is written"""
+    nullable: bool = False
+    """whether null is a value of this field in the reference; the reference rejects null in all others"""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -108,8 +121,15 @@ class Field(Codec):
     def write(self, config: TransformerConfig) -> dict[str, Any]:
         value = getattr(config, self.attribute)
         if self.values is not None:
-            value = next((theirs for theirs, ours in self.values.items() if ours == value), None)
-        return {self.name: value}
+            named = [theirs for theirs, ours in self.values.items() if ours == value]
+            return {self.name: named[0]} if named else {}
+        if value is not None or self.nullable:
+            return {self.name: value}
+        if self.attribute in _RESOLVED:
+            return {self.name: getattr(config, _RESOLVED[self.attribute])}
+        if self.attribute == "initializer_range":  # nothing that a trained model computes depends on it
+            return {self.name: self.default}
+        return {}
 
 
 @dataclass(frozen=True)

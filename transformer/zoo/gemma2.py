@@ -96,8 +96,8 @@ GEMMA2 = Family(
         Rope(),
         Biases("attention_bias"),
         QueryScale(),
-        Field("attn_logit_softcapping", "attention_softcap", 50.0),
-        Field("final_logit_softcapping", "logit_softcap", 30.0),
+        Field("attn_logit_softcapping", "attention_softcap", 50.0, nullable=True),
+        Field("final_logit_softcapping", "logit_softcap", 30.0, nullable=True),
         AlternatingWindows(),
         Fixed("use_bidirectional_attention", (None, False)),
         # Of the published files; hidden_activation and sliding_window are what is computed with.

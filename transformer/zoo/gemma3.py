@@ -103,7 +103,7 @@ GEMMA3 = Family(
         QueryScale(),
         # The reference has a field for capped scores and never caps them.
         Fixed("attn_logit_softcapping", (None,)),
-        Field("final_logit_softcapping", "logit_softcap", None),
+        Field("final_logit_softcapping", "logit_softcap", None, nullable=True),
         LocalAndGlobal(),
         Fixed("use_bidirectional_attention", (False, None)),
         Unread(("hidden_act",)),

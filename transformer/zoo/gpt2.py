@@ -61,7 +61,7 @@ GPT2 = Family(
         Field("n_embd", "d_model", 768),
         Field("n_layer", "num_layers", 12),
         Field("n_head", "num_heads", 12),
-        Field("n_inner", "d_ff", None),
+        Field("n_inner", "d_ff", None, nullable=True),
         Field("activation_function", "activation", "gelu_new", ACTIVATIONS),
         Field("layer_norm_epsilon", "norm_epsilon", 1e-5),
         Field("tie_word_embeddings", "tie_embeddings", True),

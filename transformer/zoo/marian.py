@@ -42,11 +42,39 @@ class Vocabularies(Codec):
         }
 
 
+@dataclass(frozen=True)
+class Positions(Codec):
+    """Sinusoids, sines first; or, where `static_position_embeddings` is false, tables of `max_position_embeddings` rows
+    that are in the file, one a stack. The reference reads the tables wherever a file has them, and computes them where
+    it does not.
+    """
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return ("static_position_embeddings", "max_position_embeddings")
+
+    def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+        static = values.get("static_position_embeddings", True)
+        if not isinstance(static, bool):
+            raise FieldError(f"static_position_embeddings must be true or false, got {static!r:.80}")
+        if static:
+            return {"position": "sinusoidal_halves"}
+        if "max_position_embeddings" not in values:
+            raise FieldError("static_position_embeddings is false, but max_position_embeddings is missing")
+        return {"position": "learned", "max_length": values["max_position_embeddings"]}
+
+    def write(self, config: TransformerConfig) -> dict[str, Any]:
+        if config.position == "learned":
+            return {"static_position_embeddings": False, "max_position_embeddings": config.max_length}
+        return {"max_position_embeddings": 512}
+
+
 def _rules(config: TransformerConfig) -> Sequence[Rule]:
     target = "model.shared.weight" if config.source_vocab_size is None else "model.decoder.embed_tokens.weight"
     return [
         Rule(target, "embedding/embedding"),
         Rule("model.encoder.embed_tokens.weight", "source_embedding/embedding"),
+        *(Rule(f"model.{stack}.embed_positions.weight", f"{stack}/position_table") for stack in ("encoder", "decoder")),
         *stack_rules(),
     ]
 
@@ -64,15 +92,12 @@ MARIAN = Family(
     title="Marian",
     citation="Junczys-Dowmunt et al. 2018, arXiv 1804.00344; Tiedemann & Thottingal 2020, OPUS-MT",
     heads={"MarianMTModel": Head(model=Seq2Seq, constants={"output_bias": True}, rules=(LOGITS_BIAS,))},
-    constants={"norm": "layer_norm", "norm_epsilon": 1e-5, "norm_position": "post", "use_bias": True}
-    | {"position": "sinusoidal_halves"},
+    constants={"norm": "layer_norm", "norm_epsilon": 1e-5, "norm_position": "post", "use_bias": True},
     fields=(
         Vocabularies(),
         *bart_fields(),
-        # The table of positions is computed: nothing ends with it.
-        Unread(("max_position_embeddings",), {"max_position_embeddings": 512}),
+        Positions(),
         Former("normalize_embedding", (False,)),
-        Former("static_position_embeddings", (True,)),
         Unread(("extra_pos_embeddings",)),
     ),
     rules=_rules,

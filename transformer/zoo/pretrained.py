@@ -20,7 +20,6 @@ from jax.sharding import Mesh, NamedSharding
 from transformer.config import ConfigError, Execution, TransformerConfig, nearest
 from transformer.data.pretrained_tokenizer import PretrainedTokenizer, load_pretrained_tokenizer
 from transformer.data.tokenizer import TOKENIZER_FILE
-from transformer.models import CausalLM, MaskedLM, Seq2Seq
 from transformer.sharding import AXES, check_model, parameter_spec
 from transformer.weights.files import WeightFiles, first_non_finite, write_weights
 from transformer.weights.hub import fetch
@@ -251,27 +250,9 @@ def choose_family(model: nn.Module, family: str | None = None) -> tuple[Family, 
         where = f"{ENTRIES[family].title} has" if family else "no family here has"
         raise ConfigError(f"{where} a model of the kind {type(model).__name__}, so that it can't be saved as one.")
     nearest_one = min(refusals, key=lambda refusal: refusal.differences)
-    raise ConfigError(f"the model can't be saved for others to read. The nearest: {nearest_one}")
-
-
-def with_plain_embeddings(model: nn.Module, params: Any) -> tuple[nn.Module, Any]:
-    """The same function, of a model that multiplies its embeddings by sqrt(d_model), with tables that hold the products
-    already, as most families have them; where the logits are made by the same table, they get its numbers as they were
-    for a map of their own. A model that doesn't multiply stays, and one that is tied and has biases on its logits.
-    """
-    config = model.config
-    tied = config.tie_embeddings and isinstance(model, CausalLM | Seq2Seq | MaskedLM)
-    if not config.scale_embeddings or (tied and config.output_bias):
-        return model, params
-    scale = np.asarray(config.d_model**0.5, config.dtype)
-    tables = {name: params[name] for name in ("embedding", "source_embedding") if name in params}
-    changed = {
-        name: jax.tree.map(lambda table: table * scale.astype(table.dtype), tree) for name, tree in tables.items()
-    }
-    if tied:
-        changed["output"] = {"kernel": params["embedding"]["embedding"].T}
-        config = config.replace(tie_embeddings=False)
-    return model.clone(config=config.replace(scale_embeddings=False)), {**params, **changed}
+    known = "an architecture of the transformers library that is known here"
+    where = known if family is None else ENTRIES[family].title
+    raise NoCounterpart(f"the model can't be saved as {where}. The nearest: {nearest_one}", nearest_one.differences)
 
 
 def save_pretrained(

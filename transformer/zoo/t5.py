@@ -128,7 +128,7 @@ def t5_fields(*, feed_forward: str, scale_field: str | None) -> tuple[Codec, ...
         Field("d_kv", "head_dim", 64),
         Field("d_ff", "d_ff"),
         Field("num_layers", "num_layers"),
-        Field("num_decoder_layers", "num_decoder_layers", None),
+        Field("num_decoder_layers", "num_decoder_layers", None, nullable=True),
         Field("num_heads", "num_heads"),
         Field("relative_attention_num_buckets", "relative_buckets", 32),
         Field("relative_attention_max_distance", "relative_max_distance", 128),

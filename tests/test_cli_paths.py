@@ -1,0 +1,37 @@
+"""Paths on the command line that are empty."""
+
+import pytest
+
+from transformer.__main__ import main
+from transformer.cli.arguments import parse
+from transformer.cli.score import ScoreTexts
+
+OPTIONS = {
+    "train --workdir": ["train", "number_words", "--workdir", ""],
+    "train --workdir=": ["train", "number_words", "--workdir="],
+    "train --init": ["train", "number_words", "--init", ""],
+    "average --to": ["average", "run", "--to", ""],
+    "report --output": ["report", "run", "--output", ""],
+    "inspect --html": ["inspect", "run", "--prompt", "a", "--html="],
+}
+
+
+@pytest.mark.parametrize("words", OPTIONS.values(), ids=OPTIONS)
+def test_an_empty_option_is_an_error(words, capsys):
+    """An empty path would be the current directory, or silently the default."""
+    assert main(words) == 2
+    option = next(word for word in words if word.startswith("--") and word != "--prompt").rstrip("=")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {option} must name a ")
+    assert ", got ''. Leave " in line
+
+
+@pytest.mark.parametrize("words", [["generate", "", "--prompt", "a"], ["report", "run", ""], ["convert", "run", ""]])
+def test_an_empty_directory_is_an_error(words, capsys):
+    assert main(words) == 2
+    assert f"error: {words[0]} needs a file or a directory, got ''. Give a path." in capsys.readouterr().err
+
+
+def test_a_text_may_be_empty():
+    """Only paths may not."""
+    assert parse(ScoreTexts, "score", ["run", "--text", "a", "--text", ""]).text == ("a", "")

@@ -1,0 +1,151 @@
+"""Models that no family describes as they are: the one that is saved in their place computes the same."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from golden import case as golden_case
+
+from transformer.config import ConfigError, LayerKind, TransformerConfig
+from transformer.models import CausalLM, Classifier, MaskedLM, Seq2Seq, VisionClassifier
+from transformer.zoo import ENTRIES, choose_family, load_pretrained, save_pretrained, with_equivalent
+from transformer.zoo.equivalents import REWRITES
+
+SIZES = {"vocab_size": 29, "d_model": 12, "num_heads": 3, "num_layers": 2, "d_ff": 17}
+WITHOUT = {"period": (LayerKind(self_attention=False),)}
+
+# What differs from a family: the class, the config, the family asked for (None: any), and the one that is found.
+CASES = {
+    "relu2": (CausalLM, {"activation": "relu2", "use_bias": False, "norm": "rms_norm", "qk_norm": True}, None, "qwen3"),
+    "relu2 with biases": (CausalLM, {"activation": "relu2", "norm": "rms_norm"}, None, "llama"),
+    "norms without biases": (CausalLM, {"use_bias": False, "norm": "layer_norm_without_bias"}, None, "starcoder2"),
+    "no attention": (CausalLM, WITHOUT, None, "gpt_neox"),
+    "no attention in some": (CausalLM, {"prefix": WITHOUT["period"]}, None, "gpt_neox"),
+    "sinusoids": (CausalLM, {"position": "sinusoidal"}, None, "gpt2"),
+    "sines first": (CausalLM, {"position": "sinusoidal_halves"}, None, "gpt2"),
+    "epsilon": (CausalLM, {"position": "sinusoidal", "norm_epsilon": 0.03}, "opt", "opt"),
+    "epsilon, untied": (
+        CausalLM,
+        {"position": "sinusoidal", "norm_epsilon": 0.03, "tie_embeddings": False, "scale_embeddings": False},
+        "opt",
+        "opt",
+    ),
+    "epsilon behind, untied": (
+        CausalLM,
+        {"position": "sinusoidal", "norm_epsilon": 0.03, "norm_position": "post", "tie_embeddings": False},
+        "opt",
+        "opt",
+    ),
+    "two stacks": (
+        Seq2Seq,
+        {"position": "sinusoidal", "norm_epsilon": 0.03, "num_decoder_layers": 3},
+        None,
+        "blenderbot",
+    ),
+    "the paper": (Seq2Seq, {"position": "sinusoidal", "norm_position": "post", "norm_epsilon": 0.03}, None, "marian"),
+    "the paper, a pattern and two vocabularies": (
+        Seq2Seq,
+        {"position": "sinusoidal", "norm_position": "post", "suffix": (LayerKind(),), "source_vocab_size": 31},
+        None,
+        "marian",
+    ),
+}
+INPUTS = {
+    CausalLM: (jnp.asarray([[3, 1, 4, 1, 5, 9, 2]]),),
+    Seq2Seq: (jnp.asarray([[3, 1, 4, 1, 5, 9, 2]]), jnp.asarray([[2, 7, 1, 8]])),
+}
+
+
+def random_model(cls, fields):
+    """A model, and parameters none of which is what it begins with."""
+    model = cls(TransformerConfig(**SIZES | {"position": "rotary"} | fields))
+    params = jax.jit(model.init)(jax.random.key(0), *INPUTS[cls])["params"]
+    random = np.random.default_rng(0)
+    return model, jax.tree.map(lambda p: p + 0.2 * random.standard_normal(p.shape, np.float32), params)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_equivalent_model_gives_the_same_logits_and_is_saved(tmp_path, name):
+    cls, fields, family, found = CASES[name]
+    model, params = random_model(cls, fields)
+    with pytest.raises(ConfigError, match="no counterpart"):
+        choose_family(model, family)
+    equal, changed = with_equivalent(model, params, family)
+    save_pretrained(equal, changed, tmp_path / "out", family=family)
+    again = load_pretrained(tmp_path / "out")
+    assert again.family.name == found
+    expected = jax.jit(model.apply)({"params": params}, *INPUTS[cls])
+    got = jax.jit(again.model.apply)({"params": again.params}, *INPUTS[cls])
+    np.testing.assert_allclose(got, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+
+
+def test_a_model_that_a_family_describes_stays_as_it_is():
+    model, params = random_model(CausalLM, {"scale_embeddings": False})
+    assert with_equivalent(model, params) == (model, params)
+
+
+def test_a_table_of_positions_is_as_long_as_the_model_reads():
+    model, params = random_model(CausalLM, {"position": "sinusoidal"})
+    equal, changed = with_equivalent(model, params, context=700)
+    assert equal.config.max_length == changed["decoder"]["position_table"].shape[0] == 700
+    assert with_equivalent(model, params)[0].config.max_length == 512
+
+
+@pytest.mark.parametrize(
+    ("cls", "fields", "message"),
+    [
+        (Seq2Seq, {"norm": "rms_norm"}, r"The nearest: \w+ has no counterpart for this model: .*position is 'rotary'"),
+        (CausalLM, WITHOUT | {"norm_position": "post"}, "in layer 0 of the "),
+        (MaskedLM, {"position": "sinusoidal"}, "head_transform is None"),
+        (Classifier, {"position": "none", "num_classes": 2}, "pooling is 'mean', GPT-2 has 'last'"),
+        (VisionClassifier, {"position": "none", "num_classes": 2}, "ViT has no counterpart"),
+    ],
+)
+def test_a_model_without_an_equivalent_is_refused_in_a_few_words(cls, fields, message):
+    model = cls(TransformerConfig(**SIZES | {"position": "rotary"} | fields))
+    with pytest.raises(ConfigError, match=message) as error:
+        with_equivalent(model, {})
+    assert str(error.value).startswith("the model can't be saved as an architecture of the transformers library")
+    assert str(error.value).count(";") <= 5
+    assert len(str(error.value)) < 700
+
+
+def test_every_rewrite_is_needed_by_a_case():
+    """Without it, one of the cases has no family."""
+    needed = set()
+    for cls, fields, family, _ in CASES.values():
+        model = cls(TransformerConfig(**SIZES | {"position": "rotary"} | fields))
+        for rewrite in REWRITES:
+            config = rewrite.config(model, 512)
+            if config is not None:
+                needed.add(rewrite)
+                model = model.clone(config=config)
+                try:
+                    choose_family(model, family)
+                except ConfigError:
+                    continue
+                break
+    assert needed == set(REWRITES)
+
+
+@pytest.mark.parametrize("family", ENTRIES)
+def test_null_is_written_only_where_the_reference_has_it(family):
+    """Whatever a config leaves to its defaults: the reference refuses null elsewhere."""
+    free = {"initializer_range": None, "d_ff": None, "num_kv_heads": None, "head_dim": None, "value_dim": None}
+    free |= {"token_types": None, "logit_softcap": None, "attention_softcap": None, "output_bias": None}
+    for name, case in golden_case.cases(family).items():
+        if not case.golden:
+            continue
+        head = ENTRIES[family].heads[case.architecture]
+        config = ENTRIES[family].read(golden_case.golden(family)[name]["config"], head)
+        for changes in ({}, *({field: None} for field in free)):
+            values = written(ENTRIES[family], config, changes, case.architecture)
+            assert {(family, field) for field, value in values.items() if value is None} <= golden_case.NULLABLE
+
+
+def written(family, config, changes, architecture):
+    """config.json of a model after changes; empty where the family or the config has no such model."""
+    try:
+        return family.write(config.replace(**changes), architecture)
+    except ConfigError:
+        return {}
