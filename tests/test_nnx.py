@@ -37,6 +37,7 @@ from transformer import (
     VisionClassifier,
     compat,
 )
+from transformer.attention import AttentionModule
 from transformer.blocks import BLOCKS, Block
 from transformer.layers import NORMS, Embedding, FeedForward, Linear
 from transformer.mla import LatentAttention
