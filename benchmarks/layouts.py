@@ -25,7 +25,7 @@ import numpy as np
 
 from transformer.config import Execution, LayerKind, MoE, TransformerConfig
 from transformer.data import NumberWords, TextFile
-from transformer.sharding import ParallelConfig
+from transformer.nn.sharding import ParallelConfig
 from transformer.training import OptimizerConfig, Recipe, TrainingConfig
 from transformer.training.parallel import place
 from transformer.training.processes import join, part

@@ -24,8 +24,8 @@ def write(directory: Path, gigabytes: float, dtype: str) -> int:
     import jax
     import numpy as np
 
-    from transformer.weights import parameter_shapes, write_weights
     from transformer.zoo import ENTRIES, abstract_params
+    from transformer.zoo.weights import parameter_shapes, write_weights
 
     family = ENTRIES["llama"]
     sizes = {"vocab_size": 32_000, "hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16}
@@ -52,9 +52,9 @@ def measure(directory: Path, mesh: int) -> dict[str, float]:
     """Loads a directory in this process: peak bytes above what was there before, and seconds."""
     import jax
 
-    import transformer.models  # noqa: F401  what loading builds: its code is there before anything is measured
+    import transformer.nn.models  # noqa: F401  what loading builds: its code is there before anything is measured
     from transformer import load
-    from transformer.sharding import make_mesh
+    from transformer.nn.sharding import make_mesh
 
     jax.numpy.zeros(1).block_until_ready()
     on = {"mesh": make_mesh({"fsdp": mesh, "data": -1})} if mesh else {}

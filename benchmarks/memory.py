@@ -20,7 +20,7 @@ from jax.sharding import AxisType
 
 from benchmarks.side_by_side import last_line, versions
 from transformer import Mask, dot_product_attention
-from transformer.studies import forward_and_backward
+from transformer.viz.studies import forward_and_backward
 
 HEADS, HEAD_DIM = 4, 64
 KERNELS = {"cpu": ("reference", "chunked"), "v5e": ("reference", "chunked", "splash")}
@@ -36,7 +36,7 @@ GOAL, AT = 20, 32_768
 def v5e() -> Any:
     """A v5e chip for the compiler; None without libtpu."""
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-    from transformer.plan import CompilerError, parse_topology, topology_devices
+    from transformer.training.plan import CompilerError, parse_topology, topology_devices
 
     try:
         return topology_devices(parse_topology("v5e:1x1"))

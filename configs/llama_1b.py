@@ -20,9 +20,9 @@ Expected: not measured on hardware; the loss depends on the text. Largest batche
 
 from transformer.config import Execution, RotaryScaling, TransformerConfig
 from transformer.data import TextFile, TokenizerConfig
-from transformer.lora import LoRA
-from transformer.sharding import ParallelConfig
+from transformer.nn.sharding import ParallelConfig
 from transformer.training import EvaluationConfig, LoggingConfig, OptimizerConfig, Recipe, TrainingConfig
+from transformer.training.lora import LoRA
 
 
 def get_config() -> Recipe:

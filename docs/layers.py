@@ -8,9 +8,9 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 PICTURE = HERE / "images" / "layers.svg"
-ROW = re.compile(r"^\| `(\w+(?:\.py|/))` \| (\d+) \|", re.MULTILINE)
+ROW = re.compile(r"^\| `([\w/]+(?:\.py|/))` \| (\d+) \|", re.MULTILINE)
 
-WIDTH, HEIGHT, GAP = 88, 26, 8  # of a box, and between boxes
+WIDTH, HEIGHT, GAP = 132, 26, 8  # of a box, and between boxes
 LEFT, TOP = 46, 62
 CORE, OTHER = "#cfe0fb", "#e6e6e6"
 
@@ -23,9 +23,9 @@ def layers() -> dict[int, list[str]]:
     return dict(sorted(found.items(), reverse=True))
 
 
-def is_core(name: str, level: int) -> bool:
+def is_core(name: str) -> bool:
     """Whether it needs jax, flax, numpy and jaxtyping alone, as docs/architecture.md says."""
-    return level <= 7 or name == "generate/"
+    return name.startswith(("nn/", "config/", "generate/"))
 
 
 def picture(rows: dict[int, list[str]]) -> str:
@@ -49,7 +49,7 @@ def picture(rows: dict[int, list[str]]) -> str:
         lines.append(f'<text x="{LEFT / 2:g}" y="{y + 17}" fill="#777777">{level}</text>')
         for column, name in enumerate(names):
             x = LEFT + column * (WIDTH + GAP)
-            color = CORE if is_core(name, level) else OTHER
+            color = CORE if is_core(name) else OTHER
             lines.append(f'<rect x="{x}" y="{y}" width="{WIDTH}" height="{HEIGHT}" rx="3" fill="{color}"/>')
             lines.append(f'<text x="{x + WIDTH // 2}" y="{y + 17}" fill="#111111">{name}</text>')
     return "\n".join([*lines, "</svg>", ""])

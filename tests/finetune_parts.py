@@ -9,9 +9,8 @@ import tokenizers
 
 from transformer.config import Execution, TransformerConfig
 from transformer.data import SST2
-from transformer.lora import LoRA
-from transformer.models import MaskedLM
-from transformer.sharding import ParallelConfig
+from transformer.nn.models import MaskedLM
+from transformer.nn.sharding import ParallelConfig
 from transformer.training import (
     CheckpointConfig,
     EvaluationConfig,
@@ -20,6 +19,7 @@ from transformer.training import (
     Recipe,
     TrainingConfig,
 )
+from transformer.training.lora import LoRA
 from transformer.zoo import abstract_params, save_pretrained
 from transformer.zoo.bert import BERT
 

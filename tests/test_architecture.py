@@ -5,7 +5,7 @@ import itertools
 import re
 import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -16,46 +16,43 @@ PACKAGE = ROOT / "transformer"
 # A file or folder of transformer/ imports from a strictly lower level; files of one folder may import each other.
 # docs/architecture.md has the same table, with what each is for.
 LAYERS = {
-    "axes": 0,
-    "chips": 0,
     "config": 0,
-    "foreign": 0,
-    "invocation": 0,
-    "jax_compat": 0,
-    "parameter_axes": 0,
-    "caches": 1,
-    "int8": 1,
-    "masks": 1,
-    "recipe_files": 1,
-    "partitioning": 1,
-    "layers": 2,
-    "positions": 2,
-    "kernels": 2,
-    "attention": 3,
-    "compat": 4,
-    "moe": 3,
-    "mla": 4,
-    "blocks": 5,
-    "stacks": 6,
-    "models": 7,
-    "generate": 8,
-    "lora": 8,
-    "sharding": 8,
+    "nn/axes": 0,
+    "nn/jax_compat": 0,
+    "nn/parameter_axes": 0,
+    "training/chips": 0,
+    "nn/caches": 1,
+    "nn/int8": 1,
+    "nn/masks": 1,
+    "nn/partitioning": 1,
+    "nn/kernels": 2,
+    "nn/layers": 2,
+    "nn/positions": 2,
+    "nn/attention": 3,
+    "nn/moe": 3,
+    "nn/compat": 4,
+    "nn/mla": 4,
+    "nn/blocks": 5,
+    "nn/stacks": 6,
+    "nn/models": 7,
     "data": 8,
+    "generate": 8,
+    "nn/sharding": 8,
+    "training/lora": 8,
     "viz": 8,
-    "weights": 8,
+    "zoo/weights": 8,
     "training": 9,
+    "viz/studies": 9,
     "zoo": 9,
-    "studies": 9,
-    "plan": 10,
     "inference": 10,
+    "training/plan": 10,
     "cli": 11,
     "__main__": 12,
 }
 
 # What everything up to `generate` may need: taking one module into another project must not bring a training stack.
 CORE = {"jax", "flax", "numpy", "jaxtyping"}
-CORE_UNITS = {unit for unit, level in LAYERS.items() if level <= 7} | {"__init__", "generate"}
+CORE_UNITS = {unit for unit in LAYERS if unit.startswith("nn/")} | {"__init__", "nn/__init__", "config", "generate"}
 
 # Median of the lines of a file in the package: half of the files fit on two screens. No file has a limit of its own.
 LINES = 200
@@ -84,13 +81,19 @@ def imports(source: str, package: str = "") -> Iterator[tuple[int, str]]:
 
 
 def package_of(path: Path) -> str:
-    """The package that a file of ours is in: "transformer.kernels" for transformer/kernels/chunked.py."""
+    """The package that a file of ours is in: "transformer.nn.kernels" for transformer/nn/kernels/chunked.py."""
     return ".".join(path.relative_to(ROOT).with_suffix("").parts[:-1])
 
 
 def unit_of(path: Path) -> str:
     """The row of the table that a file of transformer/ belongs to."""
-    return path.relative_to(PACKAGE).with_suffix("").parts[0]
+    return unit_named(path.relative_to(PACKAGE).with_suffix("").parts)
+
+
+def unit_named(parts: Sequence[str]) -> str:
+    """The row of ("nn", "kernels", "chunked"): "nn/kernels". What is in no row of its own is its folder."""
+    both = "/".join(parts[:2])
+    return both if both in LAYERS or parts[0] not in LAYERS else parts[0]
 
 
 def layer_faults(unit: str, source: str, package: str = "transformer") -> list[str]:
@@ -100,14 +103,15 @@ def layer_faults(unit: str, source: str, package: str = "transformer") -> list[s
         top, _, rest = name.partition(".")
         if top != "transformer":
             continue
-        target = rest.partition(".")[0]
+        target = unit_named(rest.split("."))
         if target == unit:
             continue
         if target not in LAYERS:
-            # The package itself stands above all that it offers: only the command line is above it.
-            if unit not in ("cli", "__main__"):
+            # The package itself stands above all that it offers, and nn/__init__.py above all of nn: only the command
+            # line is above them.
+            if unit not in ("cli", "__main__", "__init__"):
                 faults.append(f"line {line}: imports {name} from the package itself; import its file")
-        elif unit != "__init__" and LAYERS[target] >= LAYERS[unit]:
+        elif unit not in ("__init__", "nn/__init__") and LAYERS[target] >= LAYERS[unit]:
             faults.append(f"line {line}: {unit} (level {LAYERS[unit]}) imports {target} (level {LAYERS[target]})")
     return faults
 
@@ -143,7 +147,7 @@ def report(faults: dict[Path, list[str]]) -> str:
 
 def test_every_file_has_a_level():
     """A file that the table does not know has no place yet; a row without a file misleads the reader."""
-    units = {unit_of(path) for path in PACKAGE.rglob("*.py")} - {"__init__"}
+    units = {unit_of(path) for path in PACKAGE.rglob("*.py")} - {"__init__", "nn/__init__"}
     assert units - LAYERS.keys() == set(), "give these a level in LAYERS and in docs/architecture.md"
     assert LAYERS.keys() - units == set(), "take these out of LAYERS and of docs/architecture.md"
 
@@ -178,31 +182,31 @@ def test_the_core_needs_four_packages():
 @pytest.mark.parametrize(
     ("unit", "source"),
     [
-        ("masks", "from transformer.attention import MultiHeadAttention"),
-        ("masks", "from transformer.layers import linear"),
-        ("masks", "from transformer import layers"),
-        ("masks", "from .layers import linear"),
-        ("masks", "from . import layers"),
-        ("masks", "def late():\n    import transformer.layers"),
-        ("masks", "import transformer"),
+        ("nn/masks", "from transformer.nn.attention import MultiHeadAttention"),
+        ("nn/masks", "from transformer.nn.layers import linear"),
+        ("nn/masks", "from transformer import layers"),
+        ("nn/masks", "from .layers import linear"),
+        ("nn/masks", "from . import layers"),
+        ("nn/masks", "def late():\n    import transformer.nn.layers"),
+        ("nn/masks", "import transformer"),
         ("training", "from transformer.zoo import ENTRIES"),
         ("zoo", "from transformer.training.recipe import Recipe"),
         ("data", "from transformer.viz import curves"),
     ],
 )
 def test_an_import_upwards_is_seen(unit, source):
-    assert len(layer_faults(unit, source)) == 1
+    assert len(layer_faults(unit, source, "transformer.nn" if unit == "nn/masks" else "transformer")) == 1
 
 
 @pytest.mark.parametrize(
     ("unit", "source", "package"),
     [
-        ("attention", "from transformer.masks import Mask", "transformer"),
-        ("attention", "from .masks import Mask\nfrom . import axes", "transformer"),
-        ("kernels", "from transformer.kernels.reference import attention", "transformer.kernels"),
-        ("kernels", "from .reference import attention\nfrom ..masks import Mask", "transformer.kernels"),
+        ("nn/attention", "from transformer.nn.masks import Mask", "transformer.nn"),
+        ("nn/attention", "from .masks import Mask\nfrom . import axes", "transformer.nn"),
+        ("nn/kernels", "from transformer.nn.kernels.reference import attention", "transformer.nn.kernels"),
+        ("nn/kernels", "from .reference import attention\nfrom ..masks import Mask", "transformer.nn.kernels"),
         ("cli", "import transformer\nfrom transformer import __version__", "transformer.cli"),
-        ("__init__", "from transformer.models import CausalLM", "transformer"),
+        ("__init__", "from transformer.nn.models import CausalLM", "transformer"),
     ],
 )
 def test_an_import_downwards_is_allowed(unit, source, package):
@@ -253,12 +257,22 @@ def documented(title: str) -> dict[str, int]:
     text = (ROOT / "docs" / "architecture.md").read_text()
     section = re.search(rf"^## {title}\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
     assert section, f"docs/architecture.md has no section {title!r}"
-    rows = re.findall(r"^\| `(\w+)(?:\.py|/)` \| (\d+) \|", section.group(1), re.MULTILINE)
+    rows = re.findall(r"^\| `([\w/]+?)(?:\.py|/)` \| (\d+) \|", section.group(1), re.MULTILINE)
     return {name: int(level) for name, level in rows}
 
 
 def test_the_documented_table_is_this_one():
     assert documented("Layers") == LAYERS
+
+
+def test_the_documented_rooms_are_those_of_the_package():
+    """At most twelve, so that the package can be taken in at a glance."""
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    section = text.partition("\n## Rooms\n")[2].partition("\n## ")[0]
+    rooms = re.findall(r"^\| `([\w.]+)/?` \|", section, re.MULTILINE)
+    there = [path.name for path in PACKAGE.iterdir() if path.name != "__pycache__"]
+    assert sorted(rooms) == sorted(there)
+    assert len(rooms) <= 12
 
 
 def test_the_walk_from_loop_to_softmax():

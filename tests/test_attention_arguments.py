@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from transformer import MLA, CausalLM, Decoder, Encoder, LayerInputs, NoPosition, PreNormBlock, TransformerConfig
-from transformer.attention import MultiHeadAttention, dot_product_attention
-from transformer.caches import KVCache
 from transformer.config import ConfigError
-from transformer.masks import Mask
-from transformer.mla import LatentAttention
-from transformer.positions import ALiBi, Rotary
+from transformer.nn.attention import MultiHeadAttention, dot_product_attention
+from transformer.nn.caches import KVCache
+from transformer.nn.masks import Mask
+from transformer.nn.mla import LatentAttention
+from transformer.nn.positions import ALiBi, Rotary
 
 B, T, N, H, D = 2, 7, 6, 4, 13
 X = jax.random.normal(jax.random.key(3), (B, T, D))

@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.attention import bounds, stretches
-from transformer import kernels
+from transformer.nn import kernels
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from golden import case as golden_case
 from golden import ours
 
 from transformer.config import MLA, Execution, LayerKind, TransformerConfig
-from transformer.models import CausalLM, Forecaster, Seq2Seq
+from transformer.nn.models import CausalLM, Forecaster, Seq2Seq
 from transformer.viz import attention_page as module
 from transformer.viz.attention_page import Panel, attention_page, quantize, save_attention_page
 from transformer.viz.attention_weights import AttentionMap, attention_maps, attention_rollout

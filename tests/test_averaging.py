@@ -16,9 +16,9 @@ from training_recipes import change, record_drawn_run, text_recipe
 from transformer.__main__ import main
 from transformer.config import ConfigError
 from transformer.inference import open_model
-from transformer.lora import LoRA
 from transformer.training.averaging import average
 from transformer.training.checkpoint import CheckpointError, load_params
+from transformer.training.lora import LoRA
 from transformer.training.manifest import CheckpointWarning
 from transformer.training.runs import WorkdirError, load_run, open_run
 

@@ -1,6 +1,5 @@
 """Whoever takes one module from here needs jax, flax, numpy and jaxtyping: nothing of what training needs."""
 
-import ast
 import os
 import shutil
 import subprocess
@@ -119,20 +118,42 @@ def test_import_needs_the_base_dependencies_alone(tmp_path):
     assert done.stdout == "(2, 7, 11) None\n"
 
 
-def test_every_public_name_is_where_editors_and_python_look_for_it():
-    tree = ast.parse((ROOT / "transformer" / "__init__.py").read_text())
-    for_editors = {
-        alias.name: node.module.removeprefix("transformer.")
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and node.module.startswith("transformer.")
-        for alias in node.names
-    }
-    assert {name: home for home, names in transformer._HOMES.items() for name in names.split()} == for_editors
-    assert sorted(for_editors) == sorted(transformer.__all__)
+def test_every_public_name_is_found():
+    homes = {"load": transformer.inference, "save": transformer.inference}
+    for room in (transformer.config, transformer.nn):
+        homes |= dict.fromkeys(room.__all__, room)
+    assert sorted(homes) == transformer.__all__
+    assert all(getattr(transformer, name) is getattr(room, name) for name, room in homes.items())
     assert set(transformer.__all__) <= set(dir(transformer))
-    assert transformer.config.TransformerConfig is transformer.TransformerConfig
     with pytest.raises(AttributeError, match="module 'transformer' has no attribute 'CausalML'"):
         transformer.CausalML  # noqa: B018
+
+
+MOVED = """
+import importlib, warnings
+import transformer
+
+for old, new in transformer._MOVED.items():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        module = importlib.import_module(f"transformer.{old}")
+    name = f"transformer.{new}"
+    assert [str(w.message) for w in caught if w.category is DeprecationWarning] == [
+        f"transformer.{old} is now {name}: import that. The old name works for one release."
+    ], (old, caught)
+    assert module is importlib.import_module(name), old
+    assert module.__name__ == module.__spec__.name == name, old
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from transformer.kernels.chunked import chunked_attention
+    from transformer.nn.kernels import chunked
+assert chunked_attention is chunked.chunked_attention
+"""
+
+
+def test_modules_are_found_by_their_old_names(tmp_path):
+    done = run(sys.executable, MOVED, tmp_path, PYTHONPATH=str(ROOT))
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_program_starts_once_more_before_it_imports_jax():

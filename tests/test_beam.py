@@ -16,8 +16,8 @@ from transformer.generate import Beam, Sampling, batches, beam_search, beam_sear
 from transformer.generate.batches import _batches
 from transformer.generate.beam import USUAL
 from transformer.generate.searching import begin, go_on, top_k
-from transformer.masks import Mask
-from transformer.models import CausalLM, Seq2Seq
+from transformer.nn.masks import Mask
+from transformer.nn.models import CausalLM, Seq2Seq
 from transformer.zoo import load_pretrained
 
 GREEDY = Sampling(temperature=0.0)

@@ -13,7 +13,7 @@ from transformer.config import ConfigError, Execution, TransformerConfig
 from transformer.data import Multi30k, NumberWords, ParallelText, TokenizerConfig, prepare
 from transformer.data.dataset import Example
 from transformer.generate import Beam
-from transformer.sharding import ParallelConfig
+from transformer.nn.sharding import ParallelConfig
 from transformer.training import EvaluationConfig, LoggingConfig, OptimizerConfig, Recipe, TrainingConfig, loop
 from transformer.training.metrics import read_metrics
 from transformer.training.report import report

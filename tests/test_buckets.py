@@ -219,7 +219,7 @@ def test_packed_pairs_have_the_loss_and_the_gradient_of_pairs_apart(pairs, posit
     import jax
 
     from transformer.config import Execution, TransformerConfig
-    from transformer.models import Seq2Seq
+    from transformer.nn.models import Seq2Seq
     from transformer.training.losses import cross_entropy
     from transformer.training.tasks import TASKS
 

@@ -14,11 +14,11 @@ from attention_page_parts import data_of, group_of, weights_of
 from transformer.__main__ import main
 from transformer.cli.models import ModelCommand
 from transformer.config import Execution, Patches, TransformerConfig
+from transformer.config.invocation import program
 from transformer.data.vocabularies import CharTokenizer
 from transformer.generate import Sampling, generate
 from transformer.inference import Opened
-from transformer.invocation import program
-from transformer.models import CausalLM, MaskedLM, Seq2Seq, VisionClassifier
+from transformer.nn.models import CausalLM, MaskedLM, Seq2Seq, VisionClassifier
 from transformer.viz import attention_page
 
 TEXT = "abc de<$>"

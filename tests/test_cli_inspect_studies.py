@@ -7,7 +7,7 @@ import re
 import pytest
 from matplotlib.image import imread
 
-import transformer.studies as studies
+import transformer.viz.studies as studies
 from transformer.__main__ import main
 from transformer.cli.inspect_studies import STUDIES
 

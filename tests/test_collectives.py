@@ -17,9 +17,9 @@ from training_recipes import tiny_recipe
 
 from transformer.config import Execution, LayerKind, MoE
 from transformer.data.configs import TextFile
-from transformer.plan import Program, batch_shapes
-from transformer.sharding import ParallelConfig
+from transformer.nn.sharding import ParallelConfig
 from transformer.training.parallel import MeshPlacement
+from transformer.training.plan import Program, batch_shapes
 
 BATCH, LENGTH, WIDTH, HEADS, LAYERS, VOCABULARY, EXPERTS = 16, 40, 32, 4, 2, 232, 4
 MODEL = {"vocab_size": VOCABULARY, "d_model": WIDTH, "num_heads": HEADS, "num_layers": LAYERS, "d_ff": 24}

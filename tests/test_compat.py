@@ -1,4 +1,4 @@
-"""`transformer.compat` and `attention_fn=transformer.dot_product_attention` against Flax's own classes."""
+"""`transformer.nn.compat` and `attention_fn=transformer.dot_product_attention` against Flax's own classes."""
 
 import dataclasses
 import functools

@@ -21,7 +21,7 @@ from transformer.config import (
     transformer_base,
     transformer_big,
 )
-from transformer.models import (
+from transformer.nn.models import (
     CausalLM,
     Classifier,
     Embedder,

@@ -11,7 +11,7 @@ import pytest
 
 from transformer.config import ConfigError
 from transformer.inference import start_from
-from transformer.models import count_parameters
+from transformer.nn.models import count_parameters
 from transformer.training.loop import train
 from transformer.training.overrides import fast, load_recipe_file, override
 from transformer.training.recipe import from_json, to_json, with_vocabulary

@@ -10,7 +10,7 @@ from transformer.generate import Draft, Sampling, continuous, generate
 from transformer.generate.decoding import Written
 from transformer.generate.layers import separate, separated
 from transformer.generate.sampling import Choice
-from transformer.models import CausalLM, Seq2Seq
+from transformer.nn.models import CausalLM, Seq2Seq
 
 VOCABULARY = 11
 CONFIG = TransformerConfig(vocab_size=VOCABULARY, d_model=8, num_layers=2, num_heads=2, d_ff=12)

@@ -12,13 +12,13 @@ from transformer.config import ConfigError, Execution, Patches, TransformerConfi
 from transformer.data import Digits, ImageFile, prepare
 from transformer.data.images import ImageDataset
 from transformer.data.sources import Images
-from transformer.models import VisionClassifier
-from transformer.plan import step_flops, without_data
-from transformer.sharding import ParallelConfig
+from transformer.nn.models import VisionClassifier
+from transformer.nn.sharding import ParallelConfig
 from transformer.training import EvaluationConfig, LoggingConfig, OptimizerConfig, Recipe, TrainingConfig
 from transformer.training.loop import train
 from transformer.training.numbers import measured
 from transformer.training.parallel import place
+from transformer.training.plan import step_flops, without_data
 from transformer.training.recipe import from_json, to_json
 from transformer.training.runs import load_run
 from transformer.training.summary import read_summary, render

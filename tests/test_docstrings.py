@@ -22,15 +22,22 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "transformer"
 
 SAME_EVERYWHERE = {"dtype", "param_dtype"}  # fields of every module of Flax: of products, and of parameters
-MODELS = {f"models/{name}.py" for name in ("base", "causal_lm", "seq2seq", "encoders", "vision")}
+MODELS = {f"nn/models/{name}.py" for name in ("base", "causal_lm", "seq2seq", "encoders", "vision")}
+KERNELS = {f"nn/kernels/{name}.py" for name in ("chunked", "reference", "ring", "splash")}
 
 # Files whose functions take and return arrays of a layout.
 NUMERIC = {
-    *("attention.py", "blocks.py", "layers.py", "masks.py", "mla.py", "moe.py"),
-    *("partitioning.py", "positions.py", "stacks.py"),
+    *("nn/attention.py", "nn/blocks.py", "nn/layers.py", "nn/masks.py", "nn/mla.py", "nn/moe.py"),
+    *("nn/partitioning.py", "nn/positions.py", "nn/stacks.py"),
     *("generate/decoding.py", "generate/layers.py", "generate/sampling.py"),
     *MODELS,
-    *("kernels/chunked.py", "kernels/contract.py", "kernels/reference.py", "kernels/ring.py", "kernels/splash.py"),
+    *(
+        "nn/kernels/chunked.py",
+        "nn/kernels/contract.py",
+        "nn/kernels/reference.py",
+        "nn/kernels/ring.py",
+        "nn/kernels/splash.py",
+    ),
     *("training/losses.py", "training/state.py", "training/step.py"),
 }
 # Annotations that tell no axes: an array, or a tree of them, is behind them.
@@ -45,9 +52,15 @@ ANY_SHAPE = re.compile(r"any (?:shape|rank)|same shape")
 
 # Files that implement what others have published: each public class and function says who.
 PUBLISHED = {
-    *("attention.py", "blocks.py", "layers.py", "mla.py", "moe.py", "positions.py"),
+    *("nn/attention.py", "nn/blocks.py", "nn/layers.py", "nn/mla.py", "nn/moe.py", "nn/positions.py"),
     *MODELS,
-    *("generate/sampling.py", "kernels/chunked.py", "kernels/reference.py", "kernels/ring.py", "kernels/splash.py"),
+    *(
+        "generate/sampling.py",
+        "nn/kernels/chunked.py",
+        "nn/kernels/reference.py",
+        "nn/kernels/ring.py",
+        "nn/kernels/splash.py",
+    ),
     *("training/losses.py", "training/optimizers.py"),
 }
 SOURCE = re.compile(r"et\s+al\.|arXiv|\b[Ss]ection \d|\b[A-Z]\w+(?: & [A-Z]\w+)? (?:19|20)\d\d\b")
@@ -307,14 +320,14 @@ def test_what_needs_no_source_is_there():
 
 def test_the_legend_has_every_axis():
     """A letter in an annotation is one of axes.py; a small one is a part of its capital."""
-    paragraph = members((PACKAGE / "axes.py").read_text())[0].doc.split("\n\n")[1].partition(". ")[0]
+    paragraph = members((PACKAGE / "nn" / "axes.py").read_text())[0].doc.split("\n\n")[1].partition(". ")[0]
     legend = set(re.findall(r"(?:^|,\s|\band\s)([A-Z][a-z]?)\s", paragraph))
     annotations = re.compile(rf"\b(?:{'|'.join(JAXTYPING)})\[[\w.]+, \"([^\"]*)\"\]")
     for path in sorted(PACKAGE.rglob("*.py")):
         for axes in annotations.findall(path.read_text()):
             used = {axis for axis in axes.split() if not axis.isdigit() and not axis.startswith(("*", "..."))}
             unknown = {axis for axis in used if axis not in legend and axis.upper() not in legend}
-            assert not unknown, f"{path.relative_to(ROOT)}: {unknown} of {axes!r} is not in transformer/axes.py"
+            assert not unknown, f"{path.relative_to(ROOT)}: {unknown} of {axes!r} is not in transformer/nn/axes.py"
 
 
 @pytest.mark.parametrize("name", sorted({*transformer.__all__} - {"load"}))  # that one would import all of training

@@ -11,7 +11,7 @@ import pytest
 
 import transformer
 from transformer.__main__ import main
-from transformer.sharding import ParallelConfig
+from transformer.nn.sharding import ParallelConfig
 from transformer.training.loop import train
 from transformer.training.metrics import read_metrics
 from transformer.training.recipe import load_recipe

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from training_recipes import change, text_recipe
 
-from transformer.sharding import ParallelConfig
+from transformer.nn.sharding import ParallelConfig
 from transformer.training.loop import train
 from transformer.training.metrics import read_metrics
 

@@ -8,13 +8,13 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from transformer.config import ConfigError, HeadTransform, Patches, TransformerConfig
-from transformer.layers import LayerNorm
-from transformer.masks import Mask
-from transformer.models import CausalLM, Classifier, Embedder, MaskedLM, Seq2Seq, VisionClassifier
-from transformer.models.encoders import pool
-from transformer.models.vision import cut_patches
-from transformer.parameter_axes import axes_of
-from transformer.sharding import parameter_spec
+from transformer.nn.layers import LayerNorm
+from transformer.nn.masks import Mask
+from transformer.nn.models import CausalLM, Classifier, Embedder, MaskedLM, Seq2Seq, VisionClassifier
+from transformer.nn.models.encoders import pool
+from transformer.nn.models.vision import cut_patches
+from transformer.nn.parameter_axes import axes_of
+from transformer.nn.sharding import parameter_spec
 from transformer.training.state import parameter_paths
 
 CONFIG = TransformerConfig(vocab_size=17, d_model=12, num_layers=1, num_heads=3, d_ff=7, position="rotary")

@@ -7,7 +7,7 @@ import pytest
 from golden import case as golden_case
 
 from transformer.config import ConfigError, LayerKind, TransformerConfig
-from transformer.models import CausalLM, Classifier, MaskedLM, Seq2Seq, VisionClassifier
+from transformer.nn.models import CausalLM, Classifier, MaskedLM, Seq2Seq, VisionClassifier
 from transformer.zoo import ENTRIES, choose_family, load_pretrained, save_pretrained, with_equivalent
 from transformer.zoo.equivalents import REWRITES
 

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.ablations_page import fill
 from benchmarks.fast_shakespeare import PAGE, RESULTS, ROOT, VARIANTS, tables
-from transformer.models import count_parameters
+from transformer.nn.models import count_parameters
 from transformer.training.overrides import find_recipe, load_recipe_file
 from transformer.training.recipe import difference, with_vocabulary
 from transformer.training.state import abstract_state

@@ -20,9 +20,9 @@ from transformer.config import ConfigError
 from transformer.data import SST2, LabeledText, TokenizerConfig, load_tokenizer, prepare
 from transformer.data.pretrained_tokenizer import load_pretrained_tokenizer
 from transformer.inference import classify, export, open_model, start_from
-from transformer.masks import Mask
-from transformer.models import CausalLM, Classifier
-from transformer.sharding import ParallelConfig
+from transformer.nn.masks import Mask
+from transformer.nn.models import CausalLM, Classifier
+from transformer.nn.sharding import ParallelConfig
 from transformer.training.checkpoint import Checkpointer
 from transformer.training.loop import train
 from transformer.training.parallel import place
@@ -30,8 +30,8 @@ from transformer.training.recipe import from_json, load_recipe, to_json
 from transformer.training.runs import WorkdirError, load_run, open_run
 from transformer.training.start import Start, begun_from, check_options, told
 from transformer.training.state import abstract_state, initial_params
-from transformer.weights.files import WeightFiles, write_weights
 from transformer.zoo import load_pretrained
+from transformer.zoo.weights.files import WeightFiles, write_weights
 
 pytestmark = pytest.mark.usefixtures("compile_once")
 

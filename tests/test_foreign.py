@@ -8,10 +8,10 @@ import pytest
 from training_recipes import tiny_recipe
 
 from transformer.config import ConfigError
+from transformer.config.untrusted import MAX_DEPTH, parse_json, read_bounded, regular_file
 from transformer.data import load_tokenizer
 from transformer.data.pretrained_tokenizer import load_pretrained_tokenizer
 from transformer.data.vocabularies import ByteTokenizer
-from transformer.foreign import MAX_DEPTH, parse_json, read_bounded, regular_file
 from transformer.training import load_recipe, to_json
 from transformer.training.overrides import find_recipe
 from transformer.training.recipe import save_recipe

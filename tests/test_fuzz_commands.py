@@ -20,8 +20,8 @@ from transformer.config import Patches, TransformerConfig
 from transformer.data import ImageFile, JsonLines, Multi30k, NumberWords
 from transformer.generate import Sampling
 from transformer.inference import open_model
-from transformer.lora import LoRA
 from transformer.training import Recipe, from_json, load_recipe, to_json
+from transformer.training.lora import LoRA
 from transformer.training.overrides import find_recipe, override
 from transformer.training.serial import flatten
 

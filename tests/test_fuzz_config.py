@@ -13,9 +13,9 @@ from golden import ours
 from hypothesis import strategies as st
 
 from transformer.inference import open_model
-from transformer.models import Seq2Seq
-from transformer.weights.quantized import FIELD
+from transformer.nn.models import Seq2Seq
 from transformer.zoo import pretrained
+from transformer.zoo.weights.quantized import FIELD
 
 __all__ = ["fuzz"]  # a fixture
 

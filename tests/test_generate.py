@@ -14,8 +14,8 @@ from transformer.generate import Sampling, generate
 from transformer.generate.decoding import decode, decode_step, prefill
 from transformer.generate.prompts import bucket, pad
 from transformer.generate.sampling import Choice
-from transformer.masks import Mask
-from transformer.models import CausalLM, Seq2Seq
+from transformer.nn.masks import Mask
+from transformer.nn.models import CausalLM, Seq2Seq
 
 GREEDY = Sampling(temperature=0.0)
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2], [6], [5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8]]

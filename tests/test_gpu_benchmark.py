@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks import gpu
 from transformer import CausalLM
-from transformer.models import count_parameters
+from transformer.nn.models import count_parameters
 from transformer.zoo import abstract_params
 
 

@@ -13,9 +13,9 @@ from attention_specs import attention_spec
 from jax.sharding import AxisType
 from jax.test_util import check_grads
 
-from transformer.attention import dot_product_attention
 from transformer.config import ConfigError
-from transformer.kernels import (
+from transformer.nn.attention import dot_product_attention
+from transformer.nn.kernels import (
     ALL_KERNELS,
     GPU_KERNELS,
     SPLIT_KERNELS,
@@ -24,7 +24,7 @@ from transformer.kernels import (
     chunked_attention,
     reference_attention,
 )
-from transformer.masks import Mask
+from transformer.nn.masks import Mask
 
 B, T, S, N, K, H, HV = 2, 19, 23, 6, 3, 5, 7
 KEYS = jax.random.split(jax.random.key(0), 8)
@@ -172,7 +172,7 @@ def test_the_choice_is_by_length_and_demand():
 
 
 def test_what_auto_takes_is_logged_once_for_each_size(caplog):
-    caplog.set_level(logging.INFO, "transformer.kernels")
+    caplog.set_level(logging.INFO, "transformer.nn.kernels")
     for length in (331, 331, 337):
         for implementation in ("auto", "chunked"):
             choose(implementation, attention_spec(length, 4001))
@@ -180,7 +180,7 @@ def test_what_auto_takes_is_logged_once_for_each_size(caplog):
 
 
 def test_a_gpu_takes_its_fused_kernel_where_it_serves(monkeypatch):
-    for module in ("transformer.kernels", "transformer.kernels.cudnn", "transformer.kernels.splash"):
+    for module in ("transformer.nn.kernels", "transformer.nn.kernels.cudnn", "transformer.nn.kernels.splash"):
         monkeypatch.setattr(f"{module}.platform", lambda: "gpu")
 
     def chosen(length, **facts):
@@ -282,7 +282,7 @@ def test_the_documented_table_has_a_cell_for_all_that_is_tested():
 @pytest.mark.parametrize("kernel", [name for name in ALL_KERNELS if name != "reference"])
 def test_each_kernel_does_what_the_documented_table_says(kernel, asked, monkeypatch):
     if kernel == "cudnn" and jax.default_backend() != "gpu":  # the same call, answered by XLA
-        monkeypatch.setattr("transformer.kernels.cudnn.LIBRARY", "xla")
+        monkeypatch.setattr("transformer.nn.kernels.cudnn.LIBRARY", "xla")
         if asked == "float16":
             pytest.skip("XLA's answer to cuDNN's call multiplies no float16 on CPU")
     sizes = {"data": 2, "context": 4} if kernel in SPLIT_KERNELS else {"data": 1}

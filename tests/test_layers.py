@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy.special import erf
 
-from transformer.layers import (
+from transformer.nn.layers import (
     ACTIVATIONS,
     NORMS,
     Embedding,

@@ -11,10 +11,10 @@ import pytest
 from flax.traverse_util import flatten_dict
 from training_recipes import change, compiled_step, tiny_batch, tiny_recipe
 
-from transformer import lora
 from transformer.config import ConfigError, LayerKind, MoE
-from transformer.lora import LoRA
-from transformer.models import count_parameters
+from transformer.nn.models import count_parameters
+from transformer.training import lora
+from transformer.training.lora import LoRA
 from transformer.training.overrides import override
 from transformer.training.recipe import Origin, from_json, to_json
 from transformer.training.state import abstract_state, initial_params, make_state, model_params

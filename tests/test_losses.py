@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from training_recipes import VOCABULARY, batch_outputs, initial_params, tiny_batch, tiny_recipe
 
-from transformer.models import Classifier
+from transformer.nn.models import Classifier
 from transformer.training import build_model
 from transformer.training.losses import correct, cross_entropy
 

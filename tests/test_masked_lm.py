@@ -16,8 +16,8 @@ from transformer.data.pretrained_tokenizer import load_pretrained_tokenizer
 from transformer.data.tokenizer_files import as_pretrained
 from transformer.data.tokenizer_kinds import build_tokenizer
 from transformer.inference import classify, open_model, start_from
-from transformer.models import Classifier, MaskedLM
-from transformer.sharding import ParallelConfig
+from transformer.nn.models import Classifier, MaskedLM
+from transformer.nn.sharding import ParallelConfig
 from transformer.training import (
     CheckpointConfig,
     EvaluationConfig,

@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 from training_recipes import tiny_batch, tiny_recipe
 
-from transformer.chips import CHIPS, DEVICE_KINDS, GPUS, peak_flops
 from transformer.config import TransformerConfig
 from transformer.data.configs import TextFile
-from transformer.plan import batch_shapes, step_flops
 from transformer.training import speed as speed_module
+from transformer.training.chips import CHIPS, DEVICE_KINDS, GPUS, peak_flops
 from transformer.training.journal import Journal, Ledger
 from transformer.training.memory import peak_bytes
 from transformer.training.metrics import MetricsWriter, Progress, read_metrics
 from transformer.training.parallel import place
+from transformer.training.plan import batch_shapes, step_flops
 from transformer.training.speed import Speed
 from transformer.training.state import abstract_state
 

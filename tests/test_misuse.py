@@ -22,7 +22,7 @@ from transformer import (
     T5Bias,
     TransformerConfig,
 )
-from transformer.kernels import choose
+from transformer.nn.kernels import choose
 
 X = jnp.ones((2, 5, 12))
 KEY = jax.random.key(0)

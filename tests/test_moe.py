@@ -14,11 +14,11 @@ from jaxprs import jaxprs_in_params
 from training_recipes import VOCABULARY, batch_outputs, change, compiled_step, start, tiny_batch, tiny_recipe
 
 from transformer.config import Execution, LayerKind, MoE, TransformerConfig
-from transformer.layers import ACTIVATIONS
-from transformer.masks import Mask
-from transformer.models import CausalLM, Classifier, Seq2Seq
-from transformer.moe import RoutedFeedForward, grouped_linear, router_losses, within_capacity
-from transformer.stacks import Decoder
+from transformer.nn.layers import ACTIVATIONS
+from transformer.nn.masks import Mask
+from transformer.nn.models import CausalLM, Classifier, Seq2Seq
+from transformer.nn.moe import RoutedFeedForward, grouped_linear, router_losses, within_capacity
+from transformer.nn.stacks import Decoder
 from transformer.training import recipe as recipes
 from transformer.training.losses import cross_entropy
 from transformer.training.step import make_eval_step

@@ -11,8 +11,7 @@ from training_recipes import change, text_recipe, tiny_batch, tiny_recipe
 from transformer.cli.errors import run_command
 from transformer.config import Execution, TransformerConfig
 from transformer.data.configs import TextFile
-from transformer.plan import batch_shapes
-from transformer.sharding import ParallelConfig, mesh_sizes
+from transformer.nn.sharding import ParallelConfig, mesh_sizes
 from transformer.training import Recipe, TrainingConfig
 from transformer.training.loop import train
 from transformer.training.memory import (
@@ -28,6 +27,7 @@ from transformer.training.memory import (
 )
 from transformer.training.overrides import override
 from transformer.training.parallel import MeshPlacement, place
+from transformer.training.plan import batch_shapes
 from transformer.training.state import abstract_state
 
 GIB = 2**30

@@ -11,15 +11,15 @@ from jax.sharding import PartitionSpec
 from test_sharding import mesh, specs
 from training_recipes import tiny_recipe
 
-import transformer.models  # noqa: F401 - declares the axes of their parameters
-from transformer import lora
+import transformer.nn.models  # noqa: F401 - declares the axes of their parameters
 from transformer.config import MLA, TransformerConfig
-from transformer.int8 import Int8, quantize
-from transformer.layers import Linear
-from transformer.models import CausalLM
-from transformer.parameter_axes import axes_of, declare, declared, parameter_axes
-from transformer.partitioning import axis_rules
-from transformer.sharding import state_shardings, with_logical_axes
+from transformer.nn.int8 import Int8, quantize
+from transformer.nn.layers import Linear
+from transformer.nn.models import CausalLM
+from transformer.nn.parameter_axes import axes_of, declare, declared, parameter_axes
+from transformer.nn.partitioning import axis_rules
+from transformer.nn.sharding import state_shardings, with_logical_axes
+from transformer.training import lora
 from transformer.training.flops import matrix_flops
 from transformer.training.optimizers import decay_mask, muon_dimensions
 from transformer.training.settings import OptimizerConfig

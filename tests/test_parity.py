@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from parity_tools import EPSILON, SCALINGS, close, compare, llama_config, normal, randomize
 
-from transformer.attention import dot_product_attention
-from transformer.blocks import BLOCKS, LayerInputs
 from transformer.config import RotaryScaling, TransformerConfig
-from transformer.masks import Mask
-from transformer.positions import ALiBi, Rotary, Sinusoidal, T5Bias
-from transformer.stacks import Decoder, Encoder
+from transformer.nn.attention import dot_product_attention
+from transformer.nn.blocks import BLOCKS, LayerInputs
+from transformer.nn.masks import Mask
+from transformer.nn.positions import ALiBi, Rotary, Sinusoidal, T5Bias
+from transformer.nn.stacks import Decoder, Encoder
 
 pytestmark = pytest.mark.parity
 

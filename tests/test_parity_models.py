@@ -6,8 +6,8 @@ import pytest
 from parity_tools import EPSILON, SCALINGS, compare, ids, llama_config, randomize
 
 from transformer.config import RotaryScaling, TransformerConfig
-from transformer.masks import Mask
-from transformer.models import CausalLM, Seq2Seq
+from transformer.nn.masks import Mask
+from transformer.nn.models import CausalLM, Seq2Seq
 
 pytestmark = pytest.mark.parity
 

@@ -7,9 +7,9 @@ from golden import case as golden_case
 from golden import ours
 
 from transformer.generate import Sampling, generate
-from transformer.models import CausalLM, Embedder, Seq2Seq
-from transformer.weights.loading import parameter_shapes, saved_tensors
+from transformer.nn.models import CausalLM, Embedder, Seq2Seq
 from transformer.zoo import load_pretrained, save_pretrained
+from transformer.zoo.weights.loading import parameter_shapes, saved_tensors
 
 pytestmark = pytest.mark.parity
 
@@ -100,7 +100,7 @@ def test_what_was_trained_here_opens_there(reference, tmp_path):
     from transformer.config import Execution, TransformerConfig
     from transformer.data.configs import TextFile
     from transformer.inference import export, open_model
-    from transformer.sharding import ParallelConfig
+    from transformer.nn.sharding import ParallelConfig
     from transformer.training import EvaluationConfig, LoggingConfig, Recipe, TrainingConfig
     from transformer.training.loop import train
 

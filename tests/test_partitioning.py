@@ -9,10 +9,10 @@ import pytest
 from attention_specs import attention_spec
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from transformer.jax_compat import platform_of
-from transformer.kernels import choose
-from transformer.partitioning import constrain, platform, ways
-from transformer.sharding import make_mesh
+from transformer.nn.jax_compat import platform_of
+from transformer.nn.kernels import choose
+from transformer.nn.partitioning import constrain, platform, ways
+from transformer.nn.sharding import make_mesh
 
 
 def mesh(**sizes):

@@ -13,7 +13,13 @@ from transformer.__main__ import main
 from transformer.cli.plan_print import train_lines
 from transformer.config import ConfigError, Execution, LayerKind, MoE, TransformerConfig
 from transformer.data.configs import LabeledText, NumberWords, ParallelText, TextFile, TinyShakespeare, TokenizerConfig
-from transformer.plan import (
+from transformer.nn.sharding import ParallelConfig
+from transformer.training import Recipe, TrainingConfig
+from transformer.training.flops import batch_rows
+from transformer.training.memory import remedies, times_smaller
+from transformer.training.overrides import override
+from transformer.training.parallel import MeshPlacement, placed_shapes
+from transformer.training.plan import (
     CHIPS,
     Chip,
     Collective,
@@ -28,12 +34,6 @@ from transformer.plan import (
     topology_devices,
     without_data,
 )
-from transformer.sharding import ParallelConfig
-from transformer.training import Recipe, TrainingConfig
-from transformer.training.flops import batch_rows
-from transformer.training.memory import remedies, times_smaller
-from transformer.training.overrides import override
-from transformer.training.parallel import MeshPlacement, placed_shapes
 from transformer.training.state import abstract_state
 from transformer.training.step import make_train_step
 

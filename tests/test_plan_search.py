@@ -12,18 +12,18 @@ from plan_recipes import BY_TOKENS, CHIPS, PAIRS, TEXT, parallel
 
 from transformer.cli.plan_print import search_line, search_lines
 from transformer.config import ConfigError, LayerKind, MoE
-from transformer.models import count_parameters
-from transformer.plan import (
+from transformer.nn.models import count_parameters
+from transformer.nn.sharding import AXES
+from transformer.training.flops import batch_rows
+from transformer.training.overrides import load_recipe_file, override
+from transformer.training.plan import (
     Topology,
     parse_topology,
     ranked,
     search,
     searching,
 )
-from transformer.plan.searching import candidates, meshes
-from transformer.sharding import AXES
-from transformer.training.flops import batch_rows
-from transformer.training.overrides import load_recipe_file, override
+from transformer.training.plan.searching import candidates, meshes
 from transformer.training.state import abstract_state
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from transformer.config import RotaryScaling
-from transformer.positions import ALiBi, Learned, NoPosition, Rotary, Sinusoidal, SinusoidalHalves, T5Bias, angles
+from transformer.nn.positions import ALiBi, Learned, NoPosition, Rotary, Sinusoidal, SinusoidalHalves, T5Bias, angles
 
 
 def positions(*values) -> jax.Array:

@@ -12,13 +12,13 @@ from abstract_meshes import computing_on
 from attention_specs import attention_spec
 from jax.sharding import AxisType, Mesh
 
-from transformer import kernels
-from transformer.attention import dot_product_attention
 from transformer.config import ConfigError
-from transformer.kernels import choose, cudnn, probing, splash
-from transformer.masks import Mask
-from transformer.partitioning import platform
-from transformer.plan import parse_topology, topology_devices
+from transformer.nn import kernels
+from transformer.nn.attention import dot_product_attention
+from transformer.nn.kernels import choose, cudnn, probing, splash
+from transformer.nn.masks import Mask
+from transformer.nn.partitioning import platform
+from transformer.training.plan import parse_topology, topology_devices
 
 ERROR = "INTERNAL: Failed to deserialize the Mosaic module: Unsupported version: expected <= 7 but got 8"
 PLATFORMS = {"tpu": ("splash", "TPU v5 lite", "chunked"), "gpu": ("cudnn", "NVIDIA H100 80GB HBM3", "chunked")}

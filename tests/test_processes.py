@@ -17,7 +17,7 @@ from training_recipes import change, tiny_recipe, xla_flags
 
 from transformer.config import ConfigError
 from transformer.data.configs import TextFile
-from transformer.sharding import ParallelConfig
+from transformer.nn.sharding import ParallelConfig
 from transformer.training import processes
 from transformer.training.checkpoint import load_params
 from transformer.training.loop import train
@@ -31,7 +31,7 @@ RECIPE = """
 import dataclasses
 import pathlib
 from training_recipes import change, text_recipe
-from transformer.sharding import ParallelConfig
+from transformer.nn.sharding import ParallelConfig
 
 def get_config():
     sizes = {{"model": {{"d_model": 16, "num_heads": 2}}, "data": {{"batch_size": 8}}}}

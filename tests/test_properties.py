@@ -8,10 +8,10 @@ import numpy as np
 from hypothesis import strategies as st
 from property_parts import LONGEST, VOCABULARY, Case, assert_close, cases, laid_out, often, reader, rounding
 
-from transformer.caches import set_cache_length
 from transformer.config import Execution
-from transformer.masks import Mask
-from transformer.sharding import AXES, make_mesh, place_batch, state_shardings
+from transformer.nn.caches import set_cache_length
+from transformer.nn.masks import Mask
+from transformer.nn.sharding import AXES, make_mesh, place_batch, state_shardings
 
 LENGTH, SOURCE_LENGTH = 6, 5
 

@@ -11,7 +11,7 @@ from training_recipes import change, tiny_recipe
 
 from transformer.config import ConfigError, LayerKind, RotaryScaling, TransformerConfig
 from transformer.data import DATA, JsonLines, NumberWords, ParallelText
-from transformer.models import CausalLM, Seq2Seq
+from transformer.nn.models import CausalLM, Seq2Seq
 from transformer.training import (
     CheckpointConfig,
     EvaluationConfig,

@@ -11,7 +11,7 @@ from benchmarks.machine import machine
 from benchmarks.results import FOLDER, PAGE, abouts, add, command, curve, dump, figures, read, record
 from benchmarks.results_page import FIGURES, NOT_RECORDED, page, spread
 from transformer.config import ConfigError
-from transformer.lora import LoRA
+from transformer.training.lora import LoRA
 from transformer.training.overrides import find_recipe, load_recipe_file, override
 from transformer.training.recipe import Origin, save_recipe, with_vocabulary
 

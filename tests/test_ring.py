@@ -10,13 +10,13 @@ import pytest
 from attention_specs import attention_spec
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from transformer.attention import MultiHeadAttention, dot_product_attention
 from transformer.config import ConfigError, Execution, TransformerConfig
-from transformer.kernels import AttentionSpec, choose, chunked, reference_attention, ring_attention
-from transformer.masks import Mask
-from transformer.models import CausalLM
-from transformer.partitioning import mapped
-from transformer.positions import Rotary
+from transformer.nn.attention import MultiHeadAttention, dot_product_attention
+from transformer.nn.kernels import AttentionSpec, choose, chunked, reference_attention, ring_attention
+from transformer.nn.masks import Mask
+from transformer.nn.models import CausalLM
+from transformer.nn.partitioning import mapped
+from transformer.nn.positions import Rotary
 
 B, T, N, K, H, HV = 2, 48, 4, 2, 5, 7
 KEYS = jax.random.split(jax.random.key(0), 8)

@@ -15,7 +15,7 @@ from packaging.requirements import Requirement
 from transformer.cli import runtime
 from transformer.cli.runtime import RuntimeProblem
 from transformer.config import ConfigError
-from transformer.recipe_files import find_recipe
+from transformer.config.recipe_files import find_recipe
 from transformer.training.lock import WorkdirInUseError
 from transformer.training.metrics import read_metrics
 from transformer.training.recipe import load_recipe

@@ -15,9 +15,8 @@ from transformer.data import ETTh1, SeriesFile, check_batch, prepare
 from transformer.data.series import SeriesDataset, from_model
 from transformer.data.sources import Series as Steps
 from transformer.inference import open_model
-from transformer.models import Forecaster
-from transformer.plan.measuring import made_up_batch
-from transformer.sharding import ParallelConfig
+from transformer.nn.models import Forecaster
+from transformer.nn.sharding import ParallelConfig
 from transformer.training import (
     CheckpointConfig,
     EvaluationConfig,
@@ -32,6 +31,7 @@ from transformer.training.loop import train
 from transformer.training.losses import absolute_error, squared_error
 from transformer.training.numbers import persistence
 from transformer.training.parallel import place
+from transformer.training.plan.measuring import made_up_batch
 from transformer.training.recipe import from_json, to_json
 from transformer.training.runs import WorkdirError, load_run, open_run
 from transformer.training.start import Start

@@ -12,13 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from transformer.attention import MultiHeadAttention, dot_product_attention
 from transformer.config import LayerKind, RotaryScaling, TransformerConfig
-from transformer.kernels import AttentionSpec, chunked_attention, reference_attention
-from transformer.masks import Mask
-from transformer.models import CausalLM, Seq2Seq
-from transformer.positions import ALiBi, Rotary, Sinusoidal, T5Bias
-from transformer.stacks import Encoder
+from transformer.nn.attention import MultiHeadAttention, dot_product_attention
+from transformer.nn.kernels import AttentionSpec, chunked_attention, reference_attention
+from transformer.nn.masks import Mask
+from transformer.nn.models import CausalLM, Seq2Seq
+from transformer.nn.positions import ALiBi, Rotary, Sinusoidal, T5Bias
+from transformer.nn.stacks import Encoder
 
 KEYS = jax.random.split(jax.random.key(0), 8)
 B, T, D = 3, 7, 10

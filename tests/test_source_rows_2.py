@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 from test_source_rows import KEYS, SMALL, B, D, T, X, kernels, softmax, start, watched
 
-from transformer.attention import MultiHeadAttention, dot_product_attention
-from transformer.blocks import LayerInputs, PreNormBlock
 from transformer.config import ConfigError, Execution, LayerKind, transformer_base
 from transformer.data.vocabularies import WordTokenizer
 from transformer.generate import Sampling, generate
-from transformer.layers import FeedForward, LayerNorm
-from transformer.masks import Mask
-from transformer.models import CausalLM, Classifier, Seq2Seq
-from transformer.positions import Sinusoidal
-from transformer.stacks import Decoder
+from transformer.nn.attention import MultiHeadAttention, dot_product_attention
+from transformer.nn.blocks import LayerInputs, PreNormBlock
+from transformer.nn.layers import FeedForward, LayerNorm
+from transformer.nn.masks import Mask
+from transformer.nn.models import CausalLM, Classifier, Seq2Seq
+from transformer.nn.positions import Sinusoidal
+from transformer.nn.stacks import Decoder
 from transformer.viz.attention_maps import save_attention_maps
 from transformer.viz.attention_weights import attention_maps
 

@@ -12,7 +12,7 @@ from transformer.generate import Draft, Sampling, generate
 from transformer.generate.decoding import Rows
 from transformer.generate.sampling import Choice
 from transformer.generate.speculative import decode_with_draft
-from transformer.models import CausalLM, Seq2Seq
+from transformer.nn.models import CausalLM, Seq2Seq
 
 VOCABULARY = 11
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9], [10, 2]]

@@ -19,7 +19,7 @@ from training_recipes import (
 )
 
 from transformer.config import Execution
-from transformer.sharding import ParallelConfig
+from transformer.nn.sharding import ParallelConfig
 from transformer.training import journal as module
 from transformer.training.evaluation import evaluate_loss
 from transformer.training.finite import first_bad_parameter, why_not_finite

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 from jaxprs import jaxprs_in_params
 
-from transformer.attention import MultiHeadAttention
-from transformer.blocks import BLOCKS, LayerCache, LayerInputs, PostNormBlock, PreNormBlock
-from transformer.caches import cache_length
 from transformer.config import ConfigError, Execution, LayerKind, TransformerConfig
-from transformer.layers import FeedForward, RMSNorm
-from transformer.masks import Mask
-from transformer.stacks import Decoder, Encoder
+from transformer.nn.attention import MultiHeadAttention
+from transformer.nn.blocks import BLOCKS, LayerCache, LayerInputs, PostNormBlock, PreNormBlock
+from transformer.nn.caches import cache_length
+from transformer.nn.layers import FeedForward, RMSNorm
+from transformer.nn.masks import Mask
+from transformer.nn.stacks import Decoder, Encoder
 from transformer.training.state import parameter_paths
 
 CONFIG = TransformerConfig(d_model=12, num_layers=2, num_heads=3, d_ff=7)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from training_recipes import change, compiled_step, start, tiny_batch, tiny_recipe
 
-from transformer.models import count_parameters
+from transformer.nn.models import count_parameters
 from transformer.training.state import parameter_paths
 from transformer.training.step import NonFiniteError, check_finite, make_eval_step, make_train_step
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from transformer.config import RotaryScaling
-from transformer.kernels import KERNELS
-from transformer.kernels.reference import masked_softmax
-from transformer.positions import ALiBi, NoPosition, Rotary, Sinusoidal, T5Bias
-from transformer.studies import memory, padding, positions, scale
+from transformer.nn.kernels import KERNELS
+from transformer.nn.kernels.reference import masked_softmax
+from transformer.nn.positions import ALiBi, NoPosition, Rotary, Sinusoidal, T5Bias
+from transformer.viz.studies import memory, padding, positions, scale
 
 
 @pytest.fixture(scope="module")

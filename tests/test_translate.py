@@ -22,7 +22,7 @@ from transformer.config import ConfigError, Execution, TransformerConfig
 from transformer.data.configs import NumberWords
 from transformer.generate import Beam, Hypothesis, beam_search
 from transformer.inference import open_model, translate_lines, translating
-from transformer.sharding import ParallelConfig
+from transformer.nn.sharding import ParallelConfig
 from transformer.training import EvaluationConfig, LoggingConfig, OptimizerConfig, Recipe, TrainingConfig
 from transformer.training.loop import train
 

@@ -14,8 +14,8 @@ from transformer.config import ConfigError
 from transformer.data import TFDSTranslation, TokenizerConfig, sources
 from transformer.data.sources.translation import BLOCK, PreparedPairs
 from transformer.data.tokenizer_kinds import build_tokenizer
-from transformer.plan import batch_shapes, without_data
 from transformer.training.overrides import load_recipe_file, override
+from transformer.training.plan import batch_shapes, without_data
 
 ROOT = Path(__file__).resolve().parent.parent
 PAIRS = {"train": 240, "validation": 9, "newstest": 7}

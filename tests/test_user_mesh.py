@@ -12,10 +12,10 @@ from attention_specs import attention_spec
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import transformer
-from transformer.kernels import choose
-from transformer.layers import Embedding
-from transformer.partitioning import axis_rules, constrain, mesh_axes, unmapped_axes, ways
-from transformer.sharding import make_mesh
+from transformer.nn.kernels import choose
+from transformer.nn.layers import Embedding
+from transformer.nn.partitioning import axis_rules, constrain, mesh_axes, unmapped_axes, ways
+from transformer.nn.sharding import make_mesh
 
 ROWS, LENGTH, WIDTH, HEADS = 8, 6, 16, 4
 NAMES = [("data", "tensor"), ("dp", "tp"), ("data", "model")]
@@ -256,7 +256,7 @@ def test_a_kernel_that_no_compiler_splits_needs_to_know_the_axes():
 
 def test_splash_is_not_chosen_where_arrays_may_be_split_unknown_to_us(monkeypatch):
     """jax.jit of arrays with a NamedSharding and no mesh in force: no compiler splits a Pallas kernel."""
-    monkeypatch.setattr(transformer.kernels, "platform", lambda: "tpu")
+    monkeypatch.setattr(transformer.nn.kernels, "platform", lambda: "tpu")
     request = attention_spec(2048)
     with pytest.warns(UserWarning, match=r"over which of 8 devices.*no mesh.*with jax\.set_mesh\(mesh\):"):
         assert choose("auto", request) == "chunked"

@@ -9,7 +9,7 @@ import pytest
 from matplotlib.image import imread
 
 from transformer.config import Execution, LayerKind, TransformerConfig
-from transformer.models import CausalLM, Seq2Seq
+from transformer.nn.models import CausalLM, Seq2Seq
 from transformer.viz import attention_maps as module
 from transformer.viz.attention_maps import save_attention_maps
 from transformer.viz.attention_weights import AttentionMap, attention_maps

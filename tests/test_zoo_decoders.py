@@ -12,11 +12,11 @@ from golden import ours
 from golden.case import numbers
 
 from transformer.config import LayerKind, MoE, RotaryScaling, TransformerConfig
-from transformer.weights.files import write_weights
-from transformer.weights.rules import layer_kinds
 from transformer.zoo import ENTRIES, load_pretrained
 from transformer.zoo.fields import fold
 from transformer.zoo.pretrained import find_family
+from transformer.zoo.weights.files import write_weights
+from transformer.zoo.weights.rules import layer_kinds
 
 SIZES = {
     "vocab_size": 37,

@@ -9,8 +9,8 @@ from golden import case as golden_case
 from golden.case import numbers
 
 from transformer.config import ConfigError
-from transformer.weights.files import WeightFiles, write_weights
 from transformer.zoo import ENTRIES, load_pretrained, save_pretrained
+from transformer.zoo.weights.files import WeightFiles, write_weights
 
 
 def record_of(family, name="lm"):

@@ -11,10 +11,10 @@ from golden import case as golden_case
 from golden import ours
 
 from transformer.config import LayerKind
-from transformer.weights import SAME, TensorInfo, WeightFiles, check_complete, write_weights
-from transformer.weights.rules import Link, Target
 from transformer.zoo import load_pretrained
 from transformer.zoo.fields import fold
+from transformer.zoo.weights import SAME, TensorInfo, WeightFiles, check_complete, write_weights
+from transformer.zoo.weights.rules import Link, Target
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import numpy as np
 from transformer.config import Execution, TransformerConfig
 from transformer.data import prepare
 from transformer.data.configs import NumberWords, TextFile
-from transformer.sharding import ParallelConfig
+from transformer.nn.sharding import ParallelConfig
 from transformer.training import (
     CheckpointConfig,
     EvaluationConfig,

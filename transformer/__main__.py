@@ -14,7 +14,7 @@ from importlib import metadata
 from transformer.cli.allocator import keep_freed_memory
 from transformer.cli.compile_cache import keep_compiled
 from transformer.cli.errors import run_command
-from transformer.invocation import program
+from transformer.config.invocation import program
 
 
 def _train(arguments: Sequence[str]) -> int | None:

@@ -12,7 +12,7 @@ from typing import TypeVar
 import tyro
 
 from transformer.config import ConfigError, boxed_message, nearest
-from transformer.invocation import program
+from transformer.config.invocation import program
 
 Command = TypeVar("Command")
 

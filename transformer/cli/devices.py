@@ -110,7 +110,7 @@ def _called() -> str:
     """The command, for --help. There is no package to import from when the Makefile runs this file by its path."""
     if not __package__:
         return "devices.py"
-    from transformer.invocation import program
+    from transformer.config.invocation import program
 
     return program("devices")
 

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from transformer.recipe_files import bundled
+from transformer.config.recipe_files import bundled
 
 DONE, FAULT, BAD_INPUT, INTERRUPTED, BROKEN_PIPE = 0, 1, 2, 130, 141
 """exit codes: the last two are 128 + SIGINT and 128 + SIGPIPE, as a shell reports them"""

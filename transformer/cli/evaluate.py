@@ -52,7 +52,7 @@ def main(arguments: Sequence[str]) -> None:
         )
 
     from transformer.data import prepare
-    from transformer.kernels import anywhere
+    from transformer.nn.kernels import anywhere
     from transformer.training.evaluation import compiled_eval_step, evaluate_loss
 
     if run.recipe.task != "seq2seq" and (command.examples, command.beam_size, command.alpha) != (None, None, None):

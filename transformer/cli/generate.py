@@ -59,7 +59,7 @@ def main(arguments: Sequence[str]) -> None:
         raise ConfigError(f"--seed must be from 0 to {2**32 - 1}, got {command.seed}.")
     from transformer.cli import texts
     from transformer.generate import Sampling
-    from transformer.models import Seq2Seq
+    from transformer.nn.models import Seq2Seq
 
     if command.slots is not None and command.slots < 1:
         raise ConfigError(f"--slots must be at least 1, got {command.slots}.")
@@ -113,7 +113,7 @@ def _ways(command: Generate, translates: bool) -> dict[str, Any]:
 
 
 def _in_8_bits(run: Opened) -> Opened:
-    from transformer.int8 import quantize
+    from transformer.nn.int8 import quantize
 
     params, report = quantize(run.params)
     for row in report:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from transformer.cli.arguments import parse
 from transformer.cli.models import ModelCommand
 from transformer.config import ConfigError
-from transformer.invocation import program
+from transformer.config.invocation import program
 
 if TYPE_CHECKING:
     from transformer.inference import Opened
@@ -97,7 +97,7 @@ class _Text:
 def _read(command: Inspect, run: Opened) -> _Text:
     from transformer.cli import texts
     from transformer.generate import Sampling
-    from transformer.models import CausalLM, Seq2Seq
+    from transformer.nn.models import CausalLM, Seq2Seq
 
     _check_reader(command, run)
     (prompt,) = texts.read_prompts([command.prompt], lines=False)  # of stdin, all is one text
@@ -122,8 +122,8 @@ def _read(command: Inspect, run: Opened) -> _Text:
 
 def _check_reader(command: Inspect, run: Opened) -> None:
     """Raises ConfigError for a model that reads no text."""
-    from transformer.models import CausalLM, Seq2Seq, SpeechToText
-    from transformer.models.base import TokenEncoder
+    from transformer.nn.models import CausalLM, Seq2Seq, SpeechToText
+    from transformer.nn.models.base import TokenEncoder
 
     if not isinstance(run.model, CausalLM | Seq2Seq | TokenEncoder) or isinstance(run.model, SpeechToText):
         raise ConfigError(
@@ -180,7 +180,7 @@ def _side_by_side(command: Inspect, run: Opened, text: _Text, labels: dict[str, 
 
 
 def _read_sides(run: Opened) -> str:
-    from transformer.models import CausalLM, Seq2Seq
+    from transformer.nn.models import CausalLM, Seq2Seq
 
     return next((kind.__name__ for kind in (Seq2Seq, CausalLM) if isinstance(run.model, kind)), "encoder")
 
@@ -292,7 +292,7 @@ def _report(command: Inspect, run: Opened, text: _Text, labels: dict[str, list[s
     import jax
     import jax.numpy as jnp
 
-    from transformer.studies.sizes import sizes, sizes_table
+    from transformer.viz.studies.sizes import sizes, sizes_table
 
     tokens = [jax.ShapeDtypeStruct((1, len(ids)), jnp.int32) for ids in text.rows.values()]
     found = sizes(_reference(run), *tokens) if command.sizes else []

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from transformer.cli import inspect_attention
 from transformer.cli.arguments import parse
 from transformer.config import ConfigError, nearest
-from transformer.invocation import program
+from transformer.config.invocation import program
 
 Table = Sequence[Sequence[str]]
 """rows of cells; the first names the columns"""
@@ -65,8 +65,7 @@ class Memory(StudyCommand):
 
 
 def _scale(command: Scale) -> tuple[dict[str, Any], str]:
-    from transformer.studies import scale_study
-    from transformer.viz.studies import scale_picture
+    from transformer.viz.studies import scale_picture, scale_study
 
     rows = scale_study()
     ways = {"q·k": False, "q·k / sqrt(d_k)": True}
@@ -87,9 +86,8 @@ def _scale(command: Scale) -> tuple[dict[str, Any], str]:
 
 
 def _positions(command: Positions) -> tuple[dict[str, Any], str]:
-    from transformer.studies import position_study
-    from transformer.studies.positions import ALIKE, LATE
-    from transformer.viz.studies import positions_picture
+    from transformer.viz.studies import position_study, positions_picture
+    from transformer.viz.studies.positions import ALIKE, LATE
 
     study = position_study()
 
@@ -139,10 +137,9 @@ def _positions(command: Positions) -> tuple[dict[str, Any], str]:
 
 
 def _memory(command: Memory) -> tuple[dict[str, Any], str]:
-    from transformer.studies import memory_study, number_word_lengths, padding_study, text_lengths
-    from transformer.studies.memory import HEAD_DIM, HEADS
-    from transformer.studies.padding import BATCH_ROWS
-    from transformer.viz.studies import memory_picture
+    from transformer.viz.studies import memory_picture, memory_study, number_word_lengths, padding_study, text_lengths
+    from transformer.viz.studies.memory import HEAD_DIM, HEADS
+    from transformer.viz.studies.padding import BATCH_ROWS
 
     if command.lengths_of is None:
         lengths, origin = number_word_lengths(), "English numbers below a million in words, counted in characters"

@@ -49,7 +49,7 @@ class ModelCommand:
 
     def load_writer(self) -> Opened:
         """The model, which must be one that goes on from text: ConfigError else."""
-        from transformer.models import CausalLM, Seq2Seq, SpeechToText
+        from transformer.nn.models import CausalLM, Seq2Seq, SpeechToText
 
         opened = self.load()
         if not isinstance(opened.model, CausalLM | Seq2Seq) or isinstance(opened.model, SpeechToText):

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, TextIO
 from transformer.cli.errors import DONE, FAULT
 from transformer.cli.plan_print import decode_lines, here_lines, search_line, search_lines, train_lines
 from transformer.config import ConfigError
-from transformer.invocation import program
+from transformer.config.invocation import program
 
 if TYPE_CHECKING:
-    from transformer.plan import Topology
+    from transformer.training.plan import Topology
     from transformer.training.recipe import Recipe
 
 SEARCHED = 12
@@ -60,8 +60,8 @@ def main(arguments: Sequence[str]) -> int:
     if not own.here:
         _without_devices()
 
-    from transformer.plan import without_data
     from transformer.training.overrides import find_recipe, load_recipe_file, override
+    from transformer.training.plan import without_data
 
     recipe, about = load_recipe_file(find_recipe(rest[0]))
     recipe = override(recipe, rest[1:], program=f"{program('plan')} {rest[0]}", description=f"{about}\n\n{usage()}")
@@ -128,7 +128,13 @@ def _values(plan: Any) -> dict[str, Any]:
 
 
 def _there(own: argparse.Namespace, recipe: Recipe, assumed: Sequence[str]) -> Answer:
-    from transformer.plan import make_decode_plan, make_plan, parse_generation, parse_topology, topology_devices
+    from transformer.training.plan import (
+        make_decode_plan,
+        make_plan,
+        parse_generation,
+        parse_topology,
+        topology_devices,
+    )
 
     topology = parse_topology(own.topology)
     generation = None if own.decode is None else parse_generation(own.decode or None, recipe)
@@ -147,7 +153,7 @@ def _there(own: argparse.Namespace, recipe: Recipe, assumed: Sequence[str]) -> A
 def _here(recipe: Recipe, assumed: Sequence[str]) -> Answer:
     import jax
 
-    from transformer.plan import make_plan, measure, present_topology
+    from transformer.training.plan import make_plan, measure, present_topology
 
     devices = recipe.parallel.choose(jax.local_devices())
     topology, figures = present_topology(devices)
@@ -163,8 +169,8 @@ def _here(recipe: Recipe, assumed: Sequence[str]) -> Answer:
 def _search(
     recipe: Recipe, assumed: Sequence[str], topology: Topology, devices: list[Any], limit: int, terminal: TextIO
 ) -> Answer:
-    from transformer.plan import ranked, search
     from transformer.training.metrics import Progress
+    from transformer.training.plan import ranked, search
 
     tried = []
     with Progress(limit, stream=terminal) as progress:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from transformer.plan import DecodePlan, Estimate, Measured, Plan, Topology, Tried
+    from transformer.training.plan import DecodePlan, Estimate, Measured, Plan, Topology, Tried
 
 
 UNPRINTED = "the compiler can't print this program"

@@ -16,7 +16,7 @@ import tyro
 from transformer import __version__
 from transformer.cli.arguments import parse
 from transformer.config import ConfigError
-from transformer.invocation import program
+from transformer.config.invocation import program
 
 if TYPE_CHECKING:
     from transformer.training.recipe import Recipe

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformer.config import ConfigError
 from transformer.generate import Sampling, generate
-from transformer.models import Seq2Seq
+from transformer.nn.models import Seq2Seq
 
 if TYPE_CHECKING:
     from transformer.data import Tokenizer

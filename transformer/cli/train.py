@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from transformer.config import ConfigError
-from transformer.invocation import program
-from transformer.recipe_files import find_recipe, recipe_files
+from transformer.config.invocation import program
+from transformer.config.recipe_files import find_recipe, recipe_files
 
 USAGE = """\
 usage: {program} RECIPE [--workdir DIR] [--init DIR] [--profile START:STOP] [--fast] [--debug]

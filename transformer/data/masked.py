@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from transformer.axes import Array, Bool, Float, Int
 from transformer.data.configs import MaskedConfig
 from transformer.data.dataset import Batch, Dataset, Example, Ragged, fingerprint, spread
 from transformer.data.tokenizer import Tokenizer
+from transformer.nn.axes import Array, Bool, Float, Int
 
 if TYPE_CHECKING:
     import grain

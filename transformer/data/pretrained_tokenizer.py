@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from transformer.config.untrusted import MAX_JSON_BYTES, parse_json, read_bounded
 from transformer.data.tokenizer import TOKENIZER_FILE, VISIBLE, Tokenizer, utf8
-from transformer.foreign import MAX_JSON_BYTES, parse_json, read_bounded
 
 # Beside tokenizer.json: what names special tokens, and what gives their ids.
 _NAMING = ("tokenizer_config.json", "special_tokens_map.json")

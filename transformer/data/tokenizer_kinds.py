@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from transformer.config import nearest
+from transformer.config.untrusted import parse_json, read_bounded
 from transformer.data.bpe import BPETokenizer
 from transformer.data.configs import TokenizerConfig
 from transformer.data.tokenizer import FORMAT, SPECIAL_TOKENS, TOKENIZER_FILE, Tokenizer
 from transformer.data.vocabularies import ByteTokenizer, CharTokenizer, WordTokenizer
-from transformer.foreign import parse_json, read_bounded
 
 DEFAULT_BPE_SIZE = 8192
 """ids of a bpe vocabulary whose config names no size"""

@@ -14,8 +14,8 @@ import numpy as np
 
 from transformer.generate.beam import USUAL, Beam, Hypothesis, beam_search
 from transformer.generate.prompts import Ids, check_rows, check_source_lengths, check_writer, padded_length
-from transformer.models import Seq2Seq, SpeechToText
-from transformer.partitioning import has_mesh, platform
+from transformer.nn.models import Seq2Seq, SpeechToText
+from transformer.nn.partitioning import has_mesh, platform
 
 MOST_AT_ONCE = 4
 """batches that are searched side by side: each holds a cache"""

@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from transformer.axes import Array, Bool, Int, Leaf, PRNGKey
-from transformer.caches import cache_length
 from transformer.generate.decoding import Rows, Written, decode_step, prefill
 from transformer.generate.layers import separate, separated
 from transformer.generate.sampling import Choice, choose
-from transformer.models import CausalLM
+from transformer.nn.axes import Array, Bool, Int, Leaf, PRNGKey
+from transformer.nn.caches import cache_length
+from transformer.nn.models import CausalLM
 
 
 @jax.tree_util.register_dataclass

@@ -9,12 +9,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from transformer.axes import Array, Float, Int, Leaf, PRNGKey, Tokens
-from transformer.caches import ContextCache, cache_length, set_cache_length
 from transformer.generate.layers import keeps_apart, separate, separated
 from transformer.generate.sampling import Choice, choose
-from transformer.masks import Mask
-from transformer.models import CausalLM, Seq2Seq
+from transformer.nn.axes import Array, Float, Int, Leaf, PRNGKey, Tokens
+from transformer.nn.caches import ContextCache, cache_length, set_cache_length
+from transformer.nn.masks import Mask
+from transformer.nn.models import CausalLM, Seq2Seq
 
 
 @jax.tree_util.register_dataclass

@@ -29,7 +29,7 @@ from transformer.generate.prompts import (
 )
 from transformer.generate.sampling import PLAIN, Choice, Sampling
 from transformer.generate.speculative import Draft, decode_with_draft
-from transformer.models import CausalLM
+from transformer.nn.models import CausalLM
 
 
 def generate(

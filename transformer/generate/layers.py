@@ -8,8 +8,8 @@ from typing import Any
 import jax
 
 from transformer.config import Layer, LayerKind
-from transformer.models import CausalLM, Seq2Seq
-from transformer.partitioning import platform
+from transformer.nn.models import CausalLM, Seq2Seq
+from transformer.nn.partitioning import platform
 
 COPIED = 2**31
 """bytes of a decoder that are copied on CPU without being asked for"""

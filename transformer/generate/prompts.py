@@ -11,9 +11,9 @@ import numpy as np
 
 from transformer.config import ConfigError, LayerKind, TransformerConfig
 from transformer.generate.decoding import Rows
-from transformer.kernels import anywhere
-from transformer.models import CausalLM, Seq2Seq, SpeechToText
-from transformer.models.speech import FRAMES_A_POSITION, check_frames
+from transformer.nn.kernels import anywhere
+from transformer.nn.models import CausalLM, Seq2Seq, SpeechToText
+from transformer.nn.models.speech import FRAMES_A_POSITION, check_frames
 
 Ids: TypeAlias = Any
 """token ids of one row: a list or an array of whole numbers; looked at by `check_rows`, which says what is wrong"""

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from transformer.axes import Array, Float, Int, Leaf, PRNGKey
 from transformer.config import ConfigError
+from transformer.nn.axes import Array, Float, Int, Leaf, PRNGKey
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,12 +12,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from transformer.axes import Array, Bool, Float, Int, Leaf
-from transformer.caches import lengthen_cache
 from transformer.generate.decoding import Rows, decode_side_by_side, prefill
 from transformer.generate.layers import keeps_apart, separate, separated
-from transformer.masks import Mask
-from transformer.models import CausalLM, Seq2Seq
+from transformer.nn.axes import Array, Bool, Float, Int, Leaf
+from transformer.nn.caches import lengthen_cache
+from transformer.nn.masks import Mask
+from transformer.nn.models import CausalLM, Seq2Seq
 
 IMPOSSIBLE = -jnp.inf
 """log-probability of what is not there"""

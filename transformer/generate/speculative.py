@@ -12,12 +12,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from transformer.axes import Array, Int, Leaf, PRNGKey
-from transformer.caches import cache_length, set_cache_length
 from transformer.config import ConfigError
 from transformer.generate.decoding import Rows, Written, looping, prefill, read
 from transformer.generate.sampling import Choice, choose
-from transformer.models import CausalLM
+from transformer.nn.axes import Array, Int, Leaf, PRNGKey
+from transformer.nn.caches import cache_length, set_cache_length
+from transformer.nn.models import CausalLM
 
 
 @dataclass(frozen=True, kw_only=True)

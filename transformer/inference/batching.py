@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from transformer.axes import Array, Float, Hidden, Leaf
 from transformer.config import Pooling
 from transformer.generate.prompts import bucket
-from transformer.masks import Mask
-from transformer.models.encoders import pool
-from transformer.partitioning import platform
+from transformer.nn.axes import Array, Float, Hidden, Leaf
+from transformer.nn.masks import Mask
+from transformer.nn.models.encoders import pool
+from transformer.nn.partitioning import platform
 
 PACKED = 64
 """slots of a row that several short texts share. On CPU a token costs about the same in rows of 8 to 64 slots, and a
@@ -56,8 +56,8 @@ class Batch:
 
 
 def pool_texts(hidden: Hidden, batch: Batch, pooling: Pooling) -> Float[Array, "K D"]:
-    """Hidden states (R, T, D) -> one vector for each text of the batch, (K, D), as `transformer.models.encoders.pool`
-    makes it.
+    """Hidden states (R, T, D) -> one vector for each text of the batch, (K, D), as `nn.models.encoders.pool` makes
+    it.
     """
     if batch.segments is None:
         return pool(hidden, batch.mask, pooling)

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 
 from transformer.config import ConfigError
-from transformer.models import Seq2Seq
-from transformer.weights.files import WeightFiles
+from transformer.nn.models import Seq2Seq
+from transformer.zoo.weights.files import WeightFiles
 
 if TYPE_CHECKING:
     from transformer.data import Tokenizer

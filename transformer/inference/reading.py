@@ -18,9 +18,9 @@ from transformer.generate.prompts import decoding_model
 from transformer.inference.batching import Batch, Columns, pool_texts, run_batches, run_pairs, slots_at_once
 from transformer.inference.opening import Opened
 from transformer.inference.sentences import SentenceSettings
-from transformer.masks import Mask
-from transformer.models import CausalLM, Classifier, Forecaster, Seq2Seq, SpeechToText, VisionClassifier
-from transformer.partitioning import platform
+from transformer.nn.masks import Mask
+from transformer.nn.models import CausalLM, Classifier, Forecaster, Seq2Seq, SpeechToText, VisionClassifier
+from transformer.nn.partitioning import platform
 
 WHOLE_SCORES = 512
 """CPU: up to so many slots a row, an encoder's forward pass takes less time with all scores of a row at once than with

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from transformer.config import ConfigError, Pooling
-from transformer.weights.files import WeightFiles
+from transformer.zoo.weights.files import WeightFiles
 
 _POOLINGS: dict[str, Pooling] = {
     "pooling_mode_cls_token": "first",

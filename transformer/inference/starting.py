@@ -13,7 +13,7 @@ import jax
 
 from transformer.config import ConfigError, TransformerConfig
 from transformer.inference.opening import Opened, is_workdir, open_model
-from transformer.models import Classifier, MaskedLM
+from transformer.nn.models import Classifier, MaskedLM
 
 if TYPE_CHECKING:
     from transformer.training import Recipe
@@ -71,11 +71,11 @@ def _told(opened: Opened) -> str:
 
 def _as_classifier(opened: Opened, recipe: Recipe) -> tuple[TransformerConfig, Any, tuple[str, ...]]:
     """Config and parameters of the family's classifier, as far as the files have them, and what is not of it."""
-    from transformer.weights.files import WeightFiles
-    from transformer.weights.loading import load_params, parameter_dtypes, parameter_shapes
-    from transformer.weights.quantized import plain_files
     from transformer.zoo import abstract_params
     from transformer.zoo.pretrained import as_in_files
+    from transformer.zoo.weights.files import WeightFiles
+    from transformer.zoo.weights.loading import load_params, parameter_dtypes, parameter_shapes
+    from transformer.zoo.weights.quantized import plain_files
 
     found = opened.pretrained
     family = found.family

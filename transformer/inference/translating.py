@@ -12,7 +12,7 @@ from transformer.config import ConfigError
 from transformer.generate import Beam, Hypothesis, beam_search_all
 from transformer.generate.beam import USUAL
 from transformer.inference.opening import Opened
-from transformer.models import Seq2Seq, SpeechToText
+from transformer.nn.models import Seq2Seq, SpeechToText
 
 USUAL_SOURCE = 1024
 """tokens that are read of a line, where nobody says otherwise and the model was not trained on more"""

@@ -10,8 +10,8 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from transformer.axes import Array, Hidden
-from transformer.partitioning import constrain, platform, ways
+from transformer.nn.axes import Array, Hidden
+from transformer.nn.partitioning import constrain, platform, ways
 
 LOGITS_AT_ONCE = {"cpu": 2**21, "gpu": 2**27, "tpu": 2**27}
 """logits that a device holds at once where nothing else is asked for: on CPU what stays in its cache; elsewhere at

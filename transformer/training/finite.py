@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from transformer.kernels import anywhere
+from transformer.nn.kernels import anywhere
 from transformer.training.losses import Batch
 from transformer.training.recipe import Recipe
 from transformer.training.tasks import TASKS

@@ -13,7 +13,7 @@ from pathlib import Path
 import jax
 
 from transformer.data import check_batch, padding
-from transformer.models import count_parameters
+from transformer.nn.models import count_parameters
 from transformer.training import processes
 from transformer.training.calls import record_call
 from transformer.training.checkpoint import Checkpointer

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from transformer.axes import Array, Float, Int
+from transformer.nn.axes import Array, Float, Int
 
 Scalar: TypeAlias = Float[Array, ""]
 Batch: TypeAlias = Mapping[str, Any]

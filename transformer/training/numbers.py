@@ -14,7 +14,7 @@ import numpy as np
 
 from transformer.data import Batch, Dataset
 from transformer.data.series import from_model
-from transformer.kernels import anywhere
+from transformer.nn.kernels import anywhere
 from transformer.training.evaluation import EvalLoss, compiled_eval_step, evaluate_loss
 from transformer.training.recipe import Recipe
 from transformer.training.summary import Summary

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 import optax.contrib
 
-from transformer.parameter_axes import axes_of
+from transformer.nn.parameter_axes import axes_of
 from transformer.training.recipe import Recipe
 from transformer.training.settings import OptimizerConfig
 
@@ -112,7 +112,7 @@ def decay_mask(config: OptimizerConfig, params: Any) -> Any:
 
 
 def muon_dimensions(params: Any) -> Any:
-    """Input and output axes of each matrix that Muon takes, those declared as hidden (`transformer.parameter_axes`);
+    """Input and output axes of each matrix that Muon takes, those declared as hidden (`transformer.nn.parameter_axes`);
     None elsewhere: adamw with Nesterov's momentum (Dozat 2016), as optax has it beside Muon.
 
     Axes in front (layers of a stack, experts) are separate matrices. Embeddings, output heads and routers stay with

@@ -16,8 +16,8 @@ from pathlib import Path
 import tyro
 
 from transformer.config import ConfigError, boxed_message, nearest
-from transformer.lora import LoRA
-from transformer.recipe_files import bundled, find_recipe, recipe_files
+from transformer.config.recipe_files import bundled, find_recipe, recipe_files
+from transformer.training.lora import LoRA
 from transformer.training.recipe import Recipe
 from transformer.training.serial import flatten
 

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from transformer.config import ConfigError
 from transformer.data.configs.common import shared_rows
-from transformer.sharding import (
+from transformer.nn.sharding import (
     batch_sharding,
     check_batch_sizes,
     check_model,

@@ -25,7 +25,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
 from transformer.config import ConfigError
-from transformer.sharding import ParallelConfig
+from transformer.nn.sharding import ParallelConfig
 from transformer.training.signals import StopSignal
 
 HEARTBEAT = 30

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from transformer.chips import peak_flops
+from transformer.training.chips import peak_flops
 from transformer.training.flops import Shapes, step_flops
 from transformer.training.parallel import Placement
 from transformer.training.recipe import Recipe
@@ -17,7 +17,7 @@ class Speed:
     """Counts the FLOPs of steps, and tells what a run makes of its devices.
 
     MFU, model FLOPs utilization, is FLOPs of the model in a step / (seconds of a step x peak of all its devices), with
-    the FLOPs of `step_flops` and the peak of `transformer.chips` (Chowdhery et al. 2022, arXiv 2204.02311, appendix B).
+    the FLOPs of `step_flops` and the peak of `training.chips` (Chowdhery et al. 2022, arXiv 2204.02311, appendix B).
     """
 
     def __init__(self, recipe: Recipe, params: Any, placement: Placement):

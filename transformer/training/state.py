@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from transformer import lora
+from transformer.training import lora
 from transformer.training.optimizers import make_optimizer
 from transformer.training.recipe import Recipe, build_model
 from transformer.training.tasks import TASKS

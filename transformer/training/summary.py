@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformer.invocation import program
+from transformer.config.invocation import program
 from transformer.training.evaluation import EvalLoss
 from transformer.training.tasks import TASKS
 from transformer.training.translating import CorpusScore, Score

@@ -10,10 +10,10 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from transformer.axes import Array, Float, PRNGKey
 from transformer.config import TransformerConfig
-from transformer.masks import Mask
-from transformer.models import CausalLM, Classifier, Forecaster, MaskedLM, Seq2Seq, VisionClassifier
+from transformer.nn.axes import Array, Float, PRNGKey
+from transformer.nn.masks import Mask
+from transformer.nn.models import CausalLM, Classifier, Forecaster, MaskedLM, Seq2Seq, VisionClassifier
 from transformer.training.chunked_loss import loss_in_chunks, sum_in_chunks, tokens_at_once
 from transformer.training.losses import Batch, Scalar, absolute_error, correct, cross_entropy, squared_error
 from transformer.training.settings import TrainingConfig

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from transformer.config import LayerKind, TransformerConfig
-from transformer.masks import Mask
+from transformer.nn.masks import Mask
 
 _SIGNS = {" ": "␣", "\n": "⏎", "\\n": "⏎", "\t": "⇥", "\\t": "⇥", "\r": "␍", "\\r": "␍", "": "∅"}
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from transformer.axes import Float
+from transformer.nn.axes import Float
 from transformer.viz.style import BLUE, INK, RED, dress, new_figure, save
 
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from transformer.config import TransformerConfig
-from transformer.models import Seq2Seq
-from transformer.weights.rules import MERGED, Row, Rule, WithoutFirst, linear, norm
+from transformer.nn.models import Seq2Seq
 from transformer.zoo.family import Family, Head, Variant
 from transformer.zoo.fields import ACTIVATIONS, Codec, Field, FieldError, Fixed, Unread
+from transformer.zoo.weights.rules import MERGED, Row, Rule, WithoutFirst, linear, norm
 
 UNUSED_ROWS = 2
 """of a position table: the first position is row 2"""

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from transformer.config import HeadTransform
-from transformer.models import Classifier, Embedder, MaskedLM
-from transformer.weights.rules import MATRIX, MERGED, SAME, Relation, Rule, Shape, linear, norm
+from transformer.nn.models import Classifier, Embedder, MaskedLM
 from transformer.zoo.family import Family, Head, Variant
 from transformer.zoo.fields import ACTIVATIONS, Codec, Field, Fixed, Labels, Unread
+from transformer.zoo.weights.rules import MATRIX, MERGED, SAME, Relation, Rule, Shape, linear, norm
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from transformer.config import TransformerConfig
-from transformer.models import Seq2Seq
-from transformer.weights.rules import Rule, norm
+from transformer.nn.models import Seq2Seq
 from transformer.zoo.bart import BART_COPIES, LOGITS_BIAS, Former, bart_fields, stack_rules
 from transformer.zoo.family import Family, Head
 from transformer.zoo.fields import Field, Unread
+from transformer.zoo.weights.rules import Rule, norm
 
 _STACKS = ("encoder", "decoder")
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from transformer.config import TransformerConfig
-from transformer.models import CausalLM
-from transformer.weights.rules import MATRIX, MERGED, VECTOR, FusedByHead, Rule, linear, norm
+from transformer.nn.models import CausalLM
 from transformer.zoo.family import Family, Head, Variant
 from transformer.zoo.fields import Codec, Field, FieldError, Fixed, Unread
 from transformer.zoo.llama import LAST_TOKEN
+from transformer.zoo.weights.rules import MATRIX, MERGED, VECTOR, FusedByHead, Rule, linear, norm
 
 
 @dataclass(frozen=True)

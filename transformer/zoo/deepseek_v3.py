@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from transformer.config import MLA, LayerKind, MoE, TransformerConfig
-from transformer.weights.rules import MATRIX, MERGED, VECTOR, Fused, Relation, Rule, Shape, layer_kinds, linear, norm
 from transformer.zoo.family import Family, Variant
 from transformer.zoo.fields import Biases, Codec, FieldError, Fixed, Rope, Unread, fold
 from transformer.zoo.llama import (
@@ -23,6 +22,18 @@ from transformer.zoo.llama import (
     norm_rules,
 )
 from transformer.zoo.mixtral import expert_rules
+from transformer.zoo.weights.rules import (
+    MATRIX,
+    MERGED,
+    VECTOR,
+    Fused,
+    Relation,
+    Rule,
+    Shape,
+    layer_kinds,
+    linear,
+    norm,
+)
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from transformer.config import HeadTransform, TransformerConfig
-from transformer.models import Classifier, Embedder, MaskedLM
-from transformer.weights.rules import MERGED, Rule, linear, norm
+from transformer.nn.models import Classifier, Embedder, MaskedLM
 from transformer.zoo.bert import BERT_CONSTANTS, OLD_NORMS, masked_transform
 from transformer.zoo.family import Family, Head, Variant
 from transformer.zoo.fields import ACTIVATIONS, Field, Labels, Unread
+from transformer.zoo.weights.rules import MERGED, Rule, linear, norm
 
 
 def _rules(config: TransformerConfig) -> Sequence[Rule]:

@@ -18,12 +18,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from transformer.blocks import position_scheme
 from transformer.config import TransformerConfig
-from transformer.models import CausalLM, Classifier, Embedder, MaskedLM, Seq2Seq
-from transformer.weights.rules import layer_places
+from transformer.nn.blocks import position_scheme
+from transformer.nn.models import CausalLM, Classifier, Embedder, MaskedLM, Seq2Seq
 from transformer.zoo.family import NoCounterpart, abstract_params
 from transformer.zoo.pretrained import choose_family
+from transformer.zoo.weights.rules import layer_places
 
 POSITIONS = 512
 """least number of rows of a position table that replaces sinusoids"""

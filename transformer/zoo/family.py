@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 
 from transformer.config import ConfigError, LayerKind, TransformerConfig, nearest
-from transformer.models import Embedder, Forecaster, Seq2Seq, SpeechToText, VisionClassifier
-from transformer.models.speech import FRAMES_A_POSITION
-from transformer.weights.rules import Link, Rule, layer_kinds, layer_places, link
+from transformer.nn.models import Embedder, Forecaster, Seq2Seq, SpeechToText, VisionClassifier
+from transformer.nn.models.speech import FRAMES_A_POSITION
 from transformer.zoo.fields import FIXED_EVERYWHERE, NEUTRAL, Codec, FieldError
+from transformer.zoo.weights.rules import Link, Rule, layer_kinds, layer_places, link
 
 FREE = frozenset({"dropout_rate", "attention_dropout_rate", "initializer_range", "dtype", "param_dtype"})
 """fields of a TransformerConfig that change nothing of what a trained model computes"""

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from transformer.config import LayerKind, TransformerConfig
-from transformer.weights.rules import Rule, norm
 from transformer.zoo.family import Family, Variant
 from transformer.zoo.fields import ACTIVATIONS, Biases, Codec, Field, Fixed, Rope, Unread, fold
 from transformer.zoo.llama import (
@@ -20,6 +19,7 @@ from transformer.zoo.llama import (
     feed_forward_rules,
 )
 from transformer.zoo.qwen2 import FULL, SLIDING, check_layer_types, layer_types, layer_windows
+from transformer.zoo.weights.rules import Rule, norm
 
 GEMMA_CONSTANTS = DECODER_CONSTANTS | {
     "norm": "zero_centered_rms_norm",

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from transformer.config import LayerKind, TransformerConfig
-from transformer.models import CausalLM
-from transformer.weights.rules import MATRIX, Rule, layer_kinds
+from transformer.nn.models import CausalLM
 from transformer.zoo.family import Family, Head, Variant
 from transformer.zoo.fields import Biases, Codec, Field, FieldError, Fixed, Unread, fold, read_rotary, write_rotary
 from transformer.zoo.gemma2 import GELU, GEMMA_CONSTANTS, QueryScale, gemma_rules
 from transformer.zoo.llama import COPIES, LAST_TOKEN, decoder_fields, qk_norm_rules
 from transformer.zoo.qwen2 import FULL, SLIDING, check_layer_types, layer_types, layer_windows
+from transformer.zoo.weights.rules import MATRIX, Rule, layer_kinds
 
 _BASES = {FULL: 1_000_000.0, SLIDING: 10_000.0}
 _KINDS = ", ".join(_BASES)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from transformer.config import TransformerConfig
-from transformer.models import CausalLM, Classifier
-from transformer.weights.rules import MATRIX, SAME, VECTOR, Fused, Reshaped, Rule, norm
+from transformer.nn.models import CausalLM, Classifier
 from transformer.zoo.family import Family, Head, Variant
 from transformer.zoo.fields import ACTIVATIONS, Field, Fixed, Labels, Unread
+from transformer.zoo.weights.rules import MATRIX, SAME, VECTOR, Fused, Reshaped, Rule, norm
 
 _ROWS = Reshaped(1)
 _ROWS_MERGED = Reshaped(2)

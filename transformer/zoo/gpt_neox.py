@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from transformer.config import TransformerConfig
-from transformer.models import CausalLM
-from transformer.weights.rules import MATRIX, MERGED, VECTOR, FusedByHead, Rule, linear, norm
+from transformer.nn.models import CausalLM
 from transformer.zoo.family import Family, Head, Variant
 from transformer.zoo.fields import ACTIVATIONS, Field, Rope, Unread
 from transformer.zoo.llama import LAST_TOKEN
+from transformer.zoo.weights.rules import MATRIX, MERGED, VECTOR, FusedByHead, Rule, linear, norm
 
 
 def _rules(config: TransformerConfig) -> Sequence[Rule]:

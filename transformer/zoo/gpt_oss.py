@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from transformer.config import LayerKind, MoE, TransformerConfig
-from transformer.weights.rules import Relation, Rule, Shape, layer_kinds, linear
 from transformer.zoo.family import Family, Variant
 from transformer.zoo.fields import Biases, Codec, Fixed, Rope, Unread, fold
 from transformer.zoo.llama import (
@@ -22,6 +21,7 @@ from transformer.zoo.llama import (
 )
 from transformer.zoo.mixtral import balance_coefficient, balance_weight
 from transformer.zoo.qwen2 import FULL, SLIDING, check_layer_types, layer_types, layer_windows
+from transformer.zoo.weights.rules import Relation, Rule, Shape, layer_kinds, linear
 
 _YARN = {
     "rope_type": "yarn",

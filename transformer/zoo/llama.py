@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from transformer.config import TransformerConfig
-from transformer.models import CausalLM, Classifier
-from transformer.weights.rules import MATRIX, MERGED, Rule, linear, norm
+from transformer.nn.models import CausalLM, Classifier
 from transformer.zoo.family import Family, Head, Variant
 from transformer.zoo.fields import ACTIVATIONS, Biases, Codec, Field, Labels, Rope
+from transformer.zoo.weights.rules import MATRIX, MERGED, Rule, linear, norm
 
 DECODER_CONSTANTS = {
     "norm": "rms_norm",

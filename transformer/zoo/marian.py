@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from transformer.config import TransformerConfig
-from transformer.models import Seq2Seq
-from transformer.weights.rules import Rule
+from transformer.nn.models import Seq2Seq
 from transformer.zoo.bart import BART_COPIES, LOGITS_BIAS, Former, bart_fields, stack_rules
 from transformer.zoo.family import Family, Head, Variant
 from transformer.zoo.fields import Codec, FieldError, Unread
+from transformer.zoo.weights.rules import Rule
 
 
 @dataclass(frozen=True)

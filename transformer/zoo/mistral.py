@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from transformer.config import LayerKind, TransformerConfig
-from transformer.weights.rules import layer_kinds
 from transformer.zoo.family import Family, Variant
 from transformer.zoo.fields import Codec, Rope
 from transformer.zoo.llama import (
@@ -18,6 +17,7 @@ from transformer.zoo.llama import (
     decoder_heads,
     decoder_rules,
 )
+from transformer.zoo.weights.rules import layer_kinds
 
 
 @dataclass(frozen=True)

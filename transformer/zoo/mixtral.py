@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from transformer.config import MoE, TransformerConfig
-from transformer.weights.rules import MATRIX, Rule, layer_kinds
 from transformer.zoo.family import Family, Variant
 from transformer.zoo.fields import Codec, Rope, Unread
 from transformer.zoo.llama import (
@@ -20,6 +19,7 @@ from transformer.zoo.llama import (
     norm_rules,
 )
 from transformer.zoo.mistral import SameWindow
+from transformer.zoo.weights.rules import MATRIX, Rule, layer_kinds
 
 
 def balance_weight(coefficient: float, top_k: int, routed_layers: int) -> float:

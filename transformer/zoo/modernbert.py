@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from transformer.config import HeadTransform, LayerKind, TransformerConfig
-from transformer.models import Classifier, Embedder, MaskedLM
-from transformer.weights.rules import MATRIX, MERGED, VECTOR, Fused, Rule, layer_kinds, linear, norm
+from transformer.nn.models import Classifier, Embedder, MaskedLM
 from transformer.zoo.family import Family, Head, Variant
 from transformer.zoo.fields import (
     ACTIVATIONS,
@@ -23,6 +22,7 @@ from transformer.zoo.fields import (
     read_rotary,
     write_rotary,
 )
+from transformer.zoo.weights.rules import MATRIX, MERGED, VECTOR, Fused, Rule, layer_kinds, linear, norm
 
 # Sorts of layers, as `layer_types` has them, and where older files have the base of each.
 _FULL, _SLIDING = "full_attention", "sliding_attention"

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from transformer.config import TransformerConfig
-from transformer.models import CausalLM
-from transformer.weights.rules import MATRIX, Rule, WithoutFirst, linear, norm
+from transformer.nn.models import CausalLM
 from transformer.zoo.bart import UNUSED_ROWS, attention_rules
 from transformer.zoo.family import Family, Head, Variant
 from transformer.zoo.fields import ACTIVATIONS, Codec, Field, FieldError, Fixed, Unread
 from transformer.zoo.llama import LAST_TOKEN
+from transformer.zoo.weights.rules import MATRIX, Rule, WithoutFirst, linear, norm
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from transformer.config import Series, TransformerConfig
-from transformer.models import Forecaster
-from transformer.weights.rules import MATRIX, Relation, Row, Rule, Shape, linear, norm
+from transformer.nn.models import Forecaster
 from transformer.zoo.bart import attention_rules
 from transformer.zoo.family import Family, Head
 from transformer.zoo.fields import ACTIVATIONS, Codec, Field, FieldError, Fixed, Unread
+from transformer.zoo.weights.rules import MATRIX, Relation, Row, Rule, Shape, linear, norm
 
 
 @dataclass(frozen=True)

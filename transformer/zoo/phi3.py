@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from transformer.config import TransformerConfig
-from transformer.weights.rules import MERGED, Fused, Rule, linear, norm
 from transformer.zoo.family import Family, Variant
 from transformer.zoo.fields import Field, FieldError, Fixed, Rope, Unread
 from transformer.zoo.llama import COPIES, DECODER_CONSTANTS, decoder_fields, decoder_heads, norm_rules
 from transformer.zoo.mistral import SameWindow
+from transformer.zoo.weights.rules import MERGED, Fused, Rule, linear, norm
 
 
 @dataclass(frozen=True)

@@ -20,21 +20,21 @@ from jax.sharding import Mesh, NamedSharding
 from transformer.config import ConfigError, Execution, TransformerConfig, nearest
 from transformer.data.pretrained_tokenizer import PretrainedTokenizer, load_pretrained_tokenizer
 from transformer.data.tokenizer import TOKENIZER_FILE
-from transformer.sharding import AXES, check_model, parameter_spec
-from transformer.weights.files import WeightFiles, first_non_finite, write_weights
-from transformer.weights.hub import fetch
-from transformer.weights.loading import (
+from transformer.nn.sharding import AXES, check_model, parameter_spec
+from transformer.zoo.entries import ENTRIES, REFUSED
+from transformer.zoo.family import Family, Head, NoCounterpart, Variant, abstract_params, canonical, rename
+from transformer.zoo.fields import NEUTRAL
+from transformer.zoo.weights.files import WeightFiles, first_non_finite, write_weights
+from transformer.zoo.weights.hub import fetch
+from transformer.zoo.weights.loading import (
     check_complete,
     load_params,
     parameter_dtypes,
     parameter_shapes,
     saved_tensors,
 )
-from transformer.weights.quantized import plain_files
-from transformer.weights.rules import Link, uncovered
-from transformer.zoo.entries import ENTRIES, REFUSED
-from transformer.zoo.family import Family, Head, NoCounterpart, Variant, abstract_params, canonical, rename
-from transformer.zoo.fields import NEUTRAL
+from transformer.zoo.weights.quantized import plain_files
+from transformer.zoo.weights.rules import Link, uncovered
 
 DTYPES = ("float32", "bfloat16", "float16")
 """types that parameters may have"""
@@ -201,7 +201,7 @@ def _read_params(files: WeightFiles, family: Family, architecture: str, model: n
     if missing := [axis for axis in AXES if axis not in mesh.shape]:
         raise ConfigError(
             f"mesh must have the axes {', '.join(AXES)}, got {', '.join(map(str, mesh.shape))}: {', '.join(missing)} "
-            f"missing. Make it with transformer.sharding.make_mesh."
+            f"missing. Make it with transformer.nn.sharding.make_mesh."
         )
     check_model(model.config, mesh.shape)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from transformer.config import TransformerConfig
-from transformer.weights.rules import Rule
 from transformer.zoo.family import Family, Variant
 from transformer.zoo.fields import Biases, Rope
 from transformer.zoo.llama import (
@@ -17,6 +16,7 @@ from transformer.zoo.llama import (
     qk_norm_rules,
 )
 from transformer.zoo.qwen2 import UpperWindows
+from transformer.zoo.weights.rules import Rule
 
 
 def _rules(config: TransformerConfig) -> Sequence[Rule]:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from transformer.config import LayerKind, MoE, TransformerConfig
-from transformer.weights.rules import Rule, layer_kinds
 from transformer.zoo.family import Family, Variant
 from transformer.zoo.fields import Biases, Codec, Rope, Unread, fold
 from transformer.zoo.llama import (
@@ -19,6 +18,7 @@ from transformer.zoo.llama import (
     qk_norm_rules,
 )
 from transformer.zoo.mixtral import balance_coefficient, balance_weight, expert_rules
+from transformer.zoo.weights.rules import Rule, layer_kinds
 
 
 @dataclass(frozen=True)

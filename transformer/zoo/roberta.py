@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from transformer.config import HeadTransform, TransformerConfig
-from transformer.models import Classifier, Embedder, MaskedLM
-from transformer.weights.rules import Rule, WithoutFirst, linear
+from transformer.nn.models import Classifier, Embedder, MaskedLM
 from transformer.zoo.bert import BERT_CONSTANTS, OLD_NORMS, TANH_POOLER, encoder_fields, encoder_rules, masked_lm_rules
 from transformer.zoo.family import Family, Head, Variant
 from transformer.zoo.fields import Codec, Fixed, Labels
+from transformer.zoo.weights.rules import Rule, WithoutFirst, linear
 
 UNUSED_ROWS = 2
 """of a position table: positions count from the padding id, which is 1, plus 1"""

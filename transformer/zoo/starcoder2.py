@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from transformer.config import TransformerConfig
-from transformer.weights.rules import Rule, linear
 from transformer.zoo.family import Family, Variant
 from transformer.zoo.fields import ACTIVATIONS, Field, Fixed, Rope, Unread
 from transformer.zoo.llama import COPIES, Heads, attention_rules, decoder_heads, norm_rules
 from transformer.zoo.mistral import SameWindow
+from transformer.zoo.weights.rules import Rule, linear
 
 
 def _rules(config: TransformerConfig) -> Sequence[Rule]:

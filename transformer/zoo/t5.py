@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from transformer.config import TransformerConfig
-from transformer.models import Embedder, Seq2Seq
-from transformer.weights.rules import MATRIX, MERGED, Rule, linear, norm
+from transformer.nn.models import Embedder, Seq2Seq
 from transformer.zoo.family import Family, Head, Variant
 from transformer.zoo.fields import ACTIVATIONS, Codec, Field, FieldError, Fixed, Unread
+from transformer.zoo.weights.rules import MATRIX, MERGED, Rule, linear, norm
 
 T5_CONSTANTS = {
     "norm": "rms_norm",

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from transformer.config import Patches, TransformerConfig
-from transformer.models import VisionClassifier
-from transformer.weights.rules import MERGED, Relation, Row, Rule, Shape, linear, norm
+from transformer.nn.models import VisionClassifier
 from transformer.zoo.family import Family, Head, Variant
 from transformer.zoo.fields import ACTIVATIONS, Codec, Field, FieldError, Labels, Unread
+from transformer.zoo.weights.rules import MERGED, Relation, Row, Rule, Shape, linear, norm
 
 
 @dataclass(frozen=True)

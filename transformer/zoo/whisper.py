@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from transformer.config import TransformerConfig
-from transformer.models import SpeechToText
-from transformer.weights.rules import MATRIX, Rule, linear, norm
+from transformer.nn.models import SpeechToText
 from transformer.zoo.bart import BothStacks, StackLayers, stack_rules
 from transformer.zoo.family import Family, Head, Variant
 from transformer.zoo.fields import ACTIVATIONS, Field, Fixed, Unread
 from transformer.zoo.vit import Convolution
+from transformer.zoo.weights.rules import MATRIX, Rule, linear, norm
 
 
 def _rules(config: TransformerConfig) -> Sequence[Rule]:

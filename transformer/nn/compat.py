@@ -1,0 +1,191 @@
+"""Flax's own attention module and function, with their signatures, computed by the kernels of this package."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from transformer.nn import attention
+from transformer.nn.axes import Array, DType, Float, PRNGKey
+from transformer.nn.masks import Mask
+
+
+def dot_product_attention(
+    query: Float[Array, "*B T N H"],
+    key: Float[Array, "*B S N H"],
+    value: Float[Array, "*B S N Hv"],
+    bias: Array | None = None,
+    mask: Mask | Array | None = None,
+    broadcast_dropout: bool = True,
+    dropout_rng: PRNGKey | None = None,
+    dropout_rate: float = 0.0,
+    deterministic: bool = False,
+    dtype: DType | None = None,
+    precision: Any = None,
+    module: nn.Module | None = None,
+    force_fp32_for_softmax: bool = False,
+    einsum_dot_general: Callable[..., Array] | None = None,
+    qk_attn_weights_einsum: Callable[..., Array] | None = None,
+    attn_weights_value_einsum: Callable[..., Array] | None = None,
+    *,
+    implementation: str = "auto",
+) -> Float[Array, "*B T N Hv"]:
+    """`flax.linen.dot_product_attention` on the kernels of this package: (*B, T, N, Hv), for any number of batch axes.
+
+    Equal to Flax's function up to rounding: a query without keys gets the mean of all values, and where the kernel
+    "reference" computes, the same key drops the same weights. The softmax is always computed in float32.
+
+    Args:
+        query: (*B, T, N, H).
+        key: (*B, S, N, H): as many heads as the query.
+        value: (*B, S, N, Hv).
+        bias: added to the scores; broadcasts to (*B, N, T, S).
+        mask: an array that broadcasts to (*B, N, T, S), nonzero attends; or a `Mask`, of which kernels skip what it
+            hides. With a `Mask`, a query without keys gets zeros.
+        broadcast_dropout: drop the same weights (T, S) in all rows and heads.
+        dropout_rng: key of the dropout.
+        dropout_rate: share of the weights set to zero.
+        deterministic: True drops nothing.
+        dtype: type to compute in; None: that of the inputs.
+        precision: of the two matrix multiplications, as `jax.lax.Precision`.
+        module: sows the weights as `attention_weights` into its collection "intermediates".
+        force_fp32_for_softmax: no effect; see above.
+        einsum_dot_general: replaces the matrix multiplications, as do the next two. With one of them Flax's function
+            computes, because only the formula as Flax writes it can use them.
+        qk_attn_weights_einsum: replaces the product of queries and keys.
+        attn_weights_value_einsum: replaces the product of weights and values.
+        implementation: a kernel of `transformer.nn.kernels`, or "auto".
+
+    Raises:
+        AssertionError: shapes that don't fit each other, as in Flax.
+        ValueError: a mask or bias that doesn't broadcast, or dropout without a key.
+    """
+    replaced = (einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum)
+    if any(given is not None for given in replaced):
+        return nn.dot_product_attention(
+            query,
+            key,
+            value,
+            bias,
+            _dense(mask, query, key),
+            broadcast_dropout,
+            dropout_rng,
+            dropout_rate,
+            deterministic,
+            dtype,
+            precision,
+            module,
+            force_fp32_for_softmax,
+            *replaced,
+        )
+    query, key, value = nn.dtypes.promote_dtype(query, key, value, dtype=dtype)
+    _check_shapes(query, key, value)
+    if mask is not None and not isinstance(mask, Mask):
+        query, bias, mask = _as_flax_masks(query, bias, jnp.asarray(mask).astype(bool))
+    with _matmul_precision(precision):
+        return attention.dot_product_attention(
+            query,
+            key,
+            value,
+            mask=mask,
+            bias=bias,
+            dropout_rate=dropout_rate,
+            dropout_rng=dropout_rng,
+            broadcast_dropout=broadcast_dropout,
+            deterministic=deterministic,
+            module=module,
+            implementation=implementation,
+        )
+
+
+class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
+    """`flax.linen.MultiHeadDotProductAttention` on the kernels of this package: the same fields, defaults, parameters,
+    initial values, cache and errors, and the same outputs up to rounding (Vaswani et al. 2017, section 3.2.2).
+
+    Only the default of `attention_fn` differs. To choose a kernel, pass it
+    `functools.partial(transformer.nn.compat.dot_product_attention, implementation="chunked")`. `mask` may also be a
+    `transformer.Mask`, which keeps a causal mask from being an array of T x S.
+    """
+
+    attention_fn: Callable[..., Array] = dot_product_attention
+
+    def __call__(
+        self,
+        inputs_q: Float[Array, "*B T D"],
+        inputs_k: Array | None = None,
+        inputs_v: Array | None = None,
+        *,
+        inputs_kv: Array | None = None,
+        mask: Mask | Array | None = None,
+        deterministic: bool | None = None,
+        dropout_rng: PRNGKey | None = None,
+        sow_weights: bool = False,
+    ) -> Float[Array, "*B T Do"]:
+        """(*B, T, D) -> (*B, T, out_features); the arguments are those of Flax's module.
+
+        Raises:
+            ValueError: a `Mask` with `decode`, whose cache is masked by an array.
+        """
+        if self.decode and isinstance(mask, Mask):
+            raise ValueError(
+                "with decode=True mask must be an array that broadcasts to (..., N, 1, length of the cache), got a "
+                "Mask. Leave a causal mask out: the cache attends only to what it holds."
+            )
+        return super().__call__(
+            inputs_q,
+            inputs_k,
+            inputs_v,
+            inputs_kv=inputs_kv,
+            mask=mask,
+            deterministic=deterministic,
+            dropout_rng=dropout_rng,
+            sow_weights=sow_weights,
+        )
+
+
+def _as_flax_masks(query: Array, bias: Array | None, mask: Array) -> tuple[Array, Array | None, Array]:
+    """Query, bias and mask with which a query without keys gets the mean of all values: Flax gives all keys the same
+    large negative score. Such a query attends to every key, by scores of 0.
+    """
+    mask = mask.reshape((1,) * (query.ndim - mask.ndim) + mask.shape)
+    seen = mask.any(-1, keepdims=True)
+    query = jnp.where(seen.swapaxes(-3, -2), query, 0)
+    if bias is not None:
+        bias = jnp.asarray(bias)
+        bias = jnp.where(seen, bias.reshape((1,) * (query.ndim - bias.ndim) + bias.shape), 0)
+    return query, bias, mask | ~seen
+
+
+def _check_shapes(query: Array, key: Array, value: Array) -> None:
+    if not query.ndim == key.ndim == value.ndim:
+        problem = "they must have the same number of axes"
+    elif not query.shape[:-3] == key.shape[:-3] == value.shape[:-3]:
+        problem = "their batch axes must be the same"
+    elif not query.shape[-2] == key.shape[-2] == value.shape[-2]:
+        problem = "they must have the same number of heads"
+    elif key.shape[-3] != value.shape[-3]:
+        problem = "key and value must have the same length"
+    elif query.shape[-1] != key.shape[-1]:
+        problem = "query and key must have the same head size"
+    else:
+        return
+    # Flax asserts: who catches its errors catches these.
+    raise AssertionError(f"query {query.shape}, key {key.shape}, value {value.shape}: {problem}.")
+
+
+def _dense(mask: Mask | Array | None, query: Array, key: Array) -> Array | None:
+    return mask.dense(query.shape[-3], key.shape[-3]) if isinstance(mask, Mask) else mask
+
+
+def _matmul_precision(precision: Any) -> contextlib.AbstractContextManager:
+    if precision is None:
+        return contextlib.nullcontext()
+    if isinstance(precision, tuple) and len(set(precision)) == 1:
+        precision = precision[0]
+    name = precision.name.lower() if isinstance(precision, jax.lax.Precision) else precision
+    return jax.default_matmul_precision(name)

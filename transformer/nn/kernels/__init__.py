@@ -1,0 +1,190 @@
+"""Attention kernels under one contract, and the choice among them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import warnings
+from collections.abc import Callable
+
+import jax
+
+from transformer.config import ConfigError, Execution, nearest
+from transformer.nn.jax_compat import inside_pmap
+from transformer.nn.kernels import cudnn, splash
+from transformer.nn.kernels.chunked import chunked_attention
+from transformer.nn.kernels.contract import OPTIONS, AttentionShapes, AttentionSpec, BiasFunction, Kernel, Option
+from transformer.nn.kernels.cudnn import cudnn_attention, cudnn_compiler_refusal, cudnn_limits
+from transformer.nn.kernels.reference import reference_attention
+from transformer.nn.kernels.ring import RING_REASONS, gathered_attention, gathered_limits, ring_attention, ring_limits
+from transformer.nn.kernels.sliced import sliced_attention, sliced_limits
+from transformer.nn.kernels.splash import splash_attention, splash_compiler_refusal, splash_limits
+from transformer.nn.partitioning import has_mesh, platform
+
+__all__ = [
+    "ALL_KERNELS",
+    "GPU_KERNELS",
+    "KERNELS",
+    "OPTIONS",
+    "SPLIT_KERNELS",
+    "TPU_KERNELS",
+    "AttentionShapes",
+    "AttentionSpec",
+    "BiasFunction",
+    "Kernel",
+    "Option",
+    "anywhere",
+    "choose",
+    "chunked_attention",
+    "cudnn_attention",
+    "gathered_attention",
+    "reference_attention",
+    "ring_attention",
+    "sliced_attention",
+    "splash_attention",
+]
+
+NO_WEIGHTS = {"weights": "it never holds all weights at once"}
+"""why kernels in blocks do not return attention weights"""
+
+KERNELS: dict[str, Kernel] = {
+    "reference": Kernel(name="reference", run=reference_attention),
+    "sliced": Kernel(name="sliced", run=sliced_attention, limits=sliced_limits, reasons=NO_WEIGHTS),
+    "chunked": Kernel(name="chunked", run=chunked_attention, reasons=NO_WEIGHTS),
+}
+"""kernels by name, for keys and values that are whole along their length, on any device"""
+
+TPU_KERNELS: dict[str, Kernel] = {
+    "splash": Kernel(name="splash", run=splash_attention, limits=splash_limits, reasons=splash.REASONS)
+}
+"""kernels by name, for the same on a TPU; a CPU interprets them, for tests"""
+
+GPU_KERNELS: dict[str, Kernel] = {
+    "cudnn": Kernel(name="cudnn", run=cudnn_attention, limits=cudnn_limits, reasons=cudnn.REASONS)
+}
+"""kernels by name, for the same on an NVIDIA GPU"""
+
+SPLIT_KERNELS: dict[str, Kernel] = {
+    "ring": Kernel(name="ring", run=ring_attention, limits=ring_limits, reasons=RING_REASONS, split_keys=True),
+    "gathered": Kernel(name="gathered", run=gathered_attention, limits=gathered_limits, reasons=NO_WEIGHTS),
+}
+"""kernels by name, for queries whose length a mesh splits, and nowhere else"""
+
+ALL_KERNELS: dict[str, Kernel] = KERNELS | TPU_KERNELS | GPU_KERNELS | SPLIT_KERNELS
+"""every kernel by name"""
+
+COMPILER_REFUSALS: dict[str, Callable[[AttentionSpec], str | None]] = {
+    "splash": splash_compiler_refusal,
+    "cudnn": cudnn_compiler_refusal,
+}
+"""for kernels that depend on versions of other software: why they don't compile for the devices in use, or None"""
+
+FUSED_FROM = 256 * 256
+"""auto: from this many scores per head, cudnn is chosen on a GPU (a guess: docs/benchmarks.md)"""
+
+SPLASH_FROM = 512 * 512
+"""auto: from this many scores per head, splash is chosen on a TPU (not measured on hardware; by the estimates of the
+compiler for v5e, a GPT-2 124M training step takes 152 ms with it and 205 ms without at 512 x 512)"""
+
+WHOLE_SCORES = {"cpu": 96 * 96, "gpu": 1024 * 1024, "tpu": 1024 * 1024}
+"""auto: without such a kernel, up to this many scores per head, the full attention matrix is faster than a loop over
+blocks (docs/benchmarks.md: measured on CPU; elsewhere a guess in favor of few, large operations). Scores are counted
+per device."""
+
+SLICED_SCORES = {"cpu": 1024 * 1024}
+"""auto: beyond these, up to so many scores are computed in slices (docs/benchmarks.md)"""
+
+
+def choose(implementation: str, spec: AttentionSpec) -> str:
+    """The name of the kernel that serves a call: the given one, or for "auto" the fastest that can serve it.
+
+    "auto" logs its choice once for each size (`logging`, "transformer.nn.kernels", level INFO). If the compiler at hand
+    rejects the kernel it would choose, it warns once and chooses another.
+
+    Raises:
+        ConfigError: an unknown name, or a kernel that can't do what is asked or does not compile here; the message
+            names the kernels that can.
+    """
+    if implementation == "auto":
+        name = _fastest(spec)
+        _tell(f"{spec.shapes.num_queries} x {spec.shapes.num_keys} scores a head on {platform()}: auto takes {name}")
+        return name
+    if implementation not in ALL_KERNELS:
+        names = ["auto", *(ALL_KERNELS if spec.shapes.length_shards > 1 else KERNELS | TPU_KERNELS | GPU_KERNELS)]
+        raise ConfigError(
+            f"attention kernel must be one of {', '.join(names)}, got {implementation!r}."
+            f"{nearest(implementation, names)}"
+        )
+    refused = ALL_KERNELS[implementation].unsupported(spec) or _compiler_refusal(implementation, spec)
+    if refused is not None:
+        able = [name for name in ALL_KERNELS if name != implementation and _serves(name, spec)]
+        raise ConfigError(f"the {implementation} attention kernel can't {refused}. Use {' or '.join(able)}, or auto.")
+    return implementation
+
+
+def anywhere(execution: Execution) -> Execution:
+    """The execution for any device, with a cache and without a mesh: "auto" in place of a kernel that was made for less
+    (splash, cudnn, ring, gathered).
+    """
+    if execution.attention not in {**TPU_KERNELS, **GPU_KERNELS, **SPLIT_KERNELS}:
+        return execution
+    return dataclasses.replace(execution, attention="auto")
+
+
+def _fastest(spec: AttentionSpec) -> str:
+    if not isinstance(spec.shapes.num_queries, int) or not isinstance(spec.shapes.num_keys, int):
+        return "reference"  # a length left open (jax.export) can't be cut into blocks
+    if _serves("ring", spec):
+        return "ring"
+    scores = spec.shapes.num_queries * spec.shapes.num_keys // spec.shapes.length_shards
+    for name, least in (("cudnn", FUSED_FROM), ("splash", SPLASH_FROM)):
+        if scores >= least and spec.shapes.num_queries > 1 and _compiles(name, spec) and _has_its_devices(name):
+            return name
+    if scores <= WHOLE_SCORES.get(platform(), 0) or spec.shapes.num_queries == 1 or spec.return_weights:
+        return "reference"
+    if scores <= SLICED_SCORES.get(platform(), 0) and _serves("sliced", spec):
+        return "sliced"
+    return next(name for name in ("gathered", "chunked") if _serves(name, spec))
+
+
+def _compiles(name: str, spec: AttentionSpec) -> bool:
+    """Whether a kernel serves a call and compiles here; warns once if only the compiler is in the way."""
+    if not _serves(name, spec):
+        return False
+    refused = _compiler_refusal(name, spec)
+    if refused is not None:
+        _warn(f"the {name} attention kernel can't {refused}. A slower kernel is used instead.")
+    return refused is None
+
+
+def _has_its_devices(name: str) -> bool:
+    """False, with a warning, for splash without a mesh on several devices: arrays may be split over them, and the
+    compiler, which alone knows how, can't split a Pallas kernel.
+    """
+    if name not in TPU_KERNELS or has_mesh() or inside_pmap() or jax.device_count() == 1:
+        return True
+    _warn(
+        f"the {name} attention kernel must know over which of {jax.device_count()} devices arrays are split, but no "
+        f"mesh is in force. A slower kernel is used instead. Call inside `with jax.set_mesh(mesh):`, of one device too."
+    )
+    return False
+
+
+def _compiler_refusal(name: str, spec: AttentionSpec) -> str | None:
+    return COMPILER_REFUSALS[name](spec) if name in COMPILER_REFUSALS else None
+
+
+@functools.cache
+def _warn(text: str) -> None:
+    warnings.warn(text, stacklevel=2)
+
+
+@functools.cache
+def _tell(choice: str) -> None:
+    logging.getLogger(__name__).info(choice)
+
+
+def _serves(name: str, spec: AttentionSpec) -> bool:
+    """Whether a kernel can do what is asked, and is made for the platform in use, whether or not it compiles here."""
+    return ALL_KERNELS[name].unsupported(spec) is None and (name not in TPU_KERNELS or platform() == "tpu")

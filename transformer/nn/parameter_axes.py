@@ -1,0 +1,144 @@
+"""Logical axes of parameters: each module declares those of its own, and everything that must know them reads these.
+
+A declaration is one line beside the module that creates the parameter:
+
+    class Linear(nn.Module):
+        parameter_axes = declare({"query/kernel": "embed -> heads _"})
+
+It names the axes in order ("_" is an axis without a name) and says which of them a matrix multiplication sums over.
+Five readers follow from it: `sharding` (where a parameter is stored), `training.optimizers` (which matrices Muon
+orthogonalizes), `lora` (which maps can get low-rank updates), `int8` (over which axes a scale holds) and
+`training.flops` (what a training step multiplies by). `sharding.with_logical_axes` gives the same axes to Flax's tools.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
+
+LAYERS = "layers"
+"""logical name of the leading axis of parameters whose layers are stacked; no mesh axis splits it by default"""
+
+Role = Literal["hidden", "input", "output", "vector"]
+"""hidden: a matrix between hidden features; input: a table or map from tokens, pixels or numbers to hidden features;
+output: a matrix from hidden features to logits or a router's scores; vector: no matrix (a scale, a bias, a sink)"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterAxes:
+    """What is known about the axes of a parameter, without the leading axis of stacked layers.
+
+    Raises:
+        ValueError: a matrix without inputs, a vector with some, or an axis that is both input and output.
+    """
+
+    names: tuple[str | None, ...]
+    """logical name of each axis, None for an axis without one"""
+    inputs: tuple[int, ...] = ()
+    """axes that a matrix multiplication sums over, counted from the end; () for a vector"""
+    outputs: tuple[int, ...] = ()
+    """axes of what the multiplication gives, counted from the end; axes that are neither separate independent maps"""
+    role: Role = "vector"
+    int8: bool = False
+    """whether the module that owns the parameter also computes with `int8.Int8`"""
+
+    def __post_init__(self):
+        if not self.names or set(self.inputs) & set(self.outputs) or bool(self.inputs) != (self.role != "vector"):
+            raise ValueError(f"{self} is inconsistent: a matrix has inputs, outputs and a role, a vector has neither.")
+
+    @property
+    def is_table(self) -> bool:
+        """Whether rows are looked up by token, (V, D): the outputs of its product, as logits, come first."""
+        return self.role == "input" and self.inputs == (-1,)
+
+
+_DECLARED: dict[str, ParameterAxes] = {}
+
+
+def declare(axes: Mapping[str, str], *, role: Role = "hidden", int8: bool | None = None) -> Mapping[str, ParameterAxes]:
+    """Declare the axes of parameters by the end of their path, and return them parsed.
+
+    Args:
+        axes: end of a path -> axes. A path ends so if its last components match ("conv_*/kernel" has a wildcard); of
+            several ends that match, the one with the most components counts. Axes are "in -> out" or "out <- in" for a
+            matrix, "feed_forward" for a vector, with "maps: in -> out" for a row of separate matrices.
+        role: that of the matrices among them.
+        int8: whether their module computes with `int8.Int8`; None: hidden matrices do.
+
+    Raises:
+        ValueError: axes that can't be parsed, or that are declared otherwise elsewhere.
+    """
+    parsed = {}
+    for end, text in axes.items():
+        found = _parse(text, role, role == "hidden" if int8 is None else int8)
+        if _DECLARED.get(end, found) != found:
+            raise ValueError(
+                f"the axes of {end!r} are declared as {text!r}, but also as {_DECLARED[end]}. Name the parameter "
+                f"otherwise, or declare a longer end of its path."
+            )
+        parsed[end] = found
+    _DECLARED.update(parsed)
+    return MappingProxyType(parsed)
+
+
+def declared() -> Mapping[str, ParameterAxes]:
+    """All declarations: end of a path -> axes. Those of this package are complete once `transformer.nn.models` is
+    imported.
+    """
+    return MappingProxyType(_DECLARED)
+
+
+def axes_of(path: str, ndim: int) -> ParameterAxes | None:
+    """The declared axes of the parameter at `path` ("decoder/layers/slot_0/.../query/kernel"); None if nothing is
+    declared for it, or only for another number of axes.
+
+    The state of an optimizer has the path of its parameter behind its own (`0/mu/decoder/...`) and the same axes.
+    """
+    found = _DECLARED.get(end_of(path) or "")
+    return found if found is not None and ndim - len(found.names) in (0, 1) else None
+
+
+def end_of(path: str) -> str | None:
+    """The declared end that counts for a path: the one with the most components, literal ones before wildcards."""
+    parts = path.split("/")
+
+    def matches(end: str) -> bool:
+        ends = end.split("/")
+        return len(ends) <= len(parts) and all(map(fnmatch.fnmatchcase, parts[-len(ends) :], ends))
+
+    return max(filter(matches, _DECLARED), key=lambda end: (end.count("/"), "*" not in end), default=None)
+
+
+def parameter_axes(path: str, shape: Sequence[int]) -> tuple[str | None, ...]:
+    """Logical name of each axis of the parameter at `path`, "layers" for a leading axis of layers; () when nothing is
+    declared for it.
+    """
+    found = axes_of(path, len(shape))
+    return () if found is None else (*[LAYERS] * (len(shape) - len(found.names)), *found.names)
+
+
+def axis_names() -> set[str]:
+    """The logical names of all declared parameters, and "layers"."""
+    return {name for axes in _DECLARED.values() for name in axes.names if name is not None} | {LAYERS}
+
+
+def _parse(text: str, role: Role, int8: bool) -> ParameterAxes:
+    maps, colon, product = text.rpartition(":")
+    left, arrow, right = next((product.partition(a) for a in ("->", "<-") if a in product), (product, "", ""))
+    first, second = left.split(), right.split()
+    if not first or bool(arrow) != bool(second) or (colon and not (arrow and maps.split())):
+        raise ValueError(f"axes must be like 'embed -> heads _', 'vocab <- embed' or 'heads', got {text!r}.")
+    names = _names(maps.split() + first + second)
+    if not arrow:
+        return ParameterAxes(names=names)
+    left_axes = tuple(range(-len(first) - len(second), -len(second)))
+    right_axes = tuple(range(-len(second), 0))
+    inputs, outputs = (left_axes, right_axes) if arrow == "->" else (right_axes, left_axes)
+    return ParameterAxes(names=names, inputs=inputs, outputs=outputs, role=role, int8=int8)
+
+
+def _names(words: Iterable[str]) -> tuple[str | None, ...]:
+    return tuple(None if word == "_" else word for word in words)

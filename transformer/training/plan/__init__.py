@@ -1,0 +1,43 @@
+"""Whether a recipe fits a TPU that is not there, told by the TPU compiler (libtpu)."""
+
+from transformer.training.chips import CHIPS, Chip
+from transformer.training.flops import Flops, batch_shapes, step_flops
+from transformer.training.plan.assumptions import without_data
+from transformer.training.plan.decoding import DecodePlan, Generation, make_decode_plan, parse_generation
+from transformer.training.plan.hlo import Collective, Cost, Program
+from transformer.training.plan.measuring import Measured, measure, present_topology
+from transformer.training.plan.planning import Plan, make_plan
+from transformer.training.plan.roofline import Estimate, estimate
+from transformer.training.plan.searching import Candidate, Tried, ranked, search
+from transformer.training.plan.topologies import CompilerError, Topology, parse_topology, topology_devices
+
+__all__ = [
+    "CHIPS",
+    "Candidate",
+    "Chip",
+    "Collective",
+    "CompilerError",
+    "Cost",
+    "DecodePlan",
+    "Estimate",
+    "Flops",
+    "Generation",
+    "Measured",
+    "Plan",
+    "Program",
+    "Topology",
+    "Tried",
+    "batch_shapes",
+    "estimate",
+    "make_decode_plan",
+    "make_plan",
+    "measure",
+    "parse_generation",
+    "parse_topology",
+    "present_topology",
+    "ranked",
+    "search",
+    "step_flops",
+    "topology_devices",
+    "without_data",
+]

@@ -1,0 +1,29 @@
+"""Weights in and out: rules that say which tensors are which parameters, and directories that are read safely."""
+
+from transformer.zoo.weights.files import TensorInfo, WeightFiles, WeightsError, first_non_finite, write_weights
+from transformer.zoo.weights.hub import fetch
+from transformer.zoo.weights.loading import check_complete, load_params, parameter_shapes, saved_tensors
+from transformer.zoo.weights.rules import MATRIX, MERGED, SAME, VECTOR, Fused, Relation, Reshaped, Rule, linear, norm
+
+__all__ = [
+    "MATRIX",
+    "MERGED",
+    "SAME",
+    "VECTOR",
+    "Fused",
+    "Relation",
+    "Reshaped",
+    "Rule",
+    "TensorInfo",
+    "WeightFiles",
+    "WeightsError",
+    "check_complete",
+    "fetch",
+    "first_non_finite",
+    "linear",
+    "load_params",
+    "norm",
+    "parameter_shapes",
+    "saved_tensors",
+    "write_weights",
+]
