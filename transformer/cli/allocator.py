@@ -26,8 +26,8 @@ def keep_freed_memory(environment: Mapping[str, str] = os.environ) -> None:
     saves. The C library reads its settings only when a program starts.
 
     Does nothing if `GLIBC_TUNABLES` or a `MALLOC_` variable is set (`GLIBC_TUNABLES= python ...` turns it off), if JAX
-    will compute on a TPU or GPU, in a process that another program started (a notebook), without glibc, or if the system
-    refuses the restart: then only the speed-up is missing. Call it before JAX is imported.
+    will compute on a TPU or GPU, in a process that another program started (a notebook), without glibc, or if the
+    system refuses the restart: then only the speed-up is missing. Call it before JAX is imported.
     """
     chosen = any(name == VARIABLE or name.startswith("MALLOC_") for name in environment)
     if chosen or platform.libc_ver()[0] != "glibc" or not _owns_process() or not _computes_on_cpu(environment):
