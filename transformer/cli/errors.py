@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from transformer.cli.compile_cache import repair_after
 from transformer.cli.streams import prepare_streams
 from transformer.config.invocation import program
 from transformer.config.recipe_files import bundled
@@ -93,7 +94,12 @@ def one_line_warnings() -> Iterator[None]:
     """Inside, a warning is one line on stderr, without the place in the code that gave it."""
 
     def show(message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None) -> None:
-        _say(one_line(f"warning: {message}"))
+        text = str(message)
+        removed = repair_after(text)
+        if removed:
+            files = "file" if removed == 1 else "files"
+            text = f"deleted {removed} damaged {files} of the cache of compiled programs; they are compiled anew"
+        _say(one_line(f"warning: {text}"))
 
     old, warnings.showwarning = warnings.showwarning, show
     try:
