@@ -27,11 +27,12 @@ class ScoreTexts(ModelCommand):
 def main(arguments: Sequence[str]) -> None:
     """Prints the scores."""
     command = parse(ScoreTexts, "score", arguments)
-    from transformer.cli.texts import read_prompts, shown
+    from transformer.cli.texts import read_prompts, shown, unknown_parts, warn_of_unknown
     from transformer.inference import score
 
     texts = read_prompts(command.text, lines=True, option="--text")
     opened = command.load()
+    warn_of_unknown(unknown_parts(opened, [*texts, *command.source]))
     scores = score(opened, texts, command.source or None)
     if command.json:
         results = [
