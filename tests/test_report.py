@@ -6,6 +6,7 @@ import html
 import itertools
 import json
 import os
+import pathlib
 import re
 import socket
 from html.parser import HTMLParser
@@ -117,7 +118,7 @@ class TestVerb:
         }
         assert all(open(path, "rb").read(8) == PNG for path in paths[1:])  # noqa: SIM115
         for path in paths:
-            check_replaceable(Path(path), "--output")  # the same command again may overwrite its own files
+            check_replaceable(pathlib.Path(path), "--output")  # the same command again may overwrite its own files
         page = Page((workdir / "report.html").read_text(encoding="utf-8"))
         for words in (
             "finished, 8 steps",
