@@ -37,3 +37,12 @@ def test_what_the_user_set_stays(environment, monkeypatch):
     keep_freed_memory(environment)
     monkeypatch.setattr(allocator.platform, "libc_ver", lambda: ("", ""))
     keep_freed_memory({})
+
+
+def test_a_restart_that_the_system_refuses_is_left_out(monkeypatch):
+    def refuse(*given):
+        raise PermissionError(13, "Permission denied", given[0])
+
+    monkeypatch.setattr(allocator.os, "execve", refuse)
+    monkeypatch.setattr(allocator.platform, "libc_ver", lambda: ("glibc", "2.36"))
+    keep_freed_memory({})

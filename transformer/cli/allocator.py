@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import sys
@@ -22,9 +23,11 @@ def keep_freed_memory(environment: Mapping[str, str] = os.environ) -> None:
     saves. The C library reads its settings only when a program starts.
 
     Does nothing where `GLIBC_TUNABLES` or a `MALLOC_` variable says what the user wants (`GLIBC_TUNABLES= python ...`
-    turns it off), or without glibc. Call it first of all.
+    turns it off), without glibc, or where the system refuses the restart: then only the speed-up is missing. Call it
+    first of all.
     """
     chosen = any(name == VARIABLE or name.startswith("MALLOC_") for name in environment)
     if chosen or platform.libc_ver()[0] != "glibc":
         return
-    os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**environment, VARIABLE: KEEP})
+    with contextlib.suppress(OSError):  # an interpreter that this user may not execute, or that is gone
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**environment, VARIABLE: KEEP})
