@@ -15,7 +15,6 @@ from transformer.cli.allocator import keep_freed_memory
 from transformer.cli.compile_cache import keep_compiled
 from transformer.cli.errors import run_command
 from transformer.cli.limits import check_address_space
-from transformer.cli.streams import decode_argument
 from transformer.config.invocation import program
 
 
@@ -168,7 +167,7 @@ def console(arguments: Sequence[str] | None = None) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a verb with these arguments (None: those of the process); returns the exit code."""
-    words = [decode_argument(word) for word in (sys.argv[1:] if arguments is None else arguments)]
+    words = list(sys.argv[1:] if arguments is None else arguments)
     return run_command(lambda: _dispatch(words), debug="--debug" in words)
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from transformer.cli.arguments import parse
 from transformer.cli.models import ModelCommand
 from transformer.cli.outputs import check_replaceable
+from transformer.cli.streams import decode_argument
 from transformer.config import ConfigError
 from transformer.config.invocation import program
 
@@ -104,7 +105,8 @@ def _read(command: Inspect, run: Opened) -> _Text:
     _check_reader(command, run)
     (prompt,) = texts.read_prompts([command.prompt], lines=False)  # of stdin, all is one text
     texts.warn_of_unknown(texts.unknown_parts(run, [prompt]))
-    ids, target, new = texts.encode_prompt(run, prompt), command.target, command.max_new_tokens
+    target = None if command.target is None else decode_argument(command.target)
+    ids, new = texts.encode_prompt(run, prompt), command.max_new_tokens
     if not isinstance(run.model, Seq2Seq):
         if target is not None:
             raise ConfigError(

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from transformer.cli.streams import decode_argument
 from transformer.config import ConfigError
 from transformer.generate import Sampling, generate
 from transformer.nn.models import Seq2Seq
@@ -42,7 +43,7 @@ def read_prompts(given: Sequence[str], *, lines: bool, option: str = "--prompt")
     check_prompts(given, option)
     prompts: list[str] = []
     for prompt in given or ["-"]:
-        prompts += _stdin_prompts(lines, option) if prompt == "-" else [prompt]
+        prompts += _stdin_prompts(lines, option) if prompt == "-" else [decode_argument(prompt)]
     return prompts
 
 
