@@ -15,7 +15,7 @@ from training_recipes import change, text_recipe, xla_flags
 
 import transformer
 from transformer.config import Execution, TransformerConfig
-from transformer.data.configs import NumberWords
+from transformer.data import NumberWords
 from transformer.invocation import python
 from transformer.sharding import ParallelConfig
 from transformer.training import EvaluationConfig, LoggingConfig, OptimizerConfig, Recipe, TrainingConfig, loop

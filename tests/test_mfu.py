@@ -10,7 +10,7 @@ from training_recipes import tiny_batch, tiny_recipe
 
 from transformer.chips import CHIPS, DEVICE_KINDS, GPUS, peak_flops
 from transformer.config import TransformerConfig
-from transformer.data.configs import TextFile
+from transformer.data import TextFile
 from transformer.plan import batch_shapes, step_flops
 from transformer.training import speed as speed_module
 from transformer.training.journal import Journal, Ledger

@@ -19,7 +19,7 @@ from training_recipes import change, tiny_recipe
 
 from transformer.attention import dot_product_attention
 from transformer.config import ConfigError, Execution, LayerKind, TransformerConfig
-from transformer.data.configs import TextFile
+from transformer.data import TextFile
 from transformer.kernels import Request, choose, reference_attention, splash, splash_attention
 from transformer.masks import Mask
 from transformer.models import CausalLM

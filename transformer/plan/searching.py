@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from transformer.config import ConfigError, Remat
-from transformer.data.configs.common import shared_rows
+from transformer.data.config import shared_rows
 from transformer.plan.planning import Plan, make_plan
 from transformer.plan.roofline import estimate
 from transformer.plan.topologies import Topology

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from transformer.config import LayerKind
-from transformer.data.configs import DataConfig
+from transformer.data import DataConfig
 from transformer.training.recipe import Recipe
 from transformer.training.state import example_inputs, initial_params
 from transformer.training.tasks import TASKS

@@ -12,8 +12,8 @@ from typing import Any
 import flax.linen as nn
 
 from transformer.config import ConfigError, Execution, TransformerConfig
-from transformer.data.configs import PLACES, DataConfig
-from transformer.data.configs.common import shared_rows
+from transformer.data import PLACES, DataConfig
+from transformer.data.config import shared_rows
 from transformer.foreign import parse_json, read_bounded
 from transformer.lora import LoRA
 from transformer.sharding import ParallelConfig
