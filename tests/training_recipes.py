@@ -12,8 +12,9 @@ import numpy as np
 
 from transformer.config import Execution, TransformerConfig
 from transformer.data import prepare
-from transformer.data.configs import NumberWords, TextFile
 from transformer.nn.sharding import ParallelConfig
+from transformer.data import NumberWords, TextFile, prepare
+from transformer.sharding import ParallelConfig
 from transformer.training import (
     CheckpointConfig,
     EvaluationConfig,
