@@ -3,10 +3,8 @@
 import dataclasses
 
 from transformer.config import Execution, TransformerConfig
-from transformer.nn.sharding import ParallelConfig
 from transformer.data import ParallelText, TextFile
-from transformer.plan import parse_topology
-from transformer.sharding import ParallelConfig
+from transformer.nn.sharding import ParallelConfig
 from transformer.training import Recipe
 from transformer.training.plan import parse_topology
 

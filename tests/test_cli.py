@@ -17,9 +17,8 @@ import pytest
 
 from transformer.__main__ import VERBS, main
 from transformer.config import Execution, LayerKind, TransformerConfig
-from transformer.nn.sharding import ParallelConfig
 from transformer.data import NumberWords, TextFile
-from transformer.sharding import ParallelConfig
+from transformer.nn.sharding import ParallelConfig
 from transformer.training import EvaluationConfig, LoggingConfig, OptimizerConfig, Recipe, TrainingConfig
 from transformer.training.loop import train
 from transformer.training.recipe import load_recipe

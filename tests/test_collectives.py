@@ -16,10 +16,8 @@ import pytest
 from training_recipes import tiny_recipe
 
 from transformer.config import Execution, LayerKind, MoE
-from transformer.nn.sharding import ParallelConfig
 from transformer.data import TextFile
-from transformer.plan import Program, batch_shapes
-from transformer.sharding import ParallelConfig
+from transformer.nn.sharding import ParallelConfig
 from transformer.training.parallel import MeshPlacement
 from transformer.training.plan import Program, batch_shapes
 

@@ -10,13 +10,9 @@ from training_recipes import assert_equals_one_gone_on_with, change
 
 from transformer.config import ConfigError, Execution, Patches, TransformerConfig
 from transformer.data import Digits, ImageFile, prepare
-from transformer.data.images import ImageDataset
+from transformer.data.images import ImageDataset, Images
 from transformer.nn.models import VisionClassifier
 from transformer.nn.sharding import ParallelConfig
-from transformer.data.images import ImageDataset, Images
-from transformer.models import VisionClassifier
-from transformer.plan import step_flops, without_data
-from transformer.sharding import ParallelConfig
 from transformer.training import EvaluationConfig, LoggingConfig, OptimizerConfig, Recipe, TrainingConfig
 from transformer.training.loop import train
 from transformer.training.numbers import measured

@@ -16,10 +16,8 @@ from training_recipes import change, text_recipe, xla_flags
 import transformer
 from transformer.config import Execution, TransformerConfig
 from transformer.config.invocation import python
-from transformer.nn.sharding import ParallelConfig
 from transformer.data import NumberWords
-from transformer.invocation import python
-from transformer.sharding import ParallelConfig
+from transformer.nn.sharding import ParallelConfig
 from transformer.training import EvaluationConfig, LoggingConfig, OptimizerConfig, Recipe, TrainingConfig, loop
 from transformer.training.evaluation import evaluate_loss
 from transformer.training.journal import Journal

@@ -10,7 +10,6 @@ from training_recipes import tiny_batch, tiny_recipe
 
 from transformer.config import TransformerConfig
 from transformer.data import TextFile
-from transformer.plan import batch_shapes, step_flops
 from transformer.training import speed as speed_module
 from transformer.training.chips import CHIPS, DEVICE_KINDS, GPUS, peak_flops
 from transformer.training.journal import Journal, Ledger

@@ -10,10 +10,8 @@ from training_recipes import change, text_recipe, tiny_batch, tiny_recipe
 
 from transformer.cli.errors import run_command
 from transformer.config import Execution, TransformerConfig
-from transformer.nn.sharding import ParallelConfig, mesh_sizes
 from transformer.data import TextFile
-from transformer.plan import batch_shapes
-from transformer.sharding import ParallelConfig, mesh_sizes
+from transformer.nn.sharding import ParallelConfig, mesh_sizes
 from transformer.training import Recipe, TrainingConfig
 from transformer.training.loop import train
 from transformer.training.memory import (

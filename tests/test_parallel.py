@@ -9,9 +9,8 @@ import pytest
 from training_recipes import tiny_batch, tiny_recipe
 
 from transformer.config import ConfigError
-from transformer.nn.sharding import ParallelConfig, make_mesh, mesh_sizes, parameter_spec
 from transformer.data import TextFile
-from transformer.sharding import ParallelConfig, make_mesh, mesh_sizes, parameter_spec
+from transformer.nn.sharding import ParallelConfig, make_mesh, mesh_sizes, parameter_spec
 from transformer.training import state as state_module
 from transformer.training.parallel import MeshPlacement, PmapPlacement, place
 from transformer.training.recipe import from_json, to_json

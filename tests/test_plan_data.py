@@ -10,14 +10,8 @@ from plan_recipes import CHIPS, SMALL, parallel
 from training_recipes import change, tiny_recipe
 
 from transformer.config import ConfigError
-from transformer.data import check_batch
-from transformer.nn.models import count_parameters
 from transformer.data import MaskedSST2, ParallelText, SST2Sentences, check_batch
-from transformer.lora import LoRA
-from transformer.models import count_parameters
-from transformer.plan import Generation, decoding, without_data
-from transformer.plan.measuring import made_up_batch
-from transformer.plan.programs import program
+from transformer.nn.models import count_parameters
 from transformer.training.flops import batch_shapes, counted, step_tokens
 from transformer.training.lora import LoRA
 from transformer.training.overrides import load_recipe_file

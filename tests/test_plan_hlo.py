@@ -7,12 +7,9 @@ import jax.numpy as jnp
 import pytest
 
 from transformer.config import Execution, TransformerConfig
+from transformer.data import TextFile
 from transformer.nn.moe import grouped_linear
 from transformer.nn.sharding import ParallelConfig
-from transformer.data import TextFile
-from transformer.moe import grouped_linear
-from transformer.plan import Program, batch_shapes
-from transformer.sharding import ParallelConfig
 from transformer.training import Recipe
 from transformer.training.parallel import MeshPlacement
 from transformer.training.plan import Program, batch_shapes

@@ -16,9 +16,8 @@ import pytest
 from training_recipes import change, tiny_recipe, xla_flags
 
 from transformer.config import ConfigError
-from transformer.nn.sharding import ParallelConfig
 from transformer.data import TextFile
-from transformer.sharding import ParallelConfig
+from transformer.nn.sharding import ParallelConfig
 from transformer.training import processes
 from transformer.training.checkpoint import load_params
 from transformer.training.loop import train

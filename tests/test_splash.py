@@ -19,16 +19,12 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from training_recipes import change, tiny_recipe
 
 from transformer.config import ConfigError, Execution, LayerKind, TransformerConfig
+from transformer.data import TextFile
 from transformer.nn.attention import dot_product_attention
 from transformer.nn.kernels import AttentionSpec, choose, reference_attention, splash, splash_attention
 from transformer.nn.masks import Mask
 from transformer.nn.models import CausalLM
 from transformer.nn.partitioning import mapped
-from transformer.data import TextFile
-from transformer.masks import Mask
-from transformer.models import CausalLM
-from transformer.partitioning import mapped
-from transformer.plan import batch_shapes, make_plan, parse_topology, topology_devices
 from transformer.training.parallel import MeshPlacement
 from transformer.training.plan import batch_shapes, make_plan, parse_topology, topology_devices
 

@@ -11,10 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from transformer.config import Execution, TransformerConfig
-from transformer.data import prepare
-from transformer.nn.sharding import ParallelConfig
 from transformer.data import NumberWords, TextFile, prepare
-from transformer.sharding import ParallelConfig
+from transformer.nn.sharding import ParallelConfig
 from transformer.training import (
     CheckpointConfig,
     EvaluationConfig,

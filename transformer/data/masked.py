@@ -10,15 +10,12 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from transformer.data.dataset import Batch, Dataset, Example, Ragged, fingerprint, spread
-from transformer.data.tokenizer import Tokenizer
-from transformer.nn.axes import Array, Bool, Float, Int
-from transformer.axes import Array, Bool, Float, Int
 from transformer.config import ConfigError
 from transformer.data.config import SMALLEST_BPE, SUBWORDS, DataKind, TokenizerConfig, check_share, check_whole
 from transformer.data.dataset import Batch, Dataset, Example, Ragged, fingerprint, spread
 from transformer.data.tokenizer import Tokenizer
 from transformer.data.tokenizer_kinds import build_tokenizer
+from transformer.nn.axes import Array, Bool, Float, Int
 
 if TYPE_CHECKING:
     import grain

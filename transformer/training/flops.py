@@ -10,8 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from transformer.nn.parameter_axes import axes_of
 from transformer.data import DataConfig
+from transformer.nn.parameter_axes import axes_of
 from transformer.training.recipe import Recipe
 from transformer.training.state import example_inputs, initial_params
 from transformer.training.tasks import TASKS

@@ -17,11 +17,9 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from transformer.config import ConfigError
+from transformer.data.config import shared_rows
 from transformer.nn.partitioning import platform as computed_on
 from transformer.nn.sharding import check_model, row_ways
-from transformer.data.config import shared_rows
-from transformer.partitioning import platform as computed_on
-from transformer.sharding import check_model, row_ways
 from transformer.training.chunked_loss import most_at_once
 from transformer.training.flops import Shapes, batch_field, batch_rows, sequences
 from transformer.training.recipe import Recipe

@@ -13,13 +13,10 @@ import flax.linen as nn
 
 from transformer.config import ConfigError, Execution, TransformerConfig
 from transformer.config.untrusted import parse_json, read_bounded
-from transformer.nn.sharding import ParallelConfig
-from transformer.training.lora import LoRA
 from transformer.data import PLACES, DataConfig
 from transformer.data.config import shared_rows
-from transformer.foreign import parse_json, read_bounded
-from transformer.lora import LoRA
-from transformer.sharding import ParallelConfig
+from transformer.nn.sharding import ParallelConfig
+from transformer.training.lora import LoRA
 from transformer.training.serial import decode, encode, flatten
 from transformer.training.settings import (
     CheckpointConfig,

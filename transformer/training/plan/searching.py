@@ -14,12 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from transformer.config import ConfigError, Remat
-from transformer.nn.sharding import AXES, check_batch_sizes, check_model, parameter_spec, row_ways
 from transformer.data.config import shared_rows
-from transformer.plan.planning import Plan, make_plan
-from transformer.plan.roofline import estimate
-from transformer.plan.topologies import Topology
-from transformer.sharding import AXES, check_batch_sizes, check_model, parameter_spec, row_ways
+from transformer.nn.sharding import AXES, check_batch_sizes, check_model, parameter_spec, row_ways
 from transformer.training.flops import batch_field, batch_rows, step_flops, step_tokens
 from transformer.training.memory import GIB, logit_bytes
 from transformer.training.plan.planning import Plan, make_plan
