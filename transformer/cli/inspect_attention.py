@@ -103,6 +103,7 @@ def _read(command: Inspect, run: Opened) -> _Text:
     _check_reader(command, run)
     (prompt,) = texts.read_prompts([command.prompt], lines=False)  # of stdin, all is one text
     target = None if command.target is None else decode_argument(command.target)
+    texts.warn_of_unknown(run, [prompt])
     ids, new = texts.encode_prompt(run, prompt), command.max_new_tokens
     if not isinstance(run.model, Seq2Seq):
         if target is not None:
@@ -114,6 +115,7 @@ def _read(command: Inspect, run: Opened) -> _Text:
         if new is not None:
             raise ConfigError(f"a {type(run.model).__name__} writes no text: leave --max-new-tokens out.")
         return _Text(prompt, {"source": ids})
+    texts.warn_of_unknown(run, [] if target is None else [target], normalize=False)
     if target is None:
         greedy = Sampling(temperature=0.0)
         target = texts.translate(run, [prompt], max_new_tokens=new or 128, sampling=greedy, seed=0)[0].output

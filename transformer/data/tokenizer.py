@@ -91,6 +91,10 @@ class Tokenizer(ABC):
         """`encode(normalize(text))`: what every source and prompt goes through, in training and afterwards."""
         return self.encode(self.normalize(text))
 
+    def unknown_parts(self, text: str) -> list[str]:
+        """The words or characters of a text, in order, that `encode` replaces by the unknown token or leaves out."""
+        return []
+
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode` of each, by several threads where the kind of tokenizer can."""
         return [self.encode(text) for text in texts]
@@ -168,4 +172,4 @@ def check_vocabulary(vocabulary: list[str]) -> None:
     if not vocabulary:
         raise ValueError("the vocabulary is empty. Give a text with something in it.")
     if twice := [entry for entry, count in Counter(vocabulary).items() if count > 1]:
-        raise ValueError(f"the vocabulary holds {twice[0]!r} twice.")
+        raise ValueError(f"the vocabulary holds the {listed(twice, 'token', 5)} more than once.")

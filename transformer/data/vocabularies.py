@@ -70,6 +70,10 @@ class WordTokenizer(Tokenizer):
             )
         return [self._ids[word] for word in words]
 
+    def unknown_parts(self, text: str) -> list[str]:
+        """The words outside the vocabulary."""
+        return [word for word in text.split() if word not in self._ids]
+
     def decode(self, ids: Iterable[int]) -> str:
         """The words, one blank between them."""
         return " ".join(self.vocabulary[i] for i in self._entries(ids))
