@@ -1,6 +1,8 @@
 """A tokenizer of somebody else: what the library gives, no special token out of a text, and broken files told."""
 
 import json
+import os
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import given, settings
@@ -8,6 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Library
 
+from transformer.data.library_errors import held_stderr
 from transformer.data.pretrained_tokenizer import PretrainedTokenizer, load_pretrained_tokenizer
 
 TEXTS = ["to be or not to be", "that is the question", "¿qué pasa? el niño <eos>", "[CLS] </s>"] * 3
@@ -273,17 +276,88 @@ def test_a_broken_neighbor_is_told(tmp_path, name, content, message):
         load_pretrained_tokenizer(save(tmp_path, unigram(), **{name: content}))
 
 
+def with_ids(vocabulary: dict[str, int], *added: tuple[str, int]) -> str:
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    entries = [{"content": token, "id": i, "special": True} | flags for token, i in added]
+    model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": "a"}
+    return json.dumps({"version": "1.0", "model": model, "added_tokens": entries})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (with_ids({"a": 0, "b": 1, "c": 1}), "an id of its own, but id 1 is 'b' and 'c'. Get"),
+        (
+            with_ids({"a": 0} | {f"{kind}{i}": i for i in range(1, 8) for kind in "xy"}),
+            "but id 1 is 'x1' and 'y1', 2 is .*, 5 is 'x5' and 'y5' and 2 more. Get",
+        ),
+        (with_ids({"a": 0, "b": 1}, ("<x>", 1)), "id 1 is 'b' and '<x>'"),
+        (with_ids({"a": 0, "b": 1}, ("<x>", 2), ("<y>", 2)), "id 2 is '<x>' and '<y>'"),
+        (with_ids({"a": 0, "b": 1}, ("<x>", 7)), r"be read as others: '<x>' \(7, read as 2\). Get"),
+        (with_ids({"a": 0, "b": 1}, ("a", 2)), r"'a' \(2, read as 0\)"),
+        (
+            '{"version": "1.0", "model": {"type": "WordLevel", "vocab": {"a": 0, "a": 1}, "unk_token": "a"}}',
+            "'a' is th",
+        ),
+    ],
+)
+def test_ids_that_are_not_of_one_token_each_are_refused(tmp_path, text, message):
+    with pytest.raises(ValueError, match=message):
+        load_pretrained_tokenizer(save(tmp_path, text))
+
+
+def test_an_added_token_may_be_in_the_vocabulary(tmp_path):
+    tokenizer = load_pretrained_tokenizer(save(tmp_path, with_ids({"a": 0, "<x>": 1}, ("<x>", 1), ("<y>", 2))))
+    assert tokenizer.vocab_size == 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "expected"),
+    [
+        ("gpt", "año 😀 \x00", []),
+        ("bert", "to niño be 😀\x00\u200d not", ["niño", "😀"]),
+        ("bert", "to be", []),
+        ("t5", "a bexa 😀 be", ["x", "😀"]),
+    ],
+)
+def test_what_becomes_unknown_is_found(made, kind, text, expected):
+    assert made[kind].unknown_parts(text) == expected
+
+
+def test_characters_that_are_left_out_are_found(tmp_path):
+    """A BPE without an unknown token drops what it has no piece for."""
+    library = Library(models.BPE({"a": 0, "b": 1}, []))
+    tokenizer = load_pretrained_tokenizer(save(tmp_path, library))
+    assert tokenizer.encode("abcéb c") == [0, 1, 1]
+    assert tokenizer.unknown_parts("abcéb c") == ["c", "é", "c"]
+
+
 @pytest.mark.filterwarnings("ignore")
-def test_a_hostile_pattern_ends_in_an_error(tmp_path):
+def test_a_hostile_pattern_ends_in_an_error(tmp_path, capfd):
     """The regex engine gives up after so many steps, by a panic that is no Exception."""
     split = {"type": "Split", "pattern": {"Regex": "(x+x+)+y"}, "behavior": "Isolated", "invert": False}
     tokenizer = load_pretrained_tokenizer(save(tmp_path, changed(unigram(), pre_tokenizer=split)))
     for encode in (tokenizer.encode, tokenizer.encode_model):
         with pytest.raises(ValueError, match=r"the tokenizers library failed on this text: .*retry-limit.* Shorten it"):
             encode("x" * 30)
+        with pytest.raises(ValueError, match="failed on this text"):
+            tokenizer.unknown_parts("x" * 30)
+    assert capfd.readouterr() == ("", ""), "the panic's own lines"
     assert tokenizer.encode("a") == [4], "usable afterwards"
     with pytest.raises(ValueError, match="lone surrogate"):
         tokenizer.encode("a\ud800")
+
+
+def test_what_is_printed_beside_an_error_alone_is_dropped(capfd):
+    with held_stderr():
+        os.write(2, b"native warning\n")
+    assert capfd.readouterr().err == "native warning\n"
+    with pytest.raises(TypeError), held_stderr():
+        [os.write(2, b"native panic\n"), *None]
+    assert capfd.readouterr().err == ""
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(lambda: [os.write(2, b"from a thread\n") for _ in [held_stderr().__enter__()]]).result()
+    assert capfd.readouterr().err == "from a thread\n"
 
 
 def test_without_a_tokenizer_file_it_says_how_to_make_one(tmp_path, monkeypatch):
@@ -300,29 +374,3 @@ def test_without_a_tokenizer_file_it_says_how_to_make_one(tmp_path, monkeypatch)
     monkeypatch.setattr("transformer.data.pretrained_tokenizer.MAX_JSON_BYTES", 20)
     with pytest.raises(ValueError, match="at most 20 bytes"):
         load_pretrained_tokenizer(save(tmp_path / "large", unigram()))
-
-
-def test_parts_that_become_the_unknown_token_are_found(made):
-    bert = made["bert"]
-    unknown = bert.unknown_parts("be 😀 ZZZ be")
-    assert unknown == [part for part in ["be", "😀", "ZZZ", "be"] if bert.unk_id in bert.encode(part)]
-    assert "😀" in unknown
-    assert bert.unknown_parts("be be \udcff") == []
-    assert made["gpt"].unknown_parts("😀 anything") == []
-
-
-@pytest.mark.parametrize("where", ["vocabulary", "added tokens"])
-def test_two_tokens_of_one_id_are_an_error(where):
-    content = json.loads(word_piece().to_str())
-    vocabulary = content["model"]["vocab"]
-    first, second, *_ = [token for token in vocabulary if not token.startswith("[")]
-    if where == "vocabulary":
-        vocabulary[second] = vocabulary[first]
-        second_id = vocabulary[first]
-    else:
-        content["added_tokens"] = [dict(content["added_tokens"][0], id=vocabulary[first], content="<other>")]
-        second_id = vocabulary[first]
-    names = sorted([first, second if where == "vocabulary" else "<other>"])
-    message = rf"gives an id to more than one token: {second_id} is {names[0]!r} and {names[1]!r}.*get the file anew"
-    with pytest.raises(ValueError, match=message):
-        PretrainedTokenizer({"tokenizer.json": json.dumps(content).encode()})

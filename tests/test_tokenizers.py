@@ -75,6 +75,20 @@ def test_a_sized_vocabulary_of_words_has_an_unknown_word():
     assert tokenizer.tokens([3, 4]) == ["<unk>", "be"]
 
 
+def test_words_that_become_the_unknown_token_are_found():
+    tokenizer = make("word", 6)
+    known = tokenizer.vocabulary[0]
+    text = f"{known} xylophone {known} 😀 xylophone"
+    assert tokenizer.unknown_parts(text) == ["xylophone", "😀", "xylophone"]
+    assert tokenizer.encode(text).count(tokenizer.unk_id) == 3
+    assert tokenizer.unknown_parts("") == []
+
+
+@pytest.mark.parametrize("kind", ["byte", "bpe"])
+def test_bytes_have_no_unknown(kind):
+    assert make(kind, 280 if kind == "bpe" else None).unknown_parts("xylophone 😀\x00") == []
+
+
 def test_bpe_learns_parts_and_always_the_same(bpe):
     assert bpe.vocab_size == 300
     assert len(bpe.encode("to be or not to be")) < len("to be or not to be") / 2
@@ -122,7 +136,8 @@ def test_saved_and_loaded(tmp_path, kind, size):
         ("char", {"kind": "chars"}, r"kind must be one of .* got 'chars'\. Did you mean 'char'\?"),
         ("char", {"vocabulary": "abc"}, "vocabulary must be a list of strings"),
         ("char", {"vocabulary": []}, "the vocabulary is empty"),
-        ("char", {"vocabulary": ["a", "a"]}, "holds 'a' twice"),
+        ("char", {"vocabulary": ["a", "a"]}, "holds the token 'a' more than once"),
+        ("char", {"vocabulary": [*"abcdefgabcdefg"]}, "the tokens 'a', 'b', 'c', 'd', 'e' and 2 more more than once"),
         ("char", {"vocabulary": ["ab"]}, "single characters, got 'ab'"),
         ("char", {"special_tokens": ["<pad>", "<bos>", "<eos>", "<unk>"]}, "special_tokens must be"),
         ("char", {"normalization": "number_word"}, r"normalization must be one of .* Did you mean 'number_words'"),
@@ -183,10 +198,3 @@ def test_no_text_no_tokenizer():
         CharTokenizer([])
     with pytest.raises(ValueError, match="the vocabulary is empty"):
         WordTokenizer([])
-
-
-def test_words_that_become_the_unknown_token_are_found():
-    tokenizer = WordTokenizer(["a", "b"], unknown=True)
-    assert tokenizer.unknown_parts("a c b d c") == ["c", "d", "c"]
-    assert WordTokenizer(["a", "b"]).unknown_parts("c") == []  # `encode` refuses it
-    assert ByteTokenizer().unknown_parts("é") == []

@@ -104,8 +104,8 @@ def _read(command: Inspect, run: Opened) -> _Text:
 
     _check_reader(command, run)
     (prompt,) = texts.read_prompts([command.prompt], lines=False)  # of stdin, all is one text
-    texts.warn_of_unknown(texts.unknown_parts(run, [prompt]))
     target = None if command.target is None else decode_argument(command.target)
+    texts.warn_of_unknown(run, [prompt])
     ids, new = texts.encode_prompt(run, prompt), command.max_new_tokens
     if not isinstance(run.model, Seq2Seq):
         if target is not None:
@@ -117,6 +117,7 @@ def _read(command: Inspect, run: Opened) -> _Text:
         if new is not None:
             raise ConfigError(f"a {type(run.model).__name__} writes no text: leave --max-new-tokens out.")
         return _Text(prompt, {"source": ids})
+    texts.warn_of_unknown(run, [] if target is None else [target], normalize=False)
     if target is None:
         greedy = Sampling(temperature=0.0)
         target = texts.translate(run, [prompt], max_new_tokens=new or 128, sampling=greedy, seed=0)[0].output
@@ -286,7 +287,7 @@ def _described(name: str, run: Opened, two_stacks: bool) -> str:
     heads = f"heads: {config.num_heads}"
     if config.num_kv_heads not in (None, config.num_heads):
         heads += f", of keys and values {config.num_kv_heads}"
-    windows = sorted({kind.window for kind in config.kinds if kind.window})
+    windows = sorted({kind.window for kind in (*config.prefix, *config.period, *config.suffix) if kind.window})
     seen = f", windows: {' and '.join(map(str, windows))}" if windows else ""
     count = sum(leaf.size for leaf in jax.tree.leaves(run.params))
     sizes = f"{layers}, {heads}{seen}, d_model: {config.d_model}, parameters: {count:,}"

@@ -28,13 +28,14 @@ class ScoreTexts(ModelCommand):
 def main(arguments: Sequence[str]) -> None:
     """Prints the scores."""
     command = parse(ScoreTexts, "score", arguments)
-    from transformer.cli.texts import read_prompts, shown, unknown_parts, warn_of_unknown
+    from transformer.cli.texts import read_prompts, shown, warn_of_unknown
     from transformer.inference import score
 
     texts = read_prompts(command.text, lines=True, option="--text")
     opened = command.load()
     sources = [decode_argument(source) for source in command.source]
-    warn_of_unknown(unknown_parts(opened, [*texts, *sources]))
+    warn_of_unknown(opened, texts, normalize=False)
+    warn_of_unknown(opened, sources)
     scores = score(opened, texts, sources or None)
     if command.json:
         results = [

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 UNBOUNDED = 2**30
 """context of a model that reads any number of tokens"""
 
+MOST_NAMED = 5
+"""words or characters that a warning names"""
+
 
 @dataclass(frozen=True)
 class Written:
@@ -65,21 +68,42 @@ def _stdin_prompts(lines: bool, option: str) -> list[str]:
     return [line for line in text.split("\n") if line.strip()] if lines else [text]
 
 
-def unknown_parts(run: Opened, given: Iterable[str]) -> Counter[str]:
-    """The parts of texts that the model reads as its unknown token, and how often each occurs."""
-    return Counter(part for text in given for part in run.tokenizer.unknown_parts(text))
+class UnknownParts:
+    """The words and characters of texts that a model's tokenizer does not know, collected for one warning."""
 
+    def __init__(self, run: Opened):
+        self._run = run
+        self.counts: Counter[str] = Counter()
 
-def warn_of_unknown(parts: Counter[str]) -> None:
-    """Warns of parts of texts that the model reads as its unknown token: at most five are named."""
-    if parts:
-        named = ", ".join(repr(part) for part, _ in parts.most_common(5))
-        more = f" and {len(parts) - 5} more" if len(parts) > 5 else ""
+    def add(self, text: str, *, normalize: bool = True) -> None:
+        """Look at one more text, which the model reads as a source or prompt, or as it is."""
+        try:
+            text = self._run.tokenizer.normalize(text) if normalize else text
+            self.counts.update(self._run.tokenizer.unknown_parts(text))
+        except ValueError:  # said when it is encoded
+            return
+
+    def warn(self) -> None:
+        """Warn of what was found: at most `MOST_NAMED` of it by name."""
+        if not self.counts:
+            return
+        named = [f"{part!r:.40}{f' ({n:,} times)' if n > 1 else ''}" for part, n in self.counts.most_common(MOST_NAMED)]
+        more = f" and {len(self.counts) - MOST_NAMED:,} more" if len(self.counts) > MOST_NAMED else ""
+        total = self.counts.total()
+        what = f"{total:,} words or characters" if total > 1 else "a word or character"
         warnings.warn(
-            f"the tokenizer does not know {named:.300}{more}: the model reads the unknown token there, "
-            f"{parts.total()} times in all.",
+            f"the tokenizer does not know {what} of the input, which the model reads as an unknown token or not at "
+            f"all: {', '.join(named)}{more}.",
             stacklevel=2,
         )
+
+
+def warn_of_unknown(run: Opened, texts: Iterable[str], *, normalize: bool = True) -> None:
+    """Warn once of all that the tokenizer does not know in the texts."""
+    found = UnknownParts(run)
+    for text in texts:
+        found.add(text, normalize=normalize)
+    found.warn()
 
 
 def encode_prompt(run: Opened, prompt: str) -> list[int]:

@@ -6,21 +6,24 @@ import dataclasses
 import json
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from transformer.cli.arguments import parse, told_as_options
 from transformer.cli.models import ModelCommand
 from transformer.config import ConfigError
+
+if TYPE_CHECKING:
+    from transformer.cli.texts import UnknownParts
 
 
 @dataclass(frozen=True, kw_only=True)
 class Translate(ModelCommand):
     """Translates stdin, line by line, by beam search: line n of the output is the translation of line n.
 
-    An empty line stays empty, and one that can't be read becomes empty. That is said on stderr, and what is cut, and at
-    the end how fast it went.
+    An empty line stays empty, and one that can't be read becomes empty. Such lines are reported on stderr, also lines
+    that are cut, words that the tokenizer does not know, and at the end the speed.
     """
 
     beam_size: int = 4
@@ -51,7 +54,7 @@ def main(arguments: Sequence[str]) -> None:
     command = parse(Translate, "translate", arguments)
     if sys.stdin is None or sys.stdin.isatty():
         raise ConfigError("there is nothing to translate. Pipe lines of text into this command, or < FILE.")
-    from transformer.cli.texts import shown, unknown_parts, warn_of_unknown
+    from transformer.cli.texts import UnknownParts, shown
     from transformer.generate import Beam
     from transformer.inference.translating import translate_lines
 
@@ -66,10 +69,10 @@ def main(arguments: Sequence[str]) -> None:
             length_extra=command.max_extra,
         )
     opened = command.load()
-    begun, lines, cut, unknown = time.monotonic(), 0, 0, Counter()
+    begun, lines, cut, unknown = time.monotonic(), 0, 0, UnknownParts(opened)
     sizes = {name: getattr(command, name) for name in ("max_source_tokens", "batch_tokens", "chunk_lines")}
     with told_as_options(**{name: name for name in sizes}):
-        chunks = translate_lines(opened, _lines(), beam=beam, **sizes)
+        chunks = translate_lines(opened, _lines(unknown), beam=beam, **sizes)
     for chunk in chunks:
         for line in chunk:
             if command.json:
@@ -81,17 +84,20 @@ def main(arguments: Sequence[str]) -> None:
             else:
                 print(shown(line.best[0].text))
             cut += not line.best[0].ended
-        unknown += unknown_parts(opened, (line.source for line in chunk))
         lines += len(chunk)
         sys.stdout.flush()
-    warn_of_unknown(unknown)
+    unknown.warn()
     took = time.monotonic() - begun
     also = f"; {cut:,} cut at their longest length" if cut else ""
     print(f"{lines:,} lines in {took:.1f} s, {lines / max(took, 1e-9):.1f} a second{also}", file=sys.stderr)
 
 
-def _lines() -> Iterator[str]:
-    """The lines of stdin, as they come; bytes that are no UTF-8 as lone surrogates."""
+def _lines(unknown: UnknownParts) -> Iterator[str]:
+    """The lines of stdin, as they come; bytes that are no UTF-8 as lone surrogates. `unknown` collects what the
+    tokenizer does not know.
+    """
     for number, line in enumerate(sys.stdin.buffer):
         text = line.decode("utf-8" if number else "utf-8-sig", errors="surrogateescape")
-        yield text.removesuffix("\n").removesuffix("\r")
+        text = text.removesuffix("\n").removesuffix("\r")
+        unknown.add(text)
+        yield text

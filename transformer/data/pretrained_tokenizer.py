@@ -6,11 +6,13 @@ import contextlib
 import hashlib
 import json
 import os
+import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from transformer.config.untrusted import MAX_JSON_BYTES, parse_json, read_bounded
+from transformer.data.library_errors import held_stderr, library_errors
 from transformer.data.tokenizer import TOKENIZER_FILE, VISIBLE, Tokenizer, utf8
 
 # Beside tokenizer.json: what names special tokens, and what gives their ids.
@@ -44,7 +46,8 @@ class PretrainedTokenizer(Tokenizer):
         import tokenizers
 
         self._files = dict(files)
-        with _told(f"{TOKENIZER_FILE} is no valid tokenizer", "Get the file anew"):
+        self._hold = held_stderr if b'"Regex"' in files[TOKENIZER_FILE] else contextlib.nullcontext
+        with library_errors(f"{TOKENIZER_FILE} is no valid tokenizer", "Get the file anew"), held_stderr():
             self._library = tokenizers.Tokenizer.from_str(files[TOKENIZER_FILE].decode("utf-8"))
             self._library.no_truncation()
             self._library.no_padding()
@@ -62,10 +65,11 @@ class PretrainedTokenizer(Tokenizer):
             )
         self._check_post_processor()
 
-        content = json.loads(files[TOKENIZER_FILE])
-        _check_ids(content)
+        content = _object(TOKENIZER_FILE, files)
         self._is_byte_level = (content.get("decoder") or {}).get("type") == "ByteLevel"
         model = content["model"]
+        _check_one_token_per_id(model["vocab"], content.get("added_tokens") or [])
+        _check_added_ids(content.get("added_tokens") or [], self._library.token_to_id)
         unknown = model.get("unk_id")  # of Unigram; the others name it
         if isinstance(name := model.get("unk_token"), str):
             unknown = self._library.token_to_id(name)
@@ -81,6 +85,7 @@ class PretrainedTokenizer(Tokenizer):
 
         roles = {padding, self.bos_id, self.unk_id, self.mask_id, *self.eos_ids} - {None}
         self._special = roles | {i for i, token in added.items() if token.special}
+        self._unknown_id = unknown
         # What the model itself puts for the unknown may stand in a text, unless it would end it.
         self._unknown = unknown if unknown not in self.eos_ids else None
         self._reserved = self._special - {self._unknown}
@@ -110,21 +115,35 @@ class PretrainedTokenizer(Tokenizer):
         """Ids of a text; no special token is added or recognized. ValueError if the library fails on the text."""
         return self._encoded(text, None, special=False)[0]
 
+    def unknown_parts(self, text: str) -> list[str]:
+        """The parts of a text, in order, that become the unknown token, and the characters that are left out. Blanks,
+        combining and control characters, which many normalizers drop on purpose, are not among them.
+        """
+        if self._is_byte_level:
+            return []
+        with self._library_errors():
+            encoding = self._library.encode(text, add_special_tokens=False)
+            dropped = [
+                character
+                for character in dict.fromkeys(text)
+                if character.isprintable()
+                and not character.isspace()
+                and not unicodedata.category(character).startswith("M")
+                and not self._library.encode(character, add_special_tokens=False).ids
+            ]
+        unknown = [
+            text[start:end].strip()
+            for i, (start, end) in zip(encoding.ids, encoding.offsets, strict=True)
+            if i == self._unknown_id
+        ]
+        return [part for part in unknown if part] + [character for character in text if character in dropped]
+
     def encode_model(self, text: str, pair: str | None = None) -> tuple[list[int], list[int]]:
         """Ids and token types of a text, or of two, with the special tokens of its training ([CLS] ... [SEP]).
 
         ValueError if the library fails on the text.
         """
         return self._encoded(text, pair, special=True)
-
-    def unknown_parts(self, text: str) -> list[str]:
-        """The parts of a text that become the unknown token, in order."""
-        if self._unknown is None or (not text.isprintable() and any("\ud800" <= c <= "\udfff" for c in text)):
-            return []  # a lone surrogate can't be encoded: `encode` says so
-        with _told("the tokenizers library failed on this text", "Shorten it, or get the tokenizer's file anew"):
-            encoding = self._library.encode(text, add_special_tokens=False)
-        pairs = zip(encoding.ids, encoding.offsets, strict=True)
-        return [text[first:last] for i, (first, last) in pairs if i == self._unknown]
 
     def encode_source(self, text: str) -> list[int]:
         """Ids of a source or prompt, with the special tokens of its training."""
@@ -133,7 +152,8 @@ class PretrainedTokenizer(Tokenizer):
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ids; special tokens and ids without a token are left out. ValueError if an id is outside."""
         text = [i for i in self._checked(ids) if i not in self._special]
-        with _told("the tokenizers library failed to decode", "The tokenizer's file is faulty: get it anew"):
+        remedy = "The tokenizer's file is faulty: get it anew"
+        with library_errors("the tokenizers library failed to decode", remedy), self._hold():
             return self._library.decode(text, skip_special_tokens=False)
 
     def tokens(self, ids: Iterable[int]) -> list[str]:
@@ -172,7 +192,7 @@ class PretrainedTokenizer(Tokenizer):
     def _encoded(self, text: str, pair: str | None, special: bool) -> tuple[list[int], list[int]]:
         for part in (text, pair or ""):
             utf8(part)
-        with _told("the tokenizers library failed on this text", "Shorten it, or get the tokenizer's file anew"):
+        with self._library_errors():
             encoding = self._library.encode(text, pair, add_special_tokens=special)
         ids, types = encoding.ids, encoding.type_ids
         if self._reserved.isdisjoint(ids):
@@ -183,6 +203,13 @@ class PretrainedTokenizer(Tokenizer):
         ]
         types = [kind for kind, entry in zip(types, written, strict=True) for _ in entry]
         return [i for entry in written for i in entry], types
+
+    @contextlib.contextmanager
+    def _library_errors(self) -> Iterator[None]:
+        """What the library does with a text; a pattern of the file may need more steps than the library takes."""
+        remedy = "Shorten it, or get the tokenizer's file anew"
+        with library_errors("the tokenizers library failed on this text", remedy), self._hold():
+            yield
 
     def _spelled(self, special: int) -> list[int]:
         """The name of a special token, as the tokens of its characters."""
@@ -207,7 +234,7 @@ class PretrainedTokenizer(Tokenizer):
 
     def _check_post_processor(self) -> None:
         """The special tokens that are added to a text, too, must have a token and be within the vocabulary."""
-        with _told(f"{TOKENIZER_FILE} has a post_processor that fails", "Get the file anew"):
+        with library_errors(f"{TOKENIZER_FILE} has a post_processor that fails", "Get the file anew"), held_stderr():
             added = self._library.encode("").ids + self._library.encode("", "").ids
         for i in added:
             if self._library.id_to_token(i) is None:
@@ -216,23 +243,32 @@ class PretrainedTokenizer(Tokenizer):
                 )
 
 
-def _check_ids(content: Mapping[str, Any]) -> None:
-    """ValueError if a tokenizer.json gives one id to several tokens: what it encodes could not be decoded again."""
-    vocabulary = content["model"].get("vocab")
-    named = list(vocabulary.items()) if isinstance(vocabulary, dict) else []  # in a list the place is the id
-    tokens: dict[int, set[str]] = {}
-    for token, i in [*named, *((entry["content"], entry["id"]) for entry in content.get("added_tokens") or ())]:
-        tokens.setdefault(i, set()).add(token)
-    if isinstance(vocabulary, list):
-        for i in tokens.keys() & set(range(len(vocabulary))):
-            tokens[i].add(vocabulary[i][0])
-    twice = {i: sorted(names) for i, names in tokens.items() if len(names) > 1}
-    if twice:
-        told = "; ".join(f"{i} is {' and '.join(map(repr, names[:3]))}" for i, names in sorted(twice.items())[:5])
-        more = f", and {len(twice) - 5} more" if len(twice) > 5 else ""
+def _check_one_token_per_id(vocabulary: dict[str, int] | list, added: list[dict[str, Any]]) -> None:
+    """Raises ValueError for two tokens of a file that have the same id: one of them could never be decoded."""
+    tokens: dict[int, list[str]] = {}
+    entries = vocabulary.items() if isinstance(vocabulary, dict) else ((e[0], i) for i, e in enumerate(vocabulary))
+    for token, i in [*entries, *((entry["content"], entry["id"]) for entry in added)]:
+        if token not in tokens.setdefault(i, []):
+            tokens[i].append(token)
+    if shared := [f"{i} is {' and '.join(f'{t!r:.40}' for t in names)}" for i, names in tokens.items() if names[1:]]:
+        more = f" and {len(shared) - 5} more" if len(shared) > 5 else ""
         raise ValueError(
-            f"{TOKENIZER_FILE} gives an id to more than one token: {told:.500}{more}. Each token needs an id of its "
-            "own: get the file anew."
+            f"{TOKENIZER_FILE} must give each token an id of its own, but id {', '.join(shared[:5])}{more}. Get the "
+            "file anew."
+        )
+
+
+def _check_added_ids(added: list[dict[str, Any]], token_to_id: Callable[[str], int | None]) -> None:
+    """Raises ValueError for added tokens with another id than the library gives them: it numbers them anew, without a
+    word, where their ids don't follow those of the vocabulary.
+    """
+    wrong = [entry for entry in added if token_to_id(entry["content"]) != entry["id"]]
+    if wrong:
+        told = [f"{e['content']!r:.40} ({e['id']}, read as {token_to_id(e['content'])})" for e in wrong[:5]]
+        more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+        raise ValueError(
+            f"{TOKENIZER_FILE} has added tokens whose ids don't follow the vocabulary, so that they would be read as "
+            f"others: {', '.join(told)}{more}. Get the file anew."
         )
 
 
@@ -341,14 +377,3 @@ def _object(name: str, files: Mapping[str, bytes]) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{name} must hold a JSON object, got {type(value).__name__}. Get the file anew.")
     return value
-
-
-@contextlib.contextmanager
-def _told(what: str, remedy: str) -> Iterator[None]:
-    """Inside, whatever the library raises is a ValueError; its PanicException is no Exception."""
-    try:
-        yield
-    except BaseException as error:
-        if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError | GeneratorExit):
-            raise
-        raise ValueError(f"{what}: {error or type(error).__name__}. {remedy}.") from error

@@ -92,7 +92,7 @@ class Tokenizer(ABC):
         return self.encode(self.normalize(text))
 
     def unknown_parts(self, text: str) -> list[str]:
-        """The parts of a source or prompt that become the unknown token, in order; [] where there is no such token."""
+        """The words or characters of a text, in order, that `encode` replaces by the unknown token or leaves out."""
         return []
 
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
@@ -172,4 +172,4 @@ def check_vocabulary(vocabulary: list[str]) -> None:
     if not vocabulary:
         raise ValueError("the vocabulary is empty. Give a text with something in it.")
     if twice := [entry for entry, count in Counter(vocabulary).items() if count > 1]:
-        raise ValueError(f"the vocabulary holds {twice[0]!r} twice.")
+        raise ValueError(f"the vocabulary holds the {listed(twice, 'token', 5)} more than once.")

@@ -1,0 +1,81 @@
+"""The verbs report, once, what the tokenizer does not know of the input."""
+
+import io
+import sys
+from types import SimpleNamespace
+
+import pytest
+from inference_parts import write_models
+
+from transformer.__main__ import main
+from transformer.cli.texts import UnknownParts
+from transformer.data.vocabularies import ByteTokenizer, WordTokenizer
+
+pytestmark = pytest.mark.filterwarnings("always")
+
+KNOWN = "the cat sat"
+ODD = "the zebra sat on 😀 zebra"
+WARNING = (
+    "warning: the tokenizer does not know 3 words or characters of the input, which the model reads as an unknown "
+    "token or not at all: 'zebra' (2 times), '😀'.\n"
+)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    return write_models(tmp_path_factory.mktemp("models"))
+
+
+VERBS = {
+    "generate": ("writer", ["--prompt", "{}", "--max-new-tokens", "1"]),
+    "inspect": ("writer", ["--prompt", "{}", "--html", "{tmp}/page.html"]),
+    "classify": ("classifier", ["--text", "{}"]),
+    "embed": ("encoder", ["--text", "{}"]),
+    "score": ("writer", ["--text", "{}"]),
+    "score of a source": ("translator", ["--text", KNOWN, "--source", "{}"]),
+    "inspect of a target": ("translator", ["--prompt", KNOWN, "--target", "{}", "--html", "{tmp}/page.html"]),
+}
+
+
+@pytest.mark.parametrize("case", VERBS)
+def test_unknown_words_are_reported_once(models, case, capsys, tmp_path):
+    name, words = VERBS[case]
+    verb = case.split()[0]
+    code = main([verb, str(models[name]), *(word.format(ODD, tmp=tmp_path) for word in words)])
+    err = capsys.readouterr().err
+    assert (code, err) == (0, WARNING)
+
+
+def test_known_words_are_not_reported(models, capsys):
+    assert main(["score", str(models["writer"]), "--text", KNOWN]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_a_stream_is_reported_at_its_end(models, capsys, monkeypatch):
+    text = "\n".join(["the cat", *(f"w{i} w{i}" for i in range(9)), "the w8"])
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+    options = ["--beam-size", "1", "--max-ratio", "0", "--max-extra", "1"]
+    assert main(["translate", str(models["translator"]), *options]) == 0
+    out, err = capsys.readouterr()
+    assert out.count("\n") == 11
+    (warning, _) = err.splitlines()
+    assert "does not know 19 words or characters of the input" in warning
+    assert warning.endswith(
+        ": 'w8' (3 times), 'w0' (2 times), 'w1' (2 times), 'w2' (2 times), 'w3' (2 times) and 4 more."
+    )
+
+
+def test_a_text_that_cannot_be_read_is_left_to_its_encoding(recwarn):
+    found = UnknownParts(SimpleNamespace(tokenizer=ByteTokenizer()))
+    found.add("\udcff")
+    found.warn()
+    assert not recwarn.list
+
+
+def test_a_prompt_is_normalized_first():
+    tokenizer = WordTokenizer(["forty", "two"], "english_number_words", unknown=True)
+    found = UnknownParts(SimpleNamespace(tokenizer=tokenizer))
+    found.add("Forty-two")
+    assert not found.counts
+    found.add("Forty-two", normalize=False)
+    assert found.counts == {"Forty-two": 1}
