@@ -52,28 +52,30 @@ def make_train_step(recipe: Recipe, axis_name: str | None = None) -> TrainStep:
         (loss_sum, sums), gradients = _summed_gradients(loss, state, batch, key, training.accumulation)
         if axis_name is not None:
             loss_sum, sums, gradients = jax.lax.psum((loss_sum, sums, gradients), axis_name)
-        weight = jnp.maximum(sums["weight"], 1e-9)
         if "router_loss" in sums:
             loss_sum = loss_sum - sums["router_loss"]  # reported without it, as evaluation measures it
-        gradients = jax.tree.map(lambda g: g / weight.astype(g.dtype), gradients)
+        weight = sums["weight"]
+        gradients = jax.tree.map(lambda g: g / jnp.maximum(weight, 1e-9).astype(g.dtype), gradients)
+        squares = _squares(gradients)
+        grad_norm = jnp.sqrt(squares.sum())
 
         # Update
         updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
+        weight_squares = _squares(params)
 
         # The update counts only if every number is finite and the loss is not above the limit
-        squares, weight_squares = _squares(gradients), _squares(params)
-        grad_norm = jnp.sqrt(squares.sum())
         finite = jnp.isfinite(loss_sum) & jnp.isfinite(grad_norm) & jnp.isfinite(weight_squares).all()
-        usual = True if limit is None else loss_sum / weight <= limit
+        usual = True if limit is None else loss_sum / jnp.maximum(weight, 1e-9) <= limit
         applied, skipped = _judged(training.nan_policy, state.skipped, finite, usual)
-        params, opt_state = _chosen(applied, (params, opt_state), (state.params, state.opt_state))
-        ema = state.ema
-        if ema is not None:
-            ema = _chosen(applied, _averaged(training.ema_decay, state, params), ema)
-
+        params = _chosen(applied, params, state.params)
         new_state = TrainState(
-            step=state.step + 1, params=params, opt_state=opt_state, ema=ema, skipped=skipped, base=state.base
+            step=state.step + 1,
+            params=params,
+            opt_state=_chosen(applied, opt_state, state.opt_state),
+            ema=_chosen(applied, _averaged(training.ema_decay, state, params), state.ema),
+            skipped=skipped,
+            base=state.base,
         )
         metrics = {
             "loss_sum": loss_sum,
@@ -154,8 +156,13 @@ def _first_bad(sums: jax.Array) -> jax.Array:
     return jnp.where(jnp.isfinite(sums).all(), -1, jnp.argmin(jnp.isfinite(sums)))
 
 
-def _averaged(decay: float, state: TrainState, params: Any) -> Any:
-    """decay * average + (1 - decay) * parameters; the decay is smaller at first, to forget the beginning soon."""
+def _averaged(decay: float | None, state: TrainState, params: Any) -> Any:
+    """decay * average + (1 - decay) * parameters; None without an average.
+
+    The decay is smaller at first, so that the average forgets the initial parameters soon.
+    """
+    if state.ema is None:
+        return None
     updates = (state.step - state.skipped).astype(jnp.float32)
     decay = jnp.minimum(decay, (1.0 + updates) / (10.0 + updates))
     return jax.tree.map(lambda mean, new: (decay * mean + (1.0 - decay) * new).astype(mean.dtype), state.ema, params)
