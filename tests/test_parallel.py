@@ -53,6 +53,20 @@ def losses(recipe, steps=6):
     return found, placement.whole(state)
 
 
+@pytest.mark.parametrize("kind", ["mesh", "pmap"])
+def test_a_placement_runs_the_step_that_it_is_given(kind):
+    """The loop hands over the pure step; a placement only spreads it."""
+
+    def make_counting_step(recipe, axis_name=None):
+        return lambda state, batch, limit=None: (state.replace(step=state.step + 7), {"rows": batch["weights"].sum()})
+
+    recipe = recipe_for("causal_lm", ParallelConfig(kind=kind, devices=1))
+    placement = place(recipe, make_counting_step)
+    state, metrics = placement.train_step(placement.spread(placement.new_state()), next(batches("causal_lm", 1)))
+    assert placement.whole(state).step == 7
+    assert metrics.keys() == {"rows"}
+
+
 @pytest.fixture(scope="module")
 def alone():
     """Losses and parameters on one device, computed once."""

@@ -91,11 +91,12 @@ def played(tmp_path, losses, finite=True, most_in_a_row=None, **training):
     limits = []
     with MetricsWriter(tmp_path) as writer:
         progress = Progress(len(losses), mode="none", stream=said)
-        journal = Journal(recipe, ledger, writer, progress, [], why=lambda batch: f"It was {batch}.")
+        journal = Journal(recipe, ledger, writer, progress, [])
         for step, loss in enumerate(losses, start=1):
             limits.append(journal.skip_above())
             values = told | {"loss_sum": 2.0 * loss, "finite": finite}
-            journal.add(step, {name: np.asarray(value) for name, value in values.items()}, batch=f"batch {step}")
+            metrics = {name: np.asarray(value) for name, value in values.items()}
+            journal.add(step, metrics, batch=f"batch {step}", why=lambda batch: f"It was {batch}.")
         journal.read()
     return ledger, said.getvalue(), limits, read_metrics(tmp_path / "metrics.jsonl")
 

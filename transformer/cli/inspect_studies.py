@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import itertools
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -154,36 +154,44 @@ def _memory(command: Memory) -> tuple[dict[str, Any], str]:
     kernels = {
         kernel: [row for row in rows if row.kernel == kernel] for kernel in dict.fromkeys(r.kernel for r in rows)
     }
-    whole, *others = kernels
     memory_picture(
-        [row.length for row in kernels[whole]],
+        [row.length for row in next(iter(kernels.values()))],
         {kernel: [row.temporary_bytes for row in of_kernel] for kernel, of_kernel in kernels.items()},
         {row.strategy: row.share for row in padding},
         command.output,
     )
-    columns = [part for kernel in kernels for part in (f"{kernel} MiB", "growth")]
-    memory = [("length", *columns, *(f"{whole} / {other}" for other in others))]
-    for at_length in zip(*kernels.values(), strict=True):
-        sizes = [row.temporary_bytes for row in at_length]
-        cells = [c for row in at_length for c in (f"{row.temporary_bytes / 2**20:,.1f}", _times(row.growth))]
-        memory.append((f"{at_length[0].length:,}", *cells, *(f"{sizes[0] / size:,.1f}" for size in sizes[1:])))
-    padded = [("strategy", "batches", "rows", "places", "padding", "share", "shapes")]
-    padded += [
-        (row.strategy, *(f"{n:,}" for n in (row.batches, row.rows, row.places, row.padding)), f"{row.share:.1%}")
-        + (f"{row.shapes}",)
-        for row in padding
-    ]
     text = (
         f"Temporary memory of causal attention, forward and backward, beside inputs and gradients: 1 sequence,\n"
         f"{HEADS} heads of {HEAD_DIM}, float32, as compiled for CPU; nothing was run. Growth is per doubling.\n\n"
-        f"{_text(memory)}\n\n"
+        f"{_text(_memory_table(kernels))}\n\n"
         f"Padding of {len(lengths):,} sequences: {origin}\n"
         f"(mean {lengths.mean():,.1f}, longest {lengths.max():,}). "
         f"No batch has more places than {BATCH_ROWS} rows of the longest.\n\n"
-        f"{_text(padded)}"
+        f"{_text(_padding_table(padding))}"
     )
     sequences = {"count": len(lengths), "mean": float(lengths.mean()), "longest": int(lengths.max())}
     return {"memory": _plain(rows), "lengths": {"of": origin, **sequences}, "padding": _plain(padding)}, text
+
+
+def _memory_table(kernels: Mapping[str, Sequence[Any]]) -> Table:
+    """Temporary memory of each kernel by length, its growth, and how many times less it is than that of the first."""
+    first, *others = kernels
+    columns = [part for kernel in kernels for part in (f"{kernel} MiB", "growth")]
+    table = [("length", *columns, *(f"{first} / {other}" for other in others))]
+    for at_length in zip(*kernels.values(), strict=True):
+        sizes = [row.temporary_bytes for row in at_length]
+        cells = [c for row in at_length for c in (f"{row.temporary_bytes / 2**20:,.1f}", _times(row.growth))]
+        table.append((f"{at_length[0].length:,}", *cells, *(f"{sizes[0] / size:,.1f}" for size in sizes[1:])))
+    return table
+
+
+def _padding_table(padding: Sequence[Any]) -> Table:
+    """Padding of each batching strategy."""
+    table = [("strategy", "batches", "rows", "places", "padding", "share", "shapes")]
+    for row in padding:
+        counts = (f"{n:,}" for n in (row.batches, row.rows, row.places, row.padding))
+        table.append((row.strategy, *counts, f"{row.share:.1%}", f"{row.shapes}"))
+    return table
 
 
 @dataclass(frozen=True)

@@ -48,14 +48,7 @@ def main(arguments: Sequence[str]) -> int:
     if rest and rest[0] in ("-h", "--help"):
         print(usage(), end="")
         return 0
-    if not rest or rest[0].startswith("-"):
-        got = f"got {rest[0]}" if rest else "got nothing"
-        raise ConfigError(
-            f"the first argument must be a recipe, {got}. Try: {program('train')} number_words, or --list."
-        )
-    for option in ("workdir", "init"):
-        if getattr(own, option) == "":
-            raise ConfigError(f"--{option} must name a directory, got ''. Leave the option out, or give a name.")
+    _check_given(own, rest)
     path = find_recipe(rest[0])
 
     from transformer.training.overrides import fast, load_recipe_file, override
@@ -79,9 +72,6 @@ def main(arguments: Sequence[str]) -> int:
     workdir = own.workdir or f"runs/{recipe.name}"
     if own.fast and not own.workdir:
         workdir = processes.first_decides(lambda: tempfile.mkdtemp(prefix=f"{recipe.name}-fast-"))
-    # To resume, the next lock may belong to a running process, and the new run must not begin anew a second time.
-    again = [word for word in arguments if word not in ("--take-over", "--restart")]
-    again += [] if own.workdir else ["--workdir", workdir]
     if warning := unused_warning(accelerator_present(), jax.default_backend()):
         print(f"warning: {warning}", file=sys.stderr)
     start = None
@@ -89,11 +79,31 @@ def main(arguments: Sequence[str]) -> int:
         check_options(before, recipe, source)
     if own.init:
         start = start_from(own.init, recipe)
-    command = f"{program('train')} {shlex.join(again)}"
+    command = _command_to_resume(arguments, own, workdir)
     options = {"start": start, "profile": window, "take_over": own.take_over, "restart": own.restart}
     code = train(recipe, workdir, command=command, **options).exit_code
     processes.part()
     return code
+
+
+def _check_given(own: argparse.Namespace, rest: Sequence[str]) -> None:
+    """Raises ConfigError if no recipe is named, or a directory is the empty string."""
+    if not rest or rest[0].startswith("-"):
+        got = f"got {rest[0]}" if rest else "got nothing"
+        raise ConfigError(
+            f"the first argument must be a recipe, {got}. Try: {program('train')} number_words, or --list."
+        )
+    for option, value in (("workdir", own.workdir), ("init", own.init)):
+        if value == "":
+            raise ConfigError(f"--{option} must name a directory, got ''. Leave the option out, or give a name.")
+
+
+def _command_to_resume(arguments: Sequence[str], own: argparse.Namespace, workdir: str) -> str:
+    """The command line that resumes the run in this workdir."""
+    # The next lock may belong to a running process, and the resumed run must not be restarted a second time.
+    again = [word for word in arguments if word not in ("--take-over", "--restart")]
+    again += [] if own.workdir else ["--workdir", workdir]
+    return f"{program('train')} {shlex.join(again)}"
 
 
 def list_recipes() -> int:

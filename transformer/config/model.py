@@ -200,6 +200,29 @@ class TransformerConfig:
             self._check_pattern(stack, layers)
 
     def _check_position(self):
+        self._check_table_rows()
+        if self.position == "rotary" and self.mla is None:
+            turned = self.size_of_head if self.rotary_dim is None else self.rotary_dim
+            if turned % 2 or turned > self.size_of_head:
+                raise ConfigError(
+                    f"rotary positions turn pairs of dimensions: {turned} of a head of {self.size_of_head} can't be "
+                    f"turned. Give an even rotary_dim of at most head_dim, or change head_dim."
+                )
+        if self.position in ("sinusoidal", "sinusoidal_halves") and self.d_model % 2:
+            raise ConfigError(f"sinusoidal positions are sine and cosine pairs: d_model ({self.d_model}) must be even.")
+        if self.position == "t5" and self.relative_max_distance <= self.relative_buckets // 2:
+            raise ConfigError(
+                f"relative_max_distance ({self.relative_max_distance}) must be above relative_buckets / 2 "
+                f"({self.relative_buckets // 2}): the first half of the buckets are single distances."
+            )
+        if self.position_table_per_layer and self.position != "t5":
+            raise ConfigError(
+                f"position_table_per_layer gives each layer its own table of the t5 bias, but position is "
+                f"{self.position!r}. Leave it out, or take position='t5'."
+            )
+
+    def _check_table_rows(self):
+        """The number of rows of a learned position table: given if there is a table, and as long as the input."""
         if (self.position == "learned") != (self.max_length is not None):
             raise ConfigError(
                 f"max_length is the number of rows of a learned position table: position={self.position!r} with "
@@ -219,25 +242,6 @@ class TransformerConfig:
             raise ConfigError(
                 f"max_length ({self.max_length}) must be {self.series.positions}, the positions of a channel of the "
                 f"series. Change it, or series."
-            )
-        if self.position == "rotary" and self.mla is None:
-            turned = self.size_of_head if self.rotary_dim is None else self.rotary_dim
-            if turned % 2 or turned > self.size_of_head:
-                raise ConfigError(
-                    f"rotary positions turn pairs of dimensions: {turned} of a head of {self.size_of_head} can't be "
-                    f"turned. Give an even rotary_dim of at most head_dim, or change head_dim."
-                )
-        if self.position in ("sinusoidal", "sinusoidal_halves") and self.d_model % 2:
-            raise ConfigError(f"sinusoidal positions are sine and cosine pairs: d_model ({self.d_model}) must be even.")
-        if self.position == "t5" and self.relative_max_distance <= self.relative_buckets // 2:
-            raise ConfigError(
-                f"relative_max_distance ({self.relative_max_distance}) must be above relative_buckets / 2 "
-                f"({self.relative_buckets // 2}): the first half of the buckets are single distances."
-            )
-        if self.position_table_per_layer and self.position != "t5":
-            raise ConfigError(
-                f"position_table_per_layer gives each layer its own table of the t5 bias, but position is "
-                f"{self.position!r}. Leave it out, or take position='t5'."
             )
 
     def _check_latent(self):

@@ -5,6 +5,7 @@ have written.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 from transformer.config import ConfigError
 from transformer.generate.decoding import Rows, Written, looping, prefill, read
 from transformer.generate.sampling import Choice, choose
-from transformer.nn.axes import Array, Int, Leaf, PRNGKey
+from transformer.nn.axes import Array, Bool, Float, Int, Leaf, PRNGKey
 from transformer.nn.caches import cache_length, set_cache_length
 from transformer.nn.models import CausalLM
 
@@ -91,48 +92,18 @@ def _decode(
     _, guessed = prefill(draft, draft_params, prompts, None, cache_slots)
     model, params, cache = looping(model, params, cache)
     draft, draft_params, guessed = looping(draft, draft_params, guessed)
-    places = jnp.arange(guesses + 1)[None, :]
-
-    def draw(logits, positions):
-        """(B, n, V) and (B, n) -> (B, n)."""
-        drawn_with = jax.vmap(lambda key, row: jax.vmap(lambda p: jax.random.fold_in(key, p))(row))(keys, positions)
-        return choose(logits.reshape(-1, logits.shape[-1]), drawn_with.reshape(-1), choice).reshape(positions.shape)
-
-    def guess(carry, _):
-        tokens, cache = carry
-        logits, cache = read(draft, draft_params, jnp.maximum(tokens, 0)[:, None], cache)
-        tokens = draw(logits, cache_length(cache)[:, None])[:, 0]
-        return (tokens, cache), tokens
-
-    def record(state, drawn, most, positions):
-        """Takes at most `most` (B,) of the tokens drawn (B, n), up to the first that ends the row; which rows go on."""
-        ends = (drawn[..., None] == eos_ids[None, None]).any(-1) | (drawn < 0)
-        first = jnp.where(ends.any(1), jnp.argmax(ends, 1), drawn.shape[1])
-        most = jnp.where(state.running, jnp.minimum(most, limit - state.written.counts), 0)
-        taken = jnp.minimum(most, first)
-        ended = state.running & (first < most)
-        last = jnp.minimum(first, drawn.shape[1] - 1)[:, None]
-        failed = ended & (jnp.take_along_axis(drawn, last, 1)[:, 0] < 0)
-        columns = jnp.where(places[:, : drawn.shape[1]] < taken[:, None], state.written.counts[:, None], new_slots)
-        columns = columns + places[:, : drawn.shape[1]]
-        counts = state.written.counts + taken
-        written = Written(
-            tokens=state.written.tokens.at[jnp.arange(batch)[:, None], columns].set(drawn, mode="drop"),
-            counts=counts,
-            failed_at=jnp.where(failed, jnp.take_along_axis(positions, last, 1)[:, 0], state.written.failed_at),
-        )
-        tokens = jnp.take_along_axis(drawn, jnp.maximum(taken - 1, 0)[:, None], 1)[:, 0]
-        return tokens, state.running & ~ended & (counts < limit), written
+    draw = functools.partial(_draw, keys, choice)
+    record = functools.partial(_record, eos_ids, limit)
 
     def unfinished(state):
         return state.running.any() & (state.written.failed_at < 0).all()
 
     def advance(state):
+        """One round: guess, verify all guesses at once, record those that are right and one token more."""
         before = cache_length(state.cache)
-        (_, guessed), tokens = jax.lax.scan(guess, (state.tokens, state.guessed), None, length=guesses + 1)
-        tokens = jnp.concatenate([state.tokens[:, None], tokens[:-1].T], axis=1)  # the last was only read, not needed
+        tokens, guessed = _guess(draft, draft_params, draw, state, guesses)
         logits, cache = read(model, params, jnp.maximum(tokens, 0), state.cache)
-        positions = before[:, None] + 1 + places
+        positions = before[:, None] + 1 + jnp.arange(guesses + 1)[None, :]
         drawn = draw(logits, positions)
         right = jnp.cumprod(drawn[:, :-1] == tokens[:, 1:], axis=1).sum(1)
         last, running, written = record(state, drawn, right + 1, positions)
@@ -159,3 +130,62 @@ def _decode(
     first = _State(tokens, running, cache, guessed, written, first.rounds)
     state = jax.lax.while_loop(unfinished, advance, first)
     return state.written, state.rounds
+
+
+def _draw(
+    keys: PRNGKey, choice: Choice, logits: Float[Array, "B Z V"], positions: Int[Array, "B Z"]
+) -> Int[Array, "B Z"]:
+    """A token for each position of each row, drawn with the key of the row folded with the position."""
+    fold = jax.vmap(lambda key, row: jax.vmap(lambda position: jax.random.fold_in(key, position))(row))
+    drawn = choose(logits.reshape(-1, logits.shape[-1]), fold(keys, positions).reshape(-1), choice)
+    return drawn.reshape(positions.shape)
+
+
+def _guess(
+    draft: CausalLM, params: Any, draw: Callable[..., Array], state: _State, guesses: int
+) -> tuple[Int[Array, "B Z"], Any]:
+    """The last token of each row and the draft's guesses of the next ones, (B, 1 + guesses), and the draft's cache."""
+
+    def one_more(carry, _):
+        tokens, cache = carry
+        logits, cache = read(draft, params, jnp.maximum(tokens, 0)[:, None], cache)
+        tokens = draw(logits, cache_length(cache)[:, None])[:, 0]
+        return (tokens, cache), tokens
+
+    (_, cache), tokens = jax.lax.scan(one_more, (state.tokens, state.guessed), None, length=guesses + 1)
+    # The last step only puts the last guess into the cache; its own guess is not used.
+    return jnp.concatenate([state.tokens[:, None], tokens[:-1].T], axis=1), cache
+
+
+def _record(
+    eos_ids: Int[Array, " E"],
+    limit: Int[Array, ""],
+    state: _State,
+    drawn: Int[Array, "B Z"],
+    most: Int[Array, " B"],
+    positions: Int[Array, "B Z"],
+) -> tuple[Int[Array, " B"], Bool[Array, " B"], Written]:
+    """Record at most `most` of the drawn tokens of each row, up to the first that ends it: the last token recorded,
+    whether the row continues, and all that is written.
+
+    A negative token marks logits that were not finite: it ends the row at its position, `Written.failed_at`.
+    """
+    rows, columns = jnp.arange(drawn.shape[0])[:, None], jnp.arange(drawn.shape[1])[None, :]
+    ends = (drawn[..., None] == eos_ids[None, None]).any(-1) | (drawn < 0)
+    first = jnp.where(ends.any(1), jnp.argmax(ends, 1), drawn.shape[1])
+    most = jnp.where(state.running, jnp.minimum(most, limit - state.written.counts), 0)
+    taken = jnp.minimum(most, first)
+    ended = state.running & (first < most)
+    last = jnp.minimum(first, drawn.shape[1] - 1)[:, None]
+    failed = ended & (jnp.take_along_axis(drawn, last, 1)[:, 0] < 0)
+    # Tokens that are not taken go to columns past the end, which mode="drop" ignores.
+    new_slots = state.written.tokens.shape[1]
+    slots = jnp.where(columns < taken[:, None], state.written.counts[:, None], new_slots) + columns
+    counts = state.written.counts + taken
+    written = Written(
+        tokens=state.written.tokens.at[rows, slots].set(drawn, mode="drop"),
+        counts=counts,
+        failed_at=jnp.where(failed, jnp.take_along_axis(positions, last, 1)[:, 0], state.written.failed_at),
+    )
+    tokens = jnp.take_along_axis(drawn, jnp.maximum(taken - 1, 0)[:, None], 1)[:, 0]
+    return tokens, state.running & ~ended & (counts < limit), written

@@ -278,7 +278,7 @@ def export(
     from transformer.data.tokenizer_files import as_pretrained
     from transformer.zoo import choose_family, save_pretrained, with_equivalent
 
-    model, params, kept = opened.model, opened.params, {}
+    model, params = opened.model, opened.params
     if dtype is not None:
         model = model.clone(config=model.config.replace(dtype=dtype, param_dtype=dtype))
         params = _cast(model, params)
@@ -286,16 +286,6 @@ def export(
         model, params = with_equivalent(model, params, family, opened.context)
     if opened.pretrained is not None:
         family = opened.pretrained.family.name if family is None else family
-        kept = {name: value for name, value in opened.pretrained.fields.items() if name in KEPT_FIELDS}
-        if family != opened.pretrained.family.name:
-            kept.pop("max_position_embeddings", None)  # another one may not have it
-    elif opened.vocabulary is not None:
-        ids = {f"{name}_token_id": getattr(opened.vocabulary, f"{name}_id") for name in ("pad", "bos", "eos", "mask")}
-        kept = {name: number for name, number in ids.items() if number is not None}
-        kept |= {"decoder_start_token_id": opened.bos_id} if isinstance(model, Seq2Seq) else {}
-        if names := opened.labels:
-            kept |= {"id2label": {str(i): name for i, name in enumerate(names)}}
-            kept |= {"label2id": {name: i for i, name in enumerate(names)}}
     tokenizer, written = opened.vocabulary, None
     if tokenizer is not None:
         try:
@@ -303,8 +293,33 @@ def export(
         except ValueError as error:
             warnings.warn(f"the tokenizer was not written: {error}", stacklevel=2)
     save_pretrained(
-        model, params, directory, family=family, fields=kept, tokenizer=written, max_shard_bytes=max_shard_bytes
+        model,
+        params,
+        directory,
+        family=family,
+        fields=_fields(opened, model, family),
+        tokenizer=written,
+        max_shard_bytes=max_shard_bytes,
     )
     if opened.pretrained is not None:
         _copy_companions(opened.directory, Path(directory))
     return choose_family(model, family)[0]
+
+
+def _fields(opened: Opened, model: nn.Module, family: str | None) -> dict[str, Any]:
+    """Fields of config.json beside those of the model: special ids and names of classes."""
+    if opened.pretrained is not None:
+        fields = {name: value for name, value in opened.pretrained.fields.items() if name in KEPT_FIELDS}
+        if family != opened.pretrained.family.name:
+            fields.pop("max_position_embeddings", None)  # another family may not have it
+        return fields
+    if opened.vocabulary is None:
+        return {}
+    ids = {f"{name}_token_id": getattr(opened.vocabulary, f"{name}_id") for name in ("pad", "bos", "eos", "mask")}
+    fields = {name: number for name, number in ids.items() if number is not None}
+    if isinstance(model, Seq2Seq):
+        fields["decoder_start_token_id"] = opened.bos_id
+    if names := opened.labels:
+        fields["id2label"] = {str(i): name for i, name in enumerate(names)}
+        fields["label2id"] = {name: i for i, name in enumerate(names)}
+    return fields

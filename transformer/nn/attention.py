@@ -72,31 +72,24 @@ def dot_product_attention(
         ValueError: shapes that don't fit, a rate without a key, or a kernel that can't do what is asked.
     """
     _check_shapes(query, key, value, sinks)
-    if dropout_rng is not None and dropout_key is not None:
-        raise ValueError("dropout_rng is another name of dropout_key: pass one of them.")
-    dropout_key = dropout_key if dropout_rng is None else dropout_rng
-    dropout_rate = 0.0 if deterministic else dropout_rate
+    dropout_rate, dropout_key = _dropout(dropout_rate, dropout_key, dropout_rng, deterministic)
+    scale = _scale(scale, head_dim=query.shape[-1])
+
+    # Kernels have one batch axis
     lead = query.shape[:-3]
     if len(lead) != 1:
         query, key, value = (array.reshape(math.prod(lead), *array.shape[-3:]) for array in (query, key, value))
         mask, bias = (_with_one_batch_axis(array, lead) for array in (mask, bias))
-    (batch, num_queries, num_heads, head_dim), num_keys = query.shape, key.shape[1]
-    if scale is not None and not scale > 0:
-        raise ValueError(f"scale must be above 0, got {scale}. Use scale=1.0 for unscaled attention.")
-    if not 0.0 <= dropout_rate < 1.0:
-        raise ValueError(f"dropout_rate must be at least 0 and below 1, got {dropout_rate}.")
-    if dropout_rate > 0.0 and dropout_key is None:
-        raise ValueError("dropout_rate is above 0 but dropout_key is None: pass a jax.random.key, or dropout_rate=0.")
-    if mask is not None and not isinstance(mask, Mask):
-        mask = Mask.array(mask if np.ndim(mask) > 1 else mask[None])
-    mask = Mask() if mask is None else mask
-    mask.check(batch, num_heads, num_queries, num_keys)
+    (batch, num_queries, num_heads, _), num_keys = query.shape, key.shape[1]
+    sizes = (batch, num_heads, num_queries, num_keys)
+
+    # What to compute, and the kernel that computes it
     spec = AttentionSpec(
-        mask=mask.with_padding_as_segments(num_queries),
-        bias=_bias_function(bias, (batch, num_heads, num_queries, num_keys)),
+        mask=_checked_mask(mask, sizes).with_padding_as_segments(num_queries),
+        bias=_bias_function(bias, sizes),
         sinks=sinks,
         dropout_key=dropout_key,
-        scale=1.0 / math.sqrt(head_dim) if scale is None else scale,
+        scale=scale,
         softcap=softcap,
         dropout_rate=dropout_rate,
         broadcast_dropout=broadcast_dropout and dropout_rate > 0.0,
@@ -104,9 +97,11 @@ def dot_product_attention(
         shapes=AttentionShapes.of(query, key, value),
     )
     kernel = ALL_KERNELS[choose(implementation, spec)]
-    length = "length" if kernel.split_keys else None
+    length = "length" if kernel.split_keys else None  # most kernels need all keys of a row on each device
     key, value = (constrain(array, "batch", length, "kv_heads", "head_dim") for array in (key, value))
     out, weights = kernel.attend(query, key, value, spec)
+
+    # The shape and the weights that the caller asked for
     if len(lead) != 1:
         out, weights = (a if a is None else a.reshape(*lead, *a.shape[1:]) for a in (out, weights))
     if module is not None:
@@ -132,6 +127,39 @@ def _check_shapes(query: Array, key: Array, value: Array, sinks: Array | None) -
     if problems:
         shapes = f"query {query.shape}, key {key.shape}, value {value.shape}"
         raise ValueError(f"attention can't be computed of {shapes}: {'; '.join(problems)}.")
+
+
+def _dropout(
+    rate: float, key: PRNGKey | None, rng: PRNGKey | None, deterministic: bool
+) -> tuple[float, PRNGKey | None]:
+    """The rate in force and its key, which Flax calls `rng`. ValueError: both names, a bad rate, or no key for it."""
+    if rng is not None and key is not None:
+        raise ValueError("dropout_rng is another name of dropout_key: pass one of them.")
+    key = key if rng is None else rng
+    rate = 0.0 if deterministic else rate
+    if not 0.0 <= rate < 1.0:
+        raise ValueError(f"dropout_rate must be at least 0 and below 1, got {rate}.")
+    if rate > 0.0 and key is None:
+        raise ValueError("dropout_rate is above 0 but dropout_key is None: pass a jax.random.key, or dropout_rate=0.")
+    return rate, key
+
+
+def _scale(scale: float | None, head_dim: int) -> float:
+    """The factor on the scores; None: 1 / sqrt(H), which keeps their variance at 1 for queries and keys of variance 1
+    (Vaswani et al. 2017, section 3.2.1).
+    """
+    if scale is not None and not scale > 0:
+        raise ValueError(f"scale must be above 0, got {scale}. Use scale=1.0 for unscaled attention.")
+    return 1.0 / math.sqrt(head_dim) if scale is None else scale
+
+
+def _checked_mask(mask: Mask | Array | None, sizes: tuple[int, int, int, int]) -> Mask:
+    """The mask as a `Mask` that fits (B, N, T, S). A one-dimensional array masks keys."""
+    if mask is not None and not isinstance(mask, Mask) and np.ndim(mask) <= 1:
+        mask = mask[None]
+    mask = Mask.of(mask)
+    mask.check(*sizes)
+    return mask
 
 
 def _with_one_batch_axis(array: Any, lead: tuple[int, ...]) -> Any:
@@ -296,37 +324,15 @@ class MultiHeadAttention(AttentionModule):
             sow_weights: sow the attention weights (B, N, T, S), before dropout, as `weights` into the collection
                 "intermediates"; needs a kernel that has them ("reference", which "auto" then chooses).
         """
-        self._check(x, context)
-        if self.head_dim is None and x.shape[-1] % self.num_heads:
-            raise ValueError(
-                f"the width of x ({x.shape[-1]}) must be a multiple of num_heads ({self.num_heads}) when head_dim "
-                f"is not given. Give head_dim, or change one of them."
-            )
-        head_dim = x.shape[-1] // self.num_heads if self.head_dim is None else self.head_dim
-        value_dim = head_dim if self.value_dim is None else self.value_dim
-        kv_heads = self.num_heads if self.num_kv_heads is None else self.num_kv_heads
-        mask = Mask.of(mask)
-        if isinstance(cache, KVCache) and context is not None:
-            raise ValueError("a KVCache is of self-attention, and this one has a context. Give a ContextCache.")
-
+        self._check(x, context, cache)
+        mask, head_dim = Mask.of(mask), self._head_dim(x)
         query = constrain(self._project("query", x, (self.num_heads, head_dim)), "batch", "length", "heads", "head_dim")
         if self.qk_norm:
             query = self._normalize("query_norm", query)
 
-        if isinstance(cache, ContextCache) and context is None:
-            if cache.key is None:
-                raise ValueError("this cross-attention cache is empty: give context at the first call.")
-            key, value = cache.whole()
-        else:
-            source = x if context is None else context
-            key = self._project("key", source, (kv_heads, head_dim))
-            value = self._project("value", source, (kv_heads, value_dim))
-            if self.qk_norm:
-                key = self._normalize("key_norm", key)
-            if isinstance(cache, ContextCache):
-                cache = ContextCache.of(key, value)
-
         if context is None and not isinstance(cache, ContextCache):
+            # Self-attention: keys of x at its positions, after those that the cache holds
+            key, value = self._keys_and_values(x, head_dim)
             if positions is None:
                 positions = jnp.arange(x.shape[1])[None, :]
                 positions = positions if cache is None else positions + cache.length[:, None]
@@ -339,6 +345,12 @@ class MultiHeadAttention(AttentionModule):
                 mask = mask.shifted(start) & Mask.lengths(cache.length)
             sizes = (x.shape[0], self.num_heads, x.shape[1], key.shape[1])
             bias = _sum_of_biases(_bias_function(bias, sizes), self._bias(positions, key_positions, position_table))
+        elif context is None:
+            # Cross-attention to the keys and values of an earlier call
+            key, value = cache.whole()
+        else:
+            key, value = self._keys_and_values(context, head_dim)
+            cache = None if cache is None else ContextCache.of(key, value)
 
         sinks = self.param("sinks", nn.initializers.zeros, (self.num_heads,), self.param_dtype) if self.sinks else None
         out = self.attended(
@@ -356,13 +368,37 @@ class MultiHeadAttention(AttentionModule):
         features = x.shape[-1] if self.out_features is None else self.out_features
         return self._project("out", out, (features,), contract=2), cache
 
-    def _check(self, x: Array, context: Array | None) -> None:
+    def _head_dim(self, x: Hidden) -> int:
+        """H, size of a head of queries and keys. ValueError: none is given, and the width of x does not divide."""
+        if self.head_dim is None and x.shape[-1] % self.num_heads:
+            raise ValueError(
+                f"the width of x ({x.shape[-1]}) must be a multiple of num_heads ({self.num_heads}) when head_dim "
+                f"is not given. Give head_dim, or change one of them."
+            )
+        return x.shape[-1] // self.num_heads if self.head_dim is None else self.head_dim
+
+    def _keys_and_values(
+        self, source: Context, head_dim: int
+    ) -> tuple[Float[Array, "B S K H"], Float[Array, "B S K Hv"]]:
+        """Keys and values of the source (B, S, Dc), before rotation."""
+        kv_heads = self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+        key = self._project("key", source, (kv_heads, head_dim))
+        value = self._project("value", source, (kv_heads, head_dim if self.value_dim is None else self.value_dim))
+        if self.qk_norm:
+            key = self._normalize("key_norm", key)
+        return key, value
+
+    def _check(self, x: Array, context: Array | None, cache: KVCache | ContextCache | None) -> None:
         if unknown := set(self.biases or ()) - {"query", "key", "value", "out"}:
             raise ValueError(f"biases must be of query, key, value and out, got {unknown.pop()!r}.")
         for name, array in {"x": x, "context": context}.items():
             if array is not None and array.ndim != 3:
                 got = f"got shape {array.shape}. A single sequence is {name}[None]."
                 raise ValueError(f"{name} must be (batch, length, width), {got}")
+        if isinstance(cache, KVCache) and context is not None:
+            raise ValueError("a KVCache is of self-attention, and this one has a context. Give a ContextCache.")
+        if isinstance(cache, ContextCache) and context is None and cache.key is None:
+            raise ValueError("this cross-attention cache is empty: give context at the first call.")
         if not isinstance(self.position, NoPosition):
             raise ValueError(
                 f"position must be a scheme such as Rotary() or ALiBi(num_heads=8), got {self.position!r}."

@@ -116,13 +116,7 @@ class Stack(nn.Module):
         if positions is None:
             start = 0 if cache is None else cache_length(cache)[:, None]
             positions = jnp.broadcast_to(start + jnp.arange(x.shape[1])[None, :], x.shape[:2])
-        scheme = position_scheme(config, causal=self.causal)
-        table = None
-        if scheme.table_shape is not None and not config.position_table_per_layer:
-            table = self.param("position_table", *table_parameter(config, scheme))
-        x = scheme.add(x, positions, table).astype(config.dtype)
-        if config.embedding_norm:
-            x = make_norm(config, "embedding_norm")(x)
+        x, table = self._add_positions(x, positions)
         x = nn.Dropout(config.dropout_rate)(constrain(x, "batch", "length", "embed"), deterministic=deterministic)
 
         mask = Mask.of(mask)
@@ -134,6 +128,23 @@ class Stack(nn.Module):
             context_mask=Mask.of(context_mask),
             deterministic=deterministic,
         )
+        x, caches, aux = self._run_layers(x, cache, inputs)
+        if config.final_norm and config.norm_position != "post":
+            x = make_norm(config, "final_norm")(x)
+        return x, caches, aux
+
+    def _add_positions(self, x: Hidden, positions: Positions) -> tuple[Hidden, Array | None]:
+        """Embeddings with their positions, normalized if the config says so, and the table that all layers share."""
+        config, table = self.config, None
+        scheme = position_scheme(config, causal=self.causal)
+        if scheme.table_shape is not None and not config.position_table_per_layer:
+            table = self.param("position_table", *table_parameter(config, scheme))
+        x = scheme.add(x, positions, table).astype(config.dtype)
+        return (make_norm(config, "embedding_norm")(x) if config.embedding_norm else x), table
+
+    def _run_layers(self, x: Hidden, cache: Any, inputs: LayerInputs) -> tuple[Hidden, Any, Aux]:
+        """Prefix, repeats of the period, suffix: hidden states, cache and aux after the last layer."""
+        config, repeats = self.config, self.config.repeats(self.num_layers)
         caches, auxes = {}, []
 
         def run_one(name, kind, x):
@@ -144,8 +155,8 @@ class Stack(nn.Module):
 
         for i, kind in enumerate(config.prefix):
             x = run_one(f"prefix_{i}", kind, x)
-        repeats = config.repeats(self.num_layers)
         if repeats:
+            # A scan with all repeats unrolled keeps one layout of parameters for scanned and unrolled layers.
             period = nn.scan(
                 _Period,
                 variable_axes={"params": 0, "intermediates": 0},
@@ -159,8 +170,6 @@ class Stack(nn.Module):
             auxes.append(jax.tree.map(lambda a: a.sum(0), aux))
         for i, kind in enumerate(config.suffix):
             x = run_one(f"suffix_{i}", kind, x)
-        if config.final_norm and config.norm_position != "post":
-            x = make_norm(config, "final_norm")(x)
         return x, None if cache is None else caches, sum_aux(auxes)
 
     @nn.nowrap

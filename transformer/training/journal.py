@@ -136,13 +136,12 @@ class Journal:
         writer: MetricsWriter,
         progress: Progress,
         paths: list[str],
-        why: Callable[[Batch], str] = lambda batch: "",
         speed: Speed | None = None,
     ):
-        """`paths` are the `parameter_paths`; `why` says of a batch what was not finite; `speed` counts FLOPs."""
+        """`paths` are the `parameter_paths`; `speed` counts FLOPs."""
         self._recipe, self._ledger, self._writer, self._progress = recipe, ledger, writer, progress
-        self._paths, self._why, self._speed = paths, why, speed
-        self._pending: tuple[int, dict[str, jax.Array], float | None, Any] | None = None
+        self._paths, self._speed = paths, speed
+        self._pending: tuple[int, dict[str, jax.Array], float | None, Any, Callable[[Any], str]] | None = None
         self._clock: float | None = None
         self._tokens, self._steps, self._waited, self._flops = 0.0, 0, 0.0, 0  # since the clock was started
         self._compiling = 0.0  # seconds since the last line
@@ -181,10 +180,12 @@ class Journal:
         metrics: dict[str, jax.Array],
         places: tuple[int, int] | None = None,
         batch: Batch | None = None,
+        why: Callable[[Batch], str] = lambda batch: "",
     ) -> None:
         """Takes the metrics of a step just dispatched, and reads those of the step before.
 
-        `places` of its `batch`: how many hold padding, and how many there are; None where none can.
+        `places` of its `batch`: how many hold padding, and how many there are; None where none can. `why` names what
+        was not finite in the batch or in the state after it; it is called only if the step was not finite.
 
         Raises:
             NonFiniteError, LossSpikeError: of the step before, where the recipe says to stop.
@@ -194,16 +195,16 @@ class Journal:
         if places is not None:
             self._ledger.padding += places[0]
             self._ledger.places += places[1]
-        self._pending = (step, metrics, limit, batch)
+        self._pending = (step, metrics, limit, batch, why)
 
     def read(self) -> None:
         """Reads what is pending (waiting for the device), and writes a line where one is due."""
         if self._pending is None:
             return
-        (step, metrics, limit, batch), self._pending = self._pending, None
+        (step, metrics, limit, batch, why), self._pending = self._pending, None
         values = jax.device_get(metrics)
         ledger, weight = self._ledger, 0.0
-        if self._judged(step, values, limit, batch):
+        if self._judged(step, values, limit, batch, why):
             weight = float(values["weight"])
             ledger.loss_sum += float(values["loss_sum"])
             ledger.weight += weight
@@ -222,18 +223,25 @@ class Journal:
             self._line(step, values)
         self._progress.advance(step)
 
-    def _judged(self, step: int, values: Mapping[str, np.ndarray], limit: float | None, batch: Any) -> bool:
+    def _judged(
+        self,
+        step: int,
+        values: Mapping[str, np.ndarray],
+        limit: float | None,
+        batch: Any,
+        why: Callable[[Any], str],
+    ) -> bool:
         """Whether the step has changed anything. Raises NonFiniteError and LossSpikeError as `add`."""
         training, ledger = self._recipe.training, self._ledger
         if not values["finite"]:
             ledger.bad_in_a_row += 1
             ledger.limit_before = ledger.limit  # of the batches before this one, which says nothing about losses
             if training.nan_policy == "stop":
-                check_finite(step, values, self._paths, self._why(batch))
+                check_finite(step, values, self._paths, why(batch))
             if ledger.bad_in_a_row >= MOST_IN_A_ROW:
                 raise NonFiniteError(
                     f"step {step}: the last {MOST_IN_A_ROW} batches were not finite, one after the other, and none has "
-                    f"changed anything (--training.nan-policy skip). {self._why(batch)} It is not the batches: start "
+                    f"changed anything (--training.nan-policy skip). {why(batch)} It is not the batches: start "
                     f"anew with a lower --optimizer.learning-rate or a longer --optimizer.warmup-steps."
                 )
             return False

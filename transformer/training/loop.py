@@ -1,4 +1,4 @@
-"""The training loop: named sections around the pure step. Only here are batches fed, metrics read and files written."""
+"""The training loop: one page of named sections around a pure step. Only the loop feeds batches and writes files."""
 
 from __future__ import annotations
 
@@ -8,24 +8,27 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import flax.linen as nn
 import jax
 
-from transformer.data import check_batch, padding
+from transformer.data import Batch, Dataset, check_batch, padding
 from transformer.nn.models import count_parameters
 from transformer.training import processes
 from transformer.training.calls import record_call
 from transformer.training.checkpoint import Checkpointer
 from transformer.training.evaluation import evaluate_loss
 from transformer.training.finite import why_not_finite
-from transformer.training.journal import Journal
+from transformer.training.journal import Journal, Ledger
 from transformer.training.lock import NAME as LOCK
 from transformer.training.lock import WorkdirLock
 from transformer.training.memory import EVALUATION, STEP, MemoryWatch
 from transformer.training.metrics import MetricsWriter, Progress
 from transformer.training.numbers import draw_forecasts
-from transformer.training.parallel import place
+from transformer.training.parallel import Placement, place
 from transformer.training.profiling import Profiler, Window
 from transformer.training.recipe import Recipe, build_model, to_json
 from transformer.training.report import append_samples, cache_line, cut_samples, device_line, report, samples
@@ -35,7 +38,8 @@ from transformer.training.settings import schedule_warning
 from transformer.training.signals import StopSignal
 from transformer.training.speed import Speed
 from transformer.training.start import Start
-from transformer.training.state import make_usable, model_params, parameter_paths
+from transformer.training.state import TrainState, make_usable, model_params, parameter_paths
+from transformer.training.step import make_train_step
 from transformer.training.summary import (
     Summary,
     read_summary,
@@ -80,188 +84,303 @@ def train(
         ProcessesError: other processes of the run can't be reached, or are gone.
         OutOfMemoryError: a device has no room for it; says how much it takes, and what helps.
     """
-    started, workdir = time.perf_counter(), Path(workdir)
+    began, workdir = time.perf_counter(), Path(workdir)
     command = command or f"transformer.training.loop.train(recipe, {str(workdir)!r})"
     with processes.together(recipe.parallel), contextlib.ExitStack() as resources:
-        # Who writes: the first process; the others do the same, but nobody reads what they say
-        own, lock = workdir, WorkdirLock(workdir, take_over)
-        if processes.is_first():
-            resources.enter_context(lock)
-        else:
-            own = Path(resources.enter_context(tempfile.TemporaryDirectory()))
-            silence = resources.enter_context(open(os.devnull, "w"))
-            resources.enter_context(contextlib.redirect_stdout(silence))
-        processes.check_shared(workdir / LOCK)
-        resources.enter_context(writing_explained(workdir))
-        stop = resources.enter_context(StopSignal())
-        stopping = processes.SharedStop(stop)
+        # Workdir: only the first process writes to it. A signal to any process stops all of them.
+        lock = WorkdirLock(workdir, take_over)
+        own_dir = resources.enter_context(_one_writer(workdir, lock))
+        stopping = processes.SharedStop(resources.enter_context(StopSignal()))
 
-        # What to train: recipe, data, model
-        print(device_line(), flush=True)
-        if kept := cache_line():
-            print(kept)
-        processes.check_alike("settings", shared_facts(recipe))
-        processes.check_alike("--restart", str(restart))
-        processes.check_alike("models to start from", "" if start is None else start.fingerprint)
-        recipe, dataset = open_run(recipe, workdir, say=print, start=start, restart=restart)
-        if (warning := schedule_warning(recipe.optimizer, recipe.training.steps)) and processes.is_first():
-            print(f"warning: {warning}", file=sys.stderr, flush=True)
-        processes.check_alike("data", dataset.fingerprint)
+        # Recipe, data, model, and the pure step on its devices
+        recipe, dataset = _open_alike(recipe, workdir, start, restart)
         model, steps = build_model(recipe), recipe.training.steps
         watch = resources.enter_context(MemoryWatch(recipe))
-        placement = watch.placement = place(recipe)
-        print(f"data: {dataset.describe()}")
-        if spread := placement.describe():
-            print(spread)
+        placement = watch.placement = place(recipe, make_train_step)
+        print("\n".join(filter(None, (f"data: {dataset.describe()}", placement.describe()))))
 
-        # Where to begin: the newest checkpoint, or a new state
+        # State: restored from the newest checkpoint, or new
         if restart and (previous := processes.first_decides(lambda: str(set_aside(workdir) or ""))):
             print(f"restart: the earlier run is now in {previous}")
         keep = {"keep_last": recipe.checkpoint.keep_last, "keep_best": recipe.checkpoint.keep_best}
         checkpoints = resources.enter_context(Checkpointer(workdir, **keep))
         batches = dataset.train_batches(recipe.training.seed, placement.rows)
         state, ledger = begin(recipe, dataset, workdir, checkpoints, batches, placement, start)
-        step, seconds_before = int(state.step), ledger.seconds
-        record_run(recipe, dataset, own)
-        cut_samples(own, step)
-        usable = make_usable(recipe)
-        shapes = jax.eval_shape(usable, state)
-        parameters = count_parameters(shapes)
-        about = {"name": recipe.name, "workdir": str(workdir), "command": command, "task": recipe.task}
-        summary = Summary(**about, steps=steps, parameters=parameters)
-        vocabulary = f", vocabulary of {recipe.model.vocab_size}" if TASKS[recipe.task].tokens else ""
-        print(f"model: {type(model).__name__}, {parameters:,} parameters{vocabulary}")
-        if recipe.lora is not None:
-            print(f"LoRA of rank {recipe.lora.rank}: {count_parameters(state.params):,} parameters are trained")
-        last = read_summary(workdir) or summary
-        if processes.first_decides(lambda: step >= steps and ledger.evaluated >= step and last.step == step):
-            print(f"{render(last)}\n{render_finished(dataclasses.replace(last, command=command))}")
-            return last
-        where = f"going on from step {step}" if step else "a new run"
-        speed = Speed(recipe, shapes, placement)
-        print(f"{speed}\nworkdir: {workdir}, {where}, to step {steps}", flush=True)
-        record_call(own, step, command, device_line())
+        step, usable = int(state.step), make_usable(recipe)
+        record_run(recipe, dataset, own_dir)
+        cut_samples(own_dir, step)
 
-        # What the loop is made of
-        writer = MetricsWriter(own, restored_step=step or None, tensorboard=recipe.logging.tensorboard)
-        resources.callback(writer.close)
-        counted = TASKS[recipe.task].targets
-        progress = Progress(steps, start_step=step, mode=recipe.logging.progress, targets=counted)
-        resources.callback(progress.close)
+        # Summary: a finished run prints it again and ends here
+        shapes = jax.eval_shape(usable, state)
+        about = {"name": recipe.name, "workdir": str(workdir), "command": command, "task": recipe.task}
+        summary = Summary(**about, steps=steps, parameters=count_parameters(shapes))
+        print(_model_lines(recipe, model, summary.parameters, state))
+        if finished := _finished_before(summary, step, ledger):
+            return finished
+        speed, where = Speed(recipe, shapes, placement), f"going on from step {step}" if step else "a new run"
+        print(f"{speed}\nworkdir: {workdir}, {where}, to step {steps}", flush=True)
+        record_call(own_dir, step, command, device_line())
+
+        # Metrics, progress bar and trace
+        log, targets = recipe.logging, TASKS[recipe.task].targets
+        writer = resources.enter_context(
+            MetricsWriter(own_dir, restored_step=step or None, tensorboard=log.tensorboard)
+        )
+        progress = resources.enter_context(Progress(steps, start_step=step, mode=log.progress, targets=targets))
         profiler = Profiler(profile, workdir, step=step, first=processes.is_first(), say=progress.print)
         resources.enter_context(profiler)
 
-        def why(batch) -> str:
-            now = placement.whole(state)
-            return why_not_finite(recipe, model, model_params(recipe, now.params, now.base), batch)
-
-        journal = Journal(recipe, ledger, writer, progress, parameter_paths(state.params), why, speed)
-        state = placement.spread(state)
-
-        def evaluate() -> None:
-            held_out = dataset.eval_batches(limit=recipe.evaluation.batches)
-            params = usable(placement.whole(state))
-            strict = recipe.training.nan_policy == "stop"
-            result = evaluate_loss(placement.eval_step, params, held_out, stopping, strict)
-            text = "" if stopping() else samples(recipe, model, params, dataset, step)
-            if result is None or stopping():
-                return  # it is done again when the run goes on
-            ledger.record_evaluation(step, result.loss, result.accuracy, result.mae, TASKS[recipe.task].labels)
-            writer.write(step, {f"eval/{name}": value for name, value in result.measures.items()})
-            progress.print(f"step {step}: eval {result}")
-            if text:
-                append_samples(own, step, text)
-                progress.print(text)
-
-        def save() -> None:
-            lock.check()
-            writer.flush()
-            ledger.seconds = seconds_before + time.perf_counter() - started
-            data = checkpoint_data(dataset, batches, ledger)
-            metric = ledger.eval_metric if ledger.evaluated == step else None
-            checkpoints.save(step, placement.whole(state), data=data, recipe=to_json(recipe), metric=metric)
-
-        # Training
-        compiled = set()
-        while True:
-            profiler.at(step, journal.pause)
-            stop_now = stopping.soon()
-            to_evaluate = ledger.evaluated < step and _due(step, recipe.evaluation.every, steps)
-            to_save = _due(step, recipe.checkpoint.every or recipe.evaluation.every, steps)
-            if to_evaluate or to_save or stop_now:
-                journal.pause()
-            if to_evaluate and not stop_now:
-                watch.now = EVALUATION
-                evaluate()
-                watch.now = STEP
-                stop_now = stopping()
-                to_save = to_save or checkpoints.newest_step == step  # gone on with: its checkpoint lacks the loss
-            if step and (to_save or stop_now):
-                save()
-                stop_now = stopping()
-            if step >= steps or stop_now:
-                break
-            asked = time.perf_counter()
-            batch = next(batches)
-            check_batch(batch, recipe.model.vocab_size, recipe.model.source_vocab_size, recipe.model.num_classes)
-            journal.fed(time.perf_counter() - asked)
-            sizes = tuple(array.shape for array in batch.values())
-            if sizes not in compiled:
-                journal.read()  # else its wait would count as compilation
-                progress.print(f"compiling the training step{' for a batch of other sizes' * bool(compiled)} ...")
-            watch.batch, before = batch, time.perf_counter()
-            with profiler.step(step + 1):
-                state, metrics = placement.train_step(state, batch, journal.skip_above())
-            if sizes not in compiled:
-                seconds = time.perf_counter() - before
-                progress.print(f"compiled in {seconds:.1f} s")
-                compiled.add(sizes)
-                journal.compiled(seconds)
-            step += 1
-            journal.add(step, metrics, padding(batch), batch)
-        checkpoints.wait()
-
-        # What came of it
-        watch.now = EVALUATION
-        summary = dataclasses.replace(
-            summary,
+        # Training, then the report
+        state = placement.spread(state)  # by this name: a second one would keep a copy of the state alive
+        training = _Training(
+            recipe=recipe,
+            dataset=dataset,
+            model=model,
+            placement=placement,
+            usable=usable,
+            batches=batches,
+            ledger=ledger,
+            journal=Journal(recipe, ledger, writer, progress, parameter_paths(state.params), speed=speed),
+            state=state,
             step=step,
-            tokens_per_s=ledger.tokens_per_s,
-            skipped=ledger.skipped,
-            spikes=ledger.spikes,
-            eval_loss=ledger.eval_loss,
-            eval_accuracy=ledger.eval_accuracy,
-            eval_mae=ledger.eval_mae,
-            best_loss=ledger.best_loss,
-            best_step=ledger.best_step,
+            checkpoints=checkpoints,
+            writer=writer,
+            progress=progress,
+            profiler=profiler,
+            watch=watch,
+            stopping=stopping,
+            lock=lock,
+            own_dir=own_dir,
+            began=began - ledger.seconds,
         )
-        if not stopping():
-            params, shown = usable(placement.whole(state)), step
-            if recipe.checkpoint.keep_best and ledger.best_step not in (None, step):
-                best = load_run(workdir)
-                params, shown = best.params, best.step
-            summary = dataclasses.replace(summary, shown_step=shown)
-            summary = report(recipe, model, params, dataset, summary, stopping)
-            if summary.measures:
-                writer.write(step, summary.measures)
-            if recipe.task == "forecaster" and not stopping():
-                draw_forecasts(recipe, model, params, dataset, own / "forecasts.png")
-        writer.flush()
-        if step >= min(recipe.logging.every, steps):
+        training.run()
+        return training.finish(summary)
+
+
+@contextlib.contextmanager
+def _one_writer(workdir: Path, lock: WorkdirLock) -> Iterator[Path]:
+    """Let only the first process write to the workdir; yields the directory for the files of this process.
+
+    The first process holds the lock and gets the workdir. Every other process runs the same program, but it writes to a
+    temporary directory and prints nothing.
+    """
+    with contextlib.ExitStack() as resources:
+        own_dir = workdir
+        if processes.is_first():
+            resources.enter_context(lock)
+        else:
+            own_dir = Path(resources.enter_context(tempfile.TemporaryDirectory()))
+            silence = resources.enter_context(open(os.devnull, "w"))
+            resources.enter_context(contextlib.redirect_stdout(silence))
+        processes.check_shared(workdir / LOCK)
+        resources.enter_context(writing_explained(workdir))
+        yield own_dir
+
+
+def _open_alike(recipe: Recipe, workdir: Path, start: Start | None, restart: bool) -> tuple[Recipe, Dataset]:
+    """Open the recipe and its data (`open_run`). ConfigError if the processes of the run disagree on either."""
+    print("\n".join(filter(None, (device_line(), cache_line()))), flush=True)
+    processes.check_alike("settings", shared_facts(recipe))
+    processes.check_alike("--restart", str(restart))
+    processes.check_alike("models to start from", "" if start is None else start.fingerprint)
+    recipe, dataset = open_run(recipe, workdir, say=print, start=start, restart=restart)
+    if (warning := schedule_warning(recipe.optimizer, recipe.training.steps)) and processes.is_first():
+        print(f"warning: {warning}", file=sys.stderr, flush=True)
+    processes.check_alike("data", dataset.fingerprint)
+    return recipe, dataset
+
+
+def _model_lines(recipe: Recipe, model: nn.Module, parameters: int, state: TrainState) -> str:
+    """The model and its number of parameters; with LoRA also how many of them are trained."""
+    vocabulary = f", vocabulary of {recipe.model.vocab_size}" if TASKS[recipe.task].tokens else ""
+    line = f"model: {type(model).__name__}, {parameters:,} parameters{vocabulary}"
+    if recipe.lora is None:
+        return line
+    return f"{line}\nLoRA of rank {recipe.lora.rank}: {count_parameters(state.params):,} parameters are trained"
+
+
+def _finished_before(summary: Summary, step: int, ledger: Ledger) -> Summary | None:
+    """The summary of a run whose steps, last evaluation and report are all done, printed again; otherwise None."""
+    last = read_summary(summary.workdir) or summary
+    if not processes.first_decides(lambda: step >= summary.steps and ledger.evaluated >= step and last.step == step):
+        return None
+    print(f"{render(last)}\n{render_finished(dataclasses.replace(last, command=summary.command))}")
+    return last
+
+
+@dataclasses.dataclass(kw_only=True)
+class _Training:
+    """A run in training: the state, the next batch, and everything that the steps write."""
+
+    recipe: Recipe
+    dataset: Dataset
+    model: nn.Module
+    placement: Placement
+    """runs the pure step on the devices"""
+    usable: Callable[[TrainState], Any]
+    """parameters to evaluate, of a state"""
+    batches: Any
+    ledger: Ledger
+    journal: Journal
+    state: TrainState
+    """as `placement.train_step` takes it"""
+    step: int
+    """number of steps done"""
+    checkpoints: Checkpointer
+    writer: MetricsWriter
+    progress: Progress
+    profiler: Profiler
+    watch: MemoryWatch
+    stopping: processes.SharedStop
+    lock: WorkdirLock
+    own_dir: Path
+    """directory for the files of this process: the workdir, or for all but the first process a temporary directory"""
+    began: float
+    """`time.perf_counter()` at the start of the run, as if all calls had been one"""
+    compiled: set[tuple] = dataclasses.field(default_factory=set)
+    """shapes of batches for which the step is compiled"""
+
+    def run(self) -> None:
+        """Train to the last step or until a signal; evaluate and save where the recipe says so."""
+        recipe, steps = self.recipe, self.recipe.training.steps
+        while True:
+            self.profiler.at(self.step, self.journal.pause)
+            stop = self.stopping.soon()
+            to_evaluate = self.ledger.evaluated < self.step and _due(self.step, recipe.evaluation.every, steps)
+            to_save = _due(self.step, recipe.checkpoint.every or recipe.evaluation.every, steps)
+            if to_evaluate or to_save or stop:
+                self.journal.pause()
+            if to_evaluate and not stop:
+                self.evaluate()
+                stop = self.stopping()
+                to_save = to_save or self.checkpoints.newest_step == self.step  # resumed: its checkpoint lacks the loss
+            if self.step and (to_save or stop):
+                self.save()
+                stop = self.stopping()
+            if self.step >= steps or stop:
+                break
+            self.advance()
+        self.checkpoints.wait()
+
+    def advance(self) -> None:
+        """Train on the next batch. The metrics of a step are read after the next step was dispatched."""
+        recipe, asked = self.recipe, time.perf_counter()
+        batch = next(self.batches)
+        check_batch(batch, recipe.model.vocab_size, recipe.model.source_vocab_size, recipe.model.num_classes)
+        self.journal.fed(time.perf_counter() - asked)
+        with self._compilation_timed(batch):
+            self.watch.batch = batch
+            with self.profiler.step(self.step + 1):
+                self.state, metrics = self.placement.train_step(self.state, batch, self.journal.skip_above())
+        self.step += 1
+        self.journal.add(self.step, metrics, padding(batch), batch, self._why_not_finite)
+
+    def _why_not_finite(self, batch: Batch) -> str:
+        """A sentence that names what is not finite: a parameter, or the logits of a row of the batch."""
+        state = self.placement.whole(self.state)
+        return why_not_finite(self.recipe, self.model, model_params(self.recipe, state.params, state.base), batch)
+
+    @contextlib.contextmanager
+    def _compilation_timed(self, batch: Batch) -> Iterator[None]:
+        """Report the first step of each batch shape, which is compiled, and keep its time out of the speed."""
+        shapes = tuple(array.shape for array in batch.values())
+        if shapes in self.compiled:
+            yield
+            return
+        self.journal.read()  # otherwise waiting for the step before would count as compilation
+        again = " for a batch of other sizes" if self.compiled else ""
+        self.progress.print(f"compiling the training step{again} ...")
+        before = time.perf_counter()
+        yield
+        seconds = time.perf_counter() - before
+        self.progress.print(f"compiled in {seconds:.1f} s")
+        self.compiled.add(shapes)
+        self.journal.compiled(seconds)
+
+    def evaluate(self) -> None:
+        """Measure the loss on held-out data and write samples; a signal ends this without a record."""
+        recipe, step = self.recipe, self.step
+        self.watch.now = EVALUATION
+        held_out = self.dataset.eval_batches(limit=recipe.evaluation.batches)
+        params = self.usable(self.placement.whole(self.state))
+        strict = recipe.training.nan_policy == "stop"
+        result = evaluate_loss(self.placement.eval_step, params, held_out, self.stopping, strict)
+        text = "" if self.stopping() else samples(recipe, self.model, params, self.dataset, step)
+        if result is not None and not self.stopping():  # otherwise the resumed run evaluates again
+            labels = TASKS[recipe.task].labels
+            self.ledger.record_evaluation(step, result.loss, result.accuracy, result.mae, labels)
+            self.writer.write(step, {f"eval/{name}": value for name, value in result.measures.items()})
+            self.progress.print(f"step {step}: eval {result}")
+            if text:
+                append_samples(self.own_dir, step, text)
+                self.progress.print(text)
+        self.watch.now = STEP
+
+    def save(self) -> None:
+        """Start to save a checkpoint, after all metrics of its steps are on the disk."""
+        self.lock.check()
+        self.writer.flush()
+        self.ledger.seconds = time.perf_counter() - self.began
+        data = checkpoint_data(self.dataset, self.batches, self.ledger)
+        metric = self.ledger.eval_metric if self.ledger.evaluated == self.step else None
+        state = self.placement.whole(self.state)
+        self.checkpoints.save(self.step, state, data=data, recipe=to_json(self.recipe), metric=metric)
+
+    def finish(self, summary: Summary) -> Summary:
+        """Measure the model that the run keeps, draw the loss, and write and print the summary."""
+        recipe, own_dir = self.recipe, self.own_dir
+        self.watch.now = EVALUATION
+        summary = self._measured(_with_totals(summary, self.step, self.ledger))
+        self.writer.flush()
+        if self.step >= min(recipe.logging.every, recipe.training.steps):
             from transformer.viz.curves import loss_curve  # matplotlib takes a while: not before the first step
 
             unit = TASKS[recipe.task].unit
-            loss_curve(own / "metrics.jsonl", own / "loss.png", title=recipe.name, unit=unit)
-        seconds = seconds_before + time.perf_counter() - started
-        summary = dataclasses.replace(summary, stop_code=stopping.exit_code, seconds=seconds)
-        progress.close()
+            loss_curve(own_dir / "metrics.jsonl", own_dir / "loss.png", title=recipe.name, unit=unit)
+        seconds = time.perf_counter() - self.began
+        summary = dataclasses.replace(summary, stop_code=self.stopping.exit_code, seconds=seconds)
+        self.progress.close()
         if summary.stop_code is None:
-            save_summary(summary, own)
+            save_summary(summary, own_dir)
             print(render(summary))
         else:
             print(render_stopped(summary))
         return summary
 
+    def _measured(self, summary: Summary) -> Summary:
+        """The summary with measures and texts of the best model that is kept; unchanged after a signal."""
+        if self.stopping():
+            return summary
+        recipe, model, dataset = self.recipe, self.model, self.dataset
+        params, shown = self.usable(self.placement.whole(self.state)), self.step
+        if recipe.checkpoint.keep_best and summary.best_step not in (None, shown):
+            best = load_run(summary.workdir)
+            params, shown = best.params, best.step
+        summary = dataclasses.replace(summary, shown_step=shown)
+        summary = report(recipe, model, params, dataset, summary, self.stopping)
+        if summary.measures:
+            self.writer.write(self.step, summary.measures)
+        if recipe.task == "forecaster" and not self.stopping():
+            draw_forecasts(recipe, model, params, dataset, self.own_dir / "forecasts.png")
+        return summary
+
+
+def _with_totals(summary: Summary, step: int, ledger: Ledger) -> Summary:
+    """The summary with the numbers of the ledger after `step` steps."""
+    return dataclasses.replace(
+        summary,
+        step=step,
+        tokens_per_s=ledger.tokens_per_s,
+        skipped=ledger.skipped,
+        spikes=ledger.spikes,
+        eval_loss=ledger.eval_loss,
+        eval_accuracy=ledger.eval_accuracy,
+        eval_mae=ledger.eval_mae,
+        best_loss=ledger.best_loss,
+        best_step=ledger.best_step,
+    )
+
 
 def _due(step: int, every: int | None, steps: int) -> bool:
+    """Whether something that is done every so many steps, and at the last one, is due after this step."""
     return step > 0 and (step == steps or (every is not None and step % every == 0))

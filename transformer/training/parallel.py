@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -27,8 +27,10 @@ from transformer.nn.sharding import (
 )
 from transformer.training.recipe import Recipe
 from transformer.training.state import TrainState, abstract_state, make_state
-from transformer.training.step import Metrics, make_eval_step, make_train_step
+from transformer.training.step import Metrics, TrainStep, make_eval_step, make_train_step
 
+MakeStep = Callable[..., TrainStep]
+"""makes a pure step of a recipe and, for `jax.pmap`, an `axis_name`: `make_train_step`"""
 HostBatch = Mapping[str, np.ndarray]
 """arrays by name, as the data gives them: to train on, the `rows` that this process holds; else the whole batch"""
 
@@ -40,8 +42,10 @@ class MeshPlacement:
         ConfigError: a mesh that does not fit the devices, the model or the batch.
     """
 
-    def __init__(self, recipe: Recipe, devices: Sequence[Any] | None = None):
-        """`devices` None: those of this machine; others may be of a topology, to compile for what is not there."""
+    def __init__(self, recipe: Recipe, devices: Sequence[Any] | None = None, make_step: MakeStep = make_train_step):
+        """`devices` None: those of this machine; others may be of a topology, to compile for what is not there.
+        `make_step` makes the pure training step that this placement runs.
+        """
         devices = _chosen(recipe) if devices is None else recipe.parallel.choose(devices)
         sizes = mesh_sizes(recipe.parallel.sizes, len(devices))
         check_model(recipe.model, sizes)
@@ -55,7 +59,7 @@ class MeshPlacement:
         self._shapes = jax.tree.map(_with_sharding, shapes, self._shardings)
         self._make = jax.jit(make, out_shardings=self._shardings)
         everywhere = NamedSharding(self.mesh, PartitionSpec())
-        self._train = jax.jit(make_train_step(recipe), donate_argnums=0, out_shardings=(self._shardings, everywhere))
+        self._train = jax.jit(make_step(recipe), donate_argnums=0, out_shardings=(self._shardings, everywhere))
         self._eval = jax.jit(make_eval_step(recipe), out_shardings=everywhere)
         ways = row_ways(self.mesh.shape)
         self._parts = len(self.rows(ways)), ways
@@ -127,8 +131,8 @@ class PmapPlacement:
         ConfigError: a batch whose rows the devices can't share evenly.
     """
 
-    def __init__(self, recipe: Recipe, devices: Sequence[Any] | None = None):
-        """`devices` as of `MeshPlacement`."""
+    def __init__(self, recipe: Recipe, devices: Sequence[Any] | None = None, make_step: MakeStep = make_train_step):
+        """`devices` and `make_step` as of `MeshPlacement`."""
         if jax.process_count() > 1:
             raise ConfigError(
                 f"parallel.kind pmap spreads one process over its devices, but {jax.process_count()} processes train "
@@ -146,7 +150,7 @@ class PmapPlacement:
         )
         self._shapes = abstract_state(recipe)
         self._make = jax.jit(lambda: make_state(recipe))
-        step = make_train_step(recipe, axis_name="data")
+        step = make_step(recipe, axis_name="data")
         self._train = jax.pmap(step, axis_name="data", in_axes=(0, 0, None), devices=self._devices, donate_argnums=0)
         self._eval = jax.jit(make_eval_step(recipe))
 
@@ -230,9 +234,11 @@ PLACEMENTS: dict[str, type[MeshPlacement] | type[PmapPlacement]] = {"mesh": Mesh
 """placements by parallel.kind"""
 
 
-def place(recipe: Recipe) -> Placement:
-    """The recipe's step, spread as its `parallel` says. ConfigError where that can't be."""
-    return PLACEMENTS[recipe.parallel.kind](recipe)
+def place(recipe: Recipe, make_step: MakeStep = make_train_step) -> Placement:
+    """The pure step that `make_step` makes of the recipe, on the devices that its `parallel` names. ConfigError if they
+    don't fit.
+    """
+    return PLACEMENTS[recipe.parallel.kind](recipe, make_step=make_step)
 
 
 def _chosen(recipe: Recipe) -> list[jax.Device]:

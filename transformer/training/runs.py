@@ -137,13 +137,8 @@ def open_run(
     """
     workdir = Path(workdir)
     resumes = has_checkpoints(workdir) and not restart
-    if is_average(workdir) and not restart:
-        raise WorkdirError(
-            f"{workdir} holds an average of checkpoints, without the optimizer's state: no run can go on from it. "
-            f"Train in another --workdir; --init {workdir} starts a new run from these parameters."
-        )
     if not restart:
-        check_not_lost(workdir)
+        _check_resumable(workdir)
     tokenizer = None if start is None else start.tokenizer
     recipe = recipe if start is None else start.applied_to(recipe)
     old = load_recipe(workdir) if (workdir / FILE).exists() and (resumes or start is None) else None
@@ -151,31 +146,69 @@ def open_run(
         if (workdir / TOKENIZER).exists():
             tokenizer = load_tokenizer(workdir / TOKENIZER)
         if old is not None:
-            if trained := newest_provenance(workdir):  # before the data is tokenized
-                check_unchanged(trained, old, tokenizer, workdir, resuming=False)
-            recipe = _filled_in(recipe, old)
-            for change in check_recipe_of_command(old, recipe, workdir):
-                say(f"changed since the last call: {change}")
-    elif start is None and old is not None and old.origin is not None:
-        raise WorkdirError(
-            f"{workdir} was to start from {old.origin.source} and has no checkpoint yet: nothing of it is here. Give "
-            f"--init {old.origin.source} again."
-            if not restart
-            else f"the run in {workdir} was initialized from {old.origin.source}. To begin anew, give --init "
-            f"{old.origin.source} (or another model) beside --restart; without one, train in another --workdir."
-        )
+            recipe = _resumed(recipe, old, tokenizer, workdir, say)
+    elif start is None and old is not None:
+        _check_origin_given(old, workdir, restart)
     dataset = prepare_data(recipe.data, tokenizer=tokenizer)
-    recipe = dataclasses.replace(recipe, data=dataset.config)
-    if dataset.tokenizer is not None:
-        recipe = with_vocabulary(recipe, dataset.tokenizer.vocab_size)
-    if TASKS[recipe.task].labels:
-        recipe = with_labels(recipe, recipe.data.labels)
+    recipe = _decided_by_data(recipe, dataset)
     _check_shapes(recipe, dataset)
     if start is not None:
         recipe = with_new_parameters(recipe, start)
     if recipe.lora is not None and recipe.origin is None:
         raise ConfigError("lora updates a model that was trained before, but there is none: name one with --init DIR.")
     return recipe, dataset
+
+
+def _check_resumable(workdir: Path) -> None:
+    """Raises WorkdirError if the workdir holds an average of checkpoints, or a run whose checkpoints are gone."""
+    if is_average(workdir):
+        raise WorkdirError(
+            f"{workdir} holds an average of checkpoints, without the optimizer's state: no run can go on from it. "
+            f"Train in another --workdir; --init {workdir} starts a new run from these parameters."
+        )
+    check_not_lost(workdir)
+
+
+def _check_origin_given(old: Recipe, workdir: Path, restart: bool) -> None:
+    """Raises WorkdirError if the run was initialized from a model, which a first or a new run needs again."""
+    if old.origin is None:
+        return
+    source = old.origin.source
+    if restart:
+        raise WorkdirError(
+            f"the run in {workdir} was initialized from {source}. To begin anew, give --init {source} (or another "
+            f"model) beside --restart; without one, train in another --workdir."
+        )
+    raise WorkdirError(
+        f"{workdir} was to start from {source} and has no checkpoint yet: nothing of it is here. Give --init {source} "
+        f"again."
+    )
+
+
+def _resumed(
+    recipe: Recipe, old: Recipe, tokenizer: Tokenizer | None, workdir: Path, say: Callable[[str], None]
+) -> Recipe:
+    """The recipe of a run that is resumed, with what data or a start had decided; changes are reported to `say`.
+
+    Raises:
+        WorkdirError: a change that no resumed run can make.
+    """
+    if trained := newest_provenance(workdir):  # before the data is tokenized
+        check_unchanged(trained, old, tokenizer, workdir, resuming=False)
+    recipe = _filled_in(recipe, old)
+    for change in check_recipe_of_command(old, recipe, workdir):
+        say(f"changed since the last call: {change}")
+    return recipe
+
+
+def _decided_by_data(recipe: Recipe, dataset: Dataset) -> Recipe:
+    """The recipe with the sizes of vocabulary and classes, and all that its data decides."""
+    recipe = dataclasses.replace(recipe, data=dataset.config)
+    if dataset.tokenizer is not None:
+        recipe = with_vocabulary(recipe, dataset.tokenizer.vocab_size)
+    if TASKS[recipe.task].labels:
+        recipe = with_labels(recipe, recipe.data.labels)
+    return recipe
 
 
 def record_run(recipe: Recipe, dataset: Dataset, workdir: str | os.PathLike) -> None:

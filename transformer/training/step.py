@@ -41,73 +41,39 @@ def make_train_step(recipe: Recipe, axis_name: str | None = None) -> TrainStep:
     loss is above the `limit`, in the same unit, that it is given: a spike's (Chowdhery et al. 2022, arXiv 2204.02311,
     section 5.1, pass over such batches).
     """
-    model, optimizer, schedule = build_model(recipe), make_optimizer(recipe), make_schedule(recipe)
-    training, task = recipe.training, recipe.task
-    dropout = recipe.model.dropout_rate > 0 or recipe.model.attention_dropout_rate > 0
-
-    def loss(trained, base, batch, key):
-        params = model_params(recipe, trained, base)
-        key = key if dropout else None
-        loss_sum, weight, router_loss = training_loss(task, model, params, batch, training, key)
-        if router_loss is None:
-            return loss_sum, {"weight": weight}
-        return loss_sum + router_loss, {"weight": weight, "router_loss": router_loss}
-
-    def summed_gradients(params, base, batch, key):
-        """(loss sum, other sums), gradient of the loss sum by what is trained."""
-        gradients = jax.value_and_grad(loss, has_aux=True)
-        if training.accumulation == 1:
-            return gradients(params, base, batch, key)
-
-        def micro_batch(total, item):
-            index, rows = item
-            return jax.tree.map(jnp.add, total, gradients(params, base, rows, jax.random.fold_in(key, index))), None
-
-        parts = jnp.arange(training.accumulation), jax.tree.map(split_rows, dict(batch))
-        sums = jax.eval_shape(loss, params, base, jax.tree.map(lambda array: array[0], parts[1]), key)
-        zero = jax.tree.map(jnp.zeros_like, (sums, params))
-        return jax.lax.scan(micro_batch, zero, parts)[0]
-
-    def split_rows(array):
-        """(B, ...) -> (A, B / A, ...), a micro-batch is every A-th row: rows spread over devices stay there."""
-        return array.reshape(-1, training.accumulation, *array.shape[1:]).swapaxes(0, 1)
+    training, optimizer, schedule = recipe.training, make_optimizer(recipe), make_schedule(recipe)
+    loss = _summed_loss(recipe)
 
     def step(state: TrainState, batch: Batch, limit: Any = None) -> tuple[TrainState, Metrics]:
+        # Gradient of the mean loss over the whole batch
         key = jax.random.fold_in(jax.random.key(training.seed), state.step)
         if axis_name is not None:
             key = jax.random.fold_in(key, jax.lax.axis_index(axis_name))
-        (loss_sum, sums), gradients = summed_gradients(state.params, state.base, batch, key)
+        (loss_sum, sums), gradients = _summed_gradients(loss, state, batch, key, training.accumulation)
         if axis_name is not None:
             loss_sum, sums, gradients = jax.lax.psum((loss_sum, sums, gradients), axis_name)
-        weight = sums["weight"]
         if "router_loss" in sums:
-            loss_sum = loss_sum - sums["router_loss"]  # what evaluation measures, too
+            loss_sum = loss_sum - sums["router_loss"]  # reported without it, as evaluation measures it
+        weight = sums["weight"]
         gradients = jax.tree.map(lambda g: g / jnp.maximum(weight, 1e-9).astype(g.dtype), gradients)
-
         squares = _squares(gradients)
         grad_norm = jnp.sqrt(squares.sum())
+
+        # Update
         updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         weight_squares = _squares(params)
+
+        # The update counts only if every number is finite and the loss is not above the limit
         finite = jnp.isfinite(loss_sum) & jnp.isfinite(grad_norm) & jnp.isfinite(weight_squares).all()
         usual = True if limit is None else loss_sum / jnp.maximum(weight, 1e-9) <= limit
-        if training.nan_policy == "skip":
-            applied = finite & usual
-            skipped = state.skipped + (~applied).astype(jnp.int32)
-        else:
-            failed = ~finite | (state.skipped < 0)
-            applied = ~failed & usual
-            skipped = jnp.where(failed, -1, state.skipped + (~applied).astype(jnp.int32))
-
-        def kept(new, old):
-            return jax.tree.map(lambda a, b: jnp.where(applied, a, b), new, old)
-
-        params = kept(params, state.params)
+        applied, skipped = _judged(training.nan_policy, state.skipped, finite, usual)
+        params = _chosen(applied, params, state.params)
         new_state = TrainState(
             step=state.step + 1,
             params=params,
-            opt_state=kept(opt_state, state.opt_state),
-            ema=None if state.ema is None else kept(_averaged(training.ema_decay, state, params), state.ema),
+            opt_state=_chosen(applied, opt_state, state.opt_state),
+            ema=_chosen(applied, _averaged(training.ema_decay, state, params), state.ema),
             skipped=skipped,
             base=state.base,
         )
@@ -116,7 +82,7 @@ def make_train_step(recipe: Recipe, axis_name: str | None = None) -> TrainStep:
             **sums,
             "grad_norm": grad_norm,
             "learning_rate": schedule(state.step - state.skipped),
-            "skipped": new_state.skipped,
+            "skipped": skipped,
             "finite": finite,
             "first_bad": _first_bad(squares),
             "first_bad_weight": _first_bad(weight_squares),
@@ -124,6 +90,61 @@ def make_train_step(recipe: Recipe, axis_name: str | None = None) -> TrainStep:
         return new_state, metrics
 
     return step
+
+
+def _summed_loss(recipe: Recipe) -> Callable[..., tuple[jax.Array, Metrics]]:
+    """A function (trained parameters, base, batch, key) -> the sum to minimize, and the sums that metrics need."""
+    model = build_model(recipe)
+    dropout = recipe.model.dropout_rate > 0 or recipe.model.attention_dropout_rate > 0
+
+    def loss(trained, base, batch, key):
+        params = model_params(recipe, trained, base)
+        key = key if dropout else None
+        loss_sum, weight, router_loss = training_loss(recipe.task, model, params, batch, recipe.training, key)
+        if router_loss is None:
+            return loss_sum, {"weight": weight}
+        return loss_sum + router_loss, {"weight": weight, "router_loss": router_loss}
+
+    return loss
+
+
+def _summed_gradients(
+    loss: Callable[..., tuple[jax.Array, Metrics]], state: TrainState, batch: Batch, key: jax.Array, accumulation: int
+) -> tuple[tuple[jax.Array, Metrics], Any]:
+    """((loss sum, other sums), gradient of the loss sum), added over micro-batches of B / `accumulation` rows."""
+    gradients = jax.value_and_grad(loss, has_aux=True)
+    if accumulation == 1:
+        return gradients(state.params, state.base, batch, key)
+
+    def split_rows(array):
+        """(B, ...) -> (A, B / A, ...), a micro-batch is every A-th row: rows spread over devices stay there."""
+        return array.reshape(-1, accumulation, *array.shape[1:]).swapaxes(0, 1)
+
+    def micro_batch(total, item):
+        index, rows = item
+        own = gradients(state.params, state.base, rows, jax.random.fold_in(key, index))
+        return jax.tree.map(jnp.add, total, own), None
+
+    parts = jnp.arange(accumulation), jax.tree.map(split_rows, dict(batch))
+    first = jax.tree.map(lambda array: array[0], parts[1])
+    sums = jax.eval_shape(loss, state.params, state.base, first, key)
+    zero = jax.tree.map(jnp.zeros_like, (sums, state.params))
+    return jax.lax.scan(micro_batch, zero, parts)[0]
+
+
+def _judged(nan_policy: str, skipped: jax.Array, finite: jax.Array, usual: Any) -> tuple[jax.Array, jax.Array]:
+    """Whether the update counts, and `TrainState.skipped` after it."""
+    if nan_policy == "skip":
+        applied = finite & usual
+        return applied, skipped + (~applied).astype(jnp.int32)
+    failed = ~finite | (skipped < 0)
+    applied = ~failed & usual
+    return applied, jnp.where(failed, -1, skipped + (~applied).astype(jnp.int32))
+
+
+def _chosen(applied: jax.Array, new: Any, old: Any) -> Any:
+    """The new tree if the update counts, otherwise the old one."""
+    return jax.tree.map(lambda a, b: jnp.where(applied, a, b), new, old)
 
 
 def _squares(tree: Any) -> jax.Array:
@@ -135,8 +156,13 @@ def _first_bad(sums: jax.Array) -> jax.Array:
     return jnp.where(jnp.isfinite(sums).all(), -1, jnp.argmin(jnp.isfinite(sums)))
 
 
-def _averaged(decay: float, state: TrainState, params: Any) -> Any:
-    """decay * average + (1 - decay) * parameters; the decay is smaller at first, to forget the beginning soon."""
+def _averaged(decay: float | None, state: TrainState, params: Any) -> Any:
+    """decay * average + (1 - decay) * parameters; None without an average.
+
+    The decay is smaller at first, so that the average forgets the initial parameters soon.
+    """
+    if state.ema is None:
+        return None
     updates = (state.step - state.skipped).astype(jnp.float32)
     decay = jnp.minimum(decay, (1.0 + updates) / (10.0 + updates))
     return jax.tree.map(lambda mean, new: (decay * mean + (1.0 - decay) * new).astype(mean.dtype), state.ema, params)

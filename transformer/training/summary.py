@@ -122,8 +122,25 @@ def read_summary(workdir: str | os.PathLike) -> Summary | None:
 
 def render(summary: Summary) -> str:
     """The screen that ends a finished run."""
+    what = TASKS[summary.task].targets
     workdir = Path(summary.workdir)
-    lines = [f"== {summary.name}: {summary.step} steps, {summary.parameters:,} parameters, {_time(summary.seconds)} =="]
+    return "\n".join(
+        [
+            f"== {summary.name}: {summary.step} steps, {summary.parameters:,} parameters, {_time(summary.seconds)} ==",
+            *_example_lines(summary),
+            *_score_lines(summary),
+            *_loss_lines(summary),
+            f"speed: {summary.tokens_per_s:,.0f} {what}/s while training",
+            f"loss curve: {workdir / 'loss.png'}   checkpoints: {workdir / 'checkpoints'}",
+            "try it:",
+            f"  {_next_command(summary)}",
+        ]
+    )
+
+
+def _example_lines(summary: Summary) -> list[str]:
+    """Translations or a text that the model generated, and of which step the model is."""
+    lines = []
     if summary.shown_step not in (None, summary.step):
         best = "highest eval accuracy" if TASKS[summary.task].labels else "lowest eval loss"
         lines.append(f"what follows is of step {summary.shown_step}, of those that are kept the one of the {best}")
@@ -133,6 +150,12 @@ def render(summary: Summary) -> str:
             lines.append(f"  {source}\n    -> {output}" + ("" if output == target else f"   (right: {target})"))
     if summary.text:
         lines += ["a text of its own:", *(f"  | {line}" for line in summary.text.splitlines())]
+    return lines
+
+
+def _score_lines(summary: Summary) -> list[str]:
+    """Exact match, BLEU and chrF of translations."""
+    lines = []
     if summary.exact_match:
         groups = dict(summary.exact_match)
         lines.append(f"exact match on unseen examples: {groups.pop('')}")
@@ -141,6 +164,12 @@ def render(summary: Summary) -> str:
         lines += summary.corpus.lines(summary.split)
     if summary.basics is not None:
         lines.append(f"exact match on the basics: {summary.basics}")
+    return lines
+
+
+def _loss_lines(summary: Summary) -> list[str]:
+    """Loss on held-out data and on the test split, skipped batches and spikes."""
+    lines = []
     if summary.eval_loss is not None:
         best = "" if summary.best_loss is None else f", best {summary.best_loss:.4f}"
         best += f" at step {summary.best_step}" if best and not TASKS[summary.task].labels else ""
@@ -152,14 +181,14 @@ def render(summary: Summary) -> str:
         lines.append(f"batches passed over because their loss was a spike, or not finite: {summary.skipped}")
     if summary.spikes:
         lines.append(f"spikes of the loss: {summary.spikes}")
-    what = TASKS[summary.task].targets
-    lines.append(f"speed: {summary.tokens_per_s:,.0f} {what}/s while training")
-    lines.append(f"loss curve: {workdir / 'loss.png'}   checkpoints: {workdir / 'checkpoints'}")
-    lines.append("try it:")
+    return lines
+
+
+def _next_command(summary: Summary) -> str:
+    """The command that tries the trained model: generate or classify the prompt, or evaluate."""
     verb, option = ("classify", "--text") if summary.task == "classifier" else ("generate", "--prompt")
     verb, prompt = (verb, f" {option} {shlex.quote(summary.prompt)}") if summary.prompt else ("evaluate", "")
-    lines.append(f"  {program(verb)} {shlex.quote(str(workdir))}{prompt}")
-    return "\n".join(lines)
+    return f"{program(verb)} {shlex.quote(str(Path(summary.workdir)))}{prompt}"
 
 
 def render_stopped(summary: Summary) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,55 +47,74 @@ def sizes(model: nn.Module, *inputs: Any) -> list[Size]:
     Works for the models of `transformer.nn.models` and for its stacks, blocks and attention alone. Needs no parameters:
     the model is initialized and called as shapes only.
     """
-    found: dict[Size, None] = {}  # a scanned layer is traced more than once, and told once
-    repeats: dict[tuple[str, ...], int] = {}
-
-    def record(path: tuple[str, ...], what: str, axes: str, array: Any) -> None:
-        times = next((n for start, n in repeats.items() if path[: len(start)] == start), 1)
-        found[Size("/".join(path), what, axes, array.shape, times)] = None
-
-    def watch(call, args, kwargs, context):
-        module, path = context.module, context.module.path
-        if isinstance(module, Linear) and isinstance(module.parent, MultiHeadAttention) and module.name == "out":
-            attention = module.parent
-            (weights,) = attention.get_variable("intermediates", "weights")[-1:]
-            record(attention.path, "weights = softmax(scores), for each head", "B N T S", weights)
-            record(attention.path, "weighted sums of values, for each head", "B T N Hv", args[0])
-        if context.method_name == "__call__" and isinstance(module, MultiHeadAttention):
-            kwargs = kwargs | {"sow_weights": True}
-        if context.method_name == "__call__" and isinstance(module, MultiHeadAttention | Stack):
-            kwargs = {"deterministic": True} | kwargs
-        result = call(*args, **kwargs)
-        if context.method_name not in ("__call__", "head"):
-            return result
-        if isinstance(module, Linear) and isinstance(module.parent, MultiHeadAttention | FeedForward):
-            record(path, *_LINEAR[module.name], result)
-        elif isinstance(module, Embedding):
-            record(path, "embedding: a row of the table for each token", "B T D", result)
-        elif isinstance(module, nn.Dropout) and isinstance(module.parent, Stack):
-            record(path[:-1], "with positions", "B T D", result)
-        elif isinstance(module, LayerNorm | RMSNorm) and isinstance(module.parent, Block | Stack):
-            record(path[:-1], module.name.replace("_", " "), "B T D", result)
-        elif isinstance(module, Block):
-            record(path, "the layer's output", "B T D", result[0])
-        elif isinstance(module, Stack):
-            record(path, "the stack's output", "B T D", result[0])
-        elif context.method_name == "head":
-            axes = "B C" if result.ndim == 2 else "B T V"
-            record((), "logits", axes, result)
-        return result
+    trace = _Trace()
 
     def run(*arrays):
         params = model.init(jax.random.key(0), *arrays)["params"]
-        for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-            names = tuple(entry.key for entry in path)
-            if "layers" in names:
-                repeats[names[: names.index("layers") + 1]] = leaf.shape[0]
-        with nn.intercept_methods(watch):
+        trace.count_repeats(params)
+        with nn.intercept_methods(trace.intercept):
             return model.apply({"params": params}, *arrays, mutable=["intermediates"])
 
     jax.eval_shape(run, *inputs)
-    return list(found)
+    return list(trace.found)
+
+
+class _Trace:
+    """The sizes found so far while a model is traced; `intercept` is for `nn.intercept_methods`."""
+
+    def __init__(self):
+        self.found: dict[Size, None] = {}  # a scanned layer is traced more than once, but recorded once
+        self._repeats: dict[tuple[str, ...], int] = {}
+
+    def count_repeats(self, params: Any) -> None:
+        """Take from a tree of parameters how often the layers of each stack repeat."""
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+            names = tuple(entry.key for entry in path)
+            if "layers" in names:
+                self._repeats[names[: names.index("layers") + 1]] = leaf.shape[0]
+
+    def record(self, path: tuple[str, ...], what: str, axes: str, array: Any) -> None:
+        """Add the size of an array that is computed at a path."""
+        times = next((n for start, n in self._repeats.items() if path[: len(start)] == start), 1)
+        self.found[Size("/".join(path), what, axes, array.shape, times)] = None
+
+    def intercept(
+        self, call: Callable[..., Any], args: tuple, kwargs: dict[str, Any], context: nn.module.InterceptorContext
+    ) -> Any:
+        """Call a method of a module, without dropout and with attention weights, and record what it computes."""
+        module = context.module
+        if isinstance(module, Linear) and isinstance(module.parent, MultiHeadAttention) and module.name == "out":
+            attention = module.parent
+            (weights,) = attention.get_variable("intermediates", "weights")[-1:]
+            self.record(attention.path, "weights = softmax(scores), for each head", "B N T S", weights)
+            self.record(attention.path, "weighted sums of values, for each head", "B T N Hv", args[0])
+        if context.method_name == "__call__" and isinstance(module, MultiHeadAttention | Stack):
+            kwargs = {"deterministic": True} | kwargs
+            kwargs |= {"sow_weights": True} if isinstance(module, MultiHeadAttention) else {}
+        result = call(*args, **kwargs)
+        if context.method_name in ("__call__", "head") and (step := _step(module, context.method_name, result)):
+            self.record(*step)
+        return result
+
+
+def _step(module: nn.Module, method: str, result: Any) -> tuple[tuple[str, ...], str, str, Any] | None:
+    """Path, description, axes and array of what a module computed; None if it is no step of its own."""
+    path, parent = module.path, module.parent
+    if isinstance(module, Linear) and isinstance(parent, MultiHeadAttention | FeedForward):
+        return path, *_LINEAR[module.name], result
+    if isinstance(module, Embedding):
+        return path, "embedding: a row of the table for each token", "B T D", result
+    if isinstance(module, nn.Dropout) and isinstance(parent, Stack):
+        return path[:-1], "with positions", "B T D", result
+    if isinstance(module, LayerNorm | RMSNorm) and isinstance(parent, Block | Stack):
+        return path[:-1], module.name.replace("_", " "), "B T D", result
+    if isinstance(module, Block):
+        return path, "the layer's output", "B T D", result[0]
+    if isinstance(module, Stack):
+        return path, "the stack's output", "B T D", result[0]
+    if method == "head":
+        return (), "logits", "B C" if result.ndim == 2 else "B T V", result
+    return None
 
 
 def sizes_table(found: Sequence[Size]) -> str:
