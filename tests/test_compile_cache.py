@@ -4,7 +4,6 @@ import os
 import re
 import subprocess
 import sys
-import zlib
 from pathlib import Path
 
 import jax
@@ -29,13 +28,15 @@ print("hits", sum("cache_hits" in event for event in compiled))
 """
 
 
-def call(folder, first="", **variables):
+def call(folder, first="", outs=None, **variables):
     """Hits of the cache in a program that compiles two large functions, and the files that there are."""
     environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
     small = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "XDG_CACHE_HOME": str(folder)}
     words = [sys.executable, "-c", PROGRAM.format(first=first)]
     out = subprocess.run(words, env=environment | small | variables, cwd=ROOT, capture_output=True, text=True)
     assert out.returncode == 0, out.stderr
+    if outs is not None:
+        outs.append(out.stdout + out.stderr)
     hits = int(re.search(r"hits (\d+)", out.stdout)[1])
     return hits, len(list(folder.glob("transformer-zoo/compiled/*/*-cache")))
 
@@ -48,31 +49,74 @@ def test_the_second_time_nothing_is_compiled(tmp_path, first):
     assert call(tmp_path, first) == (kept, kept)
 
 
-@pytest.mark.parametrize("damage", ["cut off", "overwritten"])
-def test_damaged_files_are_made_anew(tmp_path, damage):
-    """After a power cut, say. JAX alone would warn in every run; here the next run finds whole files."""
+def test_damaged_files_are_compiled_anew(tmp_path):
+    """Cut off by a power cut, say: JAX warns of each."""
     _, kept = call(tmp_path)
-    for file in tmp_path.glob("transformer-zoo/compiled/*/*-cache"):
-        content = file.read_bytes()
-        file.write_bytes(content[: len(content) // 2] if damage == "cut off" else b"x" * len(content))
+    files = list(tmp_path.glob("transformer-zoo/compiled/*/*-cache"))
+    for file in files:
+        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    assert call(tmp_path) == (0, kept)
+
+
+def damage(folder, how):
+    files = sorted(folder.glob("transformer-zoo/compiled/*/*-cache"))
+    for file in files:
+        match how:
+            case "cut":
+                file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+            case "empty":
+                file.write_bytes(b"")
+            case "flipped":
+                content = bytearray(file.read_bytes())
+                content[len(content) // 2] ^= 1
+                file.write_bytes(content)
+            case "folder":
+                file.unlink()
+                file.mkdir()
+    return len(files)
+
+
+@pytest.mark.parametrize("how", ["cut", "empty", "flipped", "folder"])
+def test_damaged_files_are_replaced_and_reported_once(tmp_path, how):
+    call(tmp_path)
+    count = damage(tmp_path, how)
+    assert count >= 2
     first = "from transformer.cli.errors import one_line_warnings; shown = one_line_warnings(); shown.__enter__()"
-    assert call(tmp_path, first) == (0, kept)
-    assert call(tmp_path, first) == (kept, kept)
+    outs = []
+    assert call(tmp_path, first, outs=outs) == (0, count)
+    assert call(tmp_path, first, outs=outs) == (count, count), "all of them are intact"
+    warned = [
+        out.count("warning: a damaged file of the compile cache was deleted and is compiled anew") for out in outs
+    ]
+    assert warned == [1, 0]
+    assert all("persistent compilation cache" not in out for out in outs), "JAX's own words"
 
 
-def test_damage_that_is_not_seen_is_in_the_file_read_last(tmp_path):
-    folder = tmp_path / "transformer-zoo" / "compiled" / "cpu"
-    folder.mkdir(parents=True)
-    for number, name in enumerate("abc"):
-        (folder / f"{name}-cache").write_bytes(zlib.compress(b"whole"))
-        (folder / f"{name}-atime").touch()
-        os.utime(folder / f"{name}-atime", (0, [5, 9, 7][number]))
-    warning = f"{compile_cache.READ_ERROR} for 'jit_f': ValueError: no program"
-    assert compile_cache.repair_after(warning, {VARIABLE: str(folder)}) == 1
-    assert sorted(file.name for file in folder.glob("*-cache")) == ["a-cache", "c-cache"]
-    assert compile_cache.repair_after("another warning", {VARIABLE: str(folder)}) is None
-    assert compile_cache.repair_after(warning, {VARIABLE: str(tmp_path)}) is None
-    assert compile_cache.repair_after(warning, {}) is None
+def test_in_a_folder_that_the_user_chose_nothing_is_deleted(tmp_path):
+    (tmp_path / "x-cache").write_bytes(b"")
+    text = f"{compile_cache.WARNINGS[0]} entry for 'jit_f': error: Error -5"
+    told = compile_cache.repair_cache(text, {VARIABLE: str(tmp_path)})
+    assert told == f"the compile cache {tmp_path} can't be used: error: Error -5. Delete it, or set {VARIABLE}= ."
+    assert compile_cache.repair_cache(text, {VARIABLE: str(tmp_path)}) is None, "said once"
+    assert (tmp_path / "x-cache").exists()
+
+
+def test_a_file_that_the_system_refuses_is_deleted(tmp_path, configured):
+    """A file of another user, say; its error names it."""
+    keep_compiled(environment := {"XDG_CACHE_HOME": str(tmp_path)})
+    folder = Path(environment[VARIABLE])
+    for name in ("a-cache", "a-atime", "b-cache", "b-atime"):
+        (folder / name).touch()
+    text = f"{compile_cache.WARNINGS[0]} entry for 'jit_f': PermissionError: [Errno 13] Permission denied: "
+    assert "was deleted" in compile_cache.repair_cache(f"{text}'{folder}/a-cache'", environment)
+    assert sorted(path.name for path in folder.iterdir()) == ["b-atime", "b-cache"]
+    text = text.replace("reading", "writing")
+    assert compile_cache.repair_cache(f"{text}'{folder}/b-atime'", environment) is None, "said before"
+    assert not list(folder.iterdir())
+    told = compile_cache.repair_cache(
+        f"{compile_cache.WARNINGS[1]} entry for 'jit_f': OSError: [Errno 28] Full", environment
+    )
+    assert f"the compile cache {folder} can't be used: OSError: [Errno 28] Full" in told
 
 
 def test_it_can_be_turned_off(tmp_path):
@@ -102,7 +146,7 @@ def test_without_a_folder_to_write_into_nothing_is_kept(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     keep_compiled(environment := {"XDG_CACHE_HOME": str(tmp_path / "file")})
     assert VARIABLE not in environment
-    monkeypatch.setattr(compile_cache.os, "access", lambda *given: False)
+    monkeypatch.setattr(compile_cache.os, "access", lambda _, mode: not mode & os.R_OK)
     keep_compiled(environment := {"XDG_CACHE_HOME": str(tmp_path)})
     assert VARIABLE not in environment
 

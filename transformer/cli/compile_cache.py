@@ -6,6 +6,8 @@ import hashlib
 import importlib.util
 import os
 import platform
+import re
+import shutil
 import sys
 import zlib
 from collections.abc import Mapping, MutableMapping
@@ -14,34 +16,33 @@ from pathlib import Path
 VARIABLE = "JAX_COMPILATION_CACHE_DIR"
 MOST = 2 * 1024**3
 """bytes that are kept; beyond them what was used longest ago goes"""
-OWN_FOLDER = ("transformer-zoo", "compiled")
-"""in the user's folder for caches"""
-READ_ERROR = "Error reading persistent compilation cache entry"
-"""how JAX's warning begins"""
-ZSTANDARD = b"\x28\xb5\x2f\xfd"
-"""first bytes of a file that zstandard compressed (RFC 8878, section 3.1.1); JAX uses zlib without that package"""
 LEAST_SECONDS = 0.3
 """a program that compiles sooner is not worth a file"""
+WARNINGS = "Error reading persistent compilation cache", "Error writing persistent compilation cache"
+"""how JAX's warnings begin"""
+ENTRY, LAST_READ = "-cache", "-atime"
+"""how the names of JAX's files end: a compiled program, and when it was used last"""
+
+_said: set[tuple[bool, str]] = set()
 
 
 def keep_compiled(environment: MutableMapping[str, str] = os.environ) -> None:
     """Has JAX keep what it compiles, in `transformer-zoo/compiled` of the user's folder for caches (`XDG_CACHE_HOME`,
     or ~/.cache), a folder for each kind of processor: what is compiled for one may not run on another. JAX finds a
-    program again by what it computes, its versions, devices and flags. Of a damaged file it warns, and compiles anew:
-    `repair_after` then deletes the file, so that a whole one can take its place.
+    program again by what it computes, its versions, devices and flags; of a damaged file it warns, and compiles anew,
+    until somebody deletes the folder.
 
     Does nothing where `JAX_COMPILATION_CACHE_DIR` says what the user wants (`JAX_COMPILATION_CACHE_DIR= python ...`
-    turns it off), or where that folder can't be written. Call it before JAX compiles anything.
+    turns it off), or where that folder can't be read and written. Call it before JAX compiles anything.
     """
     if VARIABLE in environment:
         return
     try:
-        caches = Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        folder = caches.joinpath(*OWN_FOLDER, _processor())
+        folder = _folder(environment)
         folder.mkdir(parents=True, exist_ok=True)
     except (OSError, RuntimeError):  # no home, or none to write into
         return
-    if not os.access(folder, os.W_OK):
+    if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
         return
     settings = {VARIABLE: str(folder), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": LEAST_SECONDS}
     if importlib.util.find_spec("filelock"):  # which JAX counts the bytes by
@@ -53,44 +54,85 @@ def keep_compiled(environment: MutableMapping[str, str] = os.environ) -> None:
             jax.config.update(name.lower(), value)
 
 
-def repair_after(warning: str, environment: Mapping[str, str] = os.environ) -> int | None:
-    """Delete damaged files of our cache after JAX's warning that it could not read one. JAX itself never replaces a
-    file, so that it would warn in every run.
+def is_cache_warning(text: str) -> bool:
+    """Whether a warning of JAX says that it could not read or write what is kept."""
+    return text.startswith(WARNINGS)
+
+
+def repair_cache(text: str, environment: Mapping[str, str] = os.environ) -> str | None:
+    """Deletes the file of the cache that a warning of JAX is about: JAX compiles anew, but keeps the damaged file and
+    would warn of it at every start. In a folder that the user chose nothing is deleted.
 
     Returns:
-        How many files were deleted; None if it is another warning, or a cache that the user chose.
+        what to say instead of the warning; None where this process has said it before.
     """
-    folder = Path(environment.get(VARIABLE, ""))
-    if not warning.startswith(READ_ERROR) or folder.parent.parts[-2:] != OWN_FOLDER:
-        return None
-    files = list(folder.glob("*-cache"))
-    damaged = [file for file in files if not _is_whole(file)]
-    # Damage that decompression does not notice is in the file that was read last.
-    stamps = [file.with_name(file.name.removesuffix("-cache") + "-atime") for file in files]
-    if not damaged and (read := [stamp for stamp in stamps if stamp.exists()]):
-        last = max(read, key=lambda stamp: stamp.stat().st_mtime_ns)
-        damaged = [last.with_name(last.name.removesuffix("-atime") + "-cache")]
-    for file in damaged:
-        file.unlink(missing_ok=True)
-    return len(damaged)
-
-
-def _is_whole(file: Path) -> bool:
-    """Whether a file of the cache can be decompressed, as far as the package for that is installed."""
+    folder = environment.get(VARIABLE, "")
     try:
-        content = file.read_bytes()
-        if content[:4] != ZSTANDARD:
-            zlib.decompress(content)
-        elif importlib.util.find_spec("zstandard"):
-            import zstandard
+        ours = bool(folder) and Path(folder) == _folder(environment)
+        deleted = ours and (_delete_named(Path(folder), text) or _delete_damaged(Path(folder), text))
+    except (OSError, RuntimeError):
+        deleted = False
+    if (deleted, folder) in _said:
+        return None
+    _said.add((deleted, folder))
+    if deleted:
+        return f"a damaged file of the compile cache was deleted and is compiled anew ({folder})."
+    return f"the compile cache {folder} can't be used: {text.partition(': ')[2]}. Delete it, or set {VARIABLE}= ."
 
-            zstandard.ZstdDecompressor().decompress(content)
-    except FileNotFoundError:  # deleted by another process
+
+def _delete_named(folder: Path, text: str) -> bool:
+    """Deletes the file that an error of the system names, such as one that this user may not read."""
+    if found := re.search(rf"\[Errno \d+\] .*'({re.escape(str(folder))}/[^/']+)'", text):
+        _delete(Path(found[1]))
+    return bool(found)
+
+
+def _delete_damaged(folder: Path, text: str) -> bool:
+    """Deletes the damaged file that JAX has read, which is mostly the one that was read last."""
+    if not text.startswith(WARNINGS[0]):
+        return False
+    entries = sorted(folder.glob(f"*{ENTRY}"), key=_last_read, reverse=True)
+    damaged = next((entry for entry in entries if not _is_whole(entry)), None)
+    if damaged is None and entries and _last_read(entries[0]):  # whole, and yet not to be loaded
+        damaged = entries[0]
+    if damaged is not None:
+        _delete(damaged)
+    return damaged is not None
+
+
+def _delete(entry: Path) -> None:
+    if entry.is_dir():
+        shutil.rmtree(entry)
+    else:
+        entry.unlink(missing_ok=True)
+    for suffix in (ENTRY, LAST_READ):  # the time of an entry is nothing without it, and the other way around
+        entry.with_name(re.sub(f"({ENTRY}|{LAST_READ})$", suffix, entry.name)).unlink(missing_ok=True)
+
+
+def _last_read(entry: Path) -> float:
+    """When an entry was read, of which JAX keeps a file where it counts the bytes; else 0."""
+    try:
+        return entry.with_name(entry.name.removesuffix(ENTRY) + LAST_READ).stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _is_whole(entry: Path) -> bool:
+    """Whether the compression of an entry is intact, its checksum included. Only zlib is checked here: JAX uses
+    zstandard where that is installed.
+    """
+    if importlib.util.find_spec("zstandard"):
         return True
-    except Exception as error:
-        # zstandard.ZstdError, zlib.error: a file that can't be read is of no use either.
-        return isinstance(error, MemoryError)
+    try:
+        zlib.decompress(entry.read_bytes())
+    except (OSError, zlib.error):
+        return False
     return True
+
+
+def _folder(environment: Mapping[str, str]) -> Path:
+    caches = Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return caches / "transformer-zoo" / "compiled" / _processor()
 
 
 def _processor() -> str:

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from transformer.cli.compile_cache import repair_after
+from transformer.cli.compile_cache import WARNINGS, is_cache_warning, repair_cache
 from transformer.cli.streams import prepare_streams
 from transformer.config.invocation import program
 from transformer.config.recipe_files import bundled
@@ -94,18 +94,17 @@ def one_line_warnings() -> Iterator[None]:
     """Inside, a warning is one line on stderr, without the place in the code that gave it."""
 
     def show(message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None) -> None:
-        text = str(message)
-        removed = repair_after(text)
-        if removed:
-            files = "file" if removed == 1 else "files"
-            text = f"deleted {removed} damaged {files} of the cache of compiled programs; they are compiled anew"
-        _say(one_line(f"warning: {text}"))
+        text: str | None = str(message)
+        if is_cache_warning(text):
+            text = repair_cache(text)
+        if text is not None:
+            _say(one_line(f"warning: {text}"))
 
-    old, warnings.showwarning = warnings.showwarning, show
-    try:
+    with warnings.catch_warnings():
+        for beginning in WARNINGS:  # each is of another file, though the text may be the same
+            warnings.filterwarnings("always", message=beginning)
+        warnings.showwarning = show
         yield
-    finally:
-        warnings.showwarning = old
 
 
 def _message(error: BaseException) -> str:
