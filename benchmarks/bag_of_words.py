@@ -22,7 +22,7 @@ from scipy.optimize import minimize
 from scipy.sparse import csr_array, diags_array
 from scipy.special import expit
 
-from transformer.data import SST2Sentences, sources
+from transformer.data import SST2Sentences
 
 STRENGTHS = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 """C, from much penalty to little"""
@@ -112,7 +112,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--manual-dir", help="a folder with the files of SST-2's sentences, without network")
     parser.add_argument("--data-dir", help="where TFDS keeps prepared data")
-    found = sources.read(SST2Sentences(**vars(parser.parse_args())))
+    found = SST2Sentences(**vars(parser.parse_args())).read()
     print("| features | number | C | validation | test |\n| --- | --- | --- | --- | --- |")
     for tf_idf in (False, True):
         for pairs in (False, True):

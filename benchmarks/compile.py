@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from benchmarks.machine import machine
 from benchmarks.side_by_side import last_line, take_turns, times_faster, versions
 from transformer.config import Execution, TransformerConfig
-from transformer.data.configs import TextFile
+from transformer.data import TextFile
 from transformer.training import OptimizerConfig, Recipe, TrainingConfig
 from transformer.training.state import abstract_state
 from transformer.training.step import make_train_step

@@ -87,7 +87,7 @@ def ours(work: str) -> Callable[[], Any]:
     import jax.numpy as jnp
 
     from transformer.config import Execution
-    from transformer.data.configs import TextFile
+    from transformer.data import TextFile
     from transformer.training import OptimizerConfig, Recipe, TrainingConfig
     from transformer.training.state import make_state
     from transformer.training.step import make_train_step

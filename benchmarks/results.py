@@ -26,7 +26,7 @@ from typing import Any
 from benchmarks.machine import machine
 from benchmarks.results_page import FIGURES, page
 from transformer.config import ConfigError
-from transformer.data.configs import PLACES
+from transformer.data import PLACES
 from transformer.training.overrides import find_recipe, load_recipe_file
 from transformer.training.recipe import Recipe, difference, load_recipe
 from transformer.training.serial import flatten

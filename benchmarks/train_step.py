@@ -74,7 +74,7 @@ BETAS = {False: (0.9, 0.99), True: (0.9, 0.98)}
 def recipe_of(work: Work) -> Any:
     """What our side trains."""
     from transformer.config import Execution, TransformerConfig
-    from transformer.data.configs import NumberWords, TextFile
+    from transformer.data import NumberWords, TextFile
     from transformer.training import OptimizerConfig, Recipe, TrainingConfig
 
     sizes = {"vocab_size": work.vocabulary, "d_model": work.width, "num_layers": work.layers, "num_heads": work.heads}

@@ -20,8 +20,22 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
 from jaxtyping import install_import_hook
 
 # Arrays are what the types are checked for. Where a user's own values arrive, the code's message is the check.
-NUMERICS = ["attention", "blocks", "kernels", "layers", "masks", "mla", "models", "moe"]
-NUMERICS += ["partitioning", "positions", "stacks"]
+NUMERICS = [
+    f"nn.{name}"
+    for name in [
+        "attention",
+        "blocks",
+        "kernels",
+        "layers",
+        "masks",
+        "mla",
+        "models",
+        "moe",
+        "partitioning",
+        "positions",
+        "stacks",
+    ]
+]
 NUMERICS += ["generate", "training.losses", "training.optimizers", "training.state", "training.step", "viz"]
 _hook = install_import_hook([f"transformer.{name}" for name in NUMERICS], "beartype.beartype")
 

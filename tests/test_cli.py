@@ -17,7 +17,7 @@ import pytest
 
 from transformer.__main__ import VERBS, main
 from transformer.config import Execution, LayerKind, TransformerConfig
-from transformer.data.configs import NumberWords, TextFile
+from transformer.data import NumberWords, TextFile
 from transformer.nn.sharding import ParallelConfig
 from transformer.training import EvaluationConfig, LoggingConfig, OptimizerConfig, Recipe, TrainingConfig
 from transformer.training.loop import train

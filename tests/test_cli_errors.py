@@ -5,6 +5,7 @@ import sys
 import warnings
 
 import pytest
+from flax.errors import ScopeParamShapeError
 
 from transformer.cli.errors import run_command
 from transformer.config import ConfigError
@@ -61,6 +62,24 @@ class TestRunCommand:
                 NotImplementedError("z"),
                 1,
                 "error: NotImplementedError: z (a fault of this program: --debug shows where)",
+            ),
+            (
+                ImportError("libjax_common.so: failed to map segment from shared object"),
+                1,
+                "error: out of memory while loading a library (libjax_common.so: failed to map segment from shared "
+                "object). Free some memory, or raise the limit: ulimit -v unlimited",
+            ),
+            (
+                RuntimeError("can't start new thread"),
+                1,
+                "error: the system refuses another thread. Raise the limits: ulimit -u unlimited, ulimit -v unlimited",
+            ),
+            (
+                ScopeParamShapeError("embedding", "/encoder", (5, 2), (5, 3)),
+                2,
+                "error: the parameters do not fit the model of this directory: /encoder/embedding: expected shape "
+                "(5, 3), got (5, 2). The checkpoint may belong to another run: put back the one of this run, or use "
+                "another --step.",
             ),
             (KeyboardInterrupt(), 130, "interrupted"),
         ],

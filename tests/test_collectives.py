@@ -16,7 +16,7 @@ import pytest
 from training_recipes import tiny_recipe
 
 from transformer.config import Execution, LayerKind, MoE
-from transformer.data.configs import TextFile
+from transformer.data import TextFile
 from transformer.nn.sharding import ParallelConfig
 from transformer.training.parallel import MeshPlacement
 from transformer.training.plan import Program, batch_shapes

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
 import jax
@@ -47,13 +48,31 @@ def test_the_second_time_nothing_is_compiled(tmp_path, first):
     assert call(tmp_path, first) == (kept, kept)
 
 
-def test_damaged_files_are_compiled_anew(tmp_path):
-    """Cut off by a power cut, say: JAX warns of each."""
+@pytest.mark.parametrize("damage", ["cut off", "overwritten"])
+def test_damaged_files_are_made_anew(tmp_path, damage):
+    """After a power cut, say. JAX alone would warn in every run; here the next run finds whole files."""
     _, kept = call(tmp_path)
-    files = list(tmp_path.glob("transformer-zoo/compiled/*/*-cache"))
-    for file in files:
-        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-    assert call(tmp_path) == (0, kept)
+    for file in tmp_path.glob("transformer-zoo/compiled/*/*-cache"):
+        content = file.read_bytes()
+        file.write_bytes(content[: len(content) // 2] if damage == "cut off" else b"x" * len(content))
+    first = "from transformer.cli.errors import one_line_warnings; shown = one_line_warnings(); shown.__enter__()"
+    assert call(tmp_path, first) == (0, kept)
+    assert call(tmp_path, first) == (kept, kept)
+
+
+def test_damage_that_is_not_seen_is_in_the_file_read_last(tmp_path):
+    folder = tmp_path / "transformer-zoo" / "compiled" / "cpu"
+    folder.mkdir(parents=True)
+    for number, name in enumerate("abc"):
+        (folder / f"{name}-cache").write_bytes(zlib.compress(b"whole"))
+        (folder / f"{name}-atime").touch()
+        os.utime(folder / f"{name}-atime", (0, [5, 9, 7][number]))
+    warning = f"{compile_cache.READ_ERROR} for 'jit_f': ValueError: no program"
+    assert compile_cache.repair_after(warning, {VARIABLE: str(folder)}) == 1
+    assert sorted(file.name for file in folder.glob("*-cache")) == ["a-cache", "c-cache"]
+    assert compile_cache.repair_after("another warning", {VARIABLE: str(folder)}) is None
+    assert compile_cache.repair_after(warning, {VARIABLE: str(tmp_path)}) is None
+    assert compile_cache.repair_after(warning, {}) is None
 
 
 def test_it_can_be_turned_off(tmp_path):

@@ -233,7 +233,7 @@ def test_number_words_read_every_way_of_writing(numbers):
 
 
 def test_a_prepared_set_is_read_again_and_the_tokenizer_can_be_given(numbers, monkeypatch, tmp_path):
-    from transformer.data import number_words
+    from transformer.data.kinds import number_words
 
     monkeypatch.setattr(number_words, "training_numbers", None)  # nothing is prepared a second time
     again = data.prepare(numbers.config)

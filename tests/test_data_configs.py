@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from transformer import data
 from transformer.config import ConfigError
 from transformer.data import (
     DATA,
@@ -17,7 +18,7 @@ from transformer.data import (
     TextFile,
     TinyShakespeare,
     TokenizerConfig,
-    configs,
+    kinds,
 )
 
 
@@ -67,23 +68,33 @@ def test_impossible_data_says_what_to_change(kind, fields, message):
 
 def test_kinds_by_tag():
     assert {kind: config.kind for kind, config in DATA.items()} == {kind: kind for kind in DATA}
-    for task, kinds in {
+    for task, expected in {
         "causal_lm": {"tiny_shakespeare", "text_file", "json_lines"},
         "seq2seq": {"number_words", "parallel_text", "multi30k", "tfds_translation"},
         "classifier": {"labeled_text", "sst2", "sst2_sentences"},
         "masked_lm": {"masked_text", "masked_sst2"},
     }.items():
-        assert {kind for kind, config in DATA.items() if config.task == task} >= kinds
+        assert {kind for kind, config in DATA.items() if config.task == task} >= expected
     fields = {field.name for config in DATA.values() for field in dataclasses.fields(config)}
-    assert fields >= PLACES, "names of places are names of fields"
-    assert {name for name in fields if name.endswith(("path", "dir"))} == PLACES
+    validation = {"validation_path", "validation_source_path", "validation_target_path"}
+    assert {"data_dir", "manual_dir", "path", "source_path", "target_path"} | validation == PLACES
+    assert fields > PLACES
+
+
+def test_every_file_of_a_kind_is_in_the_registry():
+    """And every kind is exported, so that adding one takes its file, its line in the registry and its export."""
+    files = {path.stem for path in Path(kinds.__file__).parent.glob("*.py")} - {"__init__"}
+    assert {config.__module__.rpartition(".")[2] for config in DATA.values()} == files
+    assert {config.__name__ for config in DATA.values()} <= set(data.__all__)
+    assert all(getattr(data, config.__name__) is config for config in DATA.values())
 
 
 def test_every_field_is_told_to_the_user():
     """The text under a field is its line in --help: none may be missing."""
-    files = sorted(Path(configs.__file__).parent.glob("*.py"))
+    folder = Path(kinds.__file__).parent
+    files = [*folder.glob("*.py"), *folder.parent.glob("*.py")]
     for kind in [node for file in files for node in ast.parse(file.read_text(encoding="utf-8")).body]:
-        if not isinstance(kind, ast.ClassDef):
+        if not isinstance(kind, ast.ClassDef) or "kw_only" not in "".join(map(ast.unparse, kind.decorator_list)):
             continue
         for field, text in itertools.pairwise([*kind.body, ast.Pass()]):
             if isinstance(field, ast.AnnAssign) and "ClassVar" not in ast.unparse(field.annotation):

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from transformer import data
-from transformer.data import NumberWords, TinyShakespeare, sources
-from transformer.data.sources.prepared import records
+from transformer.data import NumberWords, TinyShakespeare, prepared
+from transformer.data.prepared import Prepared
 
 SMALL = {"max_digits": 2, "train_examples": 200, "test_examples": 3, "validation_examples": 2}
 
@@ -60,18 +60,18 @@ def test_a_manual_file_that_is_missing_or_another(tmp_path):
 
 
 @pytest.fixture
-def prepared(tmp_path):
+def small(tmp_path):
     config = NumberWords(data_dir=str(tmp_path), **SMALL)
     data.prepare(config)
     (folder,) = (tmp_path / "number_words").glob("*/1.0.0")
     return config, folder
 
 
-def test_records_are_what_tfds_decodes(prepared, monkeypatch):
-    config, _ = prepared
-    plain = sources.number_words(config)
-    monkeypatch.setattr(sources.prepared, "_plain", lambda feature: None)
-    assert sources.number_words(config) == plain
+def test_records_are_what_tfds_decodes(small, monkeypatch):
+    config, _ = small
+    plain = config.read()
+    monkeypatch.setattr(prepared, "_plain", lambda feature: None)
+    assert config.read() == plain
     assert len(plain.splits["train"]) == config.train_examples
 
 
@@ -86,56 +86,44 @@ def test_only_what_lies_there_as_it_is_goes_undecoded():
         "a truth": (tfds.features.Scalar(dtype=np.bool_), None),
         "several numbers": (tfds.features.Tensor(shape=(2,), dtype=np.int64), None),
     }
-    assert {name: sources.prepared._plain(feature) for name, (feature, _) in kinds.items()} == {
+    assert {name: prepared._plain(feature) for name, (feature, _) in kinds.items()} == {
         name: kind for name, (_, kind) in kinds.items()
     }
 
 
-def small_dataset(called, features, examples):
-    """A dataset of TFDS by the examples that a function gives when it is prepared."""
-    import tensorflow_datasets as tfds
-
-    class Small(tfds.core.GeneratorBasedBuilder):
-        name, VERSION = called, tfds.core.Version("1.0.0")
-        _generate_examples = None  # the splits have them
-
-        def _info(self):
-            return tfds.core.DatasetInfo(builder=self, features=tfds.features.FeaturesDict(features))
-
-        def _split_generators(self, dl_manager):
-            return {"train": enumerate(examples())}
-
-    return Small
+def small_dataset(name, features, examples):
+    """A dataset by the examples that a function returns when it is prepared."""
+    return Prepared(
+        name=name, description="", features=features, examples=lambda _: {"train": iter(enumerate(examples()))}
+    )
 
 
 def test_data_that_another_process_prepared_meanwhile_is_taken(tmp_path):
-    import tensorflow_datasets as tfds
-
     faster = [None]  # processes, of which each prepares the same while this one does
 
     def examples():
         if faster:
             faster.pop()
-            assert len(records(slow, str(tmp_path))["train"]) == 3
+            assert len(slow.records(str(tmp_path))["train"]) == 3
         return [{"name": str(number)} for number in range(3)]
 
-    slow = small_dataset("slow", {"name": tfds.features.Text()}, examples)
-    assert {row["name"] for row in records(slow, str(tmp_path))["train"]} == {b"0", b"1", b"2"}
+    slow = small_dataset("slow", lambda features: {"name": features.Text()}, examples)
+    assert {row["name"] for row in slow.records(str(tmp_path))["train"]} == {b"0", b"1", b"2"}
     assert [folder.name for folder in (tmp_path / "slow").iterdir()] == ["1.0.0"], "nothing half done is left"
 
 
 def test_a_feature_that_takes_decoding_is_decoded(tmp_path):
-    import tensorflow_datasets as tfds
+    def features(kinds):
+        return {"name": kinds.Text(), "half": kinds.Scalar(dtype=np.float64)}
 
-    features = {"name": tfds.features.Text(), "half": tfds.features.Scalar(dtype=np.float64)}
     halves = small_dataset("halves", features, lambda: [{"name": str(n), "half": n / 2} for n in range(3)])
-    rows = records(halves, str(tmp_path))["train"]
+    rows = halves.records(str(tmp_path))["train"]
     assert {(row["name"], row["half"]) for row in rows} == {(b"0", 0.0), (b"1", 0.5), (b"2", 1.0)}
 
 
 @pytest.mark.parametrize("damage", ["truncated", "shard missing", "no JSON", "another format"])
-def test_broken_prepared_data(prepared, damage):
-    config, folder = prepared
+def test_broken_prepared_data(small, damage):
+    config, folder = small
     (shard,) = folder.glob("number_words-test.array_record*")
     info = folder / "dataset_info.json"
     if damage == "truncated":

@@ -10,8 +10,7 @@ from training_recipes import assert_equals_one_gone_on_with, change
 
 from transformer.config import ConfigError, Execution, Patches, TransformerConfig
 from transformer.data import Digits, ImageFile, prepare
-from transformer.data.images import ImageDataset
-from transformer.data.sources import Images
+from transformer.data.images import ImageDataset, Images
 from transformer.nn.models import VisionClassifier
 from transformer.nn.sharding import ParallelConfig
 from transformer.training import EvaluationConfig, LoggingConfig, OptimizerConfig, Recipe, TrainingConfig

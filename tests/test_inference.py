@@ -359,6 +359,7 @@ def test_numbers_that_are_not_finite_are_no_result(directories, name, use):
 def test_no_tokenizer_is_said_where_one_is_needed(directories, run, tmp_path):
     export(open_model(directories["writer"]), tmp_path / "bare")
     (tmp_path / "bare" / "tokenizer.json").unlink()
+    (tmp_path / "bare" / "integrity.json").unlink()
     code, _, err = run("score", tmp_path / "bare", "--text", SHORT)
     assert code == 2
     assert "has no tokenizer.json" in err

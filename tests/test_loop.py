@@ -16,7 +16,7 @@ from training_recipes import change, text_recipe, xla_flags
 import transformer
 from transformer.config import Execution, TransformerConfig
 from transformer.config.invocation import python
-from transformer.data.configs import NumberWords
+from transformer.data import NumberWords
 from transformer.nn.sharding import ParallelConfig
 from transformer.training import EvaluationConfig, LoggingConfig, OptimizerConfig, Recipe, TrainingConfig, loop
 from transformer.training.evaluation import evaluate_loss

@@ -9,7 +9,7 @@ import pytest
 from training_recipes import tiny_batch, tiny_recipe
 
 from transformer.config import TransformerConfig
-from transformer.data.configs import TextFile
+from transformer.data import TextFile
 from transformer.training import speed as speed_module
 from transformer.training.chips import CHIPS, DEVICE_KINDS, GPUS, peak_flops
 from transformer.training.journal import Journal, Ledger

@@ -5,10 +5,9 @@ from collections import Counter
 
 import pytest
 
-from transformer.data import number_words
-from transformer.data.configs import Language
+from transformer.data.kinds import number_words
+from transformer.data.kinds.number_words import NORMALIZATION_OF, Language
 from transformer.data.normalization import NORMALIZERS
-from transformer.data.sources.pairs import NORMALIZATION_OF
 
 KNOWN = {
     "en": {

@@ -10,7 +10,7 @@ from training_recipes import change, text_recipe, tiny_batch, tiny_recipe
 
 from transformer.cli.errors import run_command
 from transformer.config import Execution, TransformerConfig
-from transformer.data.configs import TextFile
+from transformer.data import TextFile
 from transformer.nn.sharding import ParallelConfig, mesh_sizes
 from transformer.training import Recipe, TrainingConfig
 from transformer.training.loop import train

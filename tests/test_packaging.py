@@ -18,8 +18,8 @@ import transformer
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-PINS = ["requirements.txt", "requirements-gpu.txt", "requirements-tpu.txt"]
-OTHER_PINS = ["requirements-audit.txt", "requirements-docs.txt", "requirements-newest.txt", "requirements-parity.txt"]
+PINS = ["requirements.txt", "requirements/gpu.txt", "requirements/tpu.txt"]
+OTHER_PINS = ["requirements/audit.txt", "requirements/docs.txt", "requirements/newest.txt", "requirements/parity.txt"]
 
 
 def pins(name: str) -> list[Requirement]:
@@ -66,7 +66,7 @@ def test_pins_are_within_the_ranges(python):
 
 
 def test_the_newest_are_newer_and_within_the_ranges():
-    newest, base = pinned("requirements-newest.txt", "3.13"), pinned("requirements.txt", "3.13")
+    newest, base = pinned("requirements/newest.txt", "3.13"), pinned("requirements.txt", "3.13")
     assert {name for name in newest.keys() & base.keys() if Version(newest[name]) <= Version(base[name])} == set()
     for requirement in [*map(Requirement, PROJECT["dependencies"]), *ranges("test")]:
         version = newest.get(canonicalize_name(requirement.name))
@@ -74,7 +74,7 @@ def test_the_newest_are_newer_and_within_the_ranges():
 
 
 def test_pins_of_the_site_are_within_the_ranges():
-    chosen = pinned("requirements-docs.txt", "3.11")
+    chosen = pinned("requirements/docs.txt", "3.11")
     for requirement in ranges("docs"):
         assert requirement.specifier.contains(chosen[canonicalize_name(requirement.name)]), requirement
 
@@ -85,13 +85,13 @@ def test_neither_tensorflow_nor_torch_is_installed():
 
 @pytest.mark.parametrize(("name", "extra", "needs"), [("gpu", "cuda12", "jax-cuda12-plugin"), ("tpu", "tpu", "libtpu")])
 def test_an_accelerator_adds_to_the_same_jax(name, extra, needs):
-    assert "-r requirements.txt" in (ROOT / f"requirements-{name}.txt").read_text().splitlines()
+    assert "-r ../requirements.txt" in (ROOT / f"requirements/{name}.txt").read_text().splitlines()
     jax = pinned("requirements.txt", "3.11")["jax"]
-    assert [str(pin) for pin in pins(f"requirements-{name}.txt") if pin.extras] == [f"jax[{extra}]=={jax}"]
-    assert needs in pinned(f"requirements-{name}.txt", "3.11")
+    assert [str(pin) for pin in pins(f"requirements/{name}.txt") if pin.extras] == [f"jax[{extra}]=={jax}"]
+    assert needs in pinned(f"requirements/{name}.txt", "3.11")
 
 
-@pytest.mark.parametrize("name", [*PINS, *OTHER_PINS, "Makefile", ".ci/run"])
+@pytest.mark.parametrize("name", [*PINS, *OTHER_PINS, "Makefile", ".ci/run", "scripts/setup", "scripts/pins"])
 def test_nothing_names_where_packages_come_from(name):
     """A mirror, a proxy or a folder of wheels is the user's own choice."""
     assert not re.search(r"://|--(extra-)?index-url|--find-links|--trusted-host|pypi", (ROOT / name).read_text())
@@ -137,8 +137,9 @@ class Checkout:
         self.python.chmod(0o755)
         self.log.with_name("log.present").write_text("cpu\n")
         self.path.mkdir()
-        for name in ["Makefile", *PINS, "requirements-docs.txt"]:
-            shutil.copy(ROOT / name, self.path)
+        for name in ["Makefile", "scripts/setup", *PINS, "requirements/docs.txt"]:
+            (self.path / name).parent.mkdir(exist_ok=True)
+            shutil.copy(ROOT / name, self.path / name)
 
     def make(self, *words: str, path: str | None = None, home: Path | None = None) -> subprocess.CompletedProcess:
         """Runs make as a user would: with no variable of the make that may be running this test."""
@@ -205,7 +206,7 @@ def test_an_interrupted_installation_is_not_taken_for_done(checkout):
 def test_an_accelerator_that_is_there_is_used(checkout):
     checkout.log.with_name("log.present").write_text("tpu\n")
     checkout.make("setup")
-    assert "-m pip install -r requirements-tpu.txt" in checkout.done()
+    assert "-m pip install -r requirements/tpu.txt" in checkout.done()
     checkout.make("setup", "ACCELERATOR=cpu")
     assert checkout.done() == INSTALLATION, "another accelerator means a new environment"
 
@@ -220,7 +221,7 @@ def test_an_unknown_accelerator_is_an_error(checkout):
 def test_no_python_is_a_clear_error(checkout, tmp_path):
     tools = tmp_path / "tools"
     tools.mkdir()
-    for tool in ("sh", "cat", "cksum", "rm", "mkdir", "head"):
+    for tool in ("sh", "cat", "cksum", "rm", "mkdir", "head", "dirname"):
         (tools / tool).symlink_to(shutil.which(tool))
     failed = checkout.make("setup", path=str(tools), home=tmp_path)
     assert failed.returncode != 0
@@ -258,7 +259,7 @@ def test_an_environment_of_the_users_own_is_left_alone(checkout):
 def test_docs_installs_once_into_an_environment_of_its_own(checkout):
     built = ["-m mkdocs build --strict"]
     assert checkout.make("docs").returncode == 0
-    own = ["-m venv .venv-docs", "-m pip install -r requirements-docs.txt"]
+    own = ["-m venv .venv-docs", "-m pip install -r requirements/docs.txt"]
     assert checkout.done() == [*INSTALLATION, *own, *built]
     assert checkout.make("docs").returncode == 0
     assert checkout.done() == built

@@ -9,7 +9,7 @@ import pytest
 from training_recipes import tiny_batch, tiny_recipe
 
 from transformer.config import ConfigError
-from transformer.data.configs import TextFile
+from transformer.data import TextFile
 from transformer.nn.sharding import ParallelConfig, make_mesh, mesh_sizes, parameter_spec
 from transformer.training import state as state_module
 from transformer.training.parallel import MeshPlacement, PmapPlacement, place

@@ -98,7 +98,7 @@ def test_what_was_trained_here_opens_there(reference, tmp_path):
     import transformers
 
     from transformer.config import Execution, TransformerConfig
-    from transformer.data.configs import TextFile
+    from transformer.data import TextFile
     from transformer.inference import export, open_model
     from transformer.nn.sharding import ParallelConfig
     from transformer.training import EvaluationConfig, LoggingConfig, Recipe, TrainingConfig

@@ -12,7 +12,7 @@ import pytest
 from transformer.__main__ import main
 from transformer.cli.plan_print import train_lines
 from transformer.config import ConfigError, Execution, LayerKind, MoE, TransformerConfig
-from transformer.data.configs import LabeledText, NumberWords, ParallelText, TextFile, TinyShakespeare, TokenizerConfig
+from transformer.data import LabeledText, NumberWords, ParallelText, TextFile, TinyShakespeare, TokenizerConfig
 from transformer.nn.sharding import ParallelConfig
 from transformer.training import Recipe, TrainingConfig
 from transformer.training.flops import batch_rows

@@ -10,8 +10,7 @@ from plan_recipes import CHIPS, SMALL, parallel
 from training_recipes import change, tiny_recipe
 
 from transformer.config import ConfigError
-from transformer.data import check_batch
-from transformer.data.configs import MaskedSST2, ParallelText, SST2Sentences
+from transformer.data import MaskedSST2, ParallelText, SST2Sentences, check_batch
 from transformer.nn.models import count_parameters
 from transformer.training.flops import batch_shapes, counted, step_tokens
 from transformer.training.lora import LoRA

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from transformer.config import Execution, TransformerConfig
-from transformer.data.configs import TextFile
+from transformer.data import TextFile
 from transformer.nn.moe import grouped_linear
 from transformer.nn.sharding import ParallelConfig
 from transformer.training import Recipe

@@ -300,3 +300,29 @@ def test_without_a_tokenizer_file_it_says_how_to_make_one(tmp_path, monkeypatch)
     monkeypatch.setattr("transformer.data.pretrained_tokenizer.MAX_JSON_BYTES", 20)
     with pytest.raises(ValueError, match="at most 20 bytes"):
         load_pretrained_tokenizer(save(tmp_path / "large", unigram()))
+
+
+def test_parts_that_become_the_unknown_token_are_found(made):
+    bert = made["bert"]
+    unknown = bert.unknown_parts("be 😀 ZZZ be")
+    assert unknown == [part for part in ["be", "😀", "ZZZ", "be"] if bert.unk_id in bert.encode(part)]
+    assert "😀" in unknown
+    assert bert.unknown_parts("be be \udcff") == []
+    assert made["gpt"].unknown_parts("😀 anything") == []
+
+
+@pytest.mark.parametrize("where", ["vocabulary", "added tokens"])
+def test_two_tokens_of_one_id_are_an_error(where):
+    content = json.loads(word_piece().to_str())
+    vocabulary = content["model"]["vocab"]
+    first, second, *_ = [token for token in vocabulary if not token.startswith("[")]
+    if where == "vocabulary":
+        vocabulary[second] = vocabulary[first]
+        second_id = vocabulary[first]
+    else:
+        content["added_tokens"] = [dict(content["added_tokens"][0], id=vocabulary[first], content="<other>")]
+        second_id = vocabulary[first]
+    names = sorted([first, second if where == "vocabulary" else "<other>"])
+    message = rf"gives an id to more than one token: {second_id} is {names[0]!r} and {names[1]!r}.*get the file anew"
+    with pytest.raises(ValueError, match=message):
+        PretrainedTokenizer({"tokenizer.json": json.dumps(content).encode()})

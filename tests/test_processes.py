@@ -16,7 +16,7 @@ import pytest
 from training_recipes import change, tiny_recipe, xla_flags
 
 from transformer.config import ConfigError
-from transformer.data.configs import TextFile
+from transformer.data import TextFile
 from transformer.nn.sharding import ParallelConfig
 from transformer.training import processes
 from transformer.training.checkpoint import load_params

@@ -12,8 +12,8 @@ from training_recipes import assert_equals_one_gone_on_with, change
 
 from transformer.config import ConfigError, Execution, Series, TransformerConfig
 from transformer.data import ETTh1, SeriesFile, check_batch, prepare
+from transformer.data.series import Series as Steps
 from transformer.data.series import SeriesDataset, from_model
-from transformer.data.sources import Series as Steps
 from transformer.inference import open_model
 from transformer.nn.models import Forecaster
 from transformer.nn.sharding import ParallelConfig

@@ -19,7 +19,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from training_recipes import change, tiny_recipe
 
 from transformer.config import ConfigError, Execution, LayerKind, TransformerConfig
-from transformer.data.configs import TextFile
+from transformer.data import TextFile
 from transformer.nn.attention import dot_product_attention
 from transformer.nn.kernels import AttentionSpec, choose, reference_attention, splash, splash_attention
 from transformer.nn.masks import Mask

@@ -183,3 +183,10 @@ def test_no_text_no_tokenizer():
         CharTokenizer([])
     with pytest.raises(ValueError, match="the vocabulary is empty"):
         WordTokenizer([])
+
+
+def test_words_that_become_the_unknown_token_are_found():
+    tokenizer = WordTokenizer(["a", "b"], unknown=True)
+    assert tokenizer.unknown_parts("a c b d c") == ["c", "d", "c"]
+    assert WordTokenizer(["a", "b"]).unknown_parts("c") == []  # `encode` refuses it
+    assert ByteTokenizer().unknown_parts("é") == []

@@ -19,7 +19,7 @@ from tokenizers import models, pre_tokenizers, processors
 
 from transformer.__main__ import main
 from transformer.config import ConfigError, Execution, TransformerConfig
-from transformer.data.configs import NumberWords
+from transformer.data import NumberWords
 from transformer.generate import Beam, Hypothesis, beam_search
 from transformer.inference import open_model, translate_lines, translating
 from transformer.nn.sharding import ParallelConfig

@@ -11,8 +11,8 @@ import tensorflow_datasets as tfds
 
 from transformer import data
 from transformer.config import ConfigError
-from transformer.data import TFDSTranslation, TokenizerConfig, sources
-from transformer.data.sources.translation import BLOCK, PreparedPairs
+from transformer.data import TFDSTranslation, TokenizerConfig
+from transformer.data.kinds.tfds_translation import BLOCK, PreparedPairs
 from transformer.data.tokenizer_kinds import build_tokenizer
 from transformer.training.overrides import load_recipe_file, override
 from transformer.training.plan import batch_shapes, without_data
@@ -103,21 +103,21 @@ def test_all_pairs_of_a_dataset_by_name(folder):
 
 
 def test_every_field_says_what_is_read(folder, monkeypatch):
-    whole = sources.read(config(folder)).splits
-    turned = sources.read(config(folder, source_language="de", target_language="en")).splits
+    whole = config(folder).read().splits
+    turned = config(folder, source_language="de", target_language="en").read().splits
     assert [(pair.target, pair.source) for pair in turned["test"]] == [(p.source, p.target) for p in whole["test"]]
-    other = sources.read(config(folder, train_split="newstest", test_split="train")).splits
+    other = config(folder, train_split="newstest", test_split="train").read().splits
     assert (len(other["train"]), len(other["test"])) == (7, 240)
-    assert sources.read(config(folder, test_split=None)).splits.keys() == {"train", "validation"}
+    assert config(folder, test_split=None).read().splits.keys() == {"train", "validation"}
     parts = {"train_split": "train[:60%]", "validation_split": "train[60%:]"}
-    parted = sources.read(config(folder, **parts)).splits
+    parted = config(folder, **parts).read().splits
     assert (len(parted["train"]), len(parted["validation"])) == (144, 96)
     assert [*parted["train"], *parted["validation"]] == [*whole["train"]]
-    assert [*sources.read(config(folder, name="tiny_translate/counted")).splits] == [*whole]
+    assert [*config(folder, name="tiny_translate/counted").read().splits] == [*whole]
     assert data.prepare(config(folder)).fingerprint != data.prepare(config(folder, **parts)).fingerprint
     assert data.prepare(config(folder, tokenizer=TokenizerConfig(kind="char"))).tokenizer.kind == "char"
     monkeypatch.setenv("TFDS_DATA_DIR", str(folder))
-    assert len(sources.read(config(folder, data_dir=None)).splits["train"]) == 240
+    assert len(config(folder, data_dir=None).read().splits["train"]) == 240
 
 
 def test_the_newest_version_or_the_one_that_is_named(copy):
@@ -127,7 +127,7 @@ def test_the_newest_version_or_the_one_that_is_named(copy):
         info = json.loads((place / version / "dataset_info.json").read_text())
         (place / version / "dataset_info.json").write_text(json.dumps(info | {"version": version}))
     read = [
-        sources.read(config(copy, name=f"tiny_translate/de-en{version}")).splits["train"].folder.name
+        config(copy, name=f"tiny_translate/de-en{version}").read().splits["train"].folder.name
         for version in ("", ":1.0.0", ":1.2.0")
     ]
     assert read == ["1.10.0", "1.0.0", "1.2.0"]
@@ -183,7 +183,7 @@ def test_a_text_among_many_that_is_no_text():
 
 def test_what_is_not_prepared_says_where_and_how(folder, monkeypatch):
     with pytest.raises(FileNotFoundError, match="tiny_translate/fr-en is not prepared in") as error:
-        sources.read(config(folder, name="tiny_translate/fr-en"))
+        config(folder, name="tiny_translate/fr-en").read()
     message = str(error.value)
     assert f"{folder} (--data.data-dir; without it $TFDS_DATA_DIR, else ~/tensorflow_datasets)" in message
     assert (
@@ -192,12 +192,12 @@ def test_what_is_not_prepared_says_where_and_how(folder, monkeypatch):
         '.download_and_prepare()"'
     ) in message
     with pytest.raises(FileNotFoundError, match=r"There is tiny_translate/counted, tiny_translate/de-en\. Prepare"):
-        sources.read(config(folder, name="tiny_translate"))
+        config(folder, name="tiny_translate").read()
     with pytest.raises(FileNotFoundError, match=r"There is tiny_translate/de-en:1\.0\.0\. Prepare"):
-        sources.read(config(folder, name="tiny_translate/de-en:2.0.0"))
+        config(folder, name="tiny_translate/de-en:2.0.0").read()
     monkeypatch.setenv("TFDS_DATA_DIR", "/nowhere")
     with pytest.raises(FileNotFoundError, match=r"is not prepared in /nowhere \(--data"):
-        sources.read(config(folder, data_dir=None))
+        config(folder, data_dir=None).read()
 
 
 def test_what_was_prepared_as_tfrecord_says_how_to_prepare_it_anew(copy):
@@ -207,7 +207,7 @@ def test_what_was_prepared_as_tfrecord_says_how_to_prepare_it_anew(copy):
     for path in place.glob("*.array_record*"):
         path.rename(str(path).replace("array_record", "tfrecord"))
     with pytest.raises(ValueError, match=r"was prepared in .* as tfrecord.*Delete that folder.*file_format='array_rec"):
-        sources.read(config(copy))
+        config(copy).read()
 
 
 @pytest.mark.parametrize("damage", ["truncated", "no JSON"])
@@ -237,7 +237,7 @@ def test_broken_files(copy, damage):
 )
 def test_languages_and_splits_that_it_lacks(folder, fields, message):
     with pytest.raises(ValueError, match=message):
-        sources.read(config(folder, **fields))
+        config(folder, **fields).read()
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from transformer.config import Execution, TransformerConfig
-from transformer.data import prepare
-from transformer.data.configs import NumberWords, TextFile
+from transformer.data import NumberWords, TextFile, prepare
 from transformer.nn.sharding import ParallelConfig
 from transformer.training import (
     CheckpointConfig,

@@ -14,6 +14,7 @@ from importlib import metadata
 from transformer.cli.allocator import keep_freed_memory
 from transformer.cli.compile_cache import keep_compiled
 from transformer.cli.errors import run_command
+from transformer.cli.limits import check_address_space
 from transformer.config.invocation import program
 
 
@@ -186,6 +187,8 @@ def _dispatch(words: Sequence[str]) -> int | None:
             f"there is no verb {words[0]!r}.{nearest(words[0], VERBS)} Verbs: {', '.join(VERBS)}; "
             f"{program('')} --help explains them."
         )
+    if not {"-h", "--help", "--list"} & set(words):
+        check_address_space()
     return VERBS[words[0]].run(words[1:])
 
 

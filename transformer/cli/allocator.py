@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import sys
 from collections.abc import Mapping
+from pathlib import Path
+
+from transformer.cli.devices import accelerator_present
 
 VARIABLE = "GLIBC_TUNABLES"
 KEEP = (
@@ -21,10 +25,29 @@ def keep_freed_memory(environment: Mapping[str, str] = os.environ) -> None:
     frees and takes hundreds of megabytes, whose pages the system would clear each time. docs/benchmarks.md has what it
     saves. The C library reads its settings only when a program starts.
 
-    Does nothing where `GLIBC_TUNABLES` or a `MALLOC_` variable says what the user wants (`GLIBC_TUNABLES= python ...`
-    turns it off), or without glibc. Call it first of all.
+    Does nothing if `GLIBC_TUNABLES` or a `MALLOC_` variable is set (`GLIBC_TUNABLES= python ...` turns it off), if JAX
+    will compute on a TPU or GPU, in a process that another program started (a notebook), without glibc, or if the
+    system refuses the restart: then only the speed-up is missing. Call it before JAX is imported.
     """
     chosen = any(name == VARIABLE or name.startswith("MALLOC_") for name in environment)
-    if chosen or platform.libc_ver()[0] != "glibc":
+    if chosen or platform.libc_ver()[0] != "glibc" or not _owns_process() or not _computes_on_cpu(environment):
         return
-    os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**environment, VARIABLE: KEEP})
+    with contextlib.suppress(OSError):  # an interpreter that this user may not execute, or that is gone
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**environment, VARIABLE: KEEP})
+
+
+def _owns_process() -> bool:
+    """Whether the program that runs is the one that the command line of this process names. In a notebook, `%run
+    train.py` runs another file than the one that Python was started with: a restart would end the notebook's kernel.
+    """
+    main = sys.modules.get("__main__")
+    spec = getattr(main, "__spec__", None)
+    name = Path(getattr(main, "__file__", None) or "").name if spec is None else spec.name.removesuffix(".__main__")
+    return bool(name) and any(word == name or Path(word).name == name for word in sys.orig_argv[1:])
+
+
+def _computes_on_cpu(environment: Mapping[str, str]) -> bool:
+    """Whether JAX will compute on the CPU, as far as can be seen without importing it."""
+    if platforms := environment.get("JAX_PLATFORMS"):
+        return platforms.split(",")[0] == "cpu"
+    return accelerator_present(environment=environment) == "cpu"

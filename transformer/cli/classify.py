@@ -23,11 +23,12 @@ class Classify(ModelCommand):
 def main(arguments: Sequence[str]) -> None:
     """Prints the classes."""
     command = parse(Classify, "classify", arguments)
-    from transformer.cli.texts import read_prompts, shown
+    from transformer.cli.texts import read_prompts, shown, unknown_parts, warn_of_unknown
     from transformer.inference import classify
 
     texts = read_prompts(command.text, lines=True, option="--text")
     opened = command.load()
+    warn_of_unknown(unknown_parts(opened, texts))
     found = classify(opened, texts)
     if command.json:
         results = [{"text": text, **dataclasses.asdict(one)} for text, one in zip(texts, found, strict=True)]

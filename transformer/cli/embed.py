@@ -27,12 +27,13 @@ class Embed(ModelCommand):
 def main(arguments: Sequence[str]) -> None:
     """Prints the vectors."""
     command = parse(Embed, "embed", arguments)
-    from transformer.cli.texts import read_prompts
+    from transformer.cli.texts import read_prompts, unknown_parts, warn_of_unknown
     from transformer.inference import SentenceSettings, embed, sentence_settings
 
     texts = read_prompts(command.text, lines=True, option="--text")
     opened = command.load()
     settings = SentenceSettings() if opened.pretrained is None else sentence_settings(opened.directory)
+    warn_of_unknown(unknown_parts(opened, texts))
     vectors = [[round(float(x), 7) for x in vector] for vector in embed(opened, texts, settings)]
     if command.json:
         results = [{"text": text, "vector": vector} for text, vector in zip(texts, vectors, strict=True)]

@@ -5,12 +5,16 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from transformer.cli.compile_cache import repair_after
+from transformer.cli.streams import prepare_streams
+from transformer.config.invocation import program
 from transformer.config.recipe_files import bundled
 
 DONE, FAULT, BAD_INPUT, INTERRUPTED, BROKEN_PIPE = 0, 1, 2, 130, 141
@@ -21,6 +25,7 @@ LONGEST = 8000
 
 _BAD_INPUT = (ValueError, FileNotFoundError, NotADirectoryError, IsADirectoryError, FileExistsError)
 _MISTAKES = (TypeError, AttributeError, LookupError, AssertionError, NameError, NotImplementedError)
+_UNMAPPED = ("failed to map segment", "annot allocate memory", "cannot create shared object descriptor")
 _REMEDIES = {
     errno.ENOSPC: "Free some space, or name another place.",
     errno.EDQUOT: "Free some of your quota, or name another place.",
@@ -44,10 +49,9 @@ def run_command(main: Callable[[], int | None], debug: bool) -> int:
     """
     try:
         with one_line_warnings():
-            with contextlib.suppress(AttributeError):  # a stdout that was replaced
-                sys.stdout.reconfigure(errors="backslashreplace")
+            prepare_streams()
             code = main()
-            sys.stdout.flush()
+            _flush_stdout()
             return DONE if code is None else code
     except BrokenPipeError:
         _abandon_stdout()
@@ -56,6 +60,10 @@ def run_command(main: Callable[[], int | None], debug: bool) -> int:
         if debug:
             traceback.print_exc()
         _say(describe(error))
+        try:
+            _flush_stdout()  # what was printed before, unless this is what failed
+        except OSError:
+            _abandon_stdout()
         return exit_code(error)
 
 
@@ -63,7 +71,9 @@ def exit_code(error: BaseException) -> int:
     """The exit code that an error stands for."""
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED
-    return BAD_INPUT if isinstance(error, _BAD_INPUT) else FAULT
+    if _in_start_of_jax(error):  # some of its errors are ValueErrors
+        return FAULT
+    return BAD_INPUT if isinstance(error, _BAD_INPUT) or _is_unfit(error) else FAULT
 
 
 def describe(error: BaseException) -> str:
@@ -84,7 +94,12 @@ def one_line_warnings() -> Iterator[None]:
     """Inside, a warning is one line on stderr, without the place in the code that gave it."""
 
     def show(message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None) -> None:
-        _say(one_line(f"warning: {message}"))
+        text = str(message)
+        removed = repair_after(text)
+        if removed:
+            files = "file" if removed == 1 else "files"
+            text = f"deleted {removed} damaged {files} of the cache of compiled programs; they are compiled anew"
+        _say(one_line(f"warning: {text}"))
 
     old, warnings.showwarning = warnings.showwarning, show
     try:
@@ -95,6 +110,13 @@ def one_line_warnings() -> Iterator[None]:
 
 def _message(error: BaseException) -> str:
     text = str(error).strip()
+    if _in_start_of_jax(error):
+        return _no_device(_first_line(text))
+    if _is_unfit(error):
+        return (
+            f"the parameters do not fit the model of this directory: {_flax_shapes(text)} The checkpoint may belong to "
+            "another run: put back the one of this run, or use another --step."
+        )
     if isinstance(error, OSError) and error.errno is not None and error.strerror:
         return _of_system(error)
     if isinstance(error, ModuleNotFoundError) and error.name and not error.name.startswith("transformer"):
@@ -103,6 +125,13 @@ def _message(error: BaseException) -> str:
         if bundled().name == "configs":  # a checkout
             extra = "`make setup`, or pip install -e '.[train]', in the folder of this project"
         return f"the package {package} is not installed. Install what this needs: {extra}."
+    if isinstance(error, ImportError) and any(sign in text for sign in _UNMAPPED):
+        return (
+            f"out of memory while loading a library ({_first_line(text)}). Free some memory, or raise the limit: "
+            "ulimit -v unlimited"
+        )
+    if isinstance(error, RuntimeError) and text == "can't start new thread":
+        return "the system refuses another thread. Raise the limits: ulimit -u unlimited, ulimit -v unlimited"
     if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in text:
         first = _first_line(text)
         return f"out of memory{first and f' ({first})'}. Use a smaller batch or model, or fewer prompts at once."
@@ -111,6 +140,41 @@ def _message(error: BaseException) -> str:
     if isinstance(error, RuntimeError | OSError | ArithmeticError) and text and not isinstance(error, _MISTAKES):
         return _first_line(text)
     return f"{type(error).__name__}: {_first_line(text)} (a fault of this program: --debug shows where)"
+
+
+def _in_start_of_jax(error: BaseException) -> bool:
+    """Whether JAX was looking for its devices. Where a platform is missing it fails in many ways, one of them an
+    assertion without words.
+    """
+    trace = error.__traceback__
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        if code.co_name in ("backends", "_init_backend") and code.co_filename.endswith("xla_bridge.py"):
+            return True
+        trace = trace.tb_next
+    return False
+
+
+def _no_device(reason: str) -> str:
+    platforms = os.environ.get("JAX_PLATFORMS", "")
+    what = f"JAX finds no device for JAX_PLATFORMS={platforms}" if platforms else "JAX cannot start its devices"
+    remedy = "Unset JAX_PLATFORMS, or set it to cpu" if platforms else "Set JAX_PLATFORMS=cpu to compute on the CPU"
+    return f"{what}{reason and f' ({reason})'}. {remedy}; {program('devices')} shows what this machine has."
+
+
+def _is_unfit(error: BaseException) -> bool:
+    """Whether Flax was given parameters of another model."""
+    names = ("ScopeParamShapeError", "ScopeParamNotFoundError")
+    return type(error).__module__ == "flax.errors" and type(error).__name__ in names
+
+
+def _flax_shapes(text: str) -> str:
+    """What Flax says of a parameter, without the address of its documentation."""
+    found = re.search(r'parameter "([^"]*)" in "([^"]*)".*?shape (\([^)]*\)).*?shape (\([^)]*\))', text, re.DOTALL)
+    if found is None:
+        return _first_line(text).partition(" (https:")[0]
+    name, module, expected, got = found.groups()
+    return f"{module}/{name}: expected shape {expected}, got {got}."
 
 
 def _of_system(error: OSError) -> str:
@@ -127,6 +191,17 @@ def _first_line(text: str) -> str:
 def _say(line: str) -> None:
     with contextlib.suppress(BrokenPipeError, ValueError):  # nobody reads stderr, or it is closed
         print(line, file=sys.stderr, flush=True)
+
+
+def _flush_stdout() -> None:
+    if sys.stdout is None:  # closed
+        return
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, "stdout") from error
 
 
 def _abandon_stdout() -> None:

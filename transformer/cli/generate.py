@@ -79,6 +79,7 @@ def main(arguments: Sequence[str]) -> None:
     if command.int8:
         run = _in_8_bits(run)
     prompts = texts.read_prompts(command.prompt, lines=translates)
+    texts.warn_of_unknown(texts.unknown_parts(run, prompts))
     usual = 1.0 if any(value is not None for value in filters.values()) else 0.0 if translates else 0.8
     sampling = Sampling(temperature=usual if command.temperature is None else command.temperature, **filters)
     written = (texts.translate if translates else texts.continue_texts)(

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from transformer.cli.arguments import parse
 from transformer.cli.models import ModelCommand
+from transformer.cli.outputs import check_replaceable
+from transformer.cli.streams import decode_argument
 from transformer.config import ConfigError
 from transformer.config.invocation import program
 
@@ -80,6 +82,7 @@ def _check(command: Inspect) -> None:
         raise ConfigError("--compare puts two models onto one page: give its file too, such as --html attention.html.")
     if command.html is not None and (command.html.is_dir() or command.html.suffix not in (".html", ".htm")):
         raise ConfigError(f"--html takes the file to write, such as attention.html, got {command.html}.")
+    check_replaceable(command.html, "--html")
 
 
 @dataclass(frozen=True)
@@ -101,7 +104,9 @@ def _read(command: Inspect, run: Opened) -> _Text:
 
     _check_reader(command, run)
     (prompt,) = texts.read_prompts([command.prompt], lines=False)  # of stdin, all is one text
-    ids, target, new = texts.encode_prompt(run, prompt), command.target, command.max_new_tokens
+    texts.warn_of_unknown(texts.unknown_parts(run, [prompt]))
+    target = None if command.target is None else decode_argument(command.target)
+    ids, new = texts.encode_prompt(run, prompt), command.max_new_tokens
     if not isinstance(run.model, Seq2Seq):
         if target is not None:
             raise ConfigError(

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 from transformer.cli import inspect_attention
 from transformer.cli.arguments import parse
+from transformer.cli.outputs import check_replaceable
 from transformer.config import ConfigError, nearest
 from transformer.config.invocation import program
 
@@ -65,7 +66,8 @@ class Memory(StudyCommand):
 
 
 def _scale(command: Scale) -> tuple[dict[str, Any], str]:
-    from transformer.viz.studies import scale_picture, scale_study
+    from transformer.viz.studies import scale_study
+    from transformer.viz.study_pictures import scale_picture
 
     rows = scale_study()
     ways = {"q·k": False, "q·k / sqrt(d_k)": True}
@@ -86,8 +88,9 @@ def _scale(command: Scale) -> tuple[dict[str, Any], str]:
 
 
 def _positions(command: Positions) -> tuple[dict[str, Any], str]:
-    from transformer.viz.studies import position_study, positions_picture
+    from transformer.viz.studies import position_study
     from transformer.viz.studies.positions import ALIKE, LATE
+    from transformer.viz.study_pictures import positions_picture
 
     study = position_study()
 
@@ -137,9 +140,10 @@ def _positions(command: Positions) -> tuple[dict[str, Any], str]:
 
 
 def _memory(command: Memory) -> tuple[dict[str, Any], str]:
-    from transformer.viz.studies import memory_picture, memory_study, number_word_lengths, padding_study, text_lengths
+    from transformer.viz.studies import memory_study, number_word_lengths, padding_study, text_lengths
     from transformer.viz.studies.memory import HEAD_DIM, HEADS
     from transformer.viz.studies.padding import BATCH_ROWS
+    from transformer.viz.study_pictures import memory_picture
 
     if command.lengths_of is None:
         lengths, origin = number_word_lengths(), "English numbers below a million in words, counted in characters"
@@ -218,6 +222,7 @@ def main(arguments: Sequence[str]) -> None:
     words = [word for word in arguments if word != flag]
     _check_words(flag, words)
     command = parse(study.command, f"inspect {flag}", words)
+    check_replaceable(command.output, "--output")
     values, text = study.run(command)
     if command.json:
         print(json.dumps({"study": flag.removeprefix("--"), **values, "picture": str(command.output)}, indent=2))

@@ -15,6 +15,7 @@ import tyro
 
 from transformer import __version__
 from transformer.cli.arguments import parse
+from transformer.cli.outputs import check_replaceable
 from transformer.config import ConfigError
 from transformer.config.invocation import program
 
@@ -52,6 +53,7 @@ def main(arguments: Sequence[str]) -> None:
         output = workdirs[0] / ("report.html" if len(workdirs) == 1 else "comparison.html")
     if output.is_dir() or output.suffix not in (".html", ".htm"):
         raise ConfigError(f"--output takes the HTML file to write, such as report.html, got {output}.")
+    check_replaceable(command.output, "--output")
 
     from transformer.viz.report_page import save_report
 

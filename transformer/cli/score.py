@@ -9,6 +9,7 @@ import tyro
 
 from transformer.cli.arguments import parse
 from transformer.cli.models import ModelCommand
+from transformer.cli.streams import decode_argument
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,12 +28,14 @@ class ScoreTexts(ModelCommand):
 def main(arguments: Sequence[str]) -> None:
     """Prints the scores."""
     command = parse(ScoreTexts, "score", arguments)
-    from transformer.cli.texts import read_prompts, shown
+    from transformer.cli.texts import read_prompts, shown, unknown_parts, warn_of_unknown
     from transformer.inference import score
 
     texts = read_prompts(command.text, lines=True, option="--text")
     opened = command.load()
-    scores = score(opened, texts, command.source or None)
+    sources = [decode_argument(source) for source in command.source]
+    warn_of_unknown(unknown_parts(opened, [*texts, *sources]))
+    scores = score(opened, texts, sources or None)
     if command.json:
         results = [
             {"text": text, "log_likelihood": one.log_likelihood, "tokens": one.tokens, "perplexity": one.perplexity}

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import sys
 import warnings
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from transformer.cli.streams import decode_argument
 from transformer.config import ConfigError
 from transformer.generate import Sampling, generate
 from transformer.nn.models import Seq2Seq
@@ -42,7 +43,7 @@ def read_prompts(given: Sequence[str], *, lines: bool, option: str = "--prompt")
     check_prompts(given, option)
     prompts: list[str] = []
     for prompt in given or ["-"]:
-        prompts += _stdin_prompts(lines, option) if prompt == "-" else [prompt]
+        prompts += _stdin_prompts(lines, option) if prompt == "-" else [decode_argument(prompt)]
     return prompts
 
 
@@ -62,6 +63,23 @@ def _stdin_prompts(lines: bool, option: str) -> list[str]:
         what = option[2:]
         raise ValueError(f'the {what} is empty: nothing came from stdin. Give {option} "...", or pipe a text.')
     return [line for line in text.split("\n") if line.strip()] if lines else [text]
+
+
+def unknown_parts(run: Opened, given: Iterable[str]) -> Counter[str]:
+    """The parts of texts that the model reads as its unknown token, and how often each occurs."""
+    return Counter(part for text in given for part in run.tokenizer.unknown_parts(text))
+
+
+def warn_of_unknown(parts: Counter[str]) -> None:
+    """Warns of parts of texts that the model reads as its unknown token: at most five are named."""
+    if parts:
+        named = ", ".join(repr(part) for part, _ in parts.most_common(5))
+        more = f" and {len(parts) - 5} more" if len(parts) > 5 else ""
+        warnings.warn(
+            f"the tokenizer does not know {named:.300}{more}: the model reads the unknown token there, "
+            f"{parts.total()} times in all.",
+            stacklevel=2,
+        )
 
 
 def encode_prompt(run: Opened, prompt: str) -> list[int]:

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -50,7 +51,7 @@ def main(arguments: Sequence[str]) -> None:
     command = parse(Translate, "translate", arguments)
     if sys.stdin is None or sys.stdin.isatty():
         raise ConfigError("there is nothing to translate. Pipe lines of text into this command, or < FILE.")
-    from transformer.cli.texts import shown
+    from transformer.cli.texts import shown, unknown_parts, warn_of_unknown
     from transformer.generate import Beam
     from transformer.inference.translating import translate_lines
 
@@ -65,7 +66,7 @@ def main(arguments: Sequence[str]) -> None:
             length_extra=command.max_extra,
         )
     opened = command.load()
-    begun, lines, cut = time.monotonic(), 0, 0
+    begun, lines, cut, unknown = time.monotonic(), 0, 0, Counter()
     sizes = {name: getattr(command, name) for name in ("max_source_tokens", "batch_tokens", "chunk_lines")}
     with told_as_options(**{name: name for name in sizes}):
         chunks = translate_lines(opened, _lines(), beam=beam, **sizes)
@@ -80,8 +81,10 @@ def main(arguments: Sequence[str]) -> None:
             else:
                 print(shown(line.best[0].text))
             cut += not line.best[0].ended
+        unknown += unknown_parts(opened, (line.source for line in chunk))
         lines += len(chunk)
         sys.stdout.flush()
+    warn_of_unknown(unknown)
     took = time.monotonic() - begun
     also = f"; {cut:,} cut at their longest length" if cut else ""
     print(f"{lines:,} lines in {took:.1f} s, {lines / max(took, 1e-9):.1f} a second{also}", file=sys.stderr)

@@ -1,6 +1,8 @@
 """Data: what to train on, made ready. `prepare(config)` gives batches, a tokenizer and a fingerprint."""
 
-from transformer.data.configs import (
+from transformer.data.config import DataKind, TokenizerConfig
+from transformer.data.dataset import Batch, Dataset, Example, padding
+from transformer.data.kinds import (
     DATA,
     PLACES,
     SST2,
@@ -20,9 +22,7 @@ from transformer.data.configs import (
     TextFile,
     TFDSTranslation,
     TinyShakespeare,
-    TokenizerConfig,
 )
-from transformer.data.dataset import Batch, Dataset, Example, padding
 from transformer.data.pipeline import check_batch, prepare
 from transformer.data.tokenizer import Tokenizer
 from transformer.data.tokenizer_kinds import load_tokenizer
@@ -33,6 +33,7 @@ __all__ = [
     "SST2",
     "Batch",
     "DataConfig",
+    "DataKind",
     "Dataset",
     "Digits",
     "ETTh1",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from transformer.config import nearest
-from transformer.data.configs import DataConfig
+from transformer.data.config import DataKind
 from transformer.data.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -40,15 +40,19 @@ class Example:
 
 
 class Dataset(ABC):
-    """What `prepare` gives: batches to train and evaluate on, the tokenizer (None of numbers), and a fingerprint of all
-    of it. `task` is what it asks of a model, one of `training.tasks.TASKS`.
+    """What `prepare` returns: batches to train and evaluate on, the tokenizer (None for numbers), and a fingerprint of
+    all of it.
     """
 
-    task: str
-    config: DataConfig
-    """what the data decided filled in"""
+    config: DataKind
+    """the options, with those filled in that the data determined"""
     tokenizer: Tokenizer | None = None
     fingerprint: str
+
+    @property
+    def task(self) -> str:
+        """Name of the task that a model learns from it, one of `training.tasks.TASKS`."""
+        return self.config.task
 
     def is_known_as(self, fingerprint: str) -> bool:
         """Whether a fingerprint is of this data, computed now or by an earlier version."""

@@ -1,14 +1,83 @@
-"""Labeled images as a dataset."""
+"""Labeled images: what their kinds share (options, pixels by split, and the dataset)."""
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
-from transformer.data.configs import ImageConfig
+from transformer.data.config import DataKind, check_labels, check_whole
 from transformer.data.dataset import Batch, Dataset, fingerprint
-from transformer.data.sources import Images
+from transformer.data.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Images:
+    """Images by split, `splits`: (N, height, width, channels), float32, and the numbers of their classes (N,) among
+    `labels`.
+    """
+
+    splits: Mapping[str, tuple[np.ndarray, np.ndarray]]
+    labels: tuple[str, ...]
+
+
+def split_by_hash(
+    images: np.ndarray, numbers: np.ndarray, validation_share: float, test_share: float
+) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Return (images, numbers) by split. The hash of an image determines its split, so that equal images share one and
+    images added later change no other's.
+
+    Raises:
+        ValueError: a split without an image.
+    """
+    places = np.array(
+        [int.from_bytes(hashlib.sha256(image.astype("<f4").tobytes()).digest()[:4], "big") for image in images]
+    )
+    share = places / 2**32
+    chosen = {
+        "train": share >= validation_share + test_share,
+        "validation": (share >= test_share) & (share < validation_share + test_share),
+        "test": share < test_share,
+    }
+    for split, rows in chosen.items():
+        if not rows.any():
+            raise ValueError(f"no image is left to {split}: {len(images)} are too few for these shares.")
+    return {split: (images[rows], numbers[rows]) for split, rows in chosen.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageConfig(DataKind):
+    """Options of every kind of labeled images.
+
+    Raises:
+        ConfigError: a number out of range, or labels that are one, empty or twice the same.
+    """
+
+    task: ClassVar[str] = "image_classifier"
+
+    labels: tuple[str, ...] = ()
+    """names of the classes, by number; none: their numbers"""
+    max_shift: int = 0
+    """training images are seen moved by up to so many pixels, up or down and to a side, each way once in a pass; what
+    comes in is 0"""
+    batch_size: int = 64
+    """images in one step, over all devices and processes together"""
+    eval_batch_size: int = 256
+    """images in one batch of evaluation"""
+
+    def __post_init__(self):
+        check_whole(self, "batch_size", "eval_batch_size")
+        check_whole(self, "max_shift", least=0)
+        check_labels(self.labels, "their numbers")
+
+    def prepare(self, tokenizer: Tokenizer | None = None) -> ImageDataset:
+        """Return the dataset of the images; it has no use for a tokenizer. Raises as `DataKind.prepare`."""
+        del tokenizer
+        return ImageDataset(self, self.read())
 
 
 class ImageDataset(Dataset):
@@ -17,8 +86,6 @@ class ImageDataset(Dataset):
 
     `config` is the one that was given, with labels filled in.
     """
-
-    task = "image_classifier"
 
     def __init__(self, config: ImageConfig, images: Images):
         self.config = dataclasses.replace(config, labels=images.labels)

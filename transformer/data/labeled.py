@@ -1,16 +1,80 @@
-"""Labeled texts as a dataset: batches of tokens with one class a row."""
+"""Labeled texts: what their kinds share (options, texts by split, and the dataset with one class per row)."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
-from transformer.data.configs import LabeledConfig
+from transformer.data.config import SUBWORDS, DataKind, TokenizerConfig, check_labels, check_whole
 from transformer.data.dataset import Batch, Dataset, Example, Ragged, fingerprint, spread
 from transformer.data.pretrained_tokenizer import PretrainedTokenizer
 from transformer.data.tokenizer import Tokenizer
+from transformer.data.tokenizer_kinds import build_tokenizer
+
+
+@dataclass(frozen=True)
+class Labeled:
+    """Labeled texts by split, `splits`: each a text and the number of its label among `labels`."""
+
+    splits: Mapping[str, Sequence[tuple[str, int]]]
+    labels: tuple[str, ...]
+
+
+def numbered(
+    path: str, rows: list[tuple[str, str]], written: tuple[str, ...], labels: tuple[str, ...]
+) -> list[tuple[str, int]]:
+    """Replace the label of each row by its index among the labels as a file writes them.
+
+    Raises:
+        ValueError: a label that is not among them.
+    """
+    numbers = {label: number for number, label in enumerate(written)}
+    if strange := sorted({label for _, label in rows} - numbers.keys()):
+        raise ValueError(
+            f"{path} has the label {strange[0]!r}: expected {', '.join(written)} ({', '.join(labels)}). Mend the file, "
+            "or name all labels (--data.labels)."
+        )
+    return [(text, numbers[label]) for text, label in rows]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabeledConfig(DataKind):
+    """Options of every kind of labeled text: the model reads a text and predicts its class.
+
+    Raises:
+        ConfigError: a number out of range, or labels that are one, empty or twice the same.
+    """
+
+    task: ClassVar[str] = "classifier"
+
+    labels: tuple[str, ...] = ()
+    """the classes as the files write them, by number; none: all that the training file has, in order"""
+    max_length: int = 128
+    """longest text in tokens, special ones included; of longer ones the end is cut off"""
+    batch_size: int = 32
+    """texts in one step, over all devices and processes together"""
+    eval_batch_size: int = 64
+    """texts in one batch of evaluation"""
+    tokenizer: TokenizerConfig = SUBWORDS
+    """how text becomes token ids, where no pretrained model brings its own"""
+
+    def __post_init__(self):
+        check_whole(self, "batch_size", "eval_batch_size")
+        check_whole(self, "max_length", least=2)
+        check_labels(self.labels, "those of the training file")
+
+    def prepare(self, tokenizer: Tokenizer | None = None) -> LabeledDataset:
+        """Return the dataset of the labeled texts. Raises as `DataKind.prepare`."""
+        found = self.read()
+        if tokenizer is None:
+            parts = {split: [text for text, _ in rows] for split, rows in found.splits.items()}
+            held_out = [text for split, part in parts.items() if split != "train" for text in part]
+            tokenizer = build_tokenizer(self.tokenizer, parts["train"], held_out)
+        return LabeledDataset(self, tokenizer, found.splits, found.labels)
 
 
 class LabeledDataset(Dataset):
@@ -19,8 +83,6 @@ class LabeledDataset(Dataset):
     Raises:
         ValueError: a text without tokens.
     """
-
-    task = "classifier"
 
     def __init__(
         self,

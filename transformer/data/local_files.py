@@ -136,3 +136,17 @@ def read_labeled(path: str, text_column: str, label_column: str) -> list[tuple[s
 def _tab_lines(path: str) -> list[str]:
     lines = read_text(path).removesuffix("\n").split("\n")
     return ["" if not line.strip() else line for line in lines]
+
+
+def cut(count: int, share: float, path: str, what: str, option: str = "--data.validation-path") -> int:
+    """Return the index at which the held-out end begins, so that both parts are nonempty.
+
+    Raises:
+        ValueError: fewer than 2 in all; the message names the `option` that takes a second file.
+    """
+    if count < 2:
+        raise ValueError(
+            f"{path} has too little to hold some out: expected at least 2 {what}, got {count}. Give more text, or a "
+            f"second file to evaluate on ({option})."
+        )
+    return min(max(int(count * (1 - share)), 1), count - 1)

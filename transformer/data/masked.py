@@ -1,15 +1,20 @@
-"""Texts with hidden tokens as a dataset: what is hidden is drawn anew each time that a text is trained on."""
+"""Texts with masked tokens: what their kinds share (options, texts by split, and the dataset, which draws the masked
+positions anew each time that a text is trained on).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from transformer.data.configs import MaskedConfig
+from transformer.config import ConfigError
+from transformer.data.config import SMALLEST_BPE, SUBWORDS, DataKind, TokenizerConfig, check_share, check_whole
 from transformer.data.dataset import Batch, Dataset, Example, Ragged, fingerprint, spread
 from transformer.data.tokenizer import Tokenizer
+from transformer.data.tokenizer_kinds import build_tokenizer
 from transformer.nn.axes import Array, Bool, Float, Int
 
 if TYPE_CHECKING:
@@ -40,6 +45,52 @@ def hide(
     return np.where(chosen, replaced, tokens).astype(np.int32), chosen
 
 
+@dataclass(frozen=True)
+class Texts:
+    """Texts by split, `splits`."""
+
+    splits: Mapping[str, Sequence[str]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskedConfig(DataKind):
+    """Options of every kind of masked text: the model predicts a share of the tokens from the others.
+
+    Raises:
+        ConfigError: a number out of range.
+    """
+
+    task: ClassVar[str] = "masked_lm"
+
+    max_length: int = 128
+    """tokens in one row, special ones included; a longer text becomes several rows"""
+    batch_size: int = 32
+    """rows in one step, over all devices and processes together"""
+    eval_batch_size: int = 64
+    """rows in one batch of evaluation"""
+    mask_share: float = 0.15
+    """share of the tokens that are to be predicted; of these 80 % are hidden, 10 % replaced, 10 % left as they are"""
+    tokenizer: TokenizerConfig = SUBWORDS
+    """how text becomes token ids, where no pretrained model brings its own"""
+
+    def __post_init__(self):
+        check_whole(self, "batch_size", "eval_batch_size")
+        check_whole(self, "max_length", least=2)
+        check_share(self, "mask_share")
+        least = {"bpe": SMALLEST_BPE, "word": 5}.get(self.tokenizer.kind)
+        if least is not None and self.tokenizer.vocab_size == least:
+            raise ConfigError(
+                f"tokenizer.vocab_size must be at least {least + 1} here, with a mask token, got {least}."
+            )
+
+    def prepare(self, tokenizer: Tokenizer | None = None) -> MaskedDataset:
+        """Return the dataset of the texts. Raises as `DataKind.prepare`."""
+        found = self.read()
+        held_out = [text for split, part in found.splits.items() if split != "train" for text in part]
+        tokenizer = tokenizer or build_tokenizer(self.tokenizer, found.splits["train"], held_out, masked=True)
+        return MaskedDataset(self, tokenizer, found.splits)
+
+
 class MaskedDataset(Dataset):
     """Texts of which the model predicts what was hidden, padded on the right to one shape for all batches.
 
@@ -48,8 +99,6 @@ class MaskedDataset(Dataset):
     Raises:
         ValueError: a tokenizer without a mask token, or a split without a token of text.
     """
-
-    task = "masked_lm"
 
     def __init__(self, config: MaskedConfig, tokenizer: Tokenizer, splits: Mapping[str, Sequence[str]]):
         if tokenizer.mask_id is None:

@@ -1,4 +1,4 @@
-"""Pairs as a dataset: a source to be read, a target to be written."""
+"""Pairs of texts: what their kinds share (options, pairs by split, and the dataset of sources and targets)."""
 
 from __future__ import annotations
 
@@ -6,15 +6,19 @@ import hashlib
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
+from transformer.config import ConfigError
 from transformer.data.buckets import TokenBatches
-from transformer.data.configs import PairConfig
+from transformer.data.config import DataKind, check_whole
 from transformer.data.dataset import Batch, Dataset, Example, Ragged, fingerprint, spread
+from transformer.data.normalization import NORMALIZERS
 from transformer.data.packing import packed_batches
 from transformer.data.tokenizer import Tokenizer
+from transformer.data.tokenizer_kinds import build_tokenizer
 
 if TYPE_CHECKING:
     import grain
@@ -23,14 +27,92 @@ BLOCK = 4096
 """pairs that are encoded at once"""
 
 
+@dataclass(frozen=True)
+class Pairs:
+    """Pairs by split, `splits`, the normalization of their sources, and how many lines were skipped as half empty."""
+
+    splits: Mapping[str, Sequence[Example]]
+    normalization: str = "none"
+    skipped: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairConfig(DataKind):
+    """Options of every kind of paired text: the model reads a source and writes a target.
+
+    Raises:
+        ConfigError: a number out of range, a field that another leaves no use for, or no room for packed rows.
+    """
+
+    task: ClassVar[str] = "seq2seq"
+    open_lengths: ClassVar[tuple[str, ...]] = ("max_source_length", "max_target_length")
+    group_name: ClassVar[str] = "group"
+    """what the groups are in which exact matches are counted"""
+    bleu_tokenization: ClassVar[str | None] = "13a"
+    """how BLEU parts words, in the names of sacreBLEU; None: translations are compared word for word instead"""
+
+    max_source_length: int | None = None
+    """longest source in tokens; longer pairs are left out and counted (None: the longest in the data)"""
+    max_target_length: int | None = None
+    """longest target in tokens, its end token included; longer pairs are left out and counted (None: the longest)"""
+    batch_size: int = 128
+    """pairs in one step, over all devices and processes together; not with batch_tokens"""
+    batch_tokens: int | None = None
+    """tokens in one step, padding included, on the longer side: pairs of like length together (None: batch_size)"""
+    buckets: int = 8
+    """with batch_tokens: how many lengths are padded to at most; each is compiled once"""
+    row_multiple: int = 8
+    """with batch_tokens: every batch has a multiple of so many rows, for devices and micro-batches to share"""
+    packed_length: int | None = None
+    """with batch_tokens: several pairs in one row of so many tokens a side, kept apart (None: one pair in each)"""
+    eval_batch_size: int = 250
+    """pairs in one batch of evaluation"""
+
+    def __post_init__(self):
+        check_whole(self, "batch_size", "eval_batch_size", "buckets", "row_multiple")
+        check_whole(self, "batch_tokens", "packed_length", none=True)
+        self._check_unused("batch_tokens", "batch_size")
+        self._check_unused("packed_length", "buckets")
+        if self.packed_length is not None and not self.packed_rows:
+            raise ConfigError(
+                f"packed_length ({self.packed_length}) needs batch_tokens of at least row_multiple "
+                f"({self.row_multiple}) times as many, got {self.batch_tokens}."
+            )
+        check_whole(self, "max_source_length", none=True)
+        check_whole(self, "max_target_length", least=2, none=True)
+
+    def prepare(self, tokenizer: Tokenizer | None = None) -> PairDataset:
+        """Return the dataset of the pairs. Raises as `DataKind.prepare`."""
+        found = self.read()
+        if tokenizer is None:
+            normalize = NORMALIZERS[found.normalization]
+            sides = {
+                split: (part for pair in pairs for part in (normalize(pair.source), pair.target))
+                for split, pairs in found.splits.items()
+            }
+            train = sides.pop("train")
+            held_out = itertools.chain(*sides.values())
+            tokenizer = build_tokenizer(self.tokenizer, train, held_out, found.normalization)
+        return PairDataset(self, tokenizer, found.splits, found.skipped)
+
+    def _check_unused(self, field: str, other: str) -> None:
+        """Raises ConfigError when `field` is given and leaves no use for `other`, which is changed, too."""
+        value, usual = getattr(self, other), type(self).__dataclass_fields__[other].default
+        if getattr(self, field) is not None and value != usual:
+            raise ConfigError(f"{other} ({value}) does nothing beside {field} ({getattr(self, field)}). Leave one out.")
+
+    @property
+    def packed_rows(self) -> int:
+        """Rows of a packed batch."""
+        return (self.batch_tokens or 0) // self.packed_length // self.row_multiple * self.row_multiple
+
+
 class PairDataset(Dataset):
     """Pairs of source and target, padded on the right to one shape for all batches.
 
     Raises:
         ValueError: no pair of a split fits the lengths.
     """
-
-    task = "seq2seq"
 
     def __init__(
         self, config: PairConfig, tokenizer: Tokenizer, splits: Mapping[str, Sequence[Example]], skipped: int = 0

@@ -1,59 +1,31 @@
-"""The way from a config to batches: read the texts, make or take a tokenizer, put both together."""
+"""From the config of a kind of data to its dataset, and the check of each batch."""
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 
-from transformer.data import sources
-from transformer.data.configs import DataConfig
+from transformer.data.config import DataKind
 from transformer.data.dataset import Batch, Dataset
-from transformer.data.images import ImageDataset
-from transformer.data.labeled import LabeledDataset
-from transformer.data.masked import MaskedDataset
-from transformer.data.normalization import NORMALIZERS
-from transformer.data.pairs import PairDataset
-from transformer.data.series import SeriesDataset
-from transformer.data.texts import TextDataset
+from transformer.data.kinds import DATA
 from transformer.data.tokenizer import Tokenizer
-from transformer.data.tokenizer_kinds import build_tokenizer
 
 
-def prepare(config: DataConfig, tokenizer: Tokenizer | None = None) -> Dataset:
-    """The dataset of any kind of data, ready to train on.
+def prepare(config: DataKind, tokenizer: Tokenizer | None = None) -> Dataset:
+    """Return the dataset of any kind of data, ready to train on.
 
-    With `tokenizer` (that of a workdir), texts are encoded by it; else one is made for them. FileNotFoundError or
-    ValueError for files that are missing, not what they should be, or too short; OSError where there is no network or
-    no room; ImportError, which says what to install, for data that a package brings along.
+    Args:
+        config: one of the kinds in `DATA`, or a `DataKind` of the caller.
+        tokenizer: encodes the texts, such as the tokenizer of a workdir; None: one is built from them.
+
+    Raises:
+        FileNotFoundError: a file is missing; the message says how to get it.
+        ValueError: a file has other content than expected, or is too short.
+        OSError: no network, or no room on the disk.
+        ImportError: the package that contains the data is not installed; the message says what to install.
     """
-    texts = sources.read(config)
-    if isinstance(texts, sources.Series):
-        return SeriesDataset(config, texts)
-    if isinstance(texts, sources.Images):
-        return ImageDataset(config, texts)
-    if isinstance(texts, sources.Labeled):
-        if tokenizer is None:
-            parts = {split: [text for text, _ in rows] for split, rows in texts.splits.items()}
-            held_out = [text for split, part in parts.items() if split != "train" for text in part]
-            tokenizer = build_tokenizer(config.tokenizer, parts["train"], held_out)
-        return LabeledDataset(config, tokenizer, texts.splits, texts.labels)
-    if isinstance(texts, sources.Texts):
-        held_out = [text for split, part in texts.splits.items() if split != "train" for text in part]
-        tokenizer = tokenizer or build_tokenizer(config.tokenizer, texts.splits["train"], held_out, masked=True)
-        return MaskedDataset(config, tokenizer, texts.splits)
-    if isinstance(texts, sources.Documents):
-        tokenizer = tokenizer or build_tokenizer(config.tokenizer, texts.splits["train"], texts.splits["validation"])
-        return TextDataset(config, tokenizer, texts.splits, texts.separate)
-    if tokenizer is None:
-        normalize = NORMALIZERS[texts.normalization]
-        sides = {
-            split: (part for pair in pairs for part in (normalize(pair.source), pair.target))
-            for split, pairs in texts.splits.items()
-        }
-        train = sides.pop("train")
-        tokenizer = build_tokenizer(config.tokenizer, train, itertools.chain(*sides.values()), texts.normalization)
-    return PairDataset(config, tokenizer, texts.splits, texts.skipped)
+    if not isinstance(config, DataKind):
+        raise ValueError(f"data must be one of {', '.join(DATA)}, got {type(config).__name__}.")
+    return config.prepare(tokenizer)
 
 
 def check_batch(

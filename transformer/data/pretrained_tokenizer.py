@@ -63,6 +63,7 @@ class PretrainedTokenizer(Tokenizer):
         self._check_post_processor()
 
         content = json.loads(files[TOKENIZER_FILE])
+        _check_ids(content)
         self._is_byte_level = (content.get("decoder") or {}).get("type") == "ByteLevel"
         model = content["model"]
         unknown = model.get("unk_id")  # of Unigram; the others name it
@@ -115,6 +116,15 @@ class PretrainedTokenizer(Tokenizer):
         ValueError if the library fails on the text.
         """
         return self._encoded(text, pair, special=True)
+
+    def unknown_parts(self, text: str) -> list[str]:
+        """The parts of a text that become the unknown token, in order."""
+        if self._unknown is None or (not text.isprintable() and any("\ud800" <= c <= "\udfff" for c in text)):
+            return []  # a lone surrogate can't be encoded: `encode` says so
+        with _told("the tokenizers library failed on this text", "Shorten it, or get the tokenizer's file anew"):
+            encoding = self._library.encode(text, add_special_tokens=False)
+        pairs = zip(encoding.ids, encoding.offsets, strict=True)
+        return [text[first:last] for i, (first, last) in pairs if i == self._unknown]
 
     def encode_source(self, text: str) -> list[int]:
         """Ids of a source or prompt, with the special tokens of its training."""
@@ -204,6 +214,26 @@ class PretrainedTokenizer(Tokenizer):
                 raise ValueError(
                     f"{TOKENIZER_FILE} has a post_processor that adds the id {i}, which no token has. Get it anew."
                 )
+
+
+def _check_ids(content: Mapping[str, Any]) -> None:
+    """ValueError if a tokenizer.json gives one id to several tokens: what it encodes could not be decoded again."""
+    vocabulary = content["model"].get("vocab")
+    named = list(vocabulary.items()) if isinstance(vocabulary, dict) else []  # in a list the place is the id
+    tokens: dict[int, set[str]] = {}
+    for token, i in [*named, *((entry["content"], entry["id"]) for entry in content.get("added_tokens") or ())]:
+        tokens.setdefault(i, set()).add(token)
+    if isinstance(vocabulary, list):
+        for i in tokens.keys() & set(range(len(vocabulary))):
+            tokens[i].add(vocabulary[i][0])
+    twice = {i: sorted(names) for i, names in tokens.items() if len(names) > 1}
+    if twice:
+        told = "; ".join(f"{i} is {' and '.join(map(repr, names[:3]))}" for i, names in sorted(twice.items())[:5])
+        more = f", and {len(twice) - 5} more" if len(twice) > 5 else ""
+        raise ValueError(
+            f"{TOKENIZER_FILE} gives an id to more than one token: {told:.500}{more}. Each token needs an id of its "
+            "own: get the file anew."
+        )
 
 
 class _SpecialTokens:

@@ -1,14 +1,73 @@
-"""Time series as a dataset: windows of steps to look back at, and of steps to forecast."""
+"""Time series: what their kinds share (options, values, and the dataset of windows to look back at and to forecast)."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
-from transformer.data.configs import SeriesConfig
+from transformer.config import ConfigError
+from transformer.data.config import DataKind, check_whole
 from transformer.data.dataset import Batch, Dataset, fingerprint
-from transformer.data.sources import Series
+from transformer.data.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Series:
+    """A time series: `values` (steps, channels), `columns`, which name the channels, and in `splits` which steps each
+    split is to forecast, from the first up to and without the last.
+    """
+
+    values: np.ndarray
+    columns: tuple[str, ...]
+    splits: Mapping[str, tuple[int, int]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeriesConfig(DataKind):
+    """Options of every kind of time series: examples are windows of `context_length` steps that are looked back at and
+    `horizon` steps that are forecast, on the scale of the training steps.
+
+    Raises:
+        ConfigError: a number out of range, or not one mean and deviation for each column.
+    """
+
+    task: ClassVar[str] = "forecaster"
+
+    context_length: int = 512
+    """steps that are looked back at, as model.series.context_length"""
+    horizon: int = 96
+    """steps that are forecast, as model.series.horizon"""
+    columns: tuple[str, ...] = ()
+    """names of the channels, in order; none: all that hold numbers"""
+    mean: tuple[float, ...] = ()
+    """taken off each channel before the model sees it; none: the mean of the training steps"""
+    std: tuple[float, ...] = ()
+    """by which each channel is divided then; none: the standard deviation of the training steps"""
+    batch_size: int = 128
+    """windows in one step, over all devices and processes together"""
+    eval_batch_size: int = 256
+    """windows in one batch of evaluation"""
+
+    def __post_init__(self):
+        check_whole(self, "context_length", "horizon", "batch_size", "eval_batch_size")
+        if len(set(self.columns)) < len(self.columns):
+            raise ConfigError(f"columns must all be different, got {', '.join(self.columns)}.")
+        if len(self.mean) != len(self.std) or (self.mean and len(self.mean) != len(self.columns)):
+            raise ConfigError(
+                f"mean and std must be given together, one number for each of columns: got {len(self.mean)} and "
+                f"{len(self.std)} for {len(self.columns)} columns. Leave them out: they are computed."
+            )
+        if not all(std > 0 for std in self.std):
+            raise ConfigError(f"std must be above 0, got {', '.join(map(str, self.std))}.")
+
+    def prepare(self, tokenizer: Tokenizer | None = None) -> SeriesDataset:
+        """Return the dataset of the series; it has no use for a tokenizer. Raises as `DataKind.prepare`."""
+        del tokenizer
+        return SeriesDataset(self, self.read())
 
 
 def to_model(config: SeriesConfig, values: np.ndarray) -> np.ndarray:
@@ -31,8 +90,6 @@ class SeriesDataset(Dataset):
     Raises:
         ValueError: a split without a window, a channel that is constant in training, or scales for other channels.
     """
-
-    task = "forecaster"
 
     def __init__(self, config: SeriesConfig, series: Series):
         first, last = series.splits["train"]

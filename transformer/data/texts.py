@@ -1,14 +1,50 @@
-"""Running text as a dataset: windows of tokens."""
+"""Running text: what its kinds share (options, documents, and the dataset of windows of tokens)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
-from transformer.data.configs import TextConfig
+from transformer.data.config import CHARACTERS, DataKind, TokenizerConfig, check_whole
 from transformer.data.dataset import Batch, Dataset, Example, fingerprint, spread
 from transformer.data.tokenizer import Tokenizer
+from transformer.data.tokenizer_kinds import build_tokenizer
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Running text: documents by split, `splits`. With `separate`, an end token follows each document."""
+
+    splits: Mapping[str, Sequence[str]]
+    separate: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextConfig(DataKind):
+    """Options of every kind of running text: examples are windows of `sequence_length` tokens, to be continued."""
+
+    task: ClassVar[str] = "causal_lm"
+
+    sequence_length: int = 256
+    """tokens in one training window"""
+    batch_size: int = 32
+    """windows in one step, over all devices and processes together"""
+    eval_batch_size: int = 64
+    """windows in one batch of evaluation"""
+    tokenizer: TokenizerConfig = CHARACTERS
+    """how text becomes token ids"""
+
+    def __post_init__(self):
+        check_whole(self, "sequence_length", "batch_size", "eval_batch_size")
+
+    def prepare(self, tokenizer: Tokenizer | None = None) -> TextDataset:
+        """Return the dataset of the documents. Raises as `DataKind.prepare`."""
+        found = self.read()
+        tokenizer = tokenizer or build_tokenizer(self.tokenizer, found.splits["train"], found.splits["validation"])
+        return TextDataset(self, tokenizer, found.splits, found.separate)
 
 
 class TextDataset(Dataset):
@@ -17,8 +53,6 @@ class TextDataset(Dataset):
     Raises:
         ValueError: a training text shorter than a window, or a held-out one of less than 2 tokens.
     """
-
-    task = "causal_lm"
 
     def __init__(self, config: TextConfig, tokenizer: Tokenizer, splits: Mapping[str, Sequence[str]], separate: bool):
         self.config = config

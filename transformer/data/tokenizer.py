@@ -91,6 +91,10 @@ class Tokenizer(ABC):
         """`encode(normalize(text))`: what every source and prompt goes through, in training and afterwards."""
         return self.encode(self.normalize(text))
 
+    def unknown_parts(self, text: str) -> list[str]:
+        """The parts of a source or prompt that become the unknown token, in order; [] where there is no such token."""
+        return []
+
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode` of each, by several threads where the kind of tokenizer can."""
         return [self.encode(text) for text in texts]

@@ -11,7 +11,7 @@ from typing import Any
 from transformer.config import nearest
 from transformer.config.untrusted import parse_json, read_bounded
 from transformer.data.bpe import BPETokenizer
-from transformer.data.configs import TokenizerConfig
+from transformer.data.config import TokenizerConfig
 from transformer.data.tokenizer import FORMAT, SPECIAL_TOKENS, TOKENIZER_FILE, Tokenizer
 from transformer.data.vocabularies import ByteTokenizer, CharTokenizer, WordTokenizer
 

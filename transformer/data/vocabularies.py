@@ -70,6 +70,11 @@ class WordTokenizer(Tokenizer):
             )
         return [self._ids[word] for word in words]
 
+    def unknown_parts(self, text: str) -> list[str]:
+        """The words that become the unknown token, in order."""
+        words = self.normalize(text).split()
+        return [] if self.unk_id is None else [word for word in words if word not in self._ids]
+
     def decode(self, ids: Iterable[int]) -> str:
         """The words, one blank between them."""
         return " ".join(self.vocabulary[i] for i in self._entries(ids))

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from transformer.data.configs import DataConfig
+from transformer.data import DataConfig
 from transformer.nn.parameter_axes import axes_of
 from transformer.training.recipe import Recipe
 from transformer.training.state import example_inputs, initial_params

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from transformer.config import ConfigError
-from transformer.data.configs.common import shared_rows
+from transformer.data.config import shared_rows
 from transformer.nn.partitioning import platform as computed_on
 from transformer.nn.sharding import check_model, row_ways
 from transformer.training.chunked_loss import most_at_once

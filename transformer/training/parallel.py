@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from transformer.config import ConfigError
-from transformer.data.configs.common import shared_rows
+from transformer.data.config import shared_rows
 from transformer.nn.sharding import (
     batch_sharding,
     check_batch_sizes,

@@ -13,8 +13,8 @@ import flax.linen as nn
 
 from transformer.config import ConfigError, Execution, TransformerConfig
 from transformer.config.untrusted import parse_json, read_bounded
-from transformer.data.configs import PLACES, DataConfig
-from transformer.data.configs.common import shared_rows
+from transformer.data import PLACES, DataConfig
+from transformer.data.config import shared_rows
 from transformer.nn.sharding import ParallelConfig
 from transformer.training.lora import LoRA
 from transformer.training.serial import decode, encode, flatten

@@ -90,7 +90,7 @@ def _page(runs: Sequence[RunReport], charts: Sequence[tuple[Chart, list[Line]]],
         _recipes(runs),
     ]
     return (
-        '<!DOCTYPE html>\n<html lang="en">\n<meta charset="utf-8">\n'
+        '<!DOCTYPE html>\n<html lang="en">\n<meta charset="utf-8">\n<meta name="generator" content="transformer-zoo">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{escaped(title)}</title>\n<style>{_part('report_page.css')}</style>\n<body>\n"

@@ -31,6 +31,6 @@ def dress(axes: Axes, title: str, x: str, y: str = "") -> None:
 
 
 def save(figure: Figure, png_path: str | os.PathLike) -> None:
-    """Writes a PNG; makes the folder if it is not there."""
+    """Writes a PNG, whose metadata name this program; makes the folder if it is not there."""
     Path(png_path).parent.mkdir(parents=True, exist_ok=True)
-    FigureCanvasAgg(figure).print_png(os.fspath(png_path))
+    FigureCanvasAgg(figure).print_png(os.fspath(png_path), metadata={"Software": "transformer-zoo"})

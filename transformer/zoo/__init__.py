@@ -11,6 +11,7 @@ from transformer.zoo.pretrained import (
     find_variant,
     load_pretrained,
     save_pretrained,
+    verify,
 )
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "find_variant",
     "load_pretrained",
     "save_pretrained",
+    "verify",
     "with_equivalent",
     "with_plain_embeddings",
 ]

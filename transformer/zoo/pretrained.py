@@ -22,10 +22,12 @@ from transformer.data.pretrained_tokenizer import PretrainedTokenizer, load_pret
 from transformer.data.tokenizer import TOKENIZER_FILE
 from transformer.nn.sharding import AXES, check_model, parameter_spec
 from transformer.zoo.entries import ENTRIES, REFUSED
+from transformer.zoo.example import MAX_EXAMPLE_BYTES, compare_example, example_dtype, make_example
 from transformer.zoo.family import Family, Head, NoCounterpart, Variant, abstract_params, canonical, rename
 from transformer.zoo.fields import NEUTRAL
 from transformer.zoo.weights.files import WeightFiles, first_non_finite, write_weights
 from transformer.zoo.weights.hub import fetch
+from transformer.zoo.weights.integrity import INTEGRITY_FILE, checked, read_integrity, write_integrity
 from transformer.zoo.weights.loading import (
     check_complete,
     load_params,
@@ -114,11 +116,23 @@ def load_pretrained(
 
     Raises:
         FileNotFoundError: no such directory.
-        ValueError: a config.json, tensors or a tokenizer that are damaged, unsafe, incomplete or not understood; all
-            that is wrong is listed, and nothing is loaded.
+        ValueError: a config.json, tensors or a tokenizer that are damaged, unsafe, incomplete or not understood, or
+            that are not as `save_pretrained` wrote them; all that is wrong is listed, and nothing is loaded.
     """
     variant = find_variant(str(source)) if not Path(source).is_dir() else None
     directory = fetch(source if variant is None else variant[1].hub, revision)
+    with checked(directory):
+        return _load(directory, dtype, mesh, architecture, ignore_fields, execution)
+
+
+def _load(
+    directory: Path,
+    dtype: str | None,
+    mesh: Mesh | None,
+    architecture: str | None,
+    ignore_fields: Sequence[str],
+    execution: Execution,
+) -> Pretrained:
     files = plain_files(WeightFiles(directory))
     values = {name: value for name, value in files.config.items() if name not in ignore_fields}
     family = find_family(values)
@@ -138,6 +152,28 @@ def load_pretrained(
     generation = files.json("generation_config.json") or files.config
     params = _read_params(files, family, name, model, mesh)
     return Pretrained(model, params, family, name, files.config, directory, tokenizer, generation)
+
+
+def verify(directory: str | os.PathLike) -> float:
+    """Loads a directory that `save_pretrained` wrote, which compares its files with their checksums, and compares the
+    logits of its example with those that it had then.
+
+    Returns:
+        The largest difference of a logit, as a share of the largest of them.
+
+    Raises:
+        ConfigError: a directory without an example.
+        WeightsError: files that have changed, or logits that differ by more than the tolerance of their dtype.
+    """
+    values = read_integrity(directory)
+    example = None if values is None else values.get("example")
+    if example is None:
+        raise ConfigError(
+            f"{directory} has no expected logits to compare with. They are in {INTEGRITY_FILE} of directories that "
+            f"transformer.save or `convert` wrote, of models with at most {MAX_EXAMPLE_BYTES // 2**30} GiB."
+        )
+    loaded = load_pretrained(directory, dtype=example_dtype(directory, example))
+    return compare_example(directory, example, loaded.model, loaded.params)
 
 
 def _is_untied(files: WeightFiles, family: Family, head: Head) -> bool:
@@ -233,7 +269,8 @@ def choose_family(model: nn.Module, family: str | None = None) -> tuple[Family, 
     """The family, architecture and config.json that say what this model is; of several, the first in `ENTRIES`.
 
     Raises:
-        ConfigError: none does; for the one that comes nearest, the fields that have no counterpart there.
+        NoCounterpart: none does; for the one that comes nearest, the fields that have no counterpart there.
+        ConfigError: an unknown family, or one without models of this kind.
     """
     if family is not None and family not in ENTRIES:
         raise ConfigError(f"there is no family {family!r}.{nearest(family, ENTRIES)} There are {', '.join(ENTRIES)}.")
@@ -266,6 +303,9 @@ def save_pretrained(
     max_shard_bytes: int = 5 * 2**30,
 ) -> Path:
     """Writes config.json, safetensors and perhaps the tokenizer, as the rest of the world reads them; gives the path.
+
+    Beside them, integrity.json has the checksums of the files, which `load_pretrained` compares, and the logits of a
+    short input, which `verify` compares.
 
     Args:
         params: without the outer "params".
@@ -307,4 +347,5 @@ def save_pretrained(
     write_weights(directory, values, saved_tensors(links, params), max_shard_bytes=max_shard_bytes)
     if tokenizer is not None:
         tokenizer.save(directory)
+    write_integrity(directory, make_example(model, params, values["dtype"]))
     return Path(directory)

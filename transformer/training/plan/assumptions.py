@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 from transformer.config import ConfigError
-from transformer.data.configs import NumberWords, PairConfig
+from transformer.data import NumberWords
+from transformer.data.pairs import PairConfig
 from transformer.training.flops import batch_rows
 from transformer.training.recipe import Recipe
 from transformer.training.tasks import TASKS

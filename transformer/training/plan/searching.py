@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from transformer.config import ConfigError, Remat
-from transformer.data.configs.common import shared_rows
+from transformer.data.config import shared_rows
 from transformer.nn.sharding import AXES, check_batch_sizes, check_model, parameter_spec, row_ways
 from transformer.training.flops import batch_field, batch_rows, step_flops, step_tokens
 from transformer.training.memory import GIB, logit_bytes

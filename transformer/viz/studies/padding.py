@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from transformer.data.buckets import bucket_bounds
+from transformer.data.kinds.number_words import training_numbers, words
 from transformer.data.local_files import read_lines
-from transformer.data.number_words import training_numbers, words
 
 SEQUENCES = 4_096
 """number words that are drawn; of a longer file, so many lines are drawn times four"""

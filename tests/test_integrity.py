@@ -1,0 +1,229 @@
+"""Saved directories: whatever is changed in them later is one error, and what computes them otherwise, too."""
+
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import pytest
+from golden import case as golden_case
+from golden import ours
+
+import transformer.nn.layers
+from transformer.__main__ import main
+from transformer.config import ConfigError, TransformerConfig
+from transformer.inference import load
+from transformer.nn.models import CausalLM
+from transformer.zoo import build, load_pretrained, save_pretrained, verify
+from transformer.zoo.example import MAX_EXAMPLE_BYTES, TOLERANCES, make_example
+from transformer.zoo.weights import WeightFiles, WeightsError
+from transformer.zoo.weights.integrity import INTEGRITY_FILE, read_integrity
+
+SQUARE = "transformer.h.0.attn.c_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A tiny GPT-2 in two shards, with a tokenizer, as `save_pretrained` leaves it."""
+    place = tmp_path_factory.mktemp("saved")
+    loaded = load_pretrained(ours.write(place / "theirs", golden_case.golden("gpt2")["lm"]))
+    tokenizer = letters(loaded.model.config.vocab_size)
+    save_pretrained(loaded.model, loaded.params, place / "ours", tokenizer=tokenizer, max_shard_bytes=4000)
+    return place / "ours"
+
+
+def letters(size):
+    """A tokenizer of this many entries."""
+    from transformer.data.tokenizer_files import as_pretrained
+    from transformer.data.vocabularies import CharTokenizer
+
+    return as_pretrained(CharTokenizer([chr(ord("A") + i) for i in range(size - 3)]))
+
+
+@pytest.fixture
+def directory(saved, tmp_path):
+    return shutil.copytree(saved, tmp_path / "model")
+
+
+def transpose(directory):
+    """The bytes of a square matrix, in their place."""
+    files = WeightFiles(directory)
+    info, matrix = files.tensors[SQUARE], files.read(SQUARE)
+    assert matrix.shape[0] == matrix.shape[1]
+    with (directory / info.file.name).open("r+b") as stream:
+        stream.seek(info.offset)
+        stream.write(matrix.T.tobytes())
+
+
+def flip_a_bit(directory):
+    path = sorted(directory.glob("*.safetensors"))[-1]
+    content = bytearray(path.read_bytes())
+    content[-2] ^= 1
+    path.write_bytes(content)
+
+
+def change_heads(directory):
+    path = directory / "config.json"
+    values = json.loads(path.read_text())
+    values["n_head"] *= 2
+    path.write_text(json.dumps(values, indent=2) + "\n")
+
+
+CHANGES = {
+    "a transposed matrix": (transpose, r"model-\d+-of-\d+.safetensors has changed"),
+    "a flipped bit": (flip_a_bit, r"model-\d+-of-\d+.safetensors has changed: expected SHA-256 \w{64}, got \w{64}"),
+    "other heads": (change_heads, "config.json has changed"),
+    "a missing shard": (lambda d: sorted(d.glob("*.safetensors"))[0].unlink(), r"model-00001-of-\d+.* is missing"),
+    "a missing tokenizer": (lambda d: (d / "tokenizer.json").unlink(), "tokenizer.json is missing"),
+    "another tokenizer": (
+        lambda d: (d / "tokenizer.json").write_text((d / "tokenizer.json").read_text().replace('"B"', '"b"')),
+        "tokenizer.json has changed",
+    ),
+    "half of a file": (
+        lambda d: sorted(d.glob("*.safetensors"))[0].write_bytes(sorted(d.glob("*.safetensors"))[0].read_bytes()[:99]),
+        r"model-00001-of-\d+.safetensors has changed",
+    ),
+    "weights beside them": (
+        lambda d: shutil.copy(sorted(d.glob("*.safetensors"))[0], d / "model.safetensors"),
+        "model.safetensors has no checksum",
+    ),
+    "a folder in place of a file": (
+        lambda d: ((d / "tokenizer.json").unlink(), (d / "tokenizer.json").mkdir()),
+        "tokenizer.json cannot be read",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_was_changed_is_one_error_that_names_the_file(directory, name):
+    change, message = CHANGES[name]
+    change(directory)
+    with pytest.raises(WeightsError, match=message) as error:
+        load(directory)
+    assert f"delete {directory / INTEGRITY_FILE} to accept them as they are" in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["a transposed matrix", "a flipped bit", "other heads"])
+def test_without_the_file_what_was_changed_loads_as_it_is(directory, name):
+    """So that each of these is found by nothing else."""
+    CHANGES[name][0](directory)
+    (directory / INTEGRITY_FILE).unlink()
+    load(directory)
+
+
+def test_what_was_not_changed_loads_in_every_way(directory):
+    from transformer.nn.sharding import make_mesh
+
+    (directory / "generation_config.json").write_text("{}")  # a file more
+    for options in ({}, {"dtype": "bfloat16"}, {"mesh": make_mesh({"fsdp": 2, "data": -1})}):
+        load(directory, **options)
+    load(directory, architecture="GPT2LMHeadModel", ignore_fields=["resid_pdrop"])
+
+
+def test_it_lists_all_files_and_other_programs_see_one_more_json(saved):
+    values = read_integrity(saved)
+    assert values["files"].keys() == {path.name for path in saved.iterdir()} - {INTEGRITY_FILE}
+    assert {"config.json", "tokenizer.json", "model.safetensors.index.json"} < values["files"].keys()
+    assert len((saved / INTEGRITY_FILE).read_bytes()) < 10_000
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda values: values.pop("format"), "format must be 1, got None"),
+        (lambda values: values.update(files=[]), r"files must be an object with names and checksums, got \[\]"),
+        (lambda values: values["files"].update({"../x": "0" * 64}), "files must name files of the directory"),
+        (lambda values: values["files"].update({"config.json": "0"}), "config.json must be 64 hexadecimal digits"),
+        (lambda values: values.update(example=3), "example must be an object, got 3"),
+    ],
+)
+def test_a_damaged_file_of_checksums_is_an_error(directory, change, message):
+    values = read_integrity(directory)
+    change(values)
+    (directory / INTEGRITY_FILE).write_text(json.dumps(values))
+    with pytest.raises(WeightsError, match=message):
+        load(directory)
+
+
+@pytest.mark.parametrize("text", ["", "[", "[]", '{"format": 1, "format": 1}'])
+def test_what_is_no_json_object_is_an_error(directory, text):
+    (directory / INTEGRITY_FILE).write_text(text)
+    with pytest.raises(WeightsError, match=r"integrity.json cannot be read"):
+        load(directory)
+
+
+FAMILIES = {"gpt2": "lm", "bart": "lm", "vit": "classifier", "patchtst": "forecast", "whisper": "lm", "bert": "lm"}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_logits_are_those_that_were_saved(tmp_path, family):
+    case = next(iter(golden_case.cases(family)))
+    loaded = load_pretrained(ours.write(tmp_path / "theirs", golden_case.golden(family)[case]))
+    save_pretrained(loaded.model, loaded.params, tmp_path / "ours", family=family)
+    assert verify(tmp_path / "ours") < 1e-6
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_has_a_tolerance_of_its_own(saved, tmp_path, dtype, capsys):
+    assert main(["convert", str(saved), str(tmp_path / "half"), "--dtype", dtype, "--verify"]) == 0
+    assert "files unchanged, logits within" in capsys.readouterr().out
+    assert read_integrity(tmp_path / "half")["example"]["tolerance"] == TOLERANCES[dtype] > TOLERANCES["float32"]
+
+
+def test_other_numerics_are_found(directory, monkeypatch, capsys):
+    assert main(["convert", str(directory), "--verify"]) == 0
+    assert "logits within 0" in capsys.readouterr().out
+    monkeypatch.setitem(transformer.nn.layers.ACTIVATIONS, "gelu_tanh", jax.nn.relu)
+    assert main(["convert", str(directory), "--verify"]) == 2
+    assert "differ from those in integrity.json: at place" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dtype": "int8"}, "dtype must be one of float32, bfloat16, float16, got 'int8'"),
+        ({"inputs": []}, r"inputs must be 1, got \[\]"),
+        ({"inputs": [{"tokens": [10**6]}]}, "tokens must be at most 8 numbers below"),
+        ({"places": [10**9], "logits": [1.0]}, r"places must be below \d+, got 1000000000"),
+        ({"places": [-1], "logits": [1.0]}, "places must be a list of whole numbers"),
+        ({"logits": ["a"]}, r"logits must be \d+ numbers"),
+    ],
+)
+def test_an_example_that_can_not_be_is_an_error(directory, changes, message):
+    values = read_integrity(directory)
+    values["example"] |= changes
+    (directory / INTEGRITY_FILE).write_text(json.dumps(values))
+    with pytest.raises(WeightsError, match=message):
+        verify(directory)
+
+
+def test_a_directory_without_expected_logits_can_not_be_verified(directory, tmp_path, capsys):
+    (directory / INTEGRITY_FILE).unlink()
+    with pytest.raises(ConfigError, match="has no expected logits to compare with"):
+        verify(directory)
+    assert main(["convert", str(tmp_path / "nowhere"), "--verify"]) == 2
+    assert main(["convert", str(directory)]) == 2
+    assert "OUT is missing, the directory to write" in capsys.readouterr().err
+
+
+def test_a_large_model_is_saved_without_expected_logits():
+    like = {"embedding": jax.ShapeDtypeStruct((MAX_EXAMPLE_BYTES // 4 + 1,), jnp.float32)}
+    assert make_example(build("gpt2"), jax.tree.map(Sized, like), "float32") is None
+
+
+class Sized:
+    """What is asked of a parameter: its bytes."""
+
+    def __init__(self, like):
+        self.nbytes = like.size * like.dtype.itemsize
+
+
+def test_a_model_of_few_positions_is_saved(tmp_path):
+    config = TransformerConfig(
+        vocab_size=5, d_model=4, num_layers=1, num_heads=1, position="learned", max_length=3, scale_embeddings=False
+    )
+    model = CausalLM(config)
+    params = model.init(jax.random.key(0), jnp.zeros((1, 1), int))["params"]
+    save_pretrained(model, params, tmp_path / "out")
+    assert len(read_integrity(tmp_path / "out")["example"]["inputs"][0]["tokens"]) == 3
+    assert verify(tmp_path / "out") < 1e-6

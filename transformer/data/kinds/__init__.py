@@ -1,0 +1,50 @@
+"""The registry of kinds of data: one file per kind, with its options, how it is read and where it comes from."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Union
+
+from transformer.data.config import DataKind
+from transformer.data.kinds.digits import Digits
+from transformer.data.kinds.etth1 import ETTh1
+from transformer.data.kinds.image_file import ImageFile
+from transformer.data.kinds.json_lines import JsonLines
+from transformer.data.kinds.labeled_text import LabeledText
+from transformer.data.kinds.masked_text import MaskedText
+from transformer.data.kinds.multi30k import Multi30k
+from transformer.data.kinds.number_words import NumberWords
+from transformer.data.kinds.parallel_text import ParallelText
+from transformer.data.kinds.series_file import SeriesFile
+from transformer.data.kinds.sst2 import SST2, MaskedSST2, SST2Sentences
+from transformer.data.kinds.text_file import TextFile
+from transformer.data.kinds.tfds_translation import TFDSTranslation
+from transformer.data.kinds.tiny_shakespeare import TinyShakespeare
+
+DATA: dict[str, type[DataKind]] = {
+    "number_words": NumberWords,
+    "tiny_shakespeare": TinyShakespeare,
+    "text_file": TextFile,
+    "json_lines": JsonLines,
+    "parallel_text": ParallelText,
+    "multi30k": Multi30k,
+    "tfds_translation": TFDSTranslation,
+    "labeled_text": LabeledText,
+    "sst2": SST2,
+    "sst2_sentences": SST2Sentences,
+    "masked_text": MaskedText,
+    "masked_sst2": MaskedSST2,
+    "etth1": ETTh1,
+    "series_file": SeriesFile,
+    "digits": Digits,
+    "image_file": ImageFile,
+}
+"""Every kind of data by its name in recipe.json."""
+
+DataConfig = Union[tuple(DATA.values())]  # noqa: UP007 - made from the registry
+"""What the field `data` of a recipe may be."""
+
+PLACES = frozenset(
+    field.name for kind in DATA.values() for field in dataclasses.fields(kind) if field.name.endswith(("path", "dir"))
+)
+"""Fields that name files and folders. They may differ between calls of a run: the fingerprint identifies the data."""

@@ -1,0 +1,228 @@
+"""Datasets that TFDS prepares and keeps: their description, their records, and the errors of preparing them."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+def data_dir(folder: str | None) -> Path:
+    """Return the directory in which TFDS keeps prepared data: the given one, $TFDS_DATA_DIR or the default of TFDS."""
+    return Path(folder or os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets").expanduser()
+
+
+@dataclass(frozen=True)
+class Download:
+    """A file that a dataset is made of. Only a file with this SHA-256 is accepted."""
+
+    url: str
+    """where it is downloaded from"""
+    size: int
+    """bytes"""
+    sha256: str
+    """hexadecimal digest of the content"""
+    filename: str
+    """its name in a folder that the user names with `manual_dir`"""
+
+    def __str__(self):
+        return f"the file {self.filename} ({self.size:,} bytes, SHA-256 {self.sha256}) from {self.url}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """A dataset that is prepared once and kept in files: TFDS writes it in the array_record format and reads it without
+    TensorFlow. This class describes it in plain Python, so that a kind of data imports nothing of TFDS.
+    """
+
+    name: str
+    """folder of the dataset in the data directory"""
+    description: str
+    """one sentence, kept beside the data"""
+    homepage: str | None = None
+    """address of the authors' page, kept beside the data"""
+    features: Callable[[Any], Mapping[str, Any]]
+    """module `tensorflow_datasets.features` -> features of a record, by name"""
+    examples: Callable[[Mapping[str, Path]], Mapping[str, Iterable[tuple[int | str, Mapping[str, Any]]]]]
+    """downloaded files by filename -> (key, record) pairs by split; TFDS orders the records of a split by their keys"""
+    downloads: tuple[Download, ...] = ()
+    """files that preparing needs"""
+    variant: str | None = None
+    """subfolder of this variant, where a dataset has several"""
+    version: str = "1.0.0"
+    """subfolder of this version; a new one is prepared anew"""
+
+    def records(self, folder: str | None = None, manual_dir: str | None = None) -> dict[str, list[dict]]:
+        """Return all records by split; prepare them first if they are not in `folder` (see `data_dir`).
+
+        Args:
+            folder: the directory that contains prepared datasets.
+            manual_dir: a folder that contains the downloads, for a machine without network.
+
+        Raises:
+            FileNotFoundError: `manual_dir` lacks a file.
+            ValueError: a file has other content than expected.
+            OSError: no network, or no room.
+        """
+        if manual_dir is not None:
+            for file in self.downloads:
+                check_manual_file(Path(manual_dir).expanduser(), file)
+        place = data_dir(folder)
+        builder, prepared = self._builder(place)
+        if not prepared:
+            if self.downloads and manual_dir is None:
+                _check_reachable(self.downloads)
+            import tensorflow_datasets as tfds
+
+            settings = tfds.download.DownloadConfig(manual_dir=manual_dir, try_download_gcs=False)
+            try:
+                with _quiet():
+                    builder.download_and_prepare(download_config=settings)
+            except OSError as error:
+                builder, prepared = self._builder(place)
+                if not prepared:  # else another process of the run, or another run, was done first
+                    raise OSError(
+                        f"can't prepare {self.name} in {place}: {error}. Name a folder that can be "
+                        "written (--data.data-dir)."
+                    ) from error
+        try:
+            return _read(builder)
+        except Exception as error:
+            raise ValueError(_unreadable(builder.data_path, error)) from error
+
+    def _builder(self, place: Path) -> tuple[Any, bool]:
+        """Return the builder of TFDS for a data directory, and whether its data is already there."""
+        import tensorflow_datasets as tfds
+
+        config = None if self.variant is None else tfds.core.BuilderConfig(name=self.variant)
+        builder_class = _builder_class(self)
+        try:
+            with _quiet():
+                builder = builder_class(data_dir=place, config=config, file_format="array_record")
+                return builder, builder.is_prepared()
+        except Exception as error:  # damaged files make TFDS raise any kind of exception
+            raise ValueError(_unreadable(place / self.name, error)) from error
+
+
+def _builder_class(prepared: Prepared) -> type:
+    """Return the class that TFDS wants for a dataset."""
+    import tensorflow_datasets as tfds
+
+    features = dict(prepared.features(tfds.features))
+
+    class Builder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
+        name = prepared.name
+        VERSION = tfds.core.Version(prepared.version)
+        url_infos = {  # noqa: RUF012 - a class attribute of TFDS
+            file.url: tfds.download.checksums.UrlInfo(
+                size=tfds.core.utils.Size(file.size), checksum=file.sha256, filename=file.filename
+            )
+            for file in prepared.downloads
+        }
+        _generate_examples = None  # abstract in TFDS; _split_generators returns the examples themselves
+
+        def _info(self) -> tfds.core.DatasetInfo:
+            return tfds.core.DatasetInfo(
+                builder=self,
+                description=prepared.description,
+                features=tfds.features.FeaturesDict(features),
+                homepage=prepared.homepage,
+            )
+
+        def _split_generators(self, dl_manager: tfds.download.DownloadManager) -> dict[str, Iterable]:
+            files = dl_manager.download({file.filename: file.url for file in prepared.downloads})
+            return dict(prepared.examples({name: Path(path) for name, path in files.items()}))
+
+    return Builder
+
+
+def _read(builder: Any) -> dict[str, list[dict]]:
+    """Return all records by split. TFDS decodes every kind of feature; if all are texts and integers, reading them from
+    its tf.train.Example takes a quarter of the time.
+    """
+    import tensorflow_datasets as tfds
+    from tensorflow_datasets.proto import tf_example_pb2
+
+    kinds = {name: _plain(feature) for name, feature in builder.info.features.items()}
+    how = tfds.decode.DeserializeMethod
+    decoded = None in kinds.values()
+    sources = builder.as_data_source(deserialize_method=how.DESERIALIZE_AND_DECODE if decoded else how.RAW_BYTES)
+    found = {split: source.__getitems__(list(range(len(source)))) for split, source in sources.items()}
+    if decoded:
+        return found
+
+    def record(raw: bytes) -> dict:
+        values = tf_example_pb2.Example.FromString(raw).features.feature
+        return {name: getattr(values[name], kind).value[0] for name, kind in kinds.items()}
+
+    return {split: list(map(record, rows)) for split, rows in found.items()}
+
+
+def _plain(feature: Any) -> str | None:
+    """Return the field of a tf.train.Example that contains a value of this feature; None if TFDS must decode it."""
+    from tensorflow_datasets import features
+
+    if isinstance(feature, features.Text) and feature.shape == ():  # one with an encoder of its own has ids
+        return "bytes_list"
+    if isinstance(feature, features.Scalar) and np.issubdtype(feature.np_dtype, np.integer):
+        return "int64_list"
+    return None
+
+
+def _unreadable(place: os.PathLike, error: Exception) -> str:
+    return (
+        f"the prepared data in {place} can't be read: {str(error).strip()[:200]}. Delete that folder (the next run "
+        "prepares it anew), or name another one (--data.data-dir)."
+    )
+
+
+def _check_reachable(downloads: Sequence[Download]) -> None:
+    """Raise OSError, with what to do, if the first file can't be reached: TFDS would retry for minutes."""
+    import requests
+
+    url = downloads[0].url
+    try:
+        requests.head(url, timeout=20, allow_redirects=True).raise_for_status()
+    except requests.RequestException as error:
+        listed = "; ".join(map(str, downloads))
+        raise OSError(
+            f"can't download {url} ({type(error).__name__}). Without network: put {listed} into a folder of your "
+            "choice and name the folder with --data.manual-dir FOLDER."
+        ) from error
+
+
+def check_manual_file(folder: Path, file: Download) -> None:
+    """Raise FileNotFoundError or ValueError unless the folder contains the file, with the content expected."""
+    path = folder / file.filename
+    if not path.is_file():
+        raise FileNotFoundError(f"no file {path}. Put {file} there (--data.manual-dir {folder}).")
+    content = path.read_bytes()
+    sha256 = hashlib.sha256(content).hexdigest()
+    if sha256 != file.sha256:
+        raise ValueError(
+            f"{path} is not the file expected: got {len(content):,} bytes, SHA-256 {sha256}. Put {file} there."
+        )
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence TFDS, which prints to stdout, draws progress bars and warns about every configuration."""
+    import tensorflow_datasets as tfds
+
+    tfds.disable_progress_bar()
+    logger = logging.getLogger("absl")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            yield
+    finally:
+        logger.setLevel(level)
