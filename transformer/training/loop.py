@@ -244,8 +244,8 @@ def train(
             summary = report(recipe, model, params, dataset, summary, stopping)
             if summary.measures:
                 writer.write(step, summary.measures)
-            if recipe.task == "forecaster" and not stopping():
-                draw_forecasts(recipe, model, params, dataset, own / "forecasts.png")
+            if (picture := TASKS[recipe.task].picture) and not stopping():
+                draw_forecasts(recipe, model, params, dataset, own / picture)
         writer.flush()
         if step >= min(recipe.logging.every, steps):
             from transformer.viz.curves import loss_curve  # matplotlib takes a while: not before the first step

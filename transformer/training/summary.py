@@ -156,9 +156,10 @@ def render(summary: Summary) -> str:
     lines.append(f"speed: {summary.tokens_per_s:,.0f} {what}/s while training")
     lines.append(f"loss curve: {workdir / 'loss.png'}   checkpoints: {workdir / 'checkpoints'}")
     lines.append("try it:")
-    verb, option = ("classify", "--text") if summary.task == "classifier" else ("generate", "--prompt")
-    verb, prompt = (verb, f" {option} {shlex.quote(summary.prompt)}") if summary.prompt else ("evaluate", "")
-    lines.append(f"  {program(verb)} {shlex.quote(str(workdir))}{prompt}")
+    try_it, words = TASKS[summary.task].try_it, ["evaluate", str(workdir)]
+    if summary.prompt and try_it is not None:
+        words = [try_it[0], str(workdir), try_it[1], summary.prompt]
+    lines.append(f"  {program(words[0])} {shlex.join(words[1:])}")
     return "\n".join(lines)
 
 
