@@ -9,7 +9,8 @@ import pytest
 
 from transformer.config import Execution, LayerKind, MoE, TransformerConfig
 from transformer.training import TrainingConfig
-from transformer.training.tasks import TASKS, training_loss
+from transformer.training.objectives import training_loss
+from transformer.training.tasks import TASKS
 
 VOCABULARY, ROW = 17, 13
 LENGTHS = (7, 5, 11, 2, 6, 4)

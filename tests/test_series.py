@@ -29,7 +29,7 @@ from transformer.training.evaluation import evaluate_loss
 from transformer.training.flops import step_flops
 from transformer.training.loop import train
 from transformer.training.losses import absolute_error, squared_error
-from transformer.training.numbers import persistence
+from transformer.training.numbers import baseline_errors
 from transformer.training.parallel import place
 from transformer.training.plan.measuring import made_up_batch
 from transformer.training.recipe import from_json, to_json
@@ -37,6 +37,7 @@ from transformer.training.runs import WorkdirError, load_run, open_run
 from transformer.training.start import Start
 from transformer.training.step import make_eval_step
 from transformer.training.summary import read_summary
+from transformer.training.tasks import Forecasting
 
 STEPS, CONTEXT, HORIZON = 120, 12, 5
 
@@ -258,7 +259,7 @@ def test_the_summary_tells_the_test_beside_the_baseline(trained):
     windows = data._assemble("test", np.arange(data._size("test")))
     errors = windows["values"][:, -1:] - windows["targets"]
     assert summary.baseline.loss == pytest.approx((errors**2).mean())
-    assert persistence(batches).mae == pytest.approx(np.abs(errors).mean())
+    assert baseline_errors(Forecasting.baseline, batches).mae == pytest.approx(np.abs(errors).mean())
     lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     assert {"eval/loss", "eval/mae"} <= set().union(*lines)
     assert [line["test/mae"] for line in lines if "test/mae" in line] == [summary.held_out.mae]
@@ -348,6 +349,6 @@ def test_etth1_is_split_as_in_the_literature(test_data, tmp_path):
         prepare(dataclasses.replace(config, columns=("OIL",)))
     assert [data._size(split) for split in data.splits] == [8033, 2785, 2785]
     assert data.config.columns == ("HUFL", "HULL", "MUFL", "MULL", "LUFL", "LULL", "OT")
-    baseline = persistence(data.eval_batches("test"))
+    baseline = baseline_errors(Forecasting.baseline, data.eval_batches("test"))
     # Zeng et al. 2022, arXiv 2205.13504, table 2, "Repeat": 1.295 and 0.713
     assert (baseline.loss, baseline.mae) == pytest.approx((1.295, 0.713), abs=1e-3)

@@ -191,6 +191,16 @@ def test_every_character_can_be_drawn(tmp_path, figures):
     assert shown[6:] == ["⇥", "é" * 15 + "…"]
 
 
+def test_very_many_pictures_are_refused_before_one_is_drawn(tmp_path, figures):
+    words = [f"w{i}" for i in range(200)]
+    maps = [random_map(heads=2, queries=200, keys=200)] * 10
+    message = r"30 pictures of \d+ million pixels together are too many to draw: expected at most 200 million.*--html"
+    with pytest.raises(ValueError, match=message):
+        save_attention_maps(maps, tmp_path / "new", target=words)
+    assert not figures
+    assert not (tmp_path / "new").exists()
+
+
 def test_too_few_words_are_refused(tmp_path):
     with pytest.raises(ValueError, match="has 5 queries and 5 keys, but there are 2 and 2 words"):
         save_attention_maps([random_map()], tmp_path, target=["a", "b"])

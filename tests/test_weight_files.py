@@ -242,6 +242,15 @@ def test_an_index_names_files_of_its_directory(tmp_path, name):
     fault(put_index(tmp_path / "x", {"a": name}), "must be in a .safetensors file of the directory, got")
 
 
+def test_an_index_of_very_many_files_is_refused_before_any_is_opened(tmp_path, monkeypatch):
+    def opened(*given):
+        raise AssertionError(given)
+
+    monkeypatch.setattr("transformer.zoo.weights.files.read_header", opened)
+    index = {f"t{i}": f"{i}.safetensors" for i in range(4097)}
+    fault(put_index(tmp_path, index), r"index\.json: expected at most 4,096 files, got 4,097\.$")
+
+
 def test_an_index_and_its_shards_must_agree(tmp_path):
     one, two = file_of({"a": entry()}), file_of({"a": entry(offsets=(0, 24))})
     three = file_of({"b": entry(), "extra": entry(offsets=(24, 48))}, 48)

@@ -119,26 +119,34 @@ def _message(error: BaseException) -> str:
     if isinstance(error, OSError) and error.errno is not None and error.strerror:
         return _of_system(error)
     if isinstance(error, ModuleNotFoundError) and error.name and not error.name.startswith("transformer"):
-        package = error.name.partition(".")[0]
-        extra = "pip install 'transformer-zoo[train]'"
-        if bundled().name == "configs":  # a checkout
-            extra = "`make setup`, or pip install -e '.[train]', in the folder of this project"
-        return f"the package {package} is not installed. Install what this needs: {extra}."
-    if isinstance(error, ImportError) and any(sign in text for sign in _UNMAPPED):
-        return (
-            f"out of memory while loading a library ({_first_line(text)}). Free some memory, or raise the limit: "
-            "ulimit -v unlimited"
-        )
-    if isinstance(error, RuntimeError) and text == "can't start new thread":
-        return "the system refuses another thread. Raise the limits: ulimit -u unlimited, ulimit -v unlimited"
-    if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in text:
-        first = _first_line(text)
-        return f"out of memory{first and f' ({first})'}. Use a smaller batch or model, or fewer prompts at once."
+        return _not_installed(error.name.partition(".")[0])
+    if (shortage := _shortage(error, text)) is not None:
+        return shortage
     if isinstance(error, _BAD_INPUT) or (text and type(error).__module__.partition(".")[0] == "transformer"):
         return text or f"{type(error).__name__} without a message; --debug shows where"
     if isinstance(error, RuntimeError | OSError | ArithmeticError) and text and not isinstance(error, _MISTAKES):
         return _first_line(text)
     return f"{type(error).__name__}: {_first_line(text)} (a fault of this program: --debug shows where)"
+
+
+def _not_installed(package: str) -> str:
+    extra = "pip install 'transformer-zoo[train]'"
+    if bundled().name == "configs":  # a checkout
+        extra = "`make setup`, or pip install -e '.[train]', in the folder of this project"
+    return f"the package {package} is not installed. Install what this needs: {extra}."
+
+
+def _shortage(error: BaseException, text: str) -> str | None:
+    """What to say of an error that means too little memory or too few threads; None for another error."""
+    first = _first_line(text)
+    if isinstance(error, ImportError) and any(sign in text for sign in _UNMAPPED):
+        remedy = "Free some memory, or raise the limit: ulimit -v unlimited"
+        return f"out of memory while loading a library ({first}). {remedy}"
+    if isinstance(error, RuntimeError) and text == "can't start new thread":
+        return "the system refuses another thread. Raise the limits: ulimit -u unlimited, ulimit -v unlimited"
+    if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in text:
+        return f"out of memory{first and f' ({first})'}. Use a smaller batch or model, or fewer prompts at once."
+    return None
 
 
 def _in_start_of_jax(error: BaseException) -> bool:

@@ -54,8 +54,10 @@ def main(arguments: Sequence[str]) -> None:
     from transformer.data import prepare
     from transformer.nn.kernels import anywhere
     from transformer.training.evaluation import compiled_eval_step, evaluate_loss
+    from transformer.training.tasks import TASKS
 
-    if run.recipe.task != "seq2seq" and (command.examples, command.beam_size, command.alpha) != (None, None, None):
+    translates = TASKS[run.recipe.task].source
+    if not translates and (command.examples, command.beam_size, command.alpha) != (None, None, None):
         raise ConfigError(
             f"{command.directory} translates nothing: --examples, --beam-size and --alpha are for pairs. Leave them "
             f"out."
@@ -73,7 +75,7 @@ def main(arguments: Sequence[str]) -> None:
     recipe = dataclasses.replace(run.recipe, execution=anywhere(run.recipe.execution))  # of training's, maybe elsewhere
     result = evaluate_loss(compiled_eval_step(recipe), run.params, dataset.eval_batches(split))
     values, lines = {"exact_match": {}}, []
-    if run.recipe.task == "seq2seq" and command.examples != 0:
+    if translates and command.examples != 0:
         values, lines = _translations(command, run, dataset, split, beam)
     measures, told = result.measures, str(result)
     if result.accuracy is not None:

@@ -54,7 +54,7 @@ def main(arguments: Sequence[str]) -> None:
     shown = {_name(run): run}
     if command.compare is not None:
         shown = _side_by_side(command, run, text, labels)
-    sown = [_watch(one, text, for_page=command.html is not None) for one in shown.values()]
+    sown = [_watch(one, text) for one in shown.values()]
     if not sown[0] and (command.html is not None or not command.sizes):
         raise ConfigError(
             f"no layer of the model in {command.directory} attends to anything: there is nothing to draw. "
@@ -215,7 +215,7 @@ def _reference(run: Opened) -> Any:
     return run.model.clone(execution=execution)
 
 
-def _watch(run: Opened, text: _Text, *, for_page: bool) -> Any:
+def _watch(run: Opened, text: _Text) -> Any:
     """What attention sows when a model reads the text's rows (1, T); nothing when no layer attends. ValueError: more
     than a page can hold, before it is computed.
     """
@@ -231,8 +231,7 @@ def _watch(run: Opened, text: _Text, *, for_page: bool) -> Any:
     def watch(params, *tokens):
         return model.apply({"params": params}, *tokens, mutable=["intermediates"])[1].get("intermediates", {})
 
-    if for_page:
-        check_weights(sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(watch, run.params, *tokens))))
+    check_weights(sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(watch, run.params, *tokens))))
     return jax.device_get(watch(run.params, *tokens))
 
 
@@ -287,7 +286,7 @@ def _described(name: str, run: Opened, two_stacks: bool) -> str:
     heads = f"heads: {config.num_heads}"
     if config.num_kv_heads not in (None, config.num_heads):
         heads += f", of keys and values {config.num_kv_heads}"
-    windows = sorted({kind.window for kind in (*config.prefix, *config.period, *config.suffix) if kind.window})
+    windows = sorted({kind.window for kind in config.kinds if kind.window})
     seen = f", windows: {' and '.join(map(str, windows))}" if windows else ""
     count = sum(leaf.size for leaf in jax.tree.leaves(run.params))
     sizes = f"{layers}, {heads}{seen}, d_model: {config.d_model}, parameters: {count:,}"

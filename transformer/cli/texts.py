@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 UNBOUNDED = 2**30
 """context of a model that reads any number of tokens"""
 
+MOST_SOURCE_TOKENS = 16_384
+"""tokens of a source that is translated whole: a tiny model takes 15 s for them on two cores"""
+MOST_PROMPTS = 10_000
+"""prompts that are translated as one batch"""
 MOST_NAMED = 5
 """words or characters that a warning names"""
 
@@ -127,6 +131,11 @@ def encode(run: Opened, text: str, what: str) -> list[int]:
     except ValueError as error:
         raise ValueError(f"the {what} can't be read: {error}") from error
     config = run.model.config
+    if what == "prompt" and isinstance(run.model, Seq2Seq) and len(ids) > MOST_SOURCE_TOKENS:
+        raise ValueError(
+            f"the prompt is too long: {len(ids):,} tokens, but at most {MOST_SOURCE_TOKENS:,} of a source are read at "
+            "once, because time grows with the square of them. Shorten it, or pipe it line by line into `translate`."
+        )
     limit = config.longest_source if what == "prompt" and isinstance(run.model, Seq2Seq) else config.max_length
     if limit is not None and len(ids) > limit:
         raise ValueError(
@@ -139,7 +148,17 @@ def encode(run: Opened, text: str, what: str) -> list[int]:
 def translate(
     run: Opened, prompts: Sequence[str], *, max_new_tokens: int, sampling: Sampling, seed: int
 ) -> list[Written]:
-    """The target that an encoder-decoder writes for each source. ConfigError: nothing says what it begins with."""
+    """The target that an encoder-decoder writes for each source.
+
+    Raises:
+        ConfigError: nothing says what a target begins with.
+        ValueError: more than `MOST_PROMPTS` prompts.
+    """
+    if len(prompts) > MOST_PROMPTS:
+        raise ValueError(
+            f"{len(prompts):,} prompts are too many for one batch: expected at most {MOST_PROMPTS:,}. Pipe the lines "
+            "into `translate`, which reads them chunk by chunk."
+        )
     begin = run.target_start
     tokenizer, limit = run.tokenizer, run.model.config.max_length
     sources = [encode_prompt(run, prompt) for prompt in prompts]

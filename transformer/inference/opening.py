@@ -167,15 +167,12 @@ def open_model(
     """
     if is_workdir(source):
         from transformer.training.runs import load_run
+        from transformer.training.tasks import TASKS
 
         if options:
             raise ConfigError(f"{source} is the workdir of a run, for which there is no option {', '.join(options)}.")
         run = load_run(source, step)
-        data = run.recipe.data
-        trained = getattr(data, "sequence_length", None) or getattr(data, "max_length", None)
-        context = run.recipe.model.max_length or trained
-        if run.recipe.task == "causal_lm":
-            context = run.recipe.data.sequence_length
+        context = TASKS[run.recipe.task].context(run.recipe.model, run.recipe.data)
         begin = None if run.tokenizer is None else run.tokenizer.begin_id
         return Opened(run.model, run.params, Path(source), run.tokenizer, context, begin, run=run)
 

@@ -35,11 +35,11 @@ def why_not_finite(recipe: Recipe, model: nn.Module, params: Any, batch: Batch) 
     if (path := first_bad_parameter(params)) is not None:
         return f"The parameter {path} holds NaN or infinity."
     model = model.clone(execution=anywhere(model.execution))
-    what = "forecasts" if recipe.task == "forecaster" else "logits"
+    task = TASKS[recipe.task]
 
     @jax.jit
     def finite(params, row):
-        outputs = TASKS[recipe.task].forward(model, {"params": params}, row, deterministic=True, rngs=None)
+        outputs = task.forward(model, {"params": params}, row, deterministic=True, rngs=None)
         return jnp.isfinite(outputs).all(-1)[0]  # (T,), or () of a class
 
     for row in range(len(batch["weights"])):
@@ -47,7 +47,7 @@ def why_not_finite(recipe: Recipe, model: nn.Module, params: Any, batch: Batch) 
         if len(bad):
             place = f" at position {bad[0][0]}" if bad.shape[1] else ""
             return (
-                f"All parameters are finite, but the {what} of row {row} are not{place}: a number overflowed in "
-                f"{model.config.dtype}."
+                f"All parameters are finite, but the {task.outputs} of row {row} are not{place}: a number overflowed "
+                f"in {model.config.dtype}."
             )
-    return f"All parameters are finite, and so are the {what} of the batch without dropout."
+    return f"All parameters are finite, and so are the {task.outputs} of the batch without dropout."

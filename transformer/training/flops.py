@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from transformer.data import DataConfig
 from transformer.nn.parameter_axes import axes_of
 from transformer.training.recipe import Recipe
-from transformer.training.state import example_inputs, initial_params
-from transformer.training.tasks import TASKS
-
-Shapes = Mapping[str, Any]
-"""a batch by name: arrays, or what has their shape (B, ...)"""
+from transformer.training.state import initial_params
+from transformer.training.tasks import TASKS, Shapes
 
 
 def batch_field(data: DataConfig) -> str:
@@ -35,38 +30,14 @@ def batch_rows(data: DataConfig) -> int:
 
 def batch_shapes(recipe: Recipe) -> dict[str, jax.ShapeDtypeStruct]:
     """A training batch of a recipe whose lengths are known, as shapes."""
-    rows, data = batch_rows(recipe.data), recipe.data
-    if not TASKS[recipe.task].tokens:
-        (example,), series = example_inputs(recipe), recipe.model.series
-        targets = ((rows,), jnp.int32) if series is None else ((rows, series.horizon, series.channels), jnp.float32)
-        shapes = {"values": ((rows, *example.shape[1:]), jnp.float32), "targets": targets}
-        shapes["weights"] = ((rows,), jnp.float32)
-        return {name: jax.ShapeDtypeStruct(*shape) for name, shape in shapes.items()}
-    if recipe.task in ("classifier", "masked_lm"):
-        table, column = (rows, data.max_length), (rows,)
-        targets = column if recipe.task == "classifier" else table
-        shapes = {"tokens": (table, jnp.int32), "lengths": (column, jnp.int32)}
-        shapes |= {"targets": (targets, jnp.int32), "weights": (targets, jnp.float32)}
-        return {name: jax.ShapeDtypeStruct(*shape) for name, shape in shapes.items()}
-    pairs = recipe.task == "seq2seq"
-    length = data.max_target_length if pairs else data.sequence_length
-    shapes = dict.fromkeys(("tokens", "targets"), ((rows, length), jnp.int32))
-    shapes["weights"] = ((rows, length), jnp.float32)
-    if pairs:
-        shapes |= {"source": ((rows, data.max_source_length), jnp.int32), "source_lengths": ((rows,), jnp.int32)}
-    return {name: jax.ShapeDtypeStruct(*shape) for name, shape in shapes.items()}
+    return TASKS[recipe.task].shapes(recipe.model, recipe.data, batch_rows(recipe.data))
 
 
 def sequences(recipe: Recipe, batch: Shapes) -> tuple[int, int]:
     """Rows of a batch (arrays or shapes by name) as a stack reads them, a target's in pairs, and their length: an image
     is one row, a time series one for each channel.
     """
-    model, rows = recipe.model, batch["weights"].shape[0]
-    if recipe.task == "forecaster":
-        return rows * model.series.channels, model.series.positions
-    if recipe.task == "image_classifier":
-        return rows, 1 + model.patches.count
-    return batch["tokens"].shape
+    return TASKS[recipe.task].sequences(recipe.model, batch)
 
 
 def step_tokens(recipe: Recipe) -> int:
@@ -137,17 +108,12 @@ def matrix_flops(recipe: Recipe, tokens: int, source_tokens: int, params: Any = 
     total = 0
     for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
-        classifies = TASKS[recipe.task].labels
-        tied = name == "embedding/embedding" and recipe.model.tie_embeddings and not classifies
-        of_rows = classifies and name.startswith(("output/", "head_transform/"))  # one vector each: next to nothing
         axes = axes_of(name, leaf.ndim)
-        if of_rows or axes is None or not axes.inputs or (axes.is_table and not tied):
+        if axes is None or not axes.inputs or (axes.is_table and name != "embedding/embedding"):
             continue
         reads_source = name.startswith("encoder/") or re.search(r"cross_attention/(key|value)/", name)
-        size, count = leaf.size, source_tokens if reads_source else tokens
-        if recipe.task == "forecaster":  # read once a sequence, and a channel's own map by one sequence in so many
-            parts = {"output": recipe.model.series.positions, "channel_embedding": recipe.model.series.channels}
-            count //= parts.get(name.partition("/")[0], 1)
+        size = leaf.size
+        count = TASKS[recipe.task].tokens_through(recipe.model, name, source_tokens if reads_source else tokens)
         if "expert" in axes.names:
             model = recipe.model
             layers = (*model.layers(model.encoder_layers), *model.layers(model.decoder_layers))

@@ -360,8 +360,8 @@ class _Training:
         summary = report(recipe, model, params, dataset, summary, self.stopping)
         if summary.measures:
             self.writer.write(self.step, summary.measures)
-        if recipe.task == "forecaster" and not self.stopping():
-            draw_forecasts(recipe, model, params, dataset, self.own_dir / "forecasts.png")
+        if (picture := TASKS[recipe.task].picture) and not self.stopping():
+            draw_forecasts(recipe, model, params, dataset, self.own_dir / picture)
         return summary
 
 

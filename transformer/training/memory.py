@@ -23,6 +23,7 @@ from transformer.nn.sharding import check_model, row_ways
 from transformer.training.chunked_loss import most_at_once
 from transformer.training.flops import Shapes, batch_field, batch_rows, sequences
 from transformer.training.recipe import Recipe
+from transformer.training.tasks import TASKS
 
 if TYPE_CHECKING:
     from transformer.training.parallel import Placement
@@ -170,7 +171,7 @@ def _kept_by_remat(recipe: Recipe, sizes: Mapping[str, int], need: Need, batch: 
     model, tokens = recipe.model, math.prod(sequences(recipe, batch)) * jax.process_count()
     tokens //= row_ways(sizes) * recipe.training.accumulation
     width = 2 if model.dtype in ("bfloat16", "float16") else 4
-    layers = (model.encoder_layers + model.decoder_layers) if recipe.task == "seq2seq" else model.num_layers
+    layers = TASKS[recipe.task].layers(model)
     logits = min(need.activations, logit_bytes(recipe, tokens, sizes["tensor"], computed_on()))
     inside = (need.activations - logits) / max(layers, 1)
     kept = logits + inside + layers * tokens * model.d_model * width

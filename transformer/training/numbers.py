@@ -18,6 +18,7 @@ from transformer.nn.kernels import anywhere
 from transformer.training.evaluation import EvalLoss, compiled_eval_step, evaluate_loss
 from transformer.training.recipe import Recipe
 from transformer.training.summary import Summary
+from transformer.training.tasks import TASKS
 
 
 def measured(
@@ -31,15 +32,16 @@ def measured(
     result = evaluate_loss(compiled_eval_step(recipe), params, batches, should_stop, strict)
     if result is None:
         return summary
-    baseline = persistence(batches) if recipe.task == "forecaster" else None
+    predict = TASKS[recipe.task].baseline
+    baseline = None if predict is None else baseline_errors(predict, batches)
     return dataclasses.replace(summary, split=split, held_out=result, baseline=baseline)
 
 
-def persistence(batches: Iterable[Batch]) -> EvalLoss:
-    """How good it is to forecast that everything stays as it is: the last step of each look-back, repeated."""
+def baseline_errors(predict: Callable[[Batch], np.ndarray], batches: Iterable[Batch]) -> EvalLoss:
+    """Return the errors of `Task.baseline`, a prediction without a model, over batches."""
     squares = magnitudes = count = 0.0
     for batch in batches:
-        errors = (batch["values"][:, -1:] - batch["targets"])[batch["weights"] > 0].astype(np.float64)
+        errors = (predict(batch) - batch["targets"])[batch["weights"] > 0].astype(np.float64)
         squares, magnitudes = squares + np.square(errors).sum(), magnitudes + np.abs(errors).sum()
         count += errors.size
     return EvalLoss(float(squares / count), float(count), mae=float(magnitudes / count))

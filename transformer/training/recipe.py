@@ -118,16 +118,7 @@ class Recipe:
                 "optimizer.name muon is for whole matrices, and lora trains the two factors of each. Take adamw, or "
                 "leave lora out."
             )
-        if self.task == "forecaster" and (self.training.label_smoothing or self.training.z_loss):
-            raise ConfigError(
-                "training.label_smoothing and training.z_loss are for probabilities, and forecasts have none. Leave "
-                "them at 0."
-            )
-        if self.training.loss_tokens is not None and self.task in ("classifier", "image_classifier", "forecaster"):
-            raise ConfigError(
-                f"training.loss_tokens is for tasks with a target for every token, and a {self.task} has none. Leave "
-                f"it at None."
-            )
+        TASKS[self.task].check(self.training)
         for field in ("sequence_length", "packed_length"):
             length = getattr(self.data, field, None)
             if self.model.max_length is not None and length is not None and length > self.model.max_length:

@@ -46,9 +46,10 @@ def samples(recipe: Recipe, model: nn.Module, params: Any, dataset: Dataset, ste
     a model that writes nothing.
     """
     wanted = recipe.evaluation.samples
-    if not wanted or not TASKS[recipe.task].writes:
+    task = TASKS[recipe.task]
+    if not wanted or not task.writes:
         return ""
-    if recipe.task == "seq2seq":
+    if task.source:
         return "\n".join(
             _arrow(item) for item in _translations(recipe, model, params, dataset, "validation", wanted) or []
         )
@@ -98,11 +99,12 @@ def report(
     """The summary with what only the model can tell: scores and translations, a text, or measures of the test. As it
     was if `should_stop`.
     """
-    if not TASKS[recipe.task].writes:
-        if recipe.task == "classifier":
+    task = TASKS[recipe.task]
+    if not task.writes:
+        if task.try_it is not None:
             summary = dataclasses.replace(summary, prompt=_first_words(dataset.prompts()[0], 60))
         return numbers.measured(recipe, params, dataset, summary, should_stop)
-    if recipe.task != "seq2seq":
+    if not task.source:
         prompt = dataset.prompts()[0]
         text = _continued(recipe, model, params, dataset, [prompt], recipe.training.steps)[0]
         return dataclasses.replace(summary, text=text, prompt=_first_words(prompt))

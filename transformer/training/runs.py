@@ -41,7 +41,7 @@ from transformer.training.recipe import (
 )
 from transformer.training.restart import AVERAGE, check_not_lost, has_checkpoints
 from transformer.training.start import Start, begun_from, told, with_new_parameters, with_recipe_s
-from transformer.training.state import TrainState, example_inputs, model_params
+from transformer.training.state import TrainState, model_params
 from transformer.training.tasks import TASKS
 
 __all__ = [
@@ -297,34 +297,24 @@ def _filled_in(new: Recipe, old: Recipe) -> Recipe:
 
 def _check_shapes(recipe: Recipe, dataset: Dataset) -> None:
     """ConfigError where the model reads or writes numbers of another shape than the data has, or fewer tokens."""
-    if not TASKS[recipe.task].tokens:
-        batch, (example,) = dataset.eval_batches(limit=1)[0], example_inputs(recipe)
-        expected, got = example.shape[1:], batch["values"].shape[1:]
-        part, fields = "patches", ("image_height", "image_width", "channels")
-        if recipe.task == "forecaster":
-            part, fields = "series", ("context_length", "channels", "horizon")
-            expected, got = (*expected, recipe.model.series.horizon), (*got, batch["targets"].shape[1])
-        unlike = [
-            f"{field} {old} where the data has {new}"
-            for field, old, new in zip(fields, expected, got, strict=True)
-            if old != new
-        ]
+    model, task, batch = recipe.model, TASKS[recipe.task], dataset.eval_batches(limit=1)[0]
+    if not task.tokens:
+        sizes = {field: (getattr(getattr(model, task.part), field), new) for field, new in task.sizes(batch).items()}
+        unlike = [f"{field} {old} where the data has {new}" for field, (old, new) in sizes.items() if old != new]
         if unlike and recipe.origin is not None:
-            remedy = "images of its size"
-            if recipe.task == "forecaster":
-                remedy = "it as many columns (--data.columns), and its --data.context-length and --data.horizon"
             raise ConfigError(
-                f"the model of {recipe.origin.source} has {', '.join(unlike)}. Give {remedy}, or start from another "
-                f"model (--init)."
+                f"the model of {recipe.origin.source} has {', '.join(unlike)}. Give {task.remedy}, or start from "
+                f"another model (--init)."
             )
         if unlike:
-            raise ConfigError(f"model.{part} must be as the data is, but has {', '.join(unlike)}. Change one of them.")
+            raise ConfigError(
+                f"model.{task.part} must be as the data is, but has {', '.join(unlike)}. Change one of them."
+            )
         return
-    model, batch = recipe.model, dataset.eval_batches(limit=1)[0]
     source = "source_max_length" if model.source_max_length is not None else "max_length"
     for name, field, limit in (("source", source, model.longest_source), ("tokens", "max_length", model.max_length)):
         if limit is not None and name in batch and batch[name].shape[1] > limit:
             raise ConfigError(
                 f"model.{field} ({limit}) is below the longest sequence of the data ({batch[name].shape[1]} tokens): "
-                f"there is no learned position for its end. Raise it, or lower {TASKS[recipe.task].lengths}."
+                f"there is no learned position for its end. Raise it, or lower {task.lengths}."
             )

@@ -11,10 +11,10 @@ import numpy as np
 import optax
 
 from transformer.training.losses import Batch
+from transformer.training.objectives import evaluation_sums, training_loss
 from transformer.training.optimizers import make_optimizer, make_schedule
 from transformer.training.recipe import Recipe, build_model
 from transformer.training.state import TrainState, model_params
-from transformer.training.tasks import evaluation_sums, training_loss
 
 Metrics = dict[str, jax.Array]
 """scalars by name"""

@@ -186,9 +186,10 @@ def _loss_lines(summary: Summary) -> list[str]:
 
 def _next_command(summary: Summary) -> str:
     """The command that tries the trained model: generate or classify the prompt, or evaluate."""
-    verb, option = ("classify", "--text") if summary.task == "classifier" else ("generate", "--prompt")
-    verb, prompt = (verb, f" {option} {shlex.quote(summary.prompt)}") if summary.prompt else ("evaluate", "")
-    return f"{program(verb)} {shlex.quote(str(Path(summary.workdir)))}{prompt}"
+    try_it, words = TASKS[summary.task].try_it, ["evaluate", str(Path(summary.workdir))]
+    if summary.prompt and try_it is not None:
+        words = [try_it[0], str(Path(summary.workdir)), try_it[1], summary.prompt]
+    return f"{program(words[0])} {shlex.join(words[1:])}"
 
 
 def render_stopped(summary: Summary) -> str:

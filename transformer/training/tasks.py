@@ -1,241 +1,371 @@
-"""What a run may learn to do: one row a task, which says all that differs between them."""
+"""What a model can learn: one class per task, with everything that differs between tasks, and the table of them.
+
+Code elsewhere never compares names of tasks: it asks the task. A new task is a class here and a line in `TASKS`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from transformer.config import TransformerConfig
-from transformer.nn.axes import Array, Float, PRNGKey
+from transformer.config import ConfigError, TransformerConfig
+from transformer.data.config import DataKind
+from transformer.nn.axes import Array, Float
 from transformer.nn.masks import Mask
 from transformer.nn.models import CausalLM, Classifier, Forecaster, MaskedLM, Seq2Seq, VisionClassifier
-from transformer.training.chunked_loss import loss_in_chunks, sum_in_chunks, tokens_at_once
 from transformer.training.losses import Batch, Scalar, absolute_error, correct, cross_entropy, squared_error
 from transformer.training.settings import TrainingConfig
 
-Forward: TypeAlias = Callable[..., Any]
-"""(model, variables, batch, **arguments) -> outputs, or (outputs, aux) with method=with_aux"""
 Outputs: TypeAlias = Float[Array, "..."]
 """logits (B, T, V) or (B, C), or a forecast (B, horizon, channels)"""
 Sums: TypeAlias = Mapping[str, Scalar]
-"""weighted sums over targets, by name: `correct`, those hit, or `absolute_error`"""
+"""weighted sums over targets, by name: `correct` (predictions that are right) or `absolute_error`"""
+Shapes: TypeAlias = Mapping[str, Any]
+"""a batch by name: arrays, or objects with their shape (B, ...)"""
 
 
-def _causal_lm(model: nn.Module, variables: Any, batch: Batch, **kwargs) -> Any:
-    mask = Mask.segments(batch["segment_ids"]) if "segment_ids" in batch else None
-    return model.apply(variables, batch["tokens"], positions=batch.get("positions"), mask=mask, **kwargs)
-
-
-def _seq2seq(model: nn.Module, variables: Any, batch: Batch, **kwargs) -> Any:
-    if "segment_ids" not in batch:
-        masks = {"source_mask": Mask.lengths(batch["source_lengths"])}
-        config = model.config
-        if any(kind.moe is not None for kind in config.kinds):
-            # Causality hides padding from all targets that weigh something; routers would count it.
-            places = jnp.arange(1, 1 + batch["weights"].shape[1])[None, :]
-            masks["mask"] = Mask.lengths(jnp.where(batch["weights"] > 0, places, 0).max(1))
-        return model.apply(variables, batch["source"], batch["tokens"], **masks, **kwargs)
-    source, target = batch["source_segment_ids"], batch["segment_ids"]
-    return model.apply(
-        variables,
-        batch["source"],
-        batch["tokens"],
-        source_positions=batch["source_positions"],
-        positions=batch["positions"],
-        source_mask=Mask.segments(source),
-        mask=Mask.segments(target),
-        context_mask=Mask.segments(target, source),
-        **kwargs,
-    )
-
-
-def _encoder(model: nn.Module, variables: Any, batch: Batch, **kwargs) -> Any:
-    types = None if model.config.token_types is None else batch.get("token_types")
-    mask = Mask.lengths(batch["lengths"])
-    return model.apply(variables, batch["tokens"], mask=mask, token_types=types, **kwargs)
-
-
-def _values(model: nn.Module, variables: Any, batch: Batch, **kwargs) -> Any:
-    return model.apply(variables, batch["values"], **kwargs)
-
-
-def _token(config: TransformerConfig) -> tuple[jax.Array, ...]:
-    return (jnp.zeros((1, 1), jnp.int32),)
-
-
-def _two_tokens(config: TransformerConfig) -> tuple[jax.Array, ...]:
-    return _token(config) * 2
-
-
-def _look_back(config: TransformerConfig) -> tuple[jax.Array, ...]:
-    return (jnp.zeros((1, config.series.context_length, config.series.channels)),)
-
-
-def _image(config: TransformerConfig) -> tuple[jax.Array, ...]:
-    patches = config.patches
-    return (jnp.zeros((1, patches.image_height, patches.image_width, patches.channels)),)
-
-
-def _entropy(logits: Outputs, batch: Batch, training: TrainingConfig | None) -> tuple[Scalar, Scalar]:
-    extras = {} if training is None else {"label_smoothing": training.label_smoothing, "z_loss": training.z_loss}
-    return cross_entropy(logits, batch["targets"], batch["weights"], **extras)
-
-
-def _hits(logits: Outputs, batch: Batch) -> Sums:
-    return {"correct": correct(logits, batch["targets"], batch["weights"])}
-
-
-def _squares(forecast: Outputs, batch: Batch, training: TrainingConfig | None) -> tuple[Scalar, Scalar]:
-    return squared_error(forecast, batch["targets"], batch["weights"])
-
-
-def _magnitudes(forecast: Outputs, batch: Batch) -> Sums:
-    return {"absolute_error": absolute_error(forecast, batch["targets"], batch["weights"])}
-
-
-@dataclass(frozen=True, kw_only=True)
 class Task:
-    """All that differs between tasks: the `model` that is trained, how it reads a batch, and what it is measured by."""
+    """Base class of tasks: everything that differs between them. Its defaults are those of a model that reads tokens
+    and computes logits.
+    """
 
-    model: type[nn.Module]
-    forward: Forward
-    """how the model reads a batch"""
-    example: Callable[[TransformerConfig], tuple[jax.Array, ...]] = _token
-    """smallest arguments that initialize the model: parameters don't depend on batch or length"""
-    loss: Callable[[Outputs, Batch, TrainingConfig | None], tuple[Scalar, Scalar]] = _entropy
-    """outputs, batch, training -> (sum, weight) of what is minimized; without `training` what evaluation measures"""
-    measures: Callable[[Outputs, Batch], Sums] = _hits
-    """outputs, batch -> what else evaluation sums up"""
-    targets: str = "target tokens"
-    """what the weights count"""
-    unit: str = "nats per token"
-    """of the loss"""
-    tokens: bool = True
-    """reads tokens: there are a tokenizer and a vocabulary; else numbers, the batch's `values`"""
-    writes: bool = False
-    """writes tokens one after the other: texts can be generated"""
-    each_token: bool = False
-    """every token has logits, so that `loss` and `measures` may be those of a part of them at a time"""
-    labels: bool = False
-    """targets are classes, one for each of data.labels"""
-    lengths: str = ""
+    name: ClassVar[str]
+    """as data kinds and summary.json name it"""
+    model: ClassVar[type[nn.Module]]
+    """class of the model that is trained"""
+
+    # The batch
+
+    tokens: ClassVar[bool] = True
+    """the model reads tokens, so that there are a tokenizer and a vocabulary; otherwise it reads `values`"""
+    source: ClassVar[bool] = False
+    """an encoder reads a source, and a decoder writes the target of it"""
+    context_axis: ClassVar[bool] = False
+    """all rows have the same length, so that the mesh axis `context` may split them"""
+    lengths: ClassVar[str] = ""
     """fields of the data that bound the length of its sequences"""
+
+    def forward(self, model: nn.Module, variables: Any, batch: Batch, **arguments: Any) -> Any:
+        """Apply the model, with its tree of variables, to a batch. Returns the outputs, or what `method` returns."""
+        raise NotImplementedError
+
+    def example(self, config: TransformerConfig) -> tuple[jax.Array, ...]:
+        """Return the smallest arguments, such as (1, 1) tokens, that initialize the model: parameters depend on neither
+        batch size nor length.
+        """
+        return (jnp.zeros((1, 1), jnp.int32),)
+
+    def shapes(self, config: TransformerConfig, data: DataKind, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """Return the shapes (B, ...) of a training batch of so many rows, by name; all lengths must be known."""
+        raise NotImplementedError
+
+    def sequences(self, config: TransformerConfig, batch: Shapes) -> tuple[int, int]:
+        """Return the number of rows of a batch (B, ...) as a stack reads them (of pairs: of the targets) and their
+        length.
+        """
+        return batch["tokens"].shape
+
+    def layers(self, config: TransformerConfig) -> int:
+        """Return the number of layers in all stacks of the model."""
+        return config.num_layers
+
+    def tokens_through(self, config: TransformerConfig, path: str, tokens: int) -> int:
+        """Return how many of a batch's tokens are multiplied by the matrix at a path of the parameters. The table of
+        embeddings is multiplied where it also computes the logits.
+        """
+        return tokens if path != "embedding/embedding" or config.tie_embeddings else 0
+
+    def context(self, config: TransformerConfig, data: DataKind) -> int | None:
+        """Return the number of tokens that a trained model can read; None if nothing limits it."""
+        return config.max_length or getattr(data, "max_length", None)
+
+    # The loss
+
+    each_token: ClassVar[bool] = False
+    """every token has logits, so that `loss` and `measures` may be computed for some tokens at a time"""
+
+    def check(self, training: TrainingConfig) -> None:
+        """Raise ConfigError for an option of the loss that this task has no use for."""
+        if training.loss_tokens is not None and not self.each_token:
+            raise ConfigError(
+                f"training.loss_tokens is for tasks with a target for every token, and a {self.name} has none. Leave "
+                f"it at None."
+            )
+
+    def loss(self, outputs: Outputs, batch: Batch, training: TrainingConfig | None) -> tuple[Scalar, Scalar]:
+        """Return (sum, weight) of the loss to minimize, in `unit`; without `training`, of the loss that evaluation
+        reports. `outputs` are logits (B, T, V) or (B, C), or a forecast.
+        """
+        extras = {} if training is None else {"label_smoothing": training.label_smoothing, "z_loss": training.z_loss}
+        return cross_entropy(outputs, batch["targets"], batch["weights"], **extras)
+
+    # The evaluation
+
+    labels: ClassVar[bool] = False
+    """targets are classes, one for each of data.labels; the best checkpoint is the one with the highest accuracy"""
+    outputs: ClassVar[str] = "logits"
+    """name of the outputs"""
+    baseline: ClassVar[Callable[[Batch], np.ndarray] | None] = None
+    """a batch -> predictions without a model, to compare with"""
+
+    def measures(self, outputs: Outputs, batch: Batch) -> Sums:
+        """Return what evaluation sums up besides the loss. `outputs` are logits (B, T, V) or (B, C), or a forecast."""
+        return {"correct": correct(outputs, batch["targets"], batch["weights"])}
+
+    # The report
+
+    targets: ClassVar[str] = "target tokens"
+    """name of what the weights count"""
+    unit: ClassVar[str] = "nats per token"
+    """unit of the loss"""
+    writes: ClassVar[bool] = False
+    """the model generates text, token by token: samples and translations are shown"""
+    try_it: ClassVar[tuple[str, str] | None] = None
+    """command and option that apply a trained model to a text; None: `evaluate`, without an option"""
+    picture: ClassVar[str | None] = None
+    """file of the workdir with a picture of what the model makes of held-out data"""
+
+
+class LanguageModeling(Task):
+    """Predict the next token of running text."""
+
+    name = "causal_lm"
+    model = CausalLM
+    context_axis = True
+    lengths = "data.sequence_length"
+    each_token = True
+    writes = True
+    try_it = ("generate", "--prompt")
+
+    def forward(self, model: nn.Module, variables: Any, batch: Batch, **arguments: Any) -> Any:
+        mask = Mask.segments(batch["segment_ids"]) if "segment_ids" in batch else None
+        return model.apply(variables, batch["tokens"], positions=batch.get("positions"), mask=mask, **arguments)
+
+    def shapes(self, config: TransformerConfig, data: DataKind, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
+        return _target_shapes((rows, data.sequence_length))
+
+    def context(self, config: TransformerConfig, data: DataKind) -> int | None:
+        return data.sequence_length  # later positions were never trained
+
+
+class Translation(Task):
+    """Write the target that belongs to a source."""
+
+    name = "seq2seq"
+    model = Seq2Seq
+    source = True
+    lengths = "data.max_source_length and data.max_target_length"
+    each_token = True
+    writes = True
+    try_it = ("generate", "--prompt")
+
+    def forward(self, model: nn.Module, variables: Any, batch: Batch, **arguments: Any) -> Any:
+        if "segment_ids" not in batch:
+            masks = {"source_mask": Mask.lengths(batch["source_lengths"])}
+            config = model.config
+            if any(kind.moe is not None for kind in config.kinds):
+                # The causal mask hides padding from every target with a weight, but routers would count it.
+                places = jnp.arange(1, 1 + batch["weights"].shape[1])[None, :]
+                masks["mask"] = Mask.lengths(jnp.where(batch["weights"] > 0, places, 0).max(1))
+            return model.apply(variables, batch["source"], batch["tokens"], **masks, **arguments)
+        source, target = batch["source_segment_ids"], batch["segment_ids"]
+        return model.apply(
+            variables,
+            batch["source"],
+            batch["tokens"],
+            source_positions=batch["source_positions"],
+            positions=batch["positions"],
+            source_mask=Mask.segments(source),
+            mask=Mask.segments(target),
+            context_mask=Mask.segments(target, source),
+            **arguments,
+        )
+
+    def example(self, config: TransformerConfig) -> tuple[jax.Array, ...]:
+        return super().example(config) * 2
+
+    def shapes(self, config: TransformerConfig, data: DataKind, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
+        source = {
+            "source": jax.ShapeDtypeStruct((rows, data.max_source_length), jnp.int32),
+            "source_lengths": jax.ShapeDtypeStruct((rows,), jnp.int32),
+        }
+        return _target_shapes((rows, data.max_target_length)) | source
+
+    def layers(self, config: TransformerConfig) -> int:
+        return config.encoder_layers + config.decoder_layers
+
+
+class EncoderTask(Task):
+    """Base class of tasks in which an encoder reads padded texts."""
+
+    lengths = "data.max_length"
+
+    def forward(self, model: nn.Module, variables: Any, batch: Batch, **arguments: Any) -> Any:
+        types = None if model.config.token_types is None else batch.get("token_types")
+        mask = Mask.lengths(batch["lengths"])
+        return model.apply(variables, batch["tokens"], mask=mask, token_types=types, **arguments)
+
+    def shapes(self, config: TransformerConfig, data: DataKind, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
+        shapes = {
+            "tokens": jax.ShapeDtypeStruct((rows, data.max_length), jnp.int32),
+            "lengths": jax.ShapeDtypeStruct((rows,), jnp.int32),
+        }
+        targets = _target_shapes((rows, data.max_length) if self.each_token else (rows,))
+        return shapes | {name: targets[name] for name in ("targets", "weights")}
+
+
+class MaskedLanguageModeling(EncoderTask):
+    """Predict the masked tokens of a text from the others."""
+
+    name = "masked_lm"
+    model = MaskedLM
+    each_token = True
+    targets = "hidden tokens"
+
+
+class Classification(EncoderTask):
+    """Predict the class of a text."""
+
+    name = "classifier"
+    model = Classifier
+    labels = True
+    targets = "texts"
+    unit = "nats per text"
+    try_it = ("classify", "--text")
+
+    def tokens_through(self, config: TransformerConfig, path: str, tokens: int) -> int:
+        return _before_the_head(path, tokens)
+
+
+class ValuesTask(Task):
+    """Base class of tasks that read numbers, the batch's `values`.
+
+    `part` is the field of the model config that describes them, and `remedy` how to get data of the model's shape.
+    """
+
+    tokens = False
+    part: ClassVar[str]
+    remedy: ClassVar[str]
+
+    def forward(self, model: nn.Module, variables: Any, batch: Batch, **arguments: Any) -> Any:
+        return model.apply(variables, batch["values"], **arguments)
+
+    def shapes(self, config: TransformerConfig, data: DataKind, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
+        (example,) = self.example(config)
+        return {
+            "values": jax.ShapeDtypeStruct((rows, *example.shape[1:]), jnp.float32),
+            "targets": jax.ShapeDtypeStruct((rows,), jnp.int32),
+            "weights": jax.ShapeDtypeStruct((rows,), jnp.float32),
+        }
+
+    def sizes(self, batch: Batch) -> dict[str, int]:
+        """Return the sizes of a batch (B, ...), each by the field of `part` that must equal it."""
+        raise NotImplementedError
+
+
+class ImageClassification(ValuesTask):
+    """Predict the class of an image."""
+
+    name = "image_classifier"
+    model = VisionClassifier
+    labels = True
+    targets = "images"
+    unit = "nats per image"
+    part = "patches"
+    remedy = "images of its size"
+
+    def example(self, config: TransformerConfig) -> tuple[jax.Array, ...]:
+        patches = config.patches
+        return (jnp.zeros((1, patches.image_height, patches.image_width, patches.channels)),)
+
+    def sequences(self, config: TransformerConfig, batch: Shapes) -> tuple[int, int]:
+        return batch["weights"].shape[0], 1 + config.patches.count
+
+    def tokens_through(self, config: TransformerConfig, path: str, tokens: int) -> int:
+        return _before_the_head(path, tokens)
+
+    def sizes(self, batch: Batch) -> dict[str, int]:
+        return dict(zip(("image_height", "image_width", "channels"), batch["values"].shape[1:], strict=True))
+
+
+class Forecasting(ValuesTask):
+    """Forecast the next steps of a time series."""
+
+    name = "forecaster"
+    model = Forecaster
+    outputs = "forecasts"
+    targets = "forecast values"
+    unit = "mean squared error"
+    picture = "forecasts.png"
+    part = "series"
+    remedy = "it as many columns (--data.columns), and its --data.context-length and --data.horizon"
+
+    @staticmethod
+    def baseline(batch: Batch) -> np.ndarray:
+        """Repeat the last step of each look-back: the forecast (B, 1, channels) that everything stays as it is."""
+        return batch["values"][:, -1:]
+
+    def example(self, config: TransformerConfig) -> tuple[jax.Array, ...]:
+        return (jnp.zeros((1, config.series.context_length, config.series.channels)),)
+
+    def shapes(self, config: TransformerConfig, data: DataKind, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
+        targets = jax.ShapeDtypeStruct((rows, config.series.horizon, config.series.channels), jnp.float32)
+        return super().shapes(config, data, rows) | {"targets": targets}
+
+    def sequences(self, config: TransformerConfig, batch: Shapes) -> tuple[int, int]:
+        return batch["weights"].shape[0] * config.series.channels, config.series.positions
+
+    def tokens_through(self, config: TransformerConfig, path: str, tokens: int) -> int:
+        # The head reads a sequence once; the embedding of a channel is used by one sequence in so many channels.
+        shared = {"output": config.series.positions, "channel_embedding": config.series.channels}
+        return super().tokens_through(config, path, tokens) // shared.get(path.partition("/")[0], 1)
+
+    def check(self, training: TrainingConfig) -> None:
+        if training.label_smoothing or training.z_loss:
+            raise ConfigError(
+                "training.label_smoothing and training.z_loss are for probabilities, and forecasts have none. Leave "
+                "them at 0."
+            )
+        super().check(training)
+
+    def loss(self, outputs: Outputs, batch: Batch, training: TrainingConfig | None) -> tuple[Scalar, Scalar]:
+        return squared_error(outputs, batch["targets"], batch["weights"])
+
+    def measures(self, outputs: Outputs, batch: Batch) -> Sums:
+        return {"absolute_error": absolute_error(outputs, batch["targets"], batch["weights"])}
+
+    def sizes(self, batch: Batch) -> dict[str, int]:
+        length, channels = batch["values"].shape[1:]
+        return {"context_length": length, "channels": channels, "horizon": batch["targets"].shape[1]}
+
+
+def _target_shapes(shape: tuple[int, ...]) -> dict[str, jax.ShapeDtypeStruct]:
+    """Tokens, targets and weights of one shape."""
+    ids = jax.ShapeDtypeStruct(shape, jnp.int32)
+    return {"tokens": ids, "targets": ids, "weights": jax.ShapeDtypeStruct(shape, jnp.float32)}
+
+
+def _before_the_head(path: str, tokens: int) -> int:
+    """`Task.tokens_through` of a classifier: its head multiplies one vector per row, next to nothing, and its table of
+    embeddings computes no logits.
+    """
+    return 0 if path.startswith(("output/", "head_transform/", "embedding/embedding")) else tokens
 
 
 TASKS: dict[str, Task] = {
-    "causal_lm": Task(model=CausalLM, forward=_causal_lm, writes=True, each_token=True, lengths="data.sequence_length"),
-    "seq2seq": Task(
-        model=Seq2Seq,
-        forward=_seq2seq,
-        example=_two_tokens,
-        writes=True,
-        each_token=True,
-        lengths="data.max_source_length and data.max_target_length",
-    ),
-    "classifier": Task(
-        model=Classifier,
-        forward=_encoder,
-        targets="texts",
-        unit="nats per text",
-        labels=True,
-        lengths="data.max_length",
-    ),
-    "masked_lm": Task(
-        model=MaskedLM, forward=_encoder, each_token=True, targets="hidden tokens", lengths="data.max_length"
-    ),
-    "image_classifier": Task(
-        model=VisionClassifier,
-        forward=_values,
-        example=_image,
-        targets="images",
-        unit="nats per image",
-        tokens=False,
-        labels=True,
-    ),
-    "forecaster": Task(
-        model=Forecaster,
-        forward=_values,
-        example=_look_back,
-        loss=_squares,
-        measures=_magnitudes,
-        targets="forecast values",
-        unit="mean squared error",
-        tokens=False,
-    ),
-}
-"""Tasks by what data calls them."""
-
-
-def training_loss(
-    task: str, model: nn.Module, params: Any, batch: Batch, training: TrainingConfig, dropout_key: PRNGKey | None
-) -> tuple[Scalar, Scalar, Scalar | None]:
-    """(loss sum, weight, router loss) of a batch with a tree of parameters, dropout when a key is given. The last is
-    what routed layers add to the loss: a sum over tokens, as `cross_entropy`'s, in nats (Fedus et al. 2021, arXiv
-    2101.03961, section 2.2); None without such layers. Rows of weight 0 add nothing.
-    """
-    kind, weights = TASKS[task], batch["weights"]
-    method = type(model).hidden_with_aux if kind.each_token else type(model).with_aux
-    outputs, aux = _forward(task, model, params, batch, dropout_key, method)
-    if kind.each_token:
-        loss_sum, weight = _token_loss(kind, model, params, outputs, batch, training)
-    else:
-        loss_sum, weight = kind.loss(outputs, batch, training)
-    if not aux:
-        return loss_sum, weight, None
-    counts = (weights > 0).any(tuple(range(1, weights.ndim)))
-    return loss_sum, weight, jnp.where(counts, sum(aux.values()), 0.0).sum()
-
-
-def evaluation_sums(task: str, model: nn.Module, params: Any, batch: Batch) -> Sums:
-    """Sums over a batch: `loss_sum` (without what training adds to it), `weight`, and the task's measures."""
-    kind = TASKS[task]
-
-    def sums(outputs, batch):
-        loss_sum, weight = kind.loss(outputs, batch, None)
-        return {"loss_sum": loss_sum, "weight": weight, **kind.measures(outputs, batch)}
-
-    if not kind.each_token:
-        return sums(_forward(task, model, params, batch, None, type(model).with_aux)[0], batch)
-    hidden, _ = _forward(task, model, params, batch, None, type(model).hidden_with_aux)
-    head, parameters = _head(model, params)
-    tokens = tokens_at_once(hidden, model.config.vocab_size)
-    if tokens is None:
-        return sums(head(parameters, hidden), batch)
-
-    def part(parameters, hidden, targets, weights):
-        return sums(head(parameters, hidden), {"targets": targets, "weights": weights})
-
-    return sum_in_chunks(part, parameters, hidden, batch["targets"], batch["weights"], tokens)
-
-
-def _forward(task, model, params, batch, dropout_key, method):
-    rngs = None if dropout_key is None else {"dropout": dropout_key}
-    return TASKS[task].forward(
-        model, {"params": params}, batch, deterministic=dropout_key is None, rngs=rngs, method=method
+    task.name: task
+    for task in (
+        LanguageModeling(),
+        Translation(),
+        Classification(),
+        MaskedLanguageModeling(),
+        ImageClassification(),
+        Forecasting(),
     )
-
-
-def _head(model: nn.Module, params: Any) -> tuple[Callable[..., Outputs], Any]:
-    """(parameters, hidden (B, T, D)) -> logits (B, T, V), and the parameters."""
-    method = type(model).head
-    return lambda params, hidden: model.apply({"params": params}, hidden, method=method), model.head_parameters(params)
-
-
-def _token_loss(kind, model, params, hidden, batch, training):
-    head, parameters = _head(model, params)
-    tokens = training.loss_tokens
-    if tokens is None:
-        tokens = tokens_at_once(hidden, model.config.vocab_size)
-    if not tokens:
-        return kind.loss(head(parameters, hidden), batch, training)
-
-    def part(parameters, hidden, targets, weights):
-        return kind.loss(head(parameters, hidden), {"targets": targets, "weights": weights}, training)[0]
-
-    loss_sum = loss_in_chunks(part, parameters, hidden, batch["targets"], batch["weights"], tokens)
-    return loss_sum, batch["weights"].sum().astype(jnp.float32)
+}
+"""Every task by the name that data kinds give it."""

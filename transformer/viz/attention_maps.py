@@ -22,6 +22,9 @@ from matplotlib.patches import Patch
 
 from transformer.viz.attention_weights import AttentionMap, printable
 
+MOST_PIXELS = 200_000_000
+"""of all pictures of one text together, which take about a minute on one core"""
+
 _DPI = 110
 _LONGEST_LAYER, _LONGEST_HEAD = 22.0, 36.0  # inches of a page, either way: 2,420 and 3,960 pixels
 _FONT_SIZE = 8.0
@@ -39,17 +42,18 @@ def save_attention_maps(
     """Draws each map into a PNG with all its heads, and where its words can't all be read there, each head into one.
 
     `source` and `target` label the encoder's and the decoder's positions, one word each. Returns the paths written:
-    `decoder_cross_layer2.png`, `decoder_cross_layer2_head1.png`. ValueError when labels and weights differ in number.
+    `decoder_cross_layer2.png`, `decoder_cross_layer2_head1.png`. ValueError when labels and weights differ in number,
+    or for pictures of more than `MOST_PIXELS` together.
     """
     directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
     fonts, missing = _fonts([*map(printable, source), *map(printable, target)])
     words = {
         stack: [_label(word, missing) for word in labels]
         for stack, labels in (("encoder", source), ("decoder", target))
     }
     total = {stack: 1 + max((one.layer for one in maps if one.stack == stack), default=0) for stack in words}
-    paths = []
+    planned: list[tuple[Path, str, AttentionMap, list[int], list[str], list[str]]] = []
+    pixels = 0.0
     for one in maps:
         queries, keys = words[one.stack], words["encoder" if one.kind == "cross" else one.stack]
         if (len(queries), len(keys)) != one.weights.shape[1:]:
@@ -64,9 +68,17 @@ def save_attention_maps(
         if len(heads) > 1 and _Page(len(heads), queries, keys).stride > 1:
             pages += [(f"{name}_head{head + 1:0{len(str(len(heads)))}}.png", [head]) for head in heads]
         for file, shown in pages:
-            _draw(directory / file, title, one, shown, queries, keys, fonts)
-            paths.append(directory / file)
-    return paths
+            planned.append((directory / file, title, one, shown, queries, keys))
+            pixels += math.prod(_Page(len(shown), queries, keys).size) * _DPI**2
+    if pixels > MOST_PIXELS:
+        raise ValueError(
+            f"{len(planned):,} pictures of {pixels / 1e6:,.0f} million pixels together are too many to draw: expected "
+            f"at most {MOST_PIXELS / 1e6:,.0f} million. Shorten the text, or write one page to explore: --html FILE."
+        )
+    directory.mkdir(parents=True, exist_ok=True)
+    for path, *page in planned:
+        _draw(path, *page, fonts)
+    return [path for path, *_ in planned]
 
 
 class _Page:

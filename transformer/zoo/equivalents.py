@@ -164,7 +164,7 @@ def _output_bias_config(model: nn.Module, positions: int) -> TransformerConfig |
 def _attention_config(model: nn.Module, positions: int) -> TransformerConfig | None:
     """With an output map of zeros, attention adds nothing to the residual stream."""
     config = model.config
-    kinds = (*config.prefix, *config.period, *config.suffix)
+    kinds = config.kinds
     if all(kind.self_attention for kind in kinds) or config.norm_position not in ("pre", "parallel"):
         return None
     names = ("prefix", "period", "suffix")
@@ -210,7 +210,7 @@ def _epsilon_config(model: nn.Module, positions: int) -> TransformerConfig | Non
         or config.qk_norm
         or config.mla is not None
         or _has_experts(config)
-        or not all(kind.attention_norm for kind in (*config.prefix, *config.period, *config.suffix))
+        or not all(kind.attention_norm for kind in config.kinds)
     ):
         return None
     return config.replace(norm_epsilon=USUAL_EPSILON)
@@ -251,7 +251,7 @@ def _times(leaf: jax.Array, factor: float) -> jax.Array:
 
 
 def _has_experts(config: TransformerConfig) -> bool:
-    return any(kind.moe is not None for kind in (*config.prefix, *config.period, *config.suffix))
+    return any(kind.moe is not None for kind in config.kinds)
 
 
 _PLAIN_EMBEDDINGS = Rewrite(_plain_embeddings_config, _plain_embeddings)

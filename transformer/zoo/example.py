@@ -122,6 +122,17 @@ def _read_example(
 ) -> tuple[list[jax.Array], list[int], np.ndarray]:
     """Inputs, places and expected logits. WeightsError: values that are not those of an example of this model."""
     inputs, places, logits = (example.get(name) for name in ("inputs", "places", "logits"))
+    _check_inputs(directory, inputs, model)
+    numbers = (int, float)
+    if not isinstance(places, list) or not places or not all(type(i) is int and i >= 0 for i in places):
+        raise _not_understood(directory, f"places must be a list of whole numbers, got {places!r:.80}")
+    if not isinstance(logits, list) or len(logits) != len(places) or not all(type(x) in numbers for x in logits):
+        raise _not_understood(directory, f"logits must be {len(places)} numbers, got {logits!r:.80}")
+    return [_array(one) for one in inputs], places, np.asarray(logits, np.float64)
+
+
+def _check_inputs(directory: str | os.PathLike, inputs: Any, model: nn.Module) -> None:
+    """Raises WeightsError unless `inputs` are those of an example of this model."""
     wanted = _usual_inputs(model)
     if not isinstance(inputs, list) or len(inputs) != len(wanted):
         raise _not_understood(directory, f"inputs must be {len(wanted)}, got {inputs!r:.80}")
@@ -132,12 +143,6 @@ def _read_example(
             raise _not_understood(directory, f"tokens must be at most {LENGTH} numbers below {size}, got {given!r:.80}")
         if "sine" in usual and given != usual:
             raise _not_understood(directory, f"an input must be {usual}, got {given!r:.80}")
-    numbers = (int, float)
-    if not isinstance(places, list) or not places or not all(type(i) is int and i >= 0 for i in places):
-        raise _not_understood(directory, f"places must be a list of whole numbers, got {places!r:.80}")
-    if not isinstance(logits, list) or len(logits) != len(places) or not all(type(x) in numbers for x in logits):
-        raise _not_understood(directory, f"logits must be {len(places)} numbers, got {logits!r:.80}")
-    return [_array(one) for one in inputs], places, np.asarray(logits, np.float64)
 
 
 def _not_understood(directory: str | os.PathLike, fault: str) -> WeightsError:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import csv
 import io
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, TypeAlias
 
 import numpy as np
 
@@ -13,6 +14,9 @@ from transformer.config import nearest
 from transformer.data.config import check_path, check_shares
 from transformer.data.local_files import read_text
 from transformer.data.series import Series, SeriesConfig
+
+Lines: TypeAlias = Sequence[tuple[int, list[str]]]
+"""numbers of lines of a file, and their cells"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +41,36 @@ class SeriesFile(SeriesConfig):
         check_path(self, "path")
         check_shares(self)
 
+    def _wanted(self, header: Sequence[str], lines: Lines) -> tuple[str, ...]:
+        """Names of the columns to read: those of `columns`, or all whose first entry is a number."""
+        first = lines[0][1] if lines else []
+        found = [name for name, text in zip(header, first, strict=False) if _number(text) is not None]
+        wanted = self.columns or tuple(found)
+        if not wanted:
+            raise ValueError(f"{self.path} has no column of numbers: its first step is {lines[:1]!r:.100}.")
+        for name in wanted:
+            if name not in header:
+                raise ValueError(
+                    f"{self.path} has no column {name!r}: its first line names {', '.join(header)[:200]}."
+                    f"{nearest(name, header)} Name columns of it (--data.columns)."
+                )
+        return wanted
+
+    def _values(self, header: Sequence[str], lines: Lines, wanted: Sequence[str]) -> np.ndarray:
+        """The numbers of these columns, (steps, columns)."""
+        values = np.empty((len(lines), len(wanted)))
+        for channel, name in enumerate(wanted):
+            place = header.index(name)
+            for step, (number, row) in enumerate(lines):
+                value = _number(row[place])
+                if value is None:
+                    raise ValueError(
+                        f"{self.path}, line {number}: expected a number in column {name}, got {row[place]!r:.40}. Fill "
+                        "in what is missing, or leave the column out (--data.columns names those to take)."
+                    )
+                values[step, channel] = value
+        return values
+
     def read(self) -> Series:
         """Return the columns of the file that contain numbers; the splits follow each other in time.
 
@@ -58,28 +92,8 @@ class SeriesFile(SeriesConfig):
                     f"{self.path}, line {number}: expected {len(header)} columns as in the first line, got {len(row)}: "
                     f"{','.join(row)[:60]!r}. Mend the line."
                 )
-        wanted = self.columns or tuple(
-            name for name, text in zip(header, lines[0][1] if lines else [], strict=False) if _number(text) is not None
-        )
-        if not wanted:
-            raise ValueError(f"{self.path} has no column of numbers: its first step is {lines[:1]!r:.100}.")
-        for name in wanted:
-            if name not in header:
-                raise ValueError(
-                    f"{self.path} has no column {name!r}: its first line names {', '.join(header)[:200]}."
-                    f"{nearest(name, header)} Name columns of it (--data.columns)."
-                )
-        values = np.empty((len(lines), len(wanted)))
-        for channel, name in enumerate(wanted):
-            place = header.index(name)
-            for step, (number, row) in enumerate(lines):
-                value = _number(row[place])
-                if value is None:
-                    raise ValueError(
-                        f"{self.path}, line {number}: expected a number in column {name}, got {row[place]!r:.40}. Fill "
-                        "in what is missing, or leave the column out (--data.columns names those to take)."
-                    )
-                values[step, channel] = value
+        wanted = self._wanted(header, lines)
+        values = self._values(header, lines, wanted)
         count = len(values)
         test, validation = round(count * self.test_share), round(count * self.validation_share)
         ends = {"train": count - test - validation, "validation": count - test, "test": count}

@@ -7,7 +7,7 @@ import dataclasses
 from transformer.config import ConfigError
 from transformer.data import NumberWords
 from transformer.data.pairs import PairConfig
-from transformer.training.flops import batch_rows
+from transformer.training.flops import batch_field, batch_rows
 from transformer.training.recipe import Recipe
 from transformer.training.tasks import TASKS
 
@@ -41,13 +41,12 @@ def without_data(recipe: Recipe) -> tuple[Recipe, list[str]]:
         classes = len(data.labels) or 2
         recipe = dataclasses.replace(recipe, model=recipe.model.replace(num_classes=classes))
         assumed += [] if data.labels else ["2 classes (--model.num-classes)"]
-    if recipe.task == "seq2seq":
-        free = [field for field in ("max_source_length", "max_target_length") if getattr(data, field) is None]
-        length = min(ASSUMED_LENGTH, recipe.model.max_length or ASSUMED_LENGTH)
-        recipe = dataclasses.replace(recipe, data=dataclasses.replace(data, **dict.fromkeys(free, length)))
-        assumed += [f"{f[4:10]}s of {length} tokens (--data.{f.replace('_', '-')})" for f in free]
-        if data.batch_tokens is not None:
-            assumed.append(_widest_bucket(recipe.data))
+    free = [field for field in data.open_lengths if getattr(data, field) is None]
+    length = min(ASSUMED_LENGTH, recipe.model.max_length or ASSUMED_LENGTH)
+    recipe = dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, **dict.fromkeys(free, length)))
+    assumed += [f"{f[4:10]}s of {length} tokens (--data.{f.replace('_', '-')})" for f in free]
+    if batch_field(recipe.data) == "batch_tokens":
+        assumed.append(_widest_bucket(recipe.data))
     return recipe, assumed
 
 

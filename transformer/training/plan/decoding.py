@@ -71,12 +71,12 @@ def parse_generation(text: str | None, recipe: Recipe) -> Generation:
                 f"written, such as 8:1024:256, got {text!r}."
             )
         wanted = Generation(*map(int, text.split(":")))
-    elif recipe.task == "seq2seq":
+    elif TASKS[recipe.task].source:
         wanted = Generation(USUAL_ROWS, data.max_source_length, data.max_target_length)
     else:
         half = max(1, data.sequence_length // 2)
         wanted = Generation(USUAL_ROWS, half, half)
-    pairs, model = recipe.task == "seq2seq", recipe.model
+    pairs, model = TASKS[recipe.task].source, recipe.model
     for length, longest in (
         (wanted.new if pairs else wanted.prompt + wanted.new, model.max_length),
         (wanted.prompt if pairs else 0, model.longest_source),
@@ -198,7 +198,7 @@ def _lowered(recipe: Recipe, generation: Generation, mesh: Mesh) -> tuple[jax.st
     def array(*shape, dtype=jnp.int32):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=rows if shape else whole)
 
-    batch, pairs = generation.rows, recipe.task == "seq2seq"
+    batch, pairs = generation.rows, TASKS[recipe.task].source
     read = Rows(array(batch, generation.prompt), array(batch))
     model = decoding_model(build_model(recipe))
     # Real arrays, so made here: in the mesh below they would be put on devices that are not there.
@@ -221,7 +221,7 @@ def _lowered(recipe: Recipe, generation: Generation, mesh: Mesh) -> tuple[jax.st
 
 def _slots(recipe: Recipe, generation: Generation) -> int:
     """Positions of the cache; of a translation one stands before what is written."""
-    return generation.new + (1 if recipe.task == "seq2seq" else generation.prompt)
+    return generation.new + (1 if TASKS[recipe.task].source else generation.prompt)
 
 
 def _costs(text: str | None, num_devices: int) -> tuple[tuple[Cost, Cost] | None, str]:
@@ -260,7 +260,7 @@ def _cache_bytes(recipe: Recipe, generation: Generation, sizes: Mapping[str, int
     cache = jax.eval_shape(lambda: model.init_cache(generation.rows, _slots(recipe, generation)))
     whole = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
     config = recipe.model
-    if recipe.task == "seq2seq":
+    if TASKS[recipe.task].source:
         size = config.kv_heads * (config.size_of_head + config.size_of_value) * jnp.dtype(config.dtype).itemsize
         whole += generation.rows * generation.prompt * size * config.decoder_layers
     # A latent is one head, which is whole on every device.

@@ -23,6 +23,7 @@ from transformer.training.plan.roofline import estimate
 from transformer.training.plan.topologies import Topology
 from transformer.training.recipe import Recipe
 from transformer.training.state import abstract_state
+from transformer.training.tasks import TASKS
 
 REMATS: tuple[str, ...] = Remat.__args__
 """what may be computed again in the backward pass"""
@@ -103,7 +104,7 @@ def _held(state: Any, sizes: Mapping[str, int]) -> int:
 def meshes(recipe: Recipe, num_devices: int) -> Iterator[dict[str, int]]:
     """Sizes of the mesh axes that multiply to the devices, of axes that the model has something for."""
     axes = ["fsdp", "tensor"]
-    if recipe.task == "causal_lm":
+    if TASKS[recipe.task].context_axis:
         axes.append("context")
     if any(kind.moe is not None for kind in recipe.model.kinds):
         axes.append("expert")
@@ -122,7 +123,7 @@ def _guessed(recipe: Recipe, before: Recipe, held: int, work: int, topology: Top
     sizes = recipe.parallel.sizes
     model, remat = recipe.model, recipe.execution.remat
     width = jnp.dtype(model.dtype).itemsize
-    layers = model.encoder_layers + model.decoder_layers if recipe.task == "seq2seq" else model.num_layers
+    layers = TASKS[recipe.task].layers(model)
     own = step_tokens(recipe) // (row_ways(sizes) * sizes["context"])
     tensor, fsdp, num_devices = sizes["tensor"], sizes["fsdp"], math.prod(sizes.values())
 

@@ -32,6 +32,8 @@ WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 MAX_CONFIG_BYTES = 16 * 2**20
 """bound of config.json"""
+MAX_SHARDS = 4096
+"""bound of the files that an index names; each is opened. Published checkpoints have up to some hundred"""
 SHOWN = 20
 """faults that a message lists"""
 
@@ -173,6 +175,8 @@ class WeightFiles:
         ]
         if wrong:
             return {}, wrong
+        if (count := len(set(weight_map.values()))) > MAX_SHARDS:
+            return {}, [f"{INDEX_FILE}: expected at most {MAX_SHARDS:,} files, got {count:,}"]
         tensors: dict[str, TensorInfo] = {}
         problems = []
         by_shard: dict[str, list[str]] = {}
