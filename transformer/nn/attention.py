@@ -73,14 +73,15 @@ def dot_product_attention(
     """
     _check_shapes(query, key, value, sinks)
     dropout_rate, dropout_key = _dropout(dropout_rate, dropout_key, dropout_rng, deterministic)
-    scale = _scale(scale, head_dim=query.shape[-1])
+    if scale is not None and not scale > 0:
+        raise ValueError(f"scale must be above 0, got {scale}. Use scale=1.0 for unscaled attention.")
 
     # Kernels have one batch axis
     lead = query.shape[:-3]
     if len(lead) != 1:
         query, key, value = (array.reshape(math.prod(lead), *array.shape[-3:]) for array in (query, key, value))
         mask, bias = (_with_one_batch_axis(array, lead) for array in (mask, bias))
-    (batch, num_queries, num_heads, _), num_keys = query.shape, key.shape[1]
+    (batch, num_queries, num_heads, head_dim), num_keys = query.shape, key.shape[1]
     sizes = (batch, num_heads, num_queries, num_keys)
 
     # What to compute, and the kernel that computes it
@@ -89,7 +90,8 @@ def dot_product_attention(
         bias=_bias_function(bias, sizes),
         sinks=sinks,
         dropout_key=dropout_key,
-        scale=scale,
+        # Keeps the variance of the scores at 1 for queries and keys of variance 1 (Vaswani et al. 2017, section 3.2.1)
+        scale=1.0 / math.sqrt(head_dim) if scale is None else scale,
         softcap=softcap,
         dropout_rate=dropout_rate,
         broadcast_dropout=broadcast_dropout and dropout_rate > 0.0,
@@ -142,15 +144,6 @@ def _dropout(
     if rate > 0.0 and key is None:
         raise ValueError("dropout_rate is above 0 but dropout_key is None: pass a jax.random.key, or dropout_rate=0.")
     return rate, key
-
-
-def _scale(scale: float | None, head_dim: int) -> float:
-    """The factor on the scores; None: 1 / sqrt(H), which keeps their variance at 1 for queries and keys of variance 1
-    (Vaswani et al. 2017, section 3.2.1).
-    """
-    if scale is not None and not scale > 0:
-        raise ValueError(f"scale must be above 0, got {scale}. Use scale=1.0 for unscaled attention.")
-    return 1.0 / math.sqrt(head_dim) if scale is None else scale
 
 
 def _checked_mask(mask: Mask | Array | None, sizes: tuple[int, int, int, int]) -> Mask:
@@ -332,7 +325,7 @@ class MultiHeadAttention(AttentionModule):
 
         if context is None and not isinstance(cache, ContextCache):
             # Self-attention: keys of x at its positions, after those that the cache holds
-            key, value = self._keys_and_values(x, head_dim)
+            key, value = self._keys_and_values(x, None, head_dim)
             if positions is None:
                 positions = jnp.arange(x.shape[1])[None, :]
                 positions = positions if cache is None else positions + cache.length[:, None]
@@ -349,7 +342,7 @@ class MultiHeadAttention(AttentionModule):
             # Cross-attention to the keys and values of an earlier call
             key, value = cache.whole()
         else:
-            key, value = self._keys_and_values(context, head_dim)
+            key, value = self._keys_and_values(x, context, head_dim)
             cache = None if cache is None else ContextCache.of(key, value)
 
         sinks = self.param("sinks", nn.initializers.zeros, (self.num_heads,), self.param_dtype) if self.sinks else None
@@ -378,15 +371,15 @@ class MultiHeadAttention(AttentionModule):
         return x.shape[-1] // self.num_heads if self.head_dim is None else self.head_dim
 
     def _keys_and_values(
-        self, source: Context, head_dim: int
+        self, x: Hidden, context: Context | None, head_dim: int
     ) -> tuple[Float[Array, "B S K H"], Float[Array, "B S K Hv"]]:
-        """Keys and values of the source (B, S, Dc), before rotation."""
+        """Keys and values of the context (B, S, Dc), or of x (B, S, D) without one; keys are not rotated yet."""
+        value_dim = head_dim if self.value_dim is None else self.value_dim
         kv_heads = self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+        source = x if context is None else context
         key = self._project("key", source, (kv_heads, head_dim))
-        value = self._project("value", source, (kv_heads, head_dim if self.value_dim is None else self.value_dim))
-        if self.qk_norm:
-            key = self._normalize("key_norm", key)
-        return key, value
+        value = self._project("value", source, (kv_heads, value_dim))
+        return (self._normalize("key_norm", key) if self.qk_norm else key), value
 
     def _check(self, x: Array, context: Array | None, cache: KVCache | ContextCache | None) -> None:
         if unknown := set(self.biases or ()) - {"query", "key", "value", "out"}:
