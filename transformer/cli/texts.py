@@ -148,7 +148,12 @@ def encode(run: Opened, text: str, what: str) -> list[int]:
 def translate(
     run: Opened, prompts: Sequence[str], *, max_new_tokens: int, sampling: Sampling, seed: int
 ) -> list[Written]:
-    """The target that an encoder-decoder writes for each source. ConfigError: nothing says what it begins with."""
+    """The target that an encoder-decoder writes for each source.
+
+    Raises:
+        ConfigError: nothing says what a target begins with.
+        ValueError: a source that can't be read, or more than `MOST_PROMPTS`.
+    """
     if len(prompts) > MOST_PROMPTS:
         raise ValueError(
             f"{len(prompts):,} prompts are too many for one batch: expected at most {MOST_PROMPTS:,}. Pipe the lines "
