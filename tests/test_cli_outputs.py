@@ -1,26 +1,100 @@
-"""Files that the user names are not overwritten, unless this program wrote them."""
+"""An output option replaces files that the program wrote, and no others."""
 
 import pytest
+from inference_parts import write_models
 
-from transformer.cli.outputs import check_replaceable
-from transformer.config import ConfigError
+from transformer.__main__ import main
 from transformer.viz import style
+from transformer.viz.output_files import check_replaceable, is_replaceable
+from transformer.viz.report_page import RunReport, save_report
+
+THEIRS = "my notes, kept for years\n"
 
 
-def test_a_file_of_another_program_stays(tmp_path):
-    path = tmp_path / "page.html"
-    path.write_text("<!doctype html><p>mine")
-    with pytest.raises(
-        ConfigError, match=r"--html .*page\.html exists and is no page .* Name another file, or delete it"
-    ):
-        check_replaceable(path, "--html")
-    assert path.read_text() == "<!doctype html><p>mine"
+@pytest.fixture(scope="module")
+def writer(tmp_path_factory):
+    return str(write_models(tmp_path_factory.mktemp("models"))["writer"])
 
 
-def test_what_this_program_wrote_and_what_is_not_there_is_written(tmp_path):
-    check_replaceable(None, "--html")
-    check_replaceable(tmp_path / "new.html", "--html")
-    (tmp_path / "empty.html").touch()
-    check_replaceable(tmp_path / "empty.html", "--html")
-    style.save(style.new_figure(1, 1), tmp_path / "picture.png")
-    check_replaceable(tmp_path / "picture.png", "--output")
+@pytest.fixture
+def run(capsys):
+    def call(*words):
+        code = main([str(word) for word in words])
+        return code, capsys.readouterr().err
+
+    return call
+
+
+def refused(path):
+    return 2, (
+        f"error: {path} already exists, and this program did not write it. Name another file, or pass --overwrite to "
+        "replace it.\n"
+    )
+
+
+def test_a_page_replaces_a_page_and_nothing_else(writer, run, tmp_path):
+    page = tmp_path / "page.html"
+    words = ("inspect", writer, "--prompt", "the cat", "--html", page)
+    page.write_text(THEIRS)
+    assert run(*words) == refused(page)
+    assert page.read_text() == THEIRS
+    assert run(*words, "--overwrite") == (0, "")
+    first = page.read_text()
+    assert first.startswith("<!doctype html>")
+    assert run(*words, "--max-new-tokens", 1) == (0, "")
+    assert page.read_text() != first
+
+
+def test_pictures_replace_pictures_and_nothing_else(writer, run, tmp_path):
+    words = ("inspect", writer, "--prompt", "the cat", "--output", tmp_path)
+    assert run(*words) == (0, "")
+    picture, *_ = sorted(tmp_path.glob("*.png"))
+    assert run(*words) == (0, "")
+    picture.write_text(THEIRS)
+    assert run(*words) == refused(picture)
+    assert picture.read_text() == THEIRS
+    assert run(*words, "--overwrite") == (0, "")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        (("inspect", "--scale"), "scale.png"),
+        (("inspect", "--positions"), "positions.png"),
+        (("inspect", "--memory"), "memory.png"),
+        (("report", "runs/none"), "report.html"),
+    ],
+)
+def test_a_study_and_a_report_refuse_before_they_begin(words, name, run, tmp_path):
+    path = tmp_path / name
+    path.write_text(THEIRS)
+    assert run(*words, "--output", path) == refused(path)
+    assert path.read_text() == THEIRS
+
+
+def test_the_pictures_of_a_report(tmp_path):
+    run = RunReport(name="a", status="", facts={}, records=[{"step": step, "train/loss": 1.0} for step in (1, 2)])
+    page = tmp_path / "report.html"
+    paths = save_report([run], page, title="a", overwrite=False)
+    assert len(paths) > 1
+    assert save_report([run], page, title="b", overwrite=False) == paths
+    paths[1].write_text(THEIRS)
+    before = page.read_text()
+    with pytest.raises(FileExistsError, match=rf"{paths[1].name} already exists, and this program did not write it"):
+        save_report([run], page, title="c", overwrite=False)
+    assert (paths[1].read_text(), page.read_text()) == (THEIRS, before)
+    save_report([run], page, title="c")
+
+
+def test_what_may_be_replaced(tmp_path):
+    missing, empty, theirs, picture = (tmp_path / name for name in ("missing", "empty", "theirs", "picture.png"))
+    empty.touch()
+    theirs.write_text(THEIRS + "transformer-zoo")
+    style.save(style.new_figure(1, 1), picture)
+    assert [is_replaceable(path) for path in (missing, empty, picture, theirs)] == [True, True, True, False]
+    many = [tmp_path / f"file{i}" for i in range(7)]
+    for path in many:
+        path.write_text(THEIRS)
+    with pytest.raises(FileExistsError, match=r"file0, .*file4 and 2 more already exists, .* did not write them"):
+        check_replaceable([missing, *many])

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from transformer.cli.arguments import parse
 from transformer.cli.models import ModelCommand
-from transformer.cli.outputs import check_replaceable
 from transformer.cli.streams import decode_argument
 from transformer.config import ConfigError
 from transformer.config.invocation import program
@@ -42,6 +41,8 @@ class Inspect(ModelCommand):
     """also print the size of everything between the tokens and the logits"""
     output: Path | None = None
     """directory for the pictures; None: DIR/attention"""
+    overwrite: bool = False
+    """replace files at --html and --output that this program did not write"""
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -66,7 +67,8 @@ def main(arguments: Sequence[str]) -> None:
         from transformer.viz.attention_weights import attention_maps
 
         directory = command.directory / "attention" if command.output is None else command.output
-        paths = save_attention_maps(attention_maps(sown[0], run.model.config), directory, **labels)
+        overwrite = command.overwrite or command.output is None  # names in a workdir are the program's
+        paths = save_attention_maps(attention_maps(sown[0], run.model.config), directory, overwrite=overwrite, **labels)
     if command.html is not None:
         _save_page(command, arguments, shown, sown, text, labels)
     _report(command, run, text, labels, paths)
@@ -82,7 +84,10 @@ def _check(command: Inspect) -> None:
         raise ConfigError("--compare puts two models onto one page: give its file too, such as --html attention.html.")
     if command.html is not None and (command.html.is_dir() or command.html.suffix not in (".html", ".htm")):
         raise ConfigError(f"--html takes the file to write, such as attention.html, got {command.html}.")
-    check_replaceable(command.html, "--html")
+    if command.html is not None and not command.overwrite:
+        from transformer.viz.output_files import check_replaceable
+
+        check_replaceable([command.html])
 
 
 @dataclass(frozen=True)

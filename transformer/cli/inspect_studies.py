@@ -13,9 +13,9 @@ from typing import Any, NoReturn
 
 from transformer.cli import inspect_attention
 from transformer.cli.arguments import parse
-from transformer.cli.outputs import check_replaceable
 from transformer.config import ConfigError, nearest
 from transformer.config.invocation import program
+from transformer.viz.output_files import check_replaceable
 
 Table = Sequence[Sequence[str]]
 """rows of cells; the first names the columns"""
@@ -27,6 +27,8 @@ class StudyCommand:
 
     output: Path
     """the picture"""
+    overwrite: bool = False
+    """replace a file at --output that this program did not write"""
     json: bool = False
     """print one JSON object"""
     debug: bool = False
@@ -230,7 +232,8 @@ def main(arguments: Sequence[str]) -> None:
     words = [word for word in arguments if word != flag]
     _check_words(flag, words)
     command = parse(study.command, f"inspect {flag}", words)
-    check_replaceable(command.output, "--output")
+    if not command.overwrite:
+        check_replaceable([command.output])
     values, text = study.run(command)
     if command.json:
         print(json.dumps({"study": flag.removeprefix("--"), **values, "picture": str(command.output)}, indent=2))

@@ -15,7 +15,6 @@ import tyro
 
 from transformer import __version__
 from transformer.cli.arguments import parse
-from transformer.cli.outputs import check_replaceable
 from transformer.config import ConfigError
 from transformer.config.invocation import program
 
@@ -36,6 +35,8 @@ class Report:
     """workdirs of runs, such as runs/number_words"""
     output: Path | None = None
     """the HTML file, PNGs go beside it; None: report.html in the workdir, of several comparison.html in the first"""
+    overwrite: bool = False
+    """replace files at --output that this program did not write"""
     json: bool = False
     """print JSON"""
     debug: bool = False
@@ -48,21 +49,29 @@ def main(arguments: Sequence[str]) -> None:
     workdirs = [*dict.fromkeys(Path(os.path.normpath(path)) for path in command.workdirs)]
     if not workdirs:
         raise ConfigError("there is no run to report on. Name a workdir, such as runs/number_words.")
-    output = command.output
+    output, ours = command.output, command.output is None  # names in a workdir are the program's
     if output is None:
         output = workdirs[0] / ("report.html" if len(workdirs) == 1 else "comparison.html")
     if output.is_dir() or output.suffix not in (".html", ".htm"):
         raise ConfigError(f"--output takes the HTML file to write, such as report.html, got {output}.")
-    check_replaceable(command.output, "--output")
 
+    from transformer.viz.output_files import check_replaceable
     from transformer.viz.report_page import save_report
 
+    if not (ours or command.overwrite):  # before runs are read
+        check_replaceable([output])
     again = shlex.join([*map(str, workdirs), *(["--output", str(output)] if command.output else [])])
     now = datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
     names = names_of(workdirs)
     runs = [read_run(path, name) for path, name in zip(workdirs, names, strict=True)]
     made = f"{now}, transformer-zoo {__version__}: {program('report')} {again}"
-    paths = save_report(runs, output, title=" and ".join(names) if len(names) < 4 else f"{len(names)} runs", made=made)
+    paths = save_report(
+        runs,
+        output,
+        title=" and ".join(names) if len(names) < 4 else f"{len(names)} runs",
+        made=made,
+        overwrite=ours or command.overwrite,
+    )
     if command.json:
         told = [{"name": run.name, "status": run.status, **run.facts} for run in runs]
         print(

@@ -152,7 +152,7 @@ def translate(
 
     Raises:
         ConfigError: nothing says what a target begins with.
-        ValueError: more than `MOST_PROMPTS` prompts.
+        ValueError: a source that can't be read, or more than `MOST_PROMPTS`.
     """
     if len(prompts) > MOST_PROMPTS:
         raise ValueError(

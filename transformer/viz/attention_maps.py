@@ -21,6 +21,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from transformer.viz.attention_weights import AttentionMap, printable
+from transformer.viz.output_files import PNG_METADATA, check_replaceable
 
 MOST_PIXELS = 200_000_000
 """of all pictures of one text together, which take about a minute on one core"""
@@ -38,12 +39,14 @@ def save_attention_maps(
     *,
     source: Sequence[str] = (),
     target: Sequence[str] = (),
+    overwrite: bool = True,
 ) -> list[Path]:
     """Draws each map into a PNG with all its heads, and where its words can't all be read there, each head into one.
 
     `source` and `target` label the encoder's and the decoder's positions, one word each. Returns the paths written:
     `decoder_cross_layer2.png`, `decoder_cross_layer2_head1.png`. ValueError when labels and weights differ in number,
-    or for pictures of more than `MOST_PIXELS` together.
+    or for pictures of more than `MOST_PIXELS` together. Without `overwrite`, FileExistsError when
+    a file is there that this package did not draw.
     """
     directory = Path(directory)
     fonts, missing = _fonts([*map(printable, source), *map(printable, target)])
@@ -75,6 +78,8 @@ def save_attention_maps(
             f"{len(planned):,} pictures of {pixels / 1e6:,.0f} million pixels together are too many to draw: expected "
             f"at most {MOST_PIXELS / 1e6:,.0f} million. Shorten the text, or write one page to explore: --html FILE."
         )
+    if not overwrite:
+        check_replaceable(path for path, *_ in planned)
     directory.mkdir(parents=True, exist_ok=True)
     for path, *page in planned:
         _draw(path, *page, fonts)
@@ -181,7 +186,7 @@ def _draw(
     bar.set_label("weight", fontsize=_FONT_SIZE, color=_INK, labelpad=1)
     bar.ax.tick_params(labelsize=_FONT_SIZE, colors=_INK, length=2)
     bar.outline.set_linewidth(0.4)
-    FigureCanvasAgg(figure).print_png(os.fspath(path))
+    FigureCanvasAgg(figure).print_png(os.fspath(path), metadata=PNG_METADATA)
 
 
 def _draw_head(

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from transformer.viz.output_files import HTML_MARK, check_replaceable
 from transformer.viz.report_curves import (
     CHARTS,
     LEFT,
@@ -90,7 +91,8 @@ def _page(runs: Sequence[RunReport], charts: Sequence[tuple[Chart, list[Line]]],
         _recipes(runs),
     ]
     return (
-        '<!DOCTYPE html>\n<html lang="en">\n<meta charset="utf-8">\n<meta name="generator" content="transformer-zoo">\n'
+        '<!DOCTYPE html>\n<html lang="en">\n<meta charset="utf-8">\n'
+        f"{HTML_MARK}\n"
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{escaped(title)}</title>\n<style>{_part('report_page.css')}</style>\n<body>\n"
@@ -99,13 +101,18 @@ def _page(runs: Sequence[RunReport], charts: Sequence[tuple[Chart, list[Line]]],
     )
 
 
-def save_report(runs: Sequence[RunReport], html_path: str | os.PathLike, *, title: str, made: str = "") -> list[Path]:
+def save_report(
+    runs: Sequence[RunReport], html_path: str | os.PathLike, *, title: str, made: str = "", overwrite: bool = True
+) -> list[Path]:
     """Writes the page, and beside it a PNG of each picture, named NAME-loss.png and so on; gives their paths.
 
     Raises:
         ValueError: as `report_page`.
+        FileExistsError: without `overwrite`, a file is there that this package did not draw.
     """
     path, charts = Path(html_path), charts_of(runs)
+    if not overwrite:
+        check_replaceable([path, *(_picture(path, chart) for chart, _ in charts)])
     page = _page(runs, charts, title, made)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.partial")
@@ -113,9 +120,13 @@ def save_report(runs: Sequence[RunReport], html_path: str | os.PathLike, *, titl
     os.replace(partial, path)
     paths = [path]
     for chart, lines in charts:
-        paths.append(path.with_name(f"{path.stem}-{chart.name}.png"))
+        paths.append(_picture(path, chart))
         save_png(chart, lines, paths[-1])
     return paths
+
+
+def _picture(page: Path, chart: Chart) -> Path:
+    return page.with_name(f"{page.stem}-{chart.name}.png")
 
 
 def charts_of(runs: Sequence[RunReport]) -> list[tuple[Chart, list[Line]]]:

@@ -9,6 +9,8 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from transformer.viz.output_files import PNG_METADATA
+
 BLUE, RED, GREEN, AMBER, VIOLET, INK = "#3b6fb6", "#d1495b", "#3f8f5f", "#e0912f", "#7a5ba6", "#333333"
 COLORS = (BLUE, RED, GREEN, AMBER, VIOLET, "#7f7f7f", "#5bb5c9", "#a0522d")
 """of lines that need telling apart, in this order"""
@@ -33,4 +35,4 @@ def dress(axes: Axes, title: str, x: str, y: str = "") -> None:
 def save(figure: Figure, png_path: str | os.PathLike) -> None:
     """Writes a PNG, whose metadata name this program; makes the folder if it is not there."""
     Path(png_path).parent.mkdir(parents=True, exist_ok=True)
-    FigureCanvasAgg(figure).print_png(os.fspath(png_path), metadata={"Software": "transformer-zoo"})
+    FigureCanvasAgg(figure).print_png(os.fspath(png_path), metadata=PNG_METADATA)
