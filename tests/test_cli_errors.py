@@ -81,6 +81,13 @@ class TestRunCommand:
                 "(5, 3), got (5, 2). The checkpoint may belong to another run: put back the one of this run, or use "
                 "another --step.",
             ),
+            (ValueError("x is broken:\n- a is there.\n- b is not."), 2, "error: x is broken: a is there; b is not."),
+            (
+                ValueError("x:\n- a.\n- b.\n- c.\n- d.\n- e.\n- f.\n- g.\n- and 12 more."),
+                2,
+                "error: x: a; b; c; d; e; and 14 more.",
+            ),
+            (ValueError("5\n- 3"), 2, "error: 5 - 3"),
             (KeyboardInterrupt(), 130, "interrupted"),
         ],
     )

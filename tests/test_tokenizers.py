@@ -82,6 +82,7 @@ def test_words_that_become_the_unknown_token_are_found():
     assert tokenizer.unknown_parts(text) == ["xylophone", "😀", "xylophone"]
     assert tokenizer.encode(text).count(tokenizer.unk_id) == 3
     assert tokenizer.unknown_parts("") == []
+    assert make("word").unknown_parts(text) == [], "refused by encode"
 
 
 @pytest.mark.parametrize("kind", ["byte", "bpe"])

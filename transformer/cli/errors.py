@@ -23,6 +23,9 @@ DONE, FAULT, BAD_INPUT, INTERRUPTED, BROKEN_PIPE = 0, 1, 2, 130, 141
 LONGEST = 8000
 """characters of an error's line"""
 
+MOST_FAULTS = 5
+"""items of a list of faults that an error's line holds"""
+
 _BAD_INPUT = (ValueError, FileNotFoundError, NotADirectoryError, IsADirectoryError, FileExistsError)
 _MISTAKES = (TypeError, AttributeError, LookupError, AssertionError, NameError, NotImplementedError)
 _UNMAPPED = ("failed to map segment", "annot allocate memory", "cannot create shared object descriptor")
@@ -80,7 +83,7 @@ def describe(error: BaseException) -> str:
     """One line about an error: "error: what is wrong. What to do.", without control characters, of bounded length: what
     was wrong may be a word of a million letters.
     """
-    line = one_line(f"error: {_message(error)}" if not isinstance(error, KeyboardInterrupt) else "interrupted")
+    line = one_line(f"error: {_joined(_message(error))}" if not isinstance(error, KeyboardInterrupt) else "interrupted")
     return line if len(line) <= LONGEST else f"{line[:LONGEST]} ... (and {len(line) - LONGEST} characters more)"
 
 
@@ -147,6 +150,19 @@ def _shortage(error: BaseException, text: str) -> str | None:
     if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in text:
         return f"out of memory{first and f' ({first})'}. Use a smaller batch or model, or fewer prompts at once."
     return None
+
+
+def _joined(text: str) -> str:
+    """A list of faults, each on a line of its own that begins with "- ", as one line: "a; b; c.", at most five."""
+    head, *faults = re.split(r"\.?\n- ", text)
+    if not faults or not head.endswith(":"):
+        return text
+    last = re.match(r"and (\d+) more", faults[-1])
+    hidden = int(last[1]) if last else 0
+    faults = faults[:-1] if last else faults
+    hidden += max(len(faults) - MOST_FAULTS, 0)
+    more = f"; and {hidden} more" if hidden else ""
+    return f"{head} {'; '.join(faults[:MOST_FAULTS]).rstrip('.')}{more}."
 
 
 def _in_start_of_jax(error: BaseException) -> bool:

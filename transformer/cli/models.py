@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import logging
 from dataclasses import dataclass
@@ -10,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from transformer.config import ConfigError
+from transformer.config import ConfigError, nearest
+from transformer.invocation import program
 
 if TYPE_CHECKING:
     from transformer.inference import Opened
@@ -31,7 +34,12 @@ class ModelCommand:
     """show the traceback of an error"""
 
     def load(self, **options: Any) -> Opened:
-        """The model, with options of `zoo.load_pretrained`. FileNotFoundError and ValueError as `open_model`."""
+        """The model, with options of `zoo.load_pretrained`.
+
+        Raises:
+            ConfigError: the directory holds checkpoints of a run, and is not the run itself.
+            FileNotFoundError, ValueError: as `open_model`.
+        """
         from transformer.inference import open_model
 
         source: str | Path = self.directory
@@ -41,9 +49,13 @@ class ModelCommand:
             source = str(self.directory)
             if find_variant(source) is None:
                 raise FileNotFoundError(
-                    f"there is no directory {self.directory}. Give the workdir of a training run, such as "
-                    f"runs/number_words, a directory of weights, or a variant of `python -m transformer list`."
+                    f"there is no directory {self.directory}.{_nearest_model(self.directory)} Give the workdir of a "
+                    f"training run, such as runs/number_words, a directory of weights, or a variant of "
+                    f"`{program('list')}`."
                 )
+        elif run := run_of_checkpoint(self.directory):
+            step = f" --step {self.directory.name}" if self.directory.name.isdecimal() else ""
+            raise ConfigError(f"{self.directory} holds checkpoints of a run. Give the run instead: {run}{step}")
         logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax tells of every file it reads
         return open_model(source, step=self.step, **options)
 
@@ -54,11 +66,30 @@ class ModelCommand:
         opened = self.load()
         if not isinstance(opened.model, CausalLM | Seq2Seq) or isinstance(opened.model, SpeechToText):
             kind = type(opened.model).__name__
+            verb = {"MaskedLM": "embed", "Embedder": "embed", "Classifier": "classify"}.get(kind)
+            remedy = f" Use {program(verb)} {self.directory} --text ..." if verb else ""
             raise ConfigError(
-                f"{self.directory} holds a model of the kind {kind}, which reads no prompt to go on from."
+                f"{self.directory} holds a model of the kind {kind}, which reads no prompt: expected a causal "
+                f"model or an encoder-decoder for text.{remedy}"
             )
         return opened
 
     def print_json(self, opened: Opened, **values: Any) -> None:
         """One JSON object on stdout, in ASCII: any pipe can carry it."""
         print(json.dumps({**opened.place(), **values}, indent=2))
+
+
+def run_of_checkpoint(directory: Path) -> Path | None:
+    """The workdir of a run if the directory is its `checkpoints`, or one of them."""
+    path = directory.parent if directory.name.isdecimal() else directory
+    return path.parent if path.name == "checkpoints" and (path.parent / "recipe.json").is_file() else None
+
+
+def _nearest_model(path: Path) -> str:
+    """What the user may have meant: a directory beside the path, or a variant of the hub."""
+    from transformer.zoo.pretrained import ENTRIES
+
+    names = [variant for family in ENTRIES.values() for variant in family.variants] if path == Path(path.name) else []
+    with contextlib.suppress(OSError):  # no such folder, or one that can't be read
+        names += [str(entry) for entry in itertools.islice(path.parent.iterdir(), 1000) if entry.is_dir()]
+    return nearest(str(path), names)

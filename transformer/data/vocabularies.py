@@ -71,8 +71,8 @@ class WordTokenizer(Tokenizer):
         return [self._ids[word] for word in words]
 
     def unknown_parts(self, text: str) -> list[str]:
-        """The words outside the vocabulary."""
-        return [word for word in text.split() if word not in self._ids]
+        """The words outside the vocabulary; none without an unknown token, because `encode` refuses them."""
+        return [] if self.unk_id is None else [word for word in text.split() if word not in self._ids]
 
     def decode(self, ids: Iterable[int]) -> str:
         """The words, one blank between them."""

@@ -1,0 +1,53 @@
+"""A DIR that is no model, or not one for the verb, is answered with what the user may have meant."""
+
+import pytest
+from inference_parts import write_models
+
+from transformer.__main__ import main
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    return write_models(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture
+def error(capsys):
+    def call(*words):
+        code = main([str(word) for word in words])
+        out, err = capsys.readouterr()
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        return err
+
+    return call
+
+
+def test_a_misspelled_variant(error):
+    assert "there is no directory gpt3. Did you mean 'gpt2'? Give" in error("generate", "gpt3", "--prompt", "x")
+
+
+def test_a_misspelled_workdir(error, tmp_path):
+    (tmp_path / "number_words").mkdir()
+    (tmp_path / "number_word.txt").touch()
+    message = error("score", tmp_path / "number_word", "--text", "x")
+    assert f"there is no directory {tmp_path}/number_word. Did you mean '{tmp_path}/number_words'? Give" in message
+    assert "Did you mean" not in error("score", tmp_path / "no" / "such" / "place", "--text", "x")
+
+
+@pytest.mark.parametrize(("name", "step"), [("checkpoints/300", " --step 300"), ("checkpoints", "")])
+def test_a_checkpoint_instead_of_its_run(error, tmp_path, name, step):
+    run = tmp_path / "run"
+    (run / name).mkdir(parents=True)
+    (run / "recipe.json").write_text("{}")
+    message = error("generate", run / name, "--prompt", "x")
+    assert message == f"error: {run / name} holds checkpoints of a run. Give the run instead: {run}{step}\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "verb"), [("classifier", "Classifier", "classify"), ("encoder", "Embedder", "embed")]
+)
+def test_a_model_that_generates_nothing_points_to_the_verb_for_it(models, error, name, kind, verb):
+    message = error("generate", models[name], "--prompt", "the cat")
+    assert f"{models[name]} holds a model of the kind {kind}" in message
+    assert "which reads no prompt: expected a causal model or an encoder-decoder for text. Use " in message
+    assert f" {verb} {models[name]} --text ..." in message
