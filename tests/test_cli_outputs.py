@@ -8,6 +8,8 @@ from transformer.viz import style
 from transformer.viz.output_files import check_replaceable, is_replaceable
 from transformer.viz.report_page import RunReport, save_report
 
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:matplotlib")  # between it and pyparsing
+
 THEIRS = "my notes, kept for years\n"
 
 
