@@ -36,7 +36,8 @@ NUMERICS = [
         "stacks",
     ]
 ]
-NUMERICS += ["generate", "training.losses", "training.optimizers", "training.state", "training.step", "viz"]
+NUMERICS += ["generate", "training.losses", "training.optimizers", "training.state", "training.step"]
+NUMERICS += [f"viz.{path.stem}" for path in pathlib.Path(__file__).parents[1].glob("transformer/viz/*.py")]
 _hook = install_import_hook([f"transformer.{name}" for name in NUMERICS], "beartype.beartype")
 
 import jax  # noqa: E402

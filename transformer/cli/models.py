@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from transformer.config import ConfigError, nearest
-from transformer.invocation import program
+from transformer.config.invocation import program
 
 if TYPE_CHECKING:
     from transformer.inference import Opened
