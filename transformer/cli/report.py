@@ -72,14 +72,14 @@ def main(arguments: Sequence[str]) -> None:
         made=made,
         overwrite=ours or command.overwrite,
     )
-    if command.json:
-        told = [{"name": run.name, "status": run.status, **run.facts} for run in runs]
-        print(
-            json.dumps({"page": str(paths[0]), "pictures": [str(path) for path in paths[1:]], "runs": told}, indent=2)
-        )
-        return
-    for path in paths:
-        print(path)
+    print(_json(runs, paths) if command.json else "\n".join(map(str, paths)))
+
+
+def _json(runs: Sequence[RunReport], paths: Sequence[Path]) -> str:
+    """What was written, and the facts of each run, as a JSON object."""
+    facts = [{"name": run.name, "status": run.status, **run.facts} for run in runs]
+    page, *pictures = map(str, paths)
+    return json.dumps({"page": page, "pictures": pictures, "runs": facts}, indent=2)
 
 
 def names_of(workdirs: Sequence[Path]) -> list[str]:

@@ -64,13 +64,8 @@ def save_attention_maps(
                 f"the {one.stack}'s {one.kind}-attention has {one.weights.shape[1]} queries and "
                 f"{one.weights.shape[2]} keys, but there are {len(queries)} and {len(keys)} words for them."
             )
-        heads = list(range(len(one.weights)))
-        name = f"{one.stack}_{one.kind}_layer{one.layer + 1:0{len(str(total[one.stack]))}}"
         title = f"{one.stack}, layer {one.layer + 1} of {total[one.stack]}: {one.kind}-attention"
-        pages = [(f"{name}.png", heads)]
-        if len(heads) > 1 and _Page(len(heads), queries, keys).stride > 1:
-            pages += [(f"{name}_head{head + 1:0{len(str(len(heads)))}}.png", [head]) for head in heads]
-        for file, shown in pages:
+        for file, shown in _files(one, total[one.stack], queries, keys):
             planned.append((directory / file, title, one, shown, queries, keys))
             pixels += math.prod(_Page(len(shown), queries, keys).size) * _DPI**2
     if pixels > MOST_PIXELS:
@@ -84,6 +79,16 @@ def save_attention_maps(
     for path, *page in planned:
         _draw(path, *page, fonts)
     return [path for path, *_ in planned]
+
+
+def _files(one: AttentionMap, layers: int, queries: Sequence[str], keys: Sequence[str]) -> list[tuple[str, list[int]]]:
+    """Names of the pictures of a map and the heads that each shows: all heads, and where words are left out, each."""
+    heads = list(range(len(one.weights)))
+    name = f"{one.stack}_{one.kind}_layer{one.layer + 1:0{len(str(layers))}}"
+    files = [(f"{name}.png", heads)]
+    if len(heads) > 1 and _Page(len(heads), queries, keys).stride > 1:
+        files += [(f"{name}_head{head + 1:0{len(str(len(heads)))}}.png", [head]) for head in heads]
+    return files
 
 
 class _Page:
