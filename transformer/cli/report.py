@@ -76,7 +76,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _json(runs: Sequence[RunReport], paths: Sequence[Path]) -> str:
-    """What was written, and the facts of each run, as a JSON object."""
+    """The paths of the report and the facts of each run, as a JSON object."""
     facts = [{"name": run.name, "status": run.status, **run.facts} for run in runs]
     page, *pictures = map(str, paths)
     return json.dumps({"page": page, "pictures": pictures, "runs": facts}, indent=2)

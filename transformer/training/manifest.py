@@ -179,7 +179,7 @@ def newest_valid(root: Path, damaged: set[int]) -> tuple[Path, dict[str, Any]] |
         raise CheckpointError(
             f"No valid checkpoint in {root}:\n  {listed}\n"
             "Nothing starts again from step 0 by itself. Put a good copy back, or pass --restart (in Python: "
-            "restart=True) to begin anew; what is there is kept."
+            "restart=True) to begin anew, which keeps the files of this run."
         )
     return None
 

@@ -122,11 +122,11 @@ def open_run(
     start: Start | None = None,
     restart: bool = False,
 ) -> tuple[Recipe, Dataset]:
-    """The recipe with what data and `start` decide filled in, and its data, for a new run or to go on with the one in
-    the workdir, which knows what it started from.
+    """Complete the recipe from its data and `start`, and return both, to begin a run or to resume the one in the
+    workdir, which records what it was initialized from.
 
-    Nothing is written. What may change between two calls of a run and did is told to `say`. With `restart` it is a new
-    run, whatever the workdir holds.
+    Writes no files. Allowed changes of a resumed run are reported by calling `say`. With `restart` the run is new,
+    whatever the workdir contains.
 
     Raises:
         WorkdirError: the workdir holds checkpoints of another model, data, optimizer, start or seed; shows the

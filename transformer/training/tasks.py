@@ -5,6 +5,7 @@ Code elsewhere never compares names of tasks: it asks the task. A new task is a 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, TypeAlias
 
@@ -29,7 +30,7 @@ Shapes: TypeAlias = Mapping[str, Any]
 """a batch by name: arrays, or objects with their shape (B, ...)"""
 
 
-class Task:
+class Task(ABC):
     """Base class of tasks: everything that differs between them. Its defaults are those of a model that reads tokens
     and computes logits.
     """
@@ -50,9 +51,9 @@ class Task:
     lengths: ClassVar[str] = ""
     """fields of the data that bound the length of its sequences"""
 
+    @abstractmethod
     def forward(self, model: nn.Module, variables: Any, batch: Batch, **arguments: Any) -> Any:
         """Apply the model, with its tree of variables, to a batch. Returns the outputs, or what `method` returns."""
-        raise NotImplementedError
 
     def example(self, config: TransformerConfig) -> tuple[jax.Array, ...]:
         """Return the smallest arguments, such as (1, 1) tokens, that initialize the model: parameters depend on neither
@@ -60,9 +61,9 @@ class Task:
         """
         return (jnp.zeros((1, 1), jnp.int32),)
 
+    @abstractmethod
     def shapes(self, config: TransformerConfig, data: DataKind, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
         """Return the shapes (B, ...) of a training batch of so many rows, by name; all lengths must be known."""
-        raise NotImplementedError
 
     def sequences(self, config: TransformerConfig, batch: Shapes) -> tuple[int, int]:
         """Return the number of rows of a batch (B, ...) as a stack reads them (of pairs: of the targets) and their
@@ -263,9 +264,9 @@ class ValuesTask(Task):
             "weights": jax.ShapeDtypeStruct((rows,), jnp.float32),
         }
 
+    @abstractmethod
     def sizes(self, batch: Batch) -> dict[str, int]:
         """Return the sizes of a batch (B, ...), each by the field of `part` that must equal it."""
-        raise NotImplementedError
 
 
 class ImageClassification(ValuesTask):

@@ -82,7 +82,7 @@ class TFDSTranslation(PairConfig):
             builder = tfds.builder_from_directory(folder)
             features = builder.info.features
             splits = list(builder.info.splits)
-        except Exception as error:  # TFDS reads what is there with whatever its files raise
+        except Exception as error:  # damaged files make TFDS raise errors of any type
             raise ValueError(_unreadable(folder, error)) from error
         texts = [name for name, feature in dict(features).items() if isinstance(feature, tfds.features.Text)]
         languages = self.source_language, self.target_language
