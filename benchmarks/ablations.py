@@ -65,18 +65,18 @@ def _deep(norm_position: str, warmup_steps: int) -> dict[str, dict[str, Any]]:
 
 VARIANTS = {
     "attention": Variant("with attention", "main"),
-    "no_attention": Variant("without attention", "main", _model(period=BLIND)),
-    "no_attention_1_layer": Variant("1 layer", "blind", _model(period=BLIND, num_layers=1)),
-    "no_attention_6_layers": Variant("6 layers", "blind", _model(period=BLIND, num_layers=6)),
-    "no_attention_narrow": Variant("d_model 32", "blind", _model(period=BLIND, d_model=32)),
-    "no_attention_wide": Variant("d_model 256", "blind", _model(period=BLIND, d_model=256)),
+    "no_attention": Variant("without attention", "main", _model(**{"stack.period": BLIND})),
+    "no_attention_1_layer": Variant("1 layer", "blind", _model(**{"stack.period": BLIND}, num_layers=1)),
+    "no_attention_6_layers": Variant("6 layers", "blind", _model(**{"stack.period": BLIND}, num_layers=6)),
+    "no_attention_narrow": Variant("d_model 32", "blind", _model(**{"stack.period": BLIND}, d_model=32)),
+    "no_attention_wide": Variant("d_model 256", "blind", _model(**{"stack.period": BLIND}, d_model=256)),
     "no_attention_sinusoidal": Variant(
-        "sinusoidal positions added", "blind", _model(period=BLIND, position="sinusoidal")
+        "sinusoidal positions added", "blind", _model(**{"stack.period": BLIND}, position="sinusoidal")
     ),
     "one_head": Variant("one head of 128 instead of two of 64", "parts", _model(num_heads=1)),
     "eight_heads": Variant("eight heads of 16", "parts", _model(num_heads=8)),
     "no_position": Variant("no positions", "parts", _model(position="none")),
-    "no_scale": Variant("scores without 1/sqrt(d_k)", "parts", _model(attention_scale=1.0)),
+    "no_scale": Variant("scores without 1/sqrt(d_k)", "parts", _model(**{"attention.scale": 1.0})),
     "no_residual": Variant("no residual connections", "parts", _model(norm_position="pre_without_residual")),
     "pre_norm": Variant("pre-norm, warm-up of 100 steps", "norm", _deep("pre", 100)),
     "pre_norm_cold": Variant("pre-norm, no warm-up", "norm", _deep("pre", 0)),

@@ -17,6 +17,7 @@ import numpy as np
 
 from benchmarks.side_by_side import ENVIRONMENTS, Worker, compare, last_line, serve, versions
 from transformer.cli.allocator import keep_freed_memory
+from transformer.config import EmbeddingOptions
 
 PARAMETERS = 124_439_808
 BYTES = 4 * PARAMETERS
@@ -44,7 +45,7 @@ def ours(batch: int, length: int, new: int) -> Callable[[], Any]:
         activation="gelu_tanh",
         position="learned",
         max_length=POSITIONS,
-        scale_embeddings=False,
+        embedding=EmbeddingOptions(scale=False),
         initializer_range=0.02,
     )
     model = CausalLM(config)

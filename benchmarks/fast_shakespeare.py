@@ -42,7 +42,7 @@ VARIANTS = {
         "removed",
         {"optimizer": {"schedule": "cosine", "final_fraction": 0.1}},
     ),
-    "no_qk_norm": Variant("no norm on queries and keys", "removed", {"model": {"qk_norm": False}}),
+    "no_qk_norm": Variant("no norm on queries and keys", "removed", {"model": {"attention.qk_norm": False}}),
     "gelu": Variant("GELU in place of the square of ReLU", "removed", {"model": {"activation": "gelu_tanh"}}),
     "learned_positions": Variant(
         "learned positions in place of rotary", "removed", {"model": {"position": "learned", "max_length": 64}}
@@ -55,7 +55,7 @@ VARIANTS = {
         "evaluated with an average of the parameters (0.99)", "added", {"training": {"ema_decay": 0.99}}
     ),
     "z_loss": Variant("z-loss of 1e-4", "added", {"training": {"z_loss": 1e-4}}),
-    "softcap": Variant("logits capped at 15", "added", {"model": {"logit_softcap": 15.0}}),
+    "softcap": Variant("logits capped at 15", "added", {"model": {"output.softcap": 15.0}}),
     "gated": Variant(
         "gated feed-forward (SwiGLU) of width 340",
         "added",

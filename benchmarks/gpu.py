@@ -48,7 +48,7 @@ def config(work: str) -> Any:
             max_length=WORKS[work][1],
             use_bias=False,
             initializer_range=0.02,
-            scale_embeddings=False,
+            embedding=EmbeddingOptions(scale=False),
             dtype="bfloat16",
         )
     return TransformerConfig(
@@ -59,7 +59,7 @@ def config(work: str) -> Any:
         use_bias=False,
         position="rotary",
         initializer_range=0.02,
-        scale_embeddings=False,
+        embedding=EmbeddingOptions(scale=False),
         dtype="bfloat16",
         param_dtype="bfloat16" if work == "decode" else "float32",
     )

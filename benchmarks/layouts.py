@@ -23,7 +23,7 @@ if __name__ == "__main__":  # before JAX starts
 import jax
 import numpy as np
 
-from transformer.config import Execution, LayerKind, MoE, TransformerConfig
+from transformer.config import Execution, LayerKind, MoE, StackOptions, TransformerConfig
 from transformer.data import NumberWords, TextFile
 from transformer.nn.sharding import ParallelConfig
 from transformer.training import OptimizerConfig, Recipe, TrainingConfig
@@ -60,7 +60,7 @@ def recipe(task: str, parallel: ParallelConfig, dropout_rate: float = 0.0) -> Re
         d_ff=64,
         position="rotary",
         dropout_rate=dropout_rate,
-        period=kinds,
+        stack=StackOptions(period=kinds),
     )
     data = {
         "causal_lm": TextFile(path="-", sequence_length=LENGTH, batch_size=ROWS),

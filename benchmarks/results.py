@@ -41,7 +41,7 @@ CURVE = 40
 TOLD = ("training.steps", *(f"data.{field}" for field in sorted(PLACES - {"data_dir", "manual_dir"})))
 """fields that a command names though a run may go on with others"""
 FILLED_IN = (
-    *("model.vocab_size", "model.source_vocab_size", "model.num_classes", "origin"),
+    *("model.vocab_size", "model.embedding.source_vocab_size", "model.output.num_classes", "origin"),
     *("data.labels", "data.columns", "data.mean", "data.std"),
 )
 """fields of a run's recipe that training fills in"""

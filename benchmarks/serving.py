@@ -28,6 +28,7 @@ from benchmarks.machine import machine
 from benchmarks.side_by_side import last_line, take_turns, times_faster, versions
 from transformer import CausalLM, TransformerConfig
 from transformer.cli.allocator import keep_freed_memory
+from transformer.config import EmbeddingOptions
 from transformer.generate import Draft, Sampling, generate
 from transformer.generate.prompts import bucket, pad
 from transformer.generate.sampling import Choice
@@ -51,7 +52,7 @@ def random_model(small: bool) -> tuple[CausalLM, Any]:
             activation="gelu_tanh",
             position="learned",
             max_length=1_024,
-            scale_embeddings=False,
+            embedding=EmbeddingOptions(scale=False),
             initializer_range=0.02,
             **sizes,
         )

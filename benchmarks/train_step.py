@@ -25,6 +25,7 @@ import numpy as np
 
 from benchmarks.side_by_side import ENVIRONMENTS, compare, last_line, serve, versions
 from transformer.cli.allocator import keep_freed_memory
+from transformer.config import EmbeddingOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +91,7 @@ def recipe_of(work: Work) -> Any:
             max_length=work.length,
             use_bias=False,
             initializer_range=0.02,
-            scale_embeddings=False,
+            embedding=EmbeddingOptions(scale=False),
             **sizes,
         )
     return Recipe(

@@ -7,7 +7,7 @@ which an image's hash chose. In training every image is seen moved by up to a pi
 error says what to install.
 """
 
-from transformer.config import Execution, Patches, TransformerConfig
+from transformer.config import Execution, OutputOptions, Patches, TransformerConfig
 from transformer.data import Digits
 from transformer.training import EvaluationConfig, LoggingConfig, OptimizerConfig, Recipe, TrainingConfig
 
@@ -24,8 +24,8 @@ def get_config() -> Recipe:
             position="learned",
             max_length=1 + patches.count,
             dropout_rate=0.1,
-            num_classes=10,
-            patches=patches,
+            output=OutputOptions(num_classes=10),
+            input=patches,
         ),
         data=Digits(max_shift=1, batch_size=64),
         execution=Execution(scan=False),

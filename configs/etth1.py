@@ -8,7 +8,7 @@ On 2 CPU cores: about 1 minute. Expected: a mean squared error of 0.371 and a me
 --data.manual-dir FOLDER, with ETTh1.csv in it.
 """
 
-from transformer.config import Execution, Series, TransformerConfig
+from transformer.config import Execution, Series, StackOptions, TransformerConfig
 from transformer.data import ETTh1
 from transformer.training import EvaluationConfig, LoggingConfig, OptimizerConfig, Recipe, TrainingConfig
 
@@ -28,8 +28,8 @@ def get_config() -> Recipe:
             max_length=series.positions,
             dropout_rate=0.1,
             # A norm before the head would take from every patch how large its values are.
-            final_norm=False,
-            series=series,
+            stack=StackOptions(final_norm=False),
+            input=series,
         ),
         data=ETTh1(context_length=look_back, horizon=horizon, batch_size=64),
         execution=Execution(scan=False),

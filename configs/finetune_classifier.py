@@ -13,7 +13,7 @@ arithmetic. Expected: the published figure, not measured here. BERT-base: 93.5 %
 (appendix A.3); its rate falls linearly, this one by a cosine.
 """
 
-from transformer.config import TransformerConfig
+from transformer.config import AttentionOptions, OutputOptions, TransformerConfig
 from transformer.data import SST2
 from transformer.training import EvaluationConfig, LoggingConfig, OptimizerConfig, Recipe, TrainingConfig
 
@@ -23,7 +23,9 @@ def get_config() -> Recipe:
     return Recipe(
         name="finetune_classifier",
         # Of the model, --init decides all but these rates and the number of classes.
-        model=TransformerConfig(num_classes=2, dropout_rate=0.1, attention_dropout_rate=0.1),
+        model=TransformerConfig(
+            output=OutputOptions(num_classes=2), dropout_rate=0.1, attention=AttentionOptions(dropout_rate=0.1)
+        ),
         data=SST2(max_length=128, batch_size=32),
         optimizer=OptimizerConfig(
             learning_rate=2e-5, warmup_steps=steps // 10, final_fraction=0.0, beta2=0.999, epsilon=1e-6

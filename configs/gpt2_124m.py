@@ -12,7 +12,7 @@ On an accelerator: at least 25 minutes for 328M tokens on one v5e chip, by the T
 measured on hardware; the loss depends on the text. Largest batches for other TPUs: docs/colab.md.
 """
 
-from transformer.config import Execution, TransformerConfig
+from transformer.config import EmbeddingOptions, Execution, TransformerConfig
 from transformer.data import TextFile, TokenizerConfig
 from transformer.training import EvaluationConfig, LoggingConfig, OptimizerConfig, Recipe, TrainingConfig
 
@@ -28,7 +28,7 @@ def get_config() -> Recipe:
             norm_epsilon=1e-5,
             position="learned",
             max_length=1024,
-            scale_embeddings=False,
+            embedding=EmbeddingOptions(scale=False),
             initializer_range=0.02,
             dtype="bfloat16",
         ),

@@ -9,7 +9,7 @@ For accelerators with 1.1 TB or more in all; 70,553,706,496 parameters. Expected
 docs/scaling.md. Before it is started: python -m transformer plan llama3_70b --topology v5p:8x8x8
 """
 
-from transformer.config import Execution, TransformerConfig
+from transformer.config import EmbeddingOptions, Execution, RotaryOptions, TransformerConfig
 from transformer.data import TextFile, TokenizerConfig
 from transformer.nn.sharding import ParallelConfig
 from transformer.training import EvaluationConfig, LoggingConfig, OptimizerConfig, Recipe, TrainingConfig
@@ -31,9 +31,8 @@ def get_config() -> Recipe:
             norm="rms_norm",
             norm_epsilon=1e-5,
             position="rotary",
-            rotary_base=500_000.0,
-            scale_embeddings=False,
-            tie_embeddings=False,
+            rotary=RotaryOptions(base=500_000.0),
+            embedding=EmbeddingOptions(scale=False, tie=False),
             initializer_range=0.02,
             dtype="bfloat16",
         ),

@@ -18,7 +18,7 @@ On an accelerator: at least 26 minutes for 2,000 steps of 16,384 tokens on one v
 Expected: not measured on hardware; the loss depends on the text. Largest batches: docs/colab.md.
 """
 
-from transformer.config import Execution, RotaryScaling, TransformerConfig
+from transformer.config import EmbeddingOptions, Execution, RotaryOptions, RotaryScaling, TransformerConfig
 from transformer.data import TextFile, TokenizerConfig
 from transformer.nn.sharding import ParallelConfig
 from transformer.training import EvaluationConfig, LoggingConfig, OptimizerConfig, Recipe, TrainingConfig
@@ -40,9 +40,8 @@ def get_config() -> Recipe:
             norm="rms_norm",
             norm_epsilon=1e-5,
             position="rotary",
-            rotary_base=500_000.0,
-            rotary_scaling=RotaryScaling(kind="llama3", factor=32.0),
-            scale_embeddings=False,
+            rotary=RotaryOptions(base=500_000.0, scaling=RotaryScaling(kind="llama3", factor=32.0)),
+            embedding=EmbeddingOptions(scale=False),
             initializer_range=0.02,
             dtype="bfloat16",
         ),

@@ -8,7 +8,7 @@ docs/shakespeare-fast.md. On 2 CPU cores: about 5 minutes. Expected: eval loss 1
 Without network: --data.manual-dir FOLDER, with input.txt in it.
 """
 
-from transformer.config import Execution, TransformerConfig
+from transformer.config import AttentionOptions, Execution, TransformerConfig
 from transformer.data import TinyShakespeare
 from transformer.training import EvaluationConfig, LoggingConfig, OptimizerConfig, Recipe, TrainingConfig
 
@@ -24,7 +24,7 @@ def get_config() -> Recipe:
             use_bias=False,
             norm="rms_norm",
             position="rotary",
-            qk_norm=True,
+            attention=AttentionOptions(qk_norm=True),
         ),
         data=TinyShakespeare(sequence_length=64, batch_size=12, eval_batch_size=64),
         execution=Execution(scan=False),

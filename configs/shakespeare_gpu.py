@@ -9,7 +9,7 @@ parameters. Expected: at most 1.47 as the lowest loss; not trained here. Without
 input.txt in it.
 """
 
-from transformer.config import TransformerConfig
+from transformer.config import AttentionOptions, TransformerConfig
 from transformer.data import TinyShakespeare
 from transformer.training import EvaluationConfig, LoggingConfig, OptimizerConfig, Recipe, TrainingConfig
 
@@ -26,7 +26,7 @@ def get_config() -> Recipe:
             norm="layer_norm_without_bias",
             position="rotary",
             dropout_rate=0.2,
-            attention_dropout_rate=0.2,
+            attention=AttentionOptions(dropout_rate=0.2),
             dtype="bfloat16",
         ),
         data=TinyShakespeare(sequence_length=256, batch_size=64, eval_batch_size=64),

@@ -7,7 +7,7 @@ The model reads one character to guess the next, so its loss stays above the big
 Without network: --data.manual-dir FOLDER, with input.txt in it.
 """
 
-from transformer.config import Execution, LayerKind, TransformerConfig
+from transformer.config import Execution, LayerKind, StackOptions, TransformerConfig
 from transformer.data import TinyShakespeare
 from transformer.training import EvaluationConfig, OptimizerConfig, Recipe, TrainingConfig
 
@@ -21,7 +21,7 @@ def get_config() -> Recipe:
             num_heads=2,
             activation="gelu_tanh",
             position="rotary",
-            period=(LayerKind(self_attention=False),),
+            stack=StackOptions(period=(LayerKind(self_attention=False),)),
         ),
         data=TinyShakespeare(sequence_length=128, batch_size=16, eval_batch_size=64),
         execution=Execution(scan=False),

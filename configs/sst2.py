@@ -12,7 +12,7 @@ On 2 CPU cores: about a minute. Expected: 80.0 % of the test sentences right (79
 than a bag of words: 80.3 to 82.2 % by the kind of features, 80.3 % with those that do best on validation.
 """
 
-from transformer.config import TransformerConfig
+from transformer.config import OutputOptions, TransformerConfig
 from transformer.data import SST2Sentences, TokenizerConfig
 from transformer.training import EvaluationConfig, LoggingConfig, OptimizerConfig, Recipe, TrainingConfig
 
@@ -30,7 +30,7 @@ def get_config() -> Recipe:
             activation="gelu_tanh",
             position="none",
             dropout_rate=0.5,
-            num_classes=2,
+            output=OutputOptions(num_classes=2),
         ),
         data=SST2Sentences(
             max_length=48, batch_size=64, eval_batch_size=128, tokenizer=TokenizerConfig(kind="word", vocab_size=8000)

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import tokenizers
 
-from transformer.config import Execution, TransformerConfig
+from transformer.config import Execution, OutputOptions, TransformerConfig
 from transformer.data import SST2
 from transformer.nn.models import MaskedLM
 from transformer.nn.sharding import ParallelConfig
@@ -85,7 +85,7 @@ def finetuning(data, *, lora=None, steps=30, **groups):
     """A recipe that learns these texts in 30 steps."""
     recipe = Recipe(
         name="tiny",
-        model=TransformerConfig(num_classes=2, dropout_rate=0.05),
+        model=TransformerConfig(output=OutputOptions(num_classes=2), dropout_rate=0.05),
         data=SST2(manual_dir=str(data), max_length=9, batch_size=8, eval_batch_size=16),
         execution=Execution(scan=False),
         parallel=ParallelConfig(devices=1),

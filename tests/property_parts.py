@@ -12,7 +12,21 @@ import pytest
 from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
 
-from transformer.config import MLA, Execution, HeadTransform, LayerKind, MoE, RotaryScaling, TransformerConfig
+from transformer.config import (
+    MLA,
+    AttentionOptions,
+    EmbeddingOptions,
+    Execution,
+    HeadTransform,
+    LayerKind,
+    MoE,
+    OutputOptions,
+    RotaryOptions,
+    RotaryScaling,
+    StackOptions,
+    T5BiasOptions,
+    TransformerConfig,
+)
 from transformer.nn.masks import Mask
 from transformer.nn.models import CausalLM, MaskedLM, Seq2Seq
 
@@ -91,7 +105,7 @@ class Case:
         many there are.
         """
         random = np.random.default_rng([self.seed, source])
-        most = self.config.source_vocab_size or VOCABULARY if source else VOCABULARY
+        most = self.config.embedding.source_vocab_size or VOCABULARY if source else VOCABULARY
         return jnp.asarray(random.integers(0, most, (64, 64))[:rows, :length], jnp.int32)
 
 
@@ -194,17 +208,26 @@ def configs(draw, kind: str, repeats: int = 0, capacity: bool = False) -> Transf
 
     width = one(6, 10)
     if latent:
-        sizes = {"kv_rank": one(5, 17), "plain_dim": one(3, 4), "rotary_dim": one(2, 4), "value_dim": one(5, 3)}
-        mla = MLA(**sizes, query_rank=one(None, 7), norm_epsilon=one(1e-6, 1e-2))
-        heads = {"num_heads": one(1, 3, 4), "mla": mla}
+        sizes = {
+            "kv_lora_rank": one(5, 17),
+            "qk_nope_head_dim": one(3, 4),
+            "qk_rope_head_dim": one(2, 4),
+            "v_head_dim": one(5, 3),
+        }
+        mla = MLA(**sizes, q_lora_rank=one(None, 7), norm_epsilon=one(1e-6, 1e-2))
+        heads = {"num_heads": one(1, 3, 4), "attention.mla": mla}
     else:
         kv_heads = one(1, 2, 3)
         heads = {"num_heads": kv_heads * one(1, 2, 3), "num_kv_heads": kv_heads}
         if one(True, True, False):
-            heads |= {"head_dim": one(2, 4, 6), "value_dim": one(None, 3, 5), "rotary_dim": one(None, 2)}
+            heads |= {
+                "attention.head_dim": one(2, 4, 6),
+                "attention.value_dim": one(None, 3, 5),
+                "rotary.dim": one(None, 2),
+            }
         else:
             width = heads["num_heads"] * one(4, 6)
-        heads |= {"attention_sinks": flag(), "qk_norm": flag(), "qk_norm_scope": one("head", "all")}
+        heads |= {"attention.sinks": flag(), "attention.qk_norm": flag(), "attention.qk_norm_scope": one("head", "all")}
     all_biases = ("query", "key", "value", "out")
     biases = (None, all_biases) if latent else (None, all_biases, ("query", "key", "value"), ("key",), ())
 
@@ -215,7 +238,13 @@ def configs(draw, kind: str, repeats: int = 0, capacity: bool = False) -> Transf
     tied = flag()
     return TransformerConfig(
         vocab_size=VOCABULARY,
-        source_vocab_size=one(None, SOURCE_VOCABULARY) if kind == "encoder-decoder" else None,
+        embedding=EmbeddingOptions(
+            source_vocab_size=one(None, SOURCE_VOCABULARY) if kind == "encoder-decoder" else None,
+            norm=flag(),
+            scale=flag(),
+            token_types=one(None, 3) if kind == "encoder" else None,
+            tie=tied,
+        ),
         d_model=width,
         d_ff=one(7, 5),
         **stacks,
@@ -223,32 +252,28 @@ def configs(draw, kind: str, repeats: int = 0, capacity: bool = False) -> Transf
         activation=one(*activations, "swiglu_clamped") if gated else one(*activations),
         gated=gated,
         use_bias=flag(),
-        attention_biases=one(*biases),
+        attention=AttentionOptions(
+            biases=one(*biases), scale=one(None, 1.0), softcap=one(None, 5.0), causal=kind == "encoder" and flag()
+        ),
         norm=norm,
         norm_epsilon=one(1e-6, 1e-2),
         norm_position=norm_position,
-        final_norm=flag(),
-        embedding_norm=flag(),
+        stack=StackOptions(
+            final_norm=flag(),
+            prefix=tuple(draw(kinds) for _ in range(prefix)),
+            period=tuple(draw(kinds) for _ in range(period)),
+            suffix=tuple(draw(kinds) for _ in range(suffix)),
+        ),
         position=position,
         max_length=LONGEST if position == "learned" else None,
-        rotary_base=one(10_000.0, 20.0),
-        rotary_scaling=one(None, *SCALINGS) if rotary else None,
-        relative_buckets=one(4, 7),
-        relative_max_distance=one(8, 5),
-        position_table_per_layer=position == "t5" and flag(),
-        scale_embeddings=flag(),
-        token_types=one(None, 3) if kind == "encoder" else None,
-        tie_embeddings=tied,
-        head_transform=one(None, HeadTransform(activation="gelu_tanh", norm=True)),
-        output_bias=one(None, True),
-        logit_scale=one(None, 0.5),
-        attention_scale=one(None, 1.0),
-        attention_softcap=one(None, 5.0),
-        logit_softcap=one(None, 20.0),
-        causal=kind == "encoder" and flag(),
-        prefix=tuple(draw(kinds) for _ in range(prefix)),
-        period=tuple(draw(kinds) for _ in range(period)),
-        suffix=tuple(draw(kinds) for _ in range(suffix)),
+        rotary=RotaryOptions(base=one(10_000.0, 20.0), scaling=one(None, *SCALINGS) if rotary else None),
+        t5_bias=T5BiasOptions(buckets=one(4, 7), max_distance=one(8, 5), per_layer=position == "t5" and flag()),
+        output=OutputOptions(
+            transform=one(None, HeadTransform(activation="gelu_tanh", norm=True)),
+            bias=one(None, True),
+            scale=one(None, 0.5),
+            softcap=one(None, 20.0),
+        ),
     )
 
 
@@ -321,8 +346,8 @@ def reader(case: Case, execution: Execution = Execution(), **options) -> Callabl
             inputs |= {"source_positions": batch["source_positions"], "source_mask": mask(batch, "source_")}
             if "segments" in batch:
                 inputs["context_mask"] = Mask.segments(batch["segments"], batch["source_segments"])
-        elif case.config.token_types is not None:
-            more["token_types"] = batch["tokens"] % case.config.token_types
+        elif case.config.embedding.token_types is not None:
+            more["token_types"] = batch["tokens"] % case.config.embedding.token_types
         return model.apply({"params": params}, *tokens, **inputs, **more, method="with_aux")
 
     return read

@@ -23,9 +23,9 @@ def recipe_of(name):
 
 def test_the_recipe_without_attention_differs_in_that_alone():
     changed, free = difference(recipe_of("shakespeare"), recipe_of("shakespeare_no_attention"))
-    assert [change.field for change in changed] == ["model.period.0.self_attention"]
+    assert [change.field for change in changed] == ["model.stack.period.0.self_attention"]
     assert [change.field for change in free] == ["name"]
-    assert recipe_of("shakespeare_no_attention").model.period == (LayerKind(self_attention=False),)
+    assert recipe_of("shakespeare_no_attention").model.stack.period == (LayerKind(self_attention=False),)
     assert (
         VARIANTS["no_attention"].recipe(recipe_of("shakespeare"), "x").model
         == recipe_of("shakespeare_no_attention").model

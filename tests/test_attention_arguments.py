@@ -72,13 +72,13 @@ def test_a_bias_spans_the_cache_and_a_context():
 def test_dropout_is_never_left_out_silently():
     message = r"dropout rate of 0\.5 and deterministic is not given: pass deterministic=True to evaluate or determ"
     config = TransformerConfig(d_model=D, num_heads=1, dropout_rate=0.5, position="none")
-    latent = MLA(kv_rank=4, plain_dim=2, rotary_dim=2, value_dim=3)
+    latent = MLA(kv_lora_rank=4, qk_nope_head_dim=2, qk_rope_head_dim=2, v_head_dim=3)
     modules = {
         MultiHeadAttention(num_heads=2, head_dim=H, dropout_rate=0.5): (),
         LatentAttention(num_heads=2, mla=latent, dropout_rate=0.5): (),
         PreNormBlock(config): (LayerInputs(),),
         Encoder(config): (),
-        Decoder(config.replace(dropout_rate=0.0, attention_dropout_rate=0.5)): (),
+        Decoder(config.replace(dropout_rate=0.0, **{"attention.dropout_rate": 0.5})): (),
     }
     for module, more in modules.items():
         params = jax.eval_shape(module.init, jax.random.key(0), X, *more)
@@ -121,7 +121,7 @@ def test_masks_of_any_shape_are_what_they_broadcast_to(shape, implementation):
 
 @pytest.mark.parametrize("module", ["heads", "latent"])
 def test_modules_take_padding_arrays(module):
-    latent = MLA(kv_rank=4, plain_dim=2, rotary_dim=2, value_dim=3)
+    latent = MLA(kv_lora_rank=4, qk_nope_head_dim=2, qk_rope_head_dim=2, v_head_dim=3)
     attention = MultiHeadAttention(num_heads=2, head_dim=H) if module == "heads" else LatentAttention(2, latent)
     params = jax.jit(attention.init)(jax.random.key(0), X)
     real = jnp.array([T, 3])

@@ -15,7 +15,7 @@ from attention_page_parts import Elements, data_of, group_of, random_map, transl
 from golden import case as golden_case
 from golden import ours
 
-from transformer.config import MLA, Execution, LayerKind, TransformerConfig
+from transformer.config import MLA, Execution, LayerKind, StackOptions, TransformerConfig
 from transformer.nn.models import CausalLM, Forecaster, Seq2Seq
 from transformer.viz import attention_page as module
 from transformer.viz.attention_page import Panel, attention_page, quantize, save_attention_page
@@ -242,7 +242,7 @@ class TestModels:
     def test_grouped_heads_and_windows(self, tmp_path):
         """Layers without attention among those with it, at each place of the pattern."""
         blind, local = LayerKind(self_attention=False), LayerKind(window=3)
-        pattern = {"prefix": (blind, local), "period": (LayerKind(), blind), "suffix": (blind,)}
+        pattern = {"stack.prefix": (blind, local), "stack.period": (LayerKind(), blind), "stack.suffix": (blind,)}
         model = CausalLM(TransformerConfig(num_layers=7, num_kv_heads=2, **SIZES, **pattern))
         maps = attention_maps(watch(model, jnp.arange(6)[None]), model.config)
         assert [one.layer for one in maps] == [1, 2, 4]
@@ -259,13 +259,17 @@ class TestModels:
 
     def test_a_suffix_behind_layers_that_do_not_attend_keeps_its_number(self):
         model = CausalLM(
-            TransformerConfig(num_layers=4, **SIZES, period=(LayerKind(self_attention=False),), suffix=(LayerKind(),))
+            TransformerConfig(
+                num_layers=4,
+                **SIZES,
+                stack=StackOptions(period=(LayerKind(self_attention=False),), suffix=(LayerKind(),)),
+            )
         )
         maps = attention_maps(watch(model, jnp.arange(3)[None]), model.config)
         assert [one.layer for one in maps] == [3]
 
     def test_an_encoder_decoder(self):
-        model = Seq2Seq(TransformerConfig(num_encoder_layers=2, num_decoder_layers=1, **SIZES))
+        model = Seq2Seq(TransformerConfig(stack=StackOptions(num_encoder_layers=2, num_decoder_layers=1), **SIZES))
         maps = attention_maps(watch(model, jnp.arange(5)[None], jnp.arange(3)[None]), model.config)
         data = data_of(page_of(maps, source=5, target=3))
         check_same(data, maps)
@@ -281,11 +285,14 @@ class TestModels:
         [
             {"position": "alibi"},
             {"position": "t5"},
-            {"attention_softcap": 2.0},
-            {"attention_sinks": True},
-            {"qk_norm": True},
+            {"attention.softcap": 2.0},
+            {"attention.sinks": True},
+            {"attention.qk_norm": True},
             {"dtype": "bfloat16"},
-            {"mla": MLA(kv_rank=4, plain_dim=4, rotary_dim=2, value_dim=4), "position": "rotary"},
+            {
+                "attention.mla": MLA(kv_lora_rank=4, qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=4),
+                "position": "rotary",
+            },
         ],
         ids=lambda changes: next(iter(changes)),
     )

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from transformer.config import ConfigError, Execution, LayerKind, TransformerConfig
+from transformer.config import ConfigError, EmbeddingOptions, Execution, LayerKind, TransformerConfig
 from transformer.generate import Beam, Sampling, batches, beam_search, beam_search_all, generate
 from transformer.generate.batches import _batches
 from transformer.generate.beam import USUAL
@@ -25,14 +25,13 @@ SOURCES = [[1, 2, 3, 6, 5], [4, 3, 2, 4, 3, 2, 4, 3, 2, 4, 3, 2, 1], [6]]
 END, RARE, NEVER, SEED = 3, 15, 28, 1
 CONFIG = TransformerConfig(
     vocab_size=29,
-    source_vocab_size=7,
+    embedding=EmbeddingOptions(source_vocab_size=7, tie=False),
     d_model=12,
     num_layers=1,
     num_heads=2,
     d_ff=13,
     position="learned",
     max_length=13,
-    tie_embeddings=False,
 )
 FOUR = Beam(n_best=4)
 
@@ -184,8 +183,8 @@ def test_a_longer_cache_goes_on_where_the_first_was_full():
 @pytest.mark.parametrize(("window", "position"), [(3, "rotary"), (None, "alibi")])
 def test_hypotheses_that_share_a_cache_see_their_own_tokens_alone(window, position):
     """Through a window, which counts places and not slots; by distance; with prompts of unlike lengths."""
-    config = CONFIG.replace(source_vocab_size=None, num_layers=2, position=position, max_length=None)
-    model = CausalLM(config.replace(period=(LayerKind(window=window), LayerKind())))
+    config = CONFIG.replace(**{"embedding.source_vocab_size": None}, num_layers=2, position=position, max_length=None)
+    model = CausalLM(config.replace(**{"stack.period": (LayerKind(window=window), LayerKind())}))
     params = jax.tree.map(lambda leaf: 3 * leaf, jax.jit(model.init)(jax.random.key(1), jnp.zeros((1, 2), jnp.int32)))
     prompts = [[3, 1, 4, 1, 5], [7]]
     found = beam_search(model, params["params"], prompts=prompts, eos_id=END, max_new_tokens=7, beam=FOUR)
@@ -209,7 +208,7 @@ def test_the_highest_of_many_are_those_of_a_sort(vocab_size):
 
 @pytest.mark.slow
 def test_a_causal_model_is_searched_from_its_prompts():
-    model = CausalLM(CONFIG.replace(source_vocab_size=None))
+    model = CausalLM(CONFIG.replace(**{"embedding.source_vocab_size": None}))
     params = jax.jit(model.init)(jax.random.key(1), jnp.zeros((1, 2), jnp.int32))["params"]
     prompts = [[3, 1, 4], [7]]
     found = beam_search(model, params, prompts=prompts, eos_id=None, max_new_tokens=6, beam=Beam(size=1))
@@ -248,7 +247,9 @@ def test_many_sources_keep_their_order():
     with pytest.raises(ValueError, match="batch_tokens must be a whole number of at least 1, got 0"):
         beam_search_all(model, params, [[1]], begin=[1], batch_tokens=0, **options)
     with pytest.raises(ValueError, match="takes a Seq2Seq that reads tokens, got a CausalLM"):
-        beam_search_all(CausalLM(CONFIG.replace(source_vocab_size=None)), {}, [[1]], begin=[1], **options)
+        beam_search_all(
+            CausalLM(CONFIG.replace(**{"embedding.source_vocab_size": None})), {}, [[1]], begin=[1], **options
+        )
 
 
 def test_batches_are_searched_in_one_order_where_others_have_to_agree(monkeypatch):

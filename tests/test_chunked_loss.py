@@ -106,8 +106,12 @@ def test_a_target_outside_the_vocabulary_is_not_hidden():
 
 HEADS = {
     "tied": {},
-    "own": {"tie_embeddings": False, "output_bias": True},
-    "mapped": {"head_transform": HeadTransform(activation="relu", norm=True), "output_bias": True, "logit_softcap": 3},
+    "own": {"embedding.tie": False, "output.bias": True},
+    "mapped": {
+        "output.transform": HeadTransform(activation="relu", norm=True),
+        "output.bias": True,
+        "output.softcap": 3,
+    },
 }
 
 

@@ -370,7 +370,7 @@ class TestInspect:
     def test_a_model_without_attention(self, run, fails, text, tmp_path):
         """There is nothing to draw, but there are sizes."""
         recipe = load_recipe(text)
-        model = recipe.model.replace(period=(LayerKind(self_attention=False),), vocab_size=None)
+        model = recipe.model.replace(**{"stack.period": (LayerKind(self_attention=False),)}, vocab_size=None)
         with contextlib.redirect_stdout(io.StringIO()):
             brief = {"training": TrainingConfig(steps=2), "optimizer": OptimizerConfig(warmup_steps=1)}
             train(dataclasses.replace(recipe, model=model, **brief), tmp_path / "blind")

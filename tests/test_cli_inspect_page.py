@@ -13,7 +13,7 @@ from attention_page_parts import data_of, group_of, weights_of
 
 from transformer.__main__ import main
 from transformer.cli.models import ModelCommand
-from transformer.config import Execution, Patches, TransformerConfig
+from transformer.config import Execution, OutputOptions, Patches, TransformerConfig
 from transformer.config.invocation import program
 from transformer.data.vocabularies import CharTokenizer
 from transformer.generate import Sampling, generate
@@ -140,7 +140,7 @@ def test_two_checkpoints(runs, inspect, fails, monkeypatch, tmp_path):
 
 @pytest.mark.slow
 def test_a_translation_with_pictures_beside_the_page(runs, inspect, tmp_path):
-    runs["runs/tiny"] = opened(Seq2Seq, num_encoder_layers=2, num_decoder_layers=1)
+    runs["runs/tiny"] = opened(Seq2Seq, **{"stack.num_encoder_layers": 2, "stack.num_decoder_layers": 1})
     words = ("runs/tiny", "--prompt", "abc", "--target", "de", "--output", str(tmp_path / "maps"))
     data, found = inspect(*words)
     assert data["words"] == {"encoder": list("abc"), "decoder": ["<bos>", "d", "e"]}
@@ -159,7 +159,7 @@ def test_a_translation_with_pictures_beside_the_page(runs, inspect, tmp_path):
 
 @pytest.mark.slow
 def test_an_encoder(runs, inspect, fails):
-    runs["runs/tiny"] = opened(MaskedLM, attention_sinks=True)
+    runs["runs/tiny"] = opened(MaskedLM, **{"attention.sinks": True})
     data, found = inspect("runs/tiny", "--prompt", "abc d")
     assert data["words"] == {"encoder": ["a", "b", "c", "␣", "d"], "decoder": []}
     assert found["target"] is None
@@ -199,7 +199,9 @@ def test_what_cannot_be_shown(runs, fails, monkeypatch, tmp_path):
     message = fails(*prompt, "--html", "page.html")
     assert "can hold 71 attention weights, but these texts give 72" in message, "and nothing was computed"
     vision = VisionClassifier(
-        TransformerConfig(num_classes=2, patches=Patches(image_height=4, image_width=4, patch_size=2), **SIZES)
+        TransformerConfig(
+            output=OutputOptions(num_classes=2), input=Patches(image_height=4, image_width=4, patch_size=2), **SIZES
+        )
     )
     runs["seen"] = Opened(vision, {}, Path("seen"), None, None, None, run=run)
     assert "seen holds a VisionClassifier, which reads no text. From Python" in fails("seen", "--prompt", "a")

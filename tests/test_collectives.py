@@ -45,7 +45,7 @@ COUNTS = {
 
 def recipe_for(parallel, model=MODEL, rows=BATCH, length=LENGTH, scan=False):
     if "expert" in parallel:
-        model = model | {"period": (LayerKind(moe=MoE(num_experts=EXPERTS, d_ff=24)),)}
+        model = model | {"stack.period": (LayerKind(moe=MoE(num_experts=EXPERTS, d_ff=24)),)}
     return dataclasses.replace(
         tiny_recipe(model=model),
         data=TextFile(path="text.txt", sequence_length=length, batch_size=rows),

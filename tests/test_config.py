@@ -17,10 +17,12 @@ from transformer.config import (
     Patches,
     RotaryScaling,
     Series,
+    Speech,
     TransformerConfig,
     transformer_base,
     transformer_big,
 )
+from transformer.config.paths import fields_by_path
 from transformer.nn.models import (
     CausalLM,
     Classifier,
@@ -40,69 +42,73 @@ LLAMA3 = RotaryScaling(kind="llama3", factor=4.0, original_length=64)
 ROUTED = MoE(num_experts=3, capacity_factor=1.0)
 T5 = {"position": "t5"}
 TANH = HeadTransform(activation="tanh", norm=False)
-LATENT = MLA(kv_rank=5, plain_dim=3, rotary_dim=4, value_dim=2)
-IMAGES = {"patches": Patches(image_height=6, image_width=4, patch_size=2), "num_classes": 3, "pooling": "first"}
+LATENT = MLA(kv_lora_rank=5, qk_nope_head_dim=3, qk_rope_head_dim=4, v_head_dim=2)
+IMAGES = {
+    "input": Patches(image_height=6, image_width=4, patch_size=2),
+    "output.num_classes": 3,
+    "output.pooling": "first",
+}
 SERIES = Series(channels=2, context_length=7, horizon=2, patch_length=3, patch_stride=2)
 
 # field -> (model, changes common to both sides, the change)
 CHANGES = {
     "vocab_size": (CausalLM, {}, 13),
-    "source_vocab_size": (Seq2Seq, {}, 13),
+    "embedding.source_vocab_size": (Seq2Seq, {}, 13),
     "d_model": (CausalLM, {}, 16),
     "num_layers": (CausalLM, {}, 3),
-    "num_encoder_layers": (Seq2Seq, {}, 1),
-    "num_decoder_layers": (Seq2Seq, {}, 1),
+    "stack.num_encoder_layers": (Seq2Seq, {}, 1),
+    "stack.num_decoder_layers": (Seq2Seq, {}, 1),
     "num_heads": (CausalLM, {}, 3),
     "num_kv_heads": (CausalLM, {}, 1),
-    "head_dim": (CausalLM, {}, 5),
-    "value_dim": (CausalLM, {}, 3),
+    "attention.head_dim": (CausalLM, {}, 5),
+    "attention.value_dim": (CausalLM, {}, 3),
     "d_ff": (CausalLM, {}, 5),
     "activation": (CausalLM, {}, "silu"),
     "gated": (CausalLM, {}, True),
     "use_bias": (CausalLM, {}, False),
-    "attention_biases": (CausalLM, {}, ("query", "value")),
+    "attention.biases": (CausalLM, {}, ("query", "value")),
     "norm": (CausalLM, {}, "rms_norm"),
     "norm_epsilon": (CausalLM, {}, 1e-3),
     "norm_position": (CausalLM, {}, "post"),
-    "embedding_norm": (CausalLM, {}, True),
+    "embedding.norm": (CausalLM, {}, True),
     "position": (CausalLM, {}, "alibi"),
     "max_length": (CausalLM, {"position": "learned", "max_length": 9}, 10),
-    "source_max_length": (Seq2Seq, {"position": "learned", "max_length": 9}, 7),
-    "rotary_base": (CausalLM, ROTARY, 99.0),
-    "rotary_dim": (CausalLM, ROTARY, 2),
-    "rotary_scaling": (CausalLM, ROTARY, YARN),
-    "relative_buckets": (CausalLM, T5, 16),
-    "relative_max_distance": (CausalLM, T5, 99),
-    "position_table_per_layer": (CausalLM, T5, True),
-    "scale_embeddings": (CausalLM, {}, False),
-    "token_types": (MaskedLM, {}, 2),
-    "tie_embeddings": (CausalLM, {}, False),
-    "head_transform": (MaskedLM, {}, TANH),
-    "output_bias": (MaskedLM, {}, True),
-    "logit_scale": (CausalLM, {}, 0.5),
+    "embedding.source_max_length": (Seq2Seq, {"position": "learned", "max_length": 9}, 7),
+    "rotary.base": (CausalLM, ROTARY, 99.0),
+    "rotary.dim": (CausalLM, ROTARY, 2),
+    "rotary.scaling": (CausalLM, ROTARY, YARN),
+    "t5_bias.buckets": (CausalLM, T5, 16),
+    "t5_bias.max_distance": (CausalLM, T5, 99),
+    "t5_bias.per_layer": (CausalLM, T5, True),
+    "embedding.scale": (CausalLM, {}, False),
+    "embedding.token_types": (MaskedLM, {}, 2),
+    "embedding.tie": (CausalLM, {}, False),
+    "output.transform": (MaskedLM, {}, TANH),
+    "output.bias": (MaskedLM, {}, True),
+    "output.scale": (CausalLM, {}, 0.5),
     "dropout_rate": (CausalLM, {}, 0.1),
-    "attention_dropout_rate": (CausalLM, {}, 0.1),
-    "attention_scale": (CausalLM, {}, 1.0),
-    "attention_softcap": (CausalLM, {}, 30.0),
-    "logit_softcap": (CausalLM, {}, 30.0),
-    "qk_norm": (CausalLM, {}, True),
-    "qk_norm_scope": (CausalLM, {"qk_norm": True}, "all"),
-    "attention_sinks": (CausalLM, {}, True),
-    "mla": (CausalLM, ROTARY, LATENT),
+    "attention.dropout_rate": (CausalLM, {}, 0.1),
+    "attention.scale": (CausalLM, {}, 1.0),
+    "attention.softcap": (CausalLM, {}, 30.0),
+    "output.softcap": (CausalLM, {}, 30.0),
+    "attention.qk_norm": (CausalLM, {}, True),
+    "attention.qk_norm_scope": (CausalLM, {"attention.qk_norm": True}, "all"),
+    "attention.sinks": (CausalLM, {}, True),
+    "attention.mla": (CausalLM, ROTARY, LATENT),
     "initializer_range": (CausalLM, {}, 0.02),
-    "num_classes": (Classifier, {"num_classes": 3}, 4),
-    "pooling": (Classifier, {"num_classes": 3}, "first"),
-    "causal": (Embedder, {}, True),
-    "normalize_embeddings": (Embedder, {}, True),
-    "patches": (VisionClassifier, IMAGES, Patches(image_height=6, image_width=4, patch_size=1)),
-    "final_norm": (CausalLM, {}, False),
-    "series": (Forecaster, {"series": SERIES}, dataclasses.replace(SERIES, horizon=3)),
-    "mel_bins": (SpeechToText, {"mel_bins": 3}, 2),
+    "output.num_classes": (Classifier, {"output.num_classes": 3}, 4),
+    "output.pooling": (Classifier, {"output.num_classes": 3}, "first"),
+    "attention.causal": (Embedder, {}, True),
+    "output.normalize": (Embedder, {}, True),
+    "input": (VisionClassifier, IMAGES, Patches(image_height=6, image_width=4, patch_size=1)),
+    "stack.final_norm": (CausalLM, {}, False),
+    "input.horizon": (Forecaster, {"input": SERIES}, 3),
+    "input.mel_bins": (SpeechToText, {"input": Speech(mel_bins=3)}, 2),
     "dtype": (CausalLM, {}, "bfloat16"),
     "param_dtype": (CausalLM, {}, "bfloat16"),
-    "prefix": (CausalLM, {}, (LayerKind(window=2),)),
-    "period": (CausalLM, {}, (LayerKind(), LayerKind(window=2))),
-    "suffix": (CausalLM, {}, (LayerKind(window=2),)),
+    "stack.prefix": (CausalLM, {}, (LayerKind(window=2),)),
+    "stack.period": (CausalLM, {}, (LayerKind(), LayerKind(window=2))),
+    "stack.suffix": (CausalLM, {}, (LayerKind(window=2),)),
 }
 
 
@@ -117,7 +123,7 @@ def program(model: type, config: TransformerConfig) -> str:
     if model is Forecaster:
         inputs = (jnp.zeros((2, config.series.context_length, config.series.channels)),)
     if model is SpeechToText:
-        inputs = (jnp.zeros((2, 5, config.mel_bins)), inputs[0])
+        inputs = (jnp.zeros((2, 5, config.speech.mel_bins)), inputs[0])
 
     def run(key):
         params = model(config).init(key, *inputs)
@@ -126,7 +132,7 @@ def program(model: type, config: TransformerConfig) -> str:
     return jax.jit(run).lower(jax.random.key(0)).as_text()
 
 
-@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(TransformerConfig)])
+@pytest.mark.parametrize("field", [*fields_by_path(TransformerConfig()), "input.horizon", "input.mel_bins"])
 def test_every_field_is_read(field):
     model, common, value = CHANGES[field]
     base = TINY.replace(**common)
@@ -148,8 +154,8 @@ def test_every_field_is_read(field):
     ],
 )
 def test_every_field_of_rotary_scaling_is_read(scaling, field, value):
-    base = TINY.replace(position="rotary", head_dim=16, rotary_scaling=scaling)
-    changed = base.replace(rotary_scaling=dataclasses.replace(scaling, **{field: value}))
+    base = TINY.replace(position="rotary", **{"attention.head_dim": 16, "rotary.scaling": scaling})
+    changed = base.replace(**{"rotary.scaling": dataclasses.replace(scaling, **{field: value})})
     assert program(CausalLM, base) != program(CausalLM, changed)
 
 
@@ -166,22 +172,33 @@ def test_every_field_of_rotary_scaling_is_read(scaling, field, value):
 )
 def test_every_field_of_a_layer_kind_is_read(field, value):
     base = TINY.replace(**ROTARY)
-    assert program(CausalLM, base) != program(CausalLM, base.replace(period=(LayerKind(**{field: value}),)))
+    assert program(CausalLM, base) != program(
+        CausalLM, base.replace(**{"stack.period": (LayerKind(**{field: value}),)})
+    )
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("kv_rank", 7), ("plain_dim", 5), ("rotary_dim", 6), ("value_dim", 3), ("query_rank", 5), ("norm_epsilon", 0.1)],
+    [
+        ("kv_lora_rank", 7),
+        ("qk_nope_head_dim", 5),
+        ("qk_rope_head_dim", 6),
+        ("v_head_dim", 3),
+        ("q_lora_rank", 5),
+        ("norm_epsilon", 0.1),
+    ],
 )
 def test_every_field_of_a_latent_is_read(field, value):
-    base = TINY.replace(**ROTARY, mla=LATENT)
-    assert program(CausalLM, base) != program(CausalLM, base.replace(mla=dataclasses.replace(LATENT, **{field: value})))
+    base = TINY.replace(**ROTARY, **{"attention.mla": LATENT})
+    assert program(CausalLM, base) != program(
+        CausalLM, base.replace(**{"attention.mla": dataclasses.replace(LATENT, **{field: value})})
+    )
 
 
 @pytest.mark.parametrize(("field", "value"), [("activation", "relu"), ("norm", True), ("use_bias", False)])
 def test_every_field_of_a_head_transform_is_read(field, value):
-    changed = TINY.replace(head_transform=dataclasses.replace(TANH, **{field: value}))
-    assert program(MaskedLM, TINY.replace(head_transform=TANH)) != program(MaskedLM, changed)
+    changed = TINY.replace(**{"output.transform": dataclasses.replace(TANH, **{field: value})})
+    assert program(MaskedLM, TINY.replace(**{"output.transform": TANH})) != program(MaskedLM, changed)
 
 
 @pytest.mark.parametrize(
@@ -190,7 +207,7 @@ def test_every_field_of_a_head_transform_is_read(field, value):
 )
 def test_every_field_of_patches_is_read(field, value):
     base = TINY.replace(**IMAGES)
-    changed = base.replace(patches=dataclasses.replace(base.patches, **{field: value}))
+    changed = base.replace(input=dataclasses.replace(base.patches, **{field: value}))
     assert program(VisionClassifier, base) != program(VisionClassifier, changed)
 
 
@@ -210,7 +227,7 @@ def test_every_field_of_patches_is_read(field, value):
 )
 def test_every_field_of_series_is_read(field, value):
     changed = dataclasses.replace(SERIES, **{field: value})
-    assert program(Forecaster, TINY.replace(series=SERIES)) != program(Forecaster, TINY.replace(series=changed))
+    assert program(Forecaster, TINY.replace(input=SERIES)) != program(Forecaster, TINY.replace(input=changed))
 
 
 @pytest.mark.parametrize(
@@ -226,10 +243,10 @@ def test_every_field_of_series_is_read(field, value):
         ("router_z_weight", 0.5),
         ("router_bias", True),
         ("scoring", "sigmoid"),
-        ("selection_bias", True),
+        ("e_score_correction_bias", True),
         ("num_groups", 2),
         ("top_groups", 2),
-        ("weights_scale", 2.0),
+        ("routed_scaling_factor", 2.0),
     ],
 )
 def test_every_field_of_a_routed_feed_forward_is_read(field, value):
@@ -242,7 +259,7 @@ def test_every_field_of_a_routed_feed_forward_is_read(field, value):
 @functools.cache
 def routed_program(moe):
     def run(key, tokens):
-        model = CausalLM(TINY.replace(period=(LayerKind(moe=moe),)))
+        model = CausalLM(TINY.replace(**{"stack.period": (LayerKind(moe=moe),)}))
         return model.apply(model.init(key, tokens), tokens, method=CausalLM.with_aux)
 
     return jax.jit(run).lower(jax.random.key(0), jnp.zeros((2, 5), jnp.int32)).as_text()
@@ -280,42 +297,62 @@ def test_every_field_of_execution_is_read(field, value):
         ({"norm_epsilon": -1.0}, r"norm_epsilon must be a number"),
         ({"position": "learned"}, r"max_length is the number of rows .* Give max_length"),
         ({"max_length": 5}, r"max_length is the number of rows"),
-        ({"position": "rotary", "head_dim": 5}, r"turn pairs .* Give an even rotary_dim"),
-        ({"position": "rotary", "rotary_dim": 128}, r"turn pairs .* at most head_dim"),
+        ({"position": "rotary", "attention.head_dim": 5}, r"rotate pairs .* Set rotary.dim to an even number"),
+        ({"position": "rotary", "rotary.dim": 128}, r"rotate pairs .* at most attention.head_dim"),
         ({"d_model": 9, "num_heads": 3}, r"sinusoidal .* d_model \(9\) must be even"),
-        ({"position": "t5", "relative_max_distance": 4}, r"relative_max_distance \(4\) must be above"),
-        ({"period": ()}, r"period is empty"),
-        ({"period": (LayerKind(), LayerKind()), "num_layers": 3}, r"num_layers \(3\) must be prefix"),
-        ({"prefix": (LayerKind(),) * 7}, r"num_layers \(6\) must be prefix \(7\)"),
+        ({"position": "t5", "t5_bias.max_distance": 4}, r"max_distance \(4\) must be above"),
+        ({"stack.period": ()}, r"period is empty"),
+        ({"stack.period": (LayerKind(), LayerKind()), "num_layers": 3}, r"num_layers \(3\) must be prefix"),
+        ({"stack.prefix": (LayerKind(),) * 7}, r"num_layers \(6\) must be prefix \(7\)"),
         (
-            {"attention_biases": ("query", "keys")},
-            r"attention_biases must be one of .* got 'keys'. Did you mean 'key'\?",
+            {"attention.biases": ("query", "keys")},
+            r"biases must be one of .* got 'keys'. Did you mean 'key'\?",
         ),
-        ({"qk_norm_scope": "heads"}, r"qk_norm_scope must be one of head, all, got 'heads'. Did you mean 'head'\?"),
-        ({"token_types": 0}, r"token_types must be a whole number of at least 1, got 0"),
-        ({"logit_scale": 0.0}, r"logit_scale must be a number of at least .*, got 0.0"),
-        ({"source_max_length": 5}, r"source_max_length is .* position is 'sinusoidal'. Leave it out, or take"),
-        ({"position_table_per_layer": True}, r"its own table of the t5 bias, but position is 'sinusoidal'. Leave"),
+        (
+            {"attention.qk_norm_scope": "heads"},
+            r"qk_norm_scope must be one of head, all, got 'heads'. Did you mean 'head'\?",
+        ),
+        ({"embedding.token_types": 0}, r"token_types must be a whole number of at least 1, got 0"),
+        ({"output.scale": 0.0}, r"scale must be a number of at least .*, got 0.0"),
+        (
+            {"embedding.source_max_length": 5},
+            r"source_max_length is .* position is 'sinusoidal'. Remove it, or set",
+        ),
+        ({"t5_bias.per_layer": True}, r"its own table of T5's position bias, but position is 'sinusoidal'. Remove"),
         ({"position": "sinusoidal_halves", "d_model": 9, "num_heads": 3}, r"d_model \(9\) must be even"),
         (IMAGES | {"position": "learned", "max_length": 6}, r"max_length \(6\) must be 7: a class token and 6 patches"),
         (
-            {"series": SERIES, "position": "learned", "max_length": 6},
-            r"max_length \(6\) must be 3, the positions of a channel of the series. Change it, or series",
-        ),
-        ({"mel_bins": 0}, r"mel_bins must be a whole number of at least 1, got 0"),
-        (
-            {"norm_position": "reordered", "period": (LayerKind(attention_norm=False),)},
-            r"attention_norm=False leaves out .* norm_position='reordered' has none there. Leave it out, or take",
+            {"input": SERIES, "position": "learned", "max_length": 6},
+            r"max_length \(6\) must be 3, the number of positions of a channel of the series. Change it, or",
         ),
         (
-            {"mla": LATENT},
-            r"mla has a part of each head that turns, but position is 'sinusoidal'. Take position='rotary'",
+            {"norm_position": "reordered", "stack.period": (LayerKind(attention_norm=False),)},
+            r"attention_norm=False removes .* norm_position='reordered' has none there. Remove it, or set",
         ),
-        (ROTARY | {"mla": LATENT, "qk_norm": True}, r"qk_norm is True, but mla .* Leave qk_norm out, or mla"),
-        (ROTARY | {"mla": LATENT, "attention_sinks": True}, r"attention_sinks is True, but mla .* has no sinks"),
-        (ROTARY | {"mla": LATENT, "num_kv_heads": 2}, r"num_kv_heads is 2, but mla makes keys and values of a latent"),
-        (ROTARY | {"mla": LATENT, "attention_biases": ("key",)}, r"attention_biases is \('key',\), .* or none"),
-        ({"num_encoder_layers": 3, "period": (LayerKind(), LayerKind())}, r"num_encoder_layers \(3\) must be prefix"),
+        (
+            {"attention.mla": LATENT},
+            r"attention.mla rotates a part of each head, but position is 'sinusoidal'. Set position='rotary'",
+        ),
+        (
+            ROTARY | {"attention.mla": LATENT, "attention.qk_norm": True},
+            r"attention.qk_norm is True, but attention.mla .* Remove attention.qk_norm, or attention.mla",
+        ),
+        (
+            ROTARY | {"attention.mla": LATENT, "attention.sinks": True},
+            r"attention.sinks is True, but attention.mla .* has no sinks",
+        ),
+        (
+            ROTARY | {"attention.mla": LATENT, "num_kv_heads": 2},
+            r"num_kv_heads is 2, but attention.mla computes keys and values from a latent",
+        ),
+        (
+            ROTARY | {"attention.mla": LATENT, "attention.biases": ("key",)},
+            r"attention.biases is \('key',\), .* or none",
+        ),
+        (
+            {"stack.num_encoder_layers": 3, "stack.period": (LayerKind(), LayerKind())},
+            r"num_encoder_layers \(3\) must be prefix",
+        ),
     ],
 )
 def test_an_impossible_model_says_what_to_change(changes, message):
@@ -357,17 +394,17 @@ def test_an_impossible_model_says_what_to_change(changes, message):
         (lambda: MoE(num_experts=3, num_groups=3), r"num_experts \(3\) must be num_groups \(3\) times at least 2: a"),
         (lambda: MoE(num_experts=4, num_groups=2, top_groups=3), r"top_groups \(3\) must be at most num_groups \(2\)"),
         (lambda: MoE(num_experts=4, num_groups=2, top_k=3), r"top_k \(3\) must be at most the 2 experts in top_groups"),
-        (lambda: MoE(num_experts=2, weights_scale=0.0), r"weights_scale must be a number .* got 0.0"),
+        (lambda: MoE(num_experts=2, routed_scaling_factor=0.0), r"routed_scaling_factor must be a number .* got 0.0"),
         (lambda: MoE(num_experts=2, capacity_factor=0.0), r"capacity_factor must be a number .* got 0.0"),
         (lambda: MoE(num_experts=2, shared_experts=-1), r"shared_experts must be a whole number of at least 0"),
         (lambda: MoE(num_experts=2, router_z_weight=-0.1), r"router_z_weight must be a number of at least 0.0, got"),
         (
-            lambda: MLA(kv_rank=5, plain_dim=3, rotary_dim=3, value_dim=2),
-            r"turn pairs .* rotary_dim \(3\) must be even",
+            lambda: MLA(kv_lora_rank=5, qk_nope_head_dim=3, qk_rope_head_dim=3, v_head_dim=2),
+            r"rotate pairs .* qk_rope_head_dim \(3\) must be even",
         ),
         (
-            lambda: MLA(kv_rank=0, plain_dim=3, rotary_dim=4, value_dim=2),
-            r"kv_rank must be a whole number of at least 1",
+            lambda: MLA(kv_lora_rank=0, qk_nope_head_dim=3, qk_rope_head_dim=4, v_head_dim=2),
+            r"kv_lora_rank must be a whole number of at least 1",
         ),
         (
             lambda: dataclasses.replace(SERIES, patch_length=8),
@@ -379,6 +416,7 @@ def test_an_impossible_model_says_what_to_change(changes, message):
             lambda: dataclasses.replace(SERIES, class_token=True, pooling="mean"),
             r"pooling='mean' is of patches, but the head reads the class_token. Drop one",
         ),
+        (lambda: Speech(mel_bins=0), r"mel_bins must be a whole number of at least 1, got 0"),
         (lambda: Execution(remat="dot"), r"Did you mean 'dots'\?"),
     ],
 )

@@ -51,7 +51,7 @@ def image_recipe(folder, **groups):
             num_layers=1,
             d_ff=5,
             dropout_rate=0.2,
-            patches=Patches(image_height=HEIGHT, image_width=WIDTH, patch_size=2, channels=1),
+            input=Patches(image_height=HEIGHT, image_width=WIDTH, patch_size=2, channels=1),
         ),
         data=ImageFile(path=str(path), max_shift=1, batch_size=8, eval_batch_size=16),
         execution=Execution(scan=False),
@@ -176,7 +176,7 @@ def test_a_run_knows_its_classes(trained):
     assert isinstance(run.model, VisionClassifier)
     assert run.tokenizer is None
     assert run.recipe.data.labels == ("0", "1")
-    assert run.recipe.model.num_classes == 2
+    assert run.recipe.model.output.num_classes == 2
     assert from_json(json.loads(json.dumps(to_json(run.recipe)))) == run.recipe
     assert summary.split == "test"
     assert 0 <= summary.held_out.accuracy <= 1
@@ -235,7 +235,7 @@ def test_what_was_trained_with_a_kernel_for_a_mesh_or_a_gpu_is_evaluated_without
 @pytest.mark.parametrize("parallel", [ParallelConfig(devices=4, fsdp=2), ParallelConfig(kind="pmap", devices=4)])
 def test_a_step_over_devices_is_the_same_step(tmp_path, parallel):
     recipe = image_recipe(tmp_path)
-    recipe = dataclasses.replace(recipe, model=recipe.model.replace(dropout_rate=0.0, num_classes=2))
+    recipe = dataclasses.replace(recipe, model=recipe.model.replace(dropout_rate=0.0, **{"output.num_classes": 2}))
     batch = next(prepare(recipe.data).train_batches(0))
     found = []
     for one in (recipe, dataclasses.replace(recipe, parallel=parallel)):

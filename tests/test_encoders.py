@@ -21,7 +21,9 @@ CONFIG = TransformerConfig(vocab_size=17, d_model=12, num_layers=1, num_heads=3,
 TOKENS = jax.random.randint(jax.random.key(1), (2, 5), 0, 17)
 KEY = jax.random.key(0)
 PATCHES = Patches(image_height=6, image_width=4, patch_size=2, channels=5)
-VISION = CONFIG.replace(patches=PATCHES, num_classes=3, position="learned", max_length=7, pooling="first")
+VISION = CONFIG.replace(
+    input=PATCHES, **{"output.num_classes": 3, "output.pooling": "first"}, position="learned", max_length=7
+)
 IMAGES = jax.random.normal(KEY, (2, 6, 4, 5))
 BERT = HeadTransform(activation="gelu_erf", norm=True)
 
@@ -46,7 +48,9 @@ def run(model, params, *inputs, **options):
 
 
 def test_the_head_of_a_masked_language_model_is_its_equation():
-    model = MaskedLM(CONFIG.replace(head_transform=BERT, output_bias=True, logit_scale=0.5, logit_softcap=9.0))
+    model = MaskedLM(
+        CONFIG.replace(**{"output.transform": BERT, "output.bias": True, "output.scale": 0.5, "output.softcap": 9.0})
+    )
     params = make(model, TOKENS)
     p = params["params"]
     x = jax.random.normal(KEY, (2, 5, 12))
@@ -66,21 +70,21 @@ def test_the_head_of_a_masked_language_model_is_its_equation():
 @pytest.mark.parametrize(
     ("model", "changes", "expected"),
     [
-        (MaskedLM, {"output_bias": True}, {"output_bias"}),
+        (MaskedLM, {"output.bias": True}, {"output_bias"}),
         (MaskedLM, {}, set()),
-        (CausalLM, {"tie_embeddings": False}, {"output/kernel"}),
-        (CausalLM, {"tie_embeddings": False, "output_bias": True}, {"output/kernel", "output/bias"}),
-        (Classifier, {"num_classes": 3}, {"output/kernel", "output/bias"}),
-        (Classifier, {"num_classes": 3, "output_bias": False}, {"output/kernel"}),
-        (Embedder, {"output_bias": True}, set()),
+        (CausalLM, {"embedding.tie": False}, {"output/kernel"}),
+        (CausalLM, {"embedding.tie": False, "output.bias": True}, {"output/kernel", "output/bias"}),
+        (Classifier, {"output.num_classes": 3}, {"output/kernel", "output/bias"}),
+        (Classifier, {"output.num_classes": 3, "output.bias": False}, {"output/kernel"}),
+        (Embedder, {"output.bias": True}, set()),
         (
             MaskedLM,
-            {"head_transform": BERT},
+            {"output.transform": BERT},
             {f"head_transform/{leaf}" for leaf in ("dense/kernel", "dense/bias", "norm/scale", "norm/bias")},
         ),
         (
             Embedder,
-            {"head_transform": HeadTransform(activation="tanh", norm=False, use_bias=False)},
+            {"output.transform": HeadTransform(activation="tanh", norm=False, use_bias=False)},
             {"head_transform/dense/kernel"},
         ),
     ],
@@ -91,7 +95,9 @@ def test_paths_of_heads_are_pinned(model, changes, expected):
 
 
 def test_a_classifier_goes_from_the_pooled_vector_through_the_transform_to_the_output():
-    model = Classifier(CONFIG.replace(num_classes=3, head_transform=HeadTransform(activation="tanh", norm=False)))
+    model = Classifier(
+        CONFIG.replace(**{"output.num_classes": 3, "output.transform": HeadTransform(activation="tanh", norm=False)})
+    )
     params = make(model, TOKENS)
     p = params["params"]
     pooled = jax.random.normal(KEY, (2, 12))
@@ -102,7 +108,7 @@ def test_a_classifier_goes_from_the_pooled_vector_through_the_transform_to_the_o
 
 
 def test_an_embedder_gives_vectors_of_length_one_where_it_says_so():
-    plain, normal = Embedder(CONFIG), Embedder(CONFIG.replace(normalize_embeddings=True))
+    plain, normal = Embedder(CONFIG), Embedder(CONFIG.replace(**{"output.normalize": True}))
     params = make(plain, TOKENS)
     vectors, unit = run(plain, params, TOKENS), run(normal, params, TOKENS)
     hidden = run(plain, params, TOKENS, method="hidden")
@@ -133,7 +139,7 @@ def test_pooling_takes_real_tokens_alone(pooling):
 
 @pytest.mark.parametrize("pooling", ["mean", "first", "last"])
 def test_an_embedder_sees_no_padding_on_either_side(pooling):
-    model = Embedder(CONFIG.replace(pooling=pooling))
+    model = Embedder(CONFIG.replace(**{"output.pooling": pooling}))
     params = make(model, TOKENS)
     expected = run(model, params, TOKENS)
     junk = jnp.full((2, 2), 3)
@@ -157,7 +163,7 @@ def test_a_masked_language_model_sees_no_padding_and_both_ways():
 
 
 def test_token_types_are_added_and_zero_without_a_word():
-    model = MaskedLM(CONFIG.replace(token_types=2))
+    model = MaskedLM(CONFIG.replace(**{"embedding.token_types": 2}))
     params = make(model, TOKENS)
     assert params["params"]["token_type_embedding"]["embedding"].shape == (2, 12)
     types = jnp.array([[0, 0, 1, 1, 1]] * 2)
@@ -165,8 +171,8 @@ def test_token_types_are_added_and_zero_without_a_word():
     np.testing.assert_array_equal(run(model, params, TOKENS, token_types=0 * types), run(model, params, TOKENS))
     assert np.abs(typed - run(model, params, TOKENS)).max() > 1e-3
     # Without positions and scaling, a type is one more table of tokens: all types 1 is a shift of the token table.
-    plain = MaskedLM(model.config.replace(token_types=None, scale_embeddings=False))
-    unscaled = MaskedLM(model.config.replace(scale_embeddings=False))
+    plain = MaskedLM(model.config.replace(**{"embedding.token_types": None, "embedding.scale": False}))
+    unscaled = MaskedLM(model.config.replace(**{"embedding.scale": False}))
     rows = params["params"]["token_type_embedding"]["embedding"]
     moved = {name: leaf for name, leaf in params["params"].items() if name != "token_type_embedding"}
     moved["embedding"] = {"embedding": moved["embedding"]["embedding"] + rows[1][None]}
@@ -179,7 +185,7 @@ def test_token_types_are_added_and_zero_without_a_word():
 
 
 def test_a_causal_classifier_sees_back_alone():
-    model = Classifier(CONFIG.replace(num_classes=3, causal=True, pooling="last"))
+    model = Classifier(CONFIG.replace(**{"output.num_classes": 3, "output.pooling": "last", "attention.causal": True}))
     params = make(model, TOKENS)
     hidden = run(model, params, TOKENS, method="hidden")
     other = run(model, params, TOKENS.at[:, -1].add(1) % 17, method="hidden")
@@ -188,7 +194,7 @@ def test_a_causal_classifier_sees_back_alone():
 
 
 def test_what_layers_report_comes_beside_the_output():
-    for model in (MaskedLM(CONFIG), Embedder(CONFIG), Classifier(CONFIG.replace(num_classes=3))):
+    for model in (MaskedLM(CONFIG), Embedder(CONFIG), Classifier(CONFIG.replace(**{"output.num_classes": 3}))):
         params = make(model, TOKENS)
         output, aux = run(model, params, TOKENS, method="with_aux")
         np.testing.assert_allclose(output, run(model, params, TOKENS), rtol=1e-5, atol=1e-6)
@@ -196,7 +202,7 @@ def test_what_layers_report_comes_beside_the_output():
 
 
 def test_a_source_may_have_a_longer_table_than_the_target():
-    model = Seq2Seq(CONFIG.replace(position="learned", max_length=5, source_max_length=7))
+    model = Seq2Seq(CONFIG.replace(position="learned", max_length=5, **{"embedding.source_max_length": 7}))
     params = shapes(model, jnp.zeros((2, 7), jnp.int32), TOKENS)
     assert params["encoder"]["position_table"].shape == (7, 12)
     assert params["decoder"]["position_table"].shape == (5, 12)
@@ -214,7 +220,7 @@ def test_patches_are_squares_row_by_row():
 
 @pytest.mark.parametrize("pooling", ["first", "mean"])
 def test_a_vision_classifier_is_a_class_token_and_patches(pooling):
-    model = VisionClassifier(VISION.replace(pooling=pooling))
+    model = VisionClassifier(VISION.replace(**{"output.pooling": pooling}))
     params = make(model, IMAGES)
     p = params["params"]
     assert p["patch_embedding"]["kernel"].shape == (2, 2, 5, 12)
@@ -249,17 +255,25 @@ def _as_a_user_has_it():
         (VisionClassifier(VISION), (IMAGES[0],), r"of shape \(batch, 6, 4, 5\): .* got float32 of shape \(6, 4, 5\)"),
         (VisionClassifier(VISION), (jnp.zeros((2, 4, 6, 5)),), r"got float32 of shape \(2, 4, 6, 5\)"),
         (VisionClassifier(VISION), (jnp.zeros((2, 6, 4, 5), jnp.uint8),), r"images must be floating .* got uint8"),
-        (VisionClassifier(VISION.replace(pooling="last")), (IMAGES,), r"pools the first token, its class token, or"),
-        (VisionClassifier(VISION.replace(num_classes=None)), (IMAGES,), r"num_classes is not set: a VisionClassifier"),
         (
-            VisionClassifier(CONFIG.replace(num_classes=3)),
+            VisionClassifier(VISION.replace(**{"output.pooling": "last"})),
             (IMAGES,),
-            r"patches is not set: a VisionClassifier needs it",
+            r"pools the first token, its class token, or",
+        ),
+        (
+            VisionClassifier(VISION.replace(**{"output.num_classes": None})),
+            (IMAGES,),
+            r"output.num_classes is not set: a VisionClassifier",
+        ),
+        (
+            VisionClassifier(CONFIG.replace(**{"output.num_classes": 3})),
+            (IMAGES,),
+            r"input is not set: a VisionClassifier needs image patches",
         ),
         (MaskedLM(CONFIG.replace(vocab_size=None)), (TOKENS,), r"vocab_size is not set: a MaskedLM needs to know"),
         (MaskedLM(CONFIG), (TOKENS, None, None, True, TOKENS), r"token_types are given, but the model has no table"),
         (
-            MaskedLM(CONFIG.replace(token_types=2)),
+            MaskedLM(CONFIG.replace(**{"embedding.token_types": 2})),
             (TOKENS, None, None, True, jnp.full((2, 5), 2)),
             r"token_types must be from 0 to 1 \(token_types 2\), got 2",
         ),
@@ -272,12 +286,17 @@ def test_what_cannot_be_says_so(model, inputs, message):
 
 def test_every_parameter_of_every_model_has_its_place():
     """A rule for each, found by name and of its rank; the mesh axes then follow."""
-    rich = {"head_transform": BERT, "embedding_norm": True, "qk_norm": True, "qk_norm_scope": "all"}
-    sandwich = {"norm_position": "sandwich", "token_types": 2, "output_bias": True}
-    t5 = {"position": "t5", "position_table_per_layer": True}
+    rich = {
+        "output.transform": BERT,
+        "embedding.norm": True,
+        "attention.qk_norm": True,
+        "attention.qk_norm_scope": "all",
+    }
+    sandwich = {"norm_position": "sandwich", "embedding.token_types": 2, "output.bias": True}
+    t5 = {"position": "t5", "t5_bias.per_layer": True}
     for model, inputs in [
         (MaskedLM(CONFIG.replace(**rich, **sandwich, **t5)), TOKENS),
-        (Classifier(CONFIG.replace(**rich, num_classes=4)), TOKENS),
+        (Classifier(CONFIG.replace(**rich, **{"output.num_classes": 4})), TOKENS),
         (VisionClassifier(VISION.replace(**rich)), IMAGES),
     ]:
         params = shapes(model, inputs)

@@ -12,40 +12,50 @@ from transformer.zoo import ENTRIES, choose_family, load_pretrained, save_pretra
 from transformer.zoo.equivalents import REWRITES
 
 SIZES = {"vocab_size": 29, "d_model": 12, "num_heads": 3, "num_layers": 2, "d_ff": 17}
-WITHOUT = {"period": (LayerKind(self_attention=False),)}
+WITHOUT = {"stack.period": (LayerKind(self_attention=False),)}
 
 # What differs from a family: the class, the config, the family asked for (None: any), and the one that is found.
 CASES = {
-    "relu2": (CausalLM, {"activation": "relu2", "use_bias": False, "norm": "rms_norm", "qk_norm": True}, None, "qwen3"),
+    "relu2": (
+        CausalLM,
+        {"activation": "relu2", "use_bias": False, "norm": "rms_norm", "attention.qk_norm": True},
+        None,
+        "qwen3",
+    ),
     "relu2 with biases": (CausalLM, {"activation": "relu2", "norm": "rms_norm"}, None, "llama"),
     "norms without biases": (CausalLM, {"use_bias": False, "norm": "layer_norm_without_bias"}, None, "starcoder2"),
     "no attention": (CausalLM, WITHOUT, None, "gpt_neox"),
-    "no attention in some": (CausalLM, {"prefix": WITHOUT["period"]}, None, "gpt_neox"),
+    "no attention in some": (CausalLM, {"stack.prefix": WITHOUT["stack.period"]}, None, "gpt_neox"),
     "sinusoids": (CausalLM, {"position": "sinusoidal"}, None, "gpt2"),
     "sines first": (CausalLM, {"position": "sinusoidal_halves"}, None, "gpt2"),
     "epsilon": (CausalLM, {"position": "sinusoidal", "norm_epsilon": 0.03}, "opt", "opt"),
     "epsilon, untied": (
         CausalLM,
-        {"position": "sinusoidal", "norm_epsilon": 0.03, "tie_embeddings": False, "scale_embeddings": False},
+        {"position": "sinusoidal", "norm_epsilon": 0.03, "embedding.tie": False, "embedding.scale": False},
         "opt",
         "opt",
     ),
     "epsilon behind, untied": (
         CausalLM,
-        {"position": "sinusoidal", "norm_epsilon": 0.03, "norm_position": "post", "tie_embeddings": False},
+        {"position": "sinusoidal", "norm_epsilon": 0.03, "norm_position": "post", "embedding.tie": False},
         "opt",
         "opt",
     ),
     "two stacks": (
         Seq2Seq,
-        {"position": "sinusoidal", "norm_epsilon": 0.03, "num_decoder_layers": 3},
+        {"position": "sinusoidal", "norm_epsilon": 0.03, "stack.num_decoder_layers": 3},
         None,
         "blenderbot",
     ),
     "the paper": (Seq2Seq, {"position": "sinusoidal", "norm_position": "post", "norm_epsilon": 0.03}, None, "marian"),
     "the paper, a pattern and two vocabularies": (
         Seq2Seq,
-        {"position": "sinusoidal", "norm_position": "post", "suffix": (LayerKind(),), "source_vocab_size": 31},
+        {
+            "position": "sinusoidal",
+            "norm_position": "post",
+            "stack.suffix": (LayerKind(),),
+            "embedding.source_vocab_size": 31,
+        },
         None,
         "marian",
     ),
@@ -80,7 +90,7 @@ def test_an_equivalent_model_gives_the_same_logits_and_is_saved(tmp_path, name):
 
 
 def test_a_model_that_a_family_describes_stays_as_it_is():
-    model, params = random_model(CausalLM, {"scale_embeddings": False})
+    model, params = random_model(CausalLM, {"embedding.scale": False})
     assert with_equivalent(model, params) == (model, params)
 
 
@@ -96,9 +106,9 @@ def test_a_table_of_positions_is_as_long_as_the_model_reads():
     [
         (Seq2Seq, {"norm": "rms_norm"}, r"The nearest: \w+ has no counterpart for this model: .*position is 'rotary'"),
         (CausalLM, WITHOUT | {"norm_position": "post"}, "in layer 0 of the "),
-        (MaskedLM, {"position": "sinusoidal"}, "head_transform is None"),
-        (Classifier, {"position": "none", "num_classes": 2}, "pooling is 'mean', GPT-2 has 'last'"),
-        (VisionClassifier, {"position": "none", "num_classes": 2}, "ViT has no counterpart"),
+        (MaskedLM, {"position": "sinusoidal"}, "output.transform is None"),
+        (Classifier, {"position": "none", "output.num_classes": 2}, "output.pooling is 'mean', GPT-2 has 'last'"),
+        (VisionClassifier, {"position": "none", "output.num_classes": 2}, "ViT has no counterpart"),
     ],
 )
 def test_a_model_without_an_equivalent_is_refused_in_a_few_words(cls, fields, message):
@@ -131,8 +141,14 @@ def test_every_rewrite_is_needed_by_a_case():
 @pytest.mark.parametrize("family", ENTRIES)
 def test_null_is_written_only_where_the_reference_has_it(family):
     """Whatever a config leaves to its defaults: the reference refuses null elsewhere."""
-    free = {"initializer_range": None, "d_ff": None, "num_kv_heads": None, "head_dim": None, "value_dim": None}
-    free |= {"token_types": None, "logit_softcap": None, "attention_softcap": None, "output_bias": None}
+    free = {
+        "initializer_range": None,
+        "d_ff": None,
+        "num_kv_heads": None,
+        "attention.head_dim": None,
+        "attention.value_dim": None,
+    }
+    free |= {"embedding.token_types": None, "output.softcap": None, "attention.softcap": None, "output.bias": None}
     for name, case in golden_case.cases(family).items():
         if not case.golden:
             continue

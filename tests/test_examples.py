@@ -131,7 +131,9 @@ import numpy as np
 import transformer
 from examples import export_stablehlo
 
-config = transformer.TransformerConfig(vocab_size=11, source_vocab_size=13, d_model=8, num_layers=1, num_heads=2)
+config = transformer.TransformerConfig(
+    **{"embedding.source_vocab_size": 13}, vocab_size=11, d_model=8, num_layers=1, num_heads=2
+)
 model, tokens = transformer.Seq2Seq(config), jnp.zeros((1, 3), int)
 params = jax.jit(model.init)(jax.random.key(0), tokens, tokens)["params"]
 transformer.load = {"runs/mine": (model, params)}.get

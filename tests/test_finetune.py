@@ -174,7 +174,9 @@ def opened_run(folder, recipe, workdir="nowhere", start=None):
 
 def test_what_is_there_is_taken_and_the_new_head_is_initialized(folder):
     recipe, start = opened_run(folder, finetuning(folder / "sst2"))
-    assert recipe.model.replace(dropout_rate=0.1) == start.config.replace(num_classes=2, attention_dropout_rate=0.0)
+    assert recipe.model.replace(dropout_rate=0.1) == start.config.replace(
+        **{"output.num_classes": 2, "attention.dropout_rate": 0.0}
+    )
     assert (recipe.model.dropout_rate, recipe.model.vocab_size, recipe.data.labels) == (0.05, 13, SST2().labels)
     placement = place(recipe)
     new = placement.new_state()
@@ -239,7 +241,7 @@ def test_what_does_not_fit_is_refused(folder, tmp_path):
     with pytest.raises(ConfigError, match="holds a MaskedLM, but this recipe's data is for a CausalLM"):
         start_from(folder / "bert", text_recipe(tmp_path))
     with pytest.raises(ConfigError, match="num_classes is 3, but the data has 2 labels"):
-        opened_run(folder, dataclasses.replace(recipe, model=recipe.model.replace(num_classes=3)))
+        opened_run(folder, dataclasses.replace(recipe, model=recipe.model.replace(**{"output.num_classes": 3})))
     with pytest.raises(ConfigError, match=r"--model.num-layers can't be given: the model is that of x\."):
         check_options(recipe, dataclasses.replace(recipe, model=recipe.model.replace(num_layers=3)), "x")
     check_options(recipe, dataclasses.replace(recipe, model=recipe.model.replace(dropout_rate=0.3)), "x")
@@ -249,8 +251,10 @@ def test_what_does_not_fit_is_refused(folder, tmp_path):
 
 def test_a_classifier_counts_its_classes_by_itself(folder):
     recipe = finetuning(folder / "sst2")
-    open_, _ = opened_run(folder, dataclasses.replace(recipe, model=recipe.model.replace(num_classes=None)))
-    assert open_.model.num_classes == 2
+    open_, _ = opened_run(
+        folder, dataclasses.replace(recipe, model=recipe.model.replace(**{"output.num_classes": None}))
+    )
+    assert open_.model.output.num_classes == 2
     assert from_json(to_json(open_)) == open_
 
 

@@ -23,13 +23,13 @@ from transformer.zoo import abstract_params, load_pretrained
 
 KEY = jax.random.key(0)
 SERIES = Series(channels=3, context_length=13, horizon=5, patch_length=4, patch_stride=3)
-CONFIG = TransformerConfig(d_model=12, num_layers=1, num_heads=3, d_ff=17, series=SERIES, activation="gelu_erf")
+CONFIG = TransformerConfig(d_model=12, num_layers=1, num_heads=3, d_ff=17, input=SERIES, activation="gelu_erf")
 VALUES = jax.random.normal(jax.random.key(1), (2, 13, 3))
 
 
 def forecaster(**changes):
     """A model of a series with these changes."""
-    return Forecaster(CONFIG.replace(series=dataclasses.replace(SERIES, **changes)))
+    return Forecaster(CONFIG.replace(input=dataclasses.replace(SERIES, **changes)))
 
 
 @pytest.fixture(scope="module")
@@ -166,7 +166,7 @@ def test_a_frozen_batch_norm_takes_its_statistics_as_they_are():
 
 
 def test_without_final_norm_there_is_none():
-    encoder = abstract_params(Forecaster(CONFIG.replace(final_norm=False)))["encoder"]
+    encoder = abstract_params(Forecaster(CONFIG.replace(**{"stack.final_norm": False})))["encoder"]
     assert encoder.keys() == abstract_params(Forecaster(CONFIG))["encoder"].keys() - {"final_norm"}
 
 
@@ -185,7 +185,7 @@ def _as_a_user_has_it():
         (CONFIG, VALUES[0], r"of shape \(batch, 13, 3\): batch, steps, channels; got float32 of shape \(13, 3\)"),
         (CONFIG, VALUES[:, 1:], r"got float32 of shape \(2, 12, 3\). Of a longer series give the last 13 steps"),
         (CONFIG, VALUES.astype(int), r"series must be floating numbers .* got int32"),
-        (CONFIG.replace(series=None), VALUES, r"series is not set: a Forecaster needs it"),
+        (CONFIG.replace(input=None), VALUES, r"series is not set: a Forecaster needs it"),
     ],
 )
 def test_what_cannot_be_forecast_says_so(config, values, message):
@@ -202,7 +202,7 @@ def test_it_reads_no_texts(tmp_path):
 @pytest.mark.parametrize("shared", [True, False])
 def test_every_parameter_has_its_place(shared):
     series = dataclasses.replace(SERIES, shared_embedding=shared, class_token=True)
-    model = Forecaster(CONFIG.replace(series=series, norm="frozen_batch_norm"))
+    model = Forecaster(CONFIG.replace(input=series, norm="frozen_batch_norm"))
     for path, leaf in flax.traverse_util.flatten_dict(abstract_params(model), sep="/").items():
         axes = axes_of(path, leaf.ndim)
         assert axes is not None, path

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from transformer.config import Execution, LayerKind, TransformerConfig
+from transformer.config import AttentionOptions, EmbeddingOptions, Execution, LayerKind, TransformerConfig
 from transformer.generate import Sampling, generate
 from transformer.generate.decoding import decode, decode_step, prefill
 from transformer.generate.prompts import bucket, pad
@@ -28,27 +28,30 @@ BASE = TransformerConfig(
     num_layers=2,
     num_heads=6,
     num_kv_heads=3,
-    head_dim=4,
-    value_dim=5,
+    attention=AttentionOptions(head_dim=4, value_dim=5),
     d_ff=13,
     position="none",
-    tie_embeddings=False,
+    embedding=EmbeddingOptions(tie=False),
     initializer_range=0.4,
 )
 CONFIGS = {
-    "none, window": BASE.replace(period=(LayerKind(window=3), LayerKind())),
+    "none, window": BASE.replace(**{"stack.period": (LayerKind(window=3), LayerKind())}),
     "t5, one layer without attention": BASE.replace(
-        position="t5", period=(LayerKind(self_attention=False), LayerKind())
+        position="t5", **{"stack.period": (LayerKind(self_attention=False), LayerKind())}
     ),
     "no residual": BASE.replace(position="rotary", norm_position="pre_without_residual"),
     "sinusoidal, post": BASE.replace(position="sinusoidal", norm_position="post"),
     "learned, full table": BASE.replace(position="learned", max_length=len(PROMPTS[2]) + NEW),
-    "rotary, window, prefix": BASE.replace(position="rotary", num_layers=3, prefix=(LayerKind(window=5),)),
+    "rotary, window, prefix": BASE.replace(position="rotary", num_layers=3, **{"stack.prefix": (LayerKind(window=5),)}),
     "alibi": BASE.replace(position="alibi"),
-    "t5, sinks": BASE.replace(position="t5", relative_buckets=6, relative_max_distance=7, attention_sinks=True),
+    "t5, sinks": BASE.replace(
+        position="t5", **{"t5_bias.buckets": 6, "t5_bias.max_distance": 7, "attention.sinks": True}
+    ),
 }
 TRANSLATION = BASE.replace(
-    source_vocab_size=37, position="learned", max_length=13, num_encoder_layers=2, num_decoder_layers=3
+    **{"embedding.source_vocab_size": 37, "stack.num_encoder_layers": 2, "stack.num_decoder_layers": 3},
+    position="learned",
+    max_length=13,
 )
 SOURCES = [[1, 2, 3, 36, 5], [30, 20, 10, 30, 20, 10, 30, 20, 10, 30, 20, 10, 1], [7]]
 
@@ -199,7 +202,9 @@ def test_translation_compiles_once_for_like_lengths():
 def test_layers_apart_are_the_same_layers():
     """Prefix, two repeats of two kinds, suffix: the loop that unrolls them writes what the other does."""
     kinds = [LayerKind(window=size) for size in (2, 3, 5, 9)]
-    config = BASE.replace(num_layers=6, prefix=(kinds[0],), period=tuple(kinds[1:3]), suffix=(kinds[3],))
+    config = BASE.replace(
+        num_layers=6, **{"stack.prefix": (kinds[0],), "stack.period": tuple(kinds[1:3]), "stack.suffix": (kinds[3],)}
+    )
     rolled = CausalLM(config)
     params = jax.jit(rolled.init)(jax.random.key(1), jnp.zeros((1, 2), jnp.int32))["params"]
     unrolled = rolled.clone(execution=Execution(scan=False))

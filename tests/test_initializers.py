@@ -71,7 +71,7 @@ def test_the_default_is_glorot_uniform_over_the_axes_of_the_kernel():
     np.testing.assert_array_equal(glorot_uniform(2)(KEY, (3, 8, N, H)).ravel(), glorot_uniform()(KEY, (24, 24)).ravel())
 
 
-MLA_SIZES = MLA(kv_rank=8, query_rank=6, plain_dim=4, rotary_dim=2, value_dim=5)
+MLA_SIZES = MLA(kv_lora_rank=8, q_lora_rank=6, qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=5)
 MOE = MoE(num_experts=3, top_k=2, shared_experts=1)
 
 

@@ -33,13 +33,17 @@ def test_each_number_is_the_nearest_of_255():
 
 MODELS = {
     "tied": (CausalLM, {}),
-    "own output, gated, biases": (CausalLM, {"tie_embeddings": False, "gated": True, "use_bias": True}),
+    "own output, gated, biases": (CausalLM, {"embedding.tie": False, "gated": True, "use_bias": True}),
     "bfloat16": (CausalLM, {"dtype": "bfloat16"}),
-    "routed": (CausalLM, {"period": (LayerKind(moe=MoE(num_experts=3, top_k=2, shared_experts=1)),)}),
+    "routed": (CausalLM, {"stack.period": (LayerKind(moe=MoE(num_experts=3, top_k=2, shared_experts=1)),)}),
     "encoder and decoder": (Seq2Seq, {}),
     "latents": (
         CausalLM,
-        {"num_kv_heads": None, "mla": MLA(kv_rank=6, plain_dim=4, rotary_dim=4, value_dim=4), "position": "rotary"},
+        {
+            "num_kv_heads": None,
+            "attention.mla": MLA(kv_lora_rank=6, qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=4),
+            "position": "rotary",
+        },
     ),
 }
 

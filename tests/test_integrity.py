@@ -11,7 +11,7 @@ from golden import ours
 
 import transformer.nn.layers
 from transformer.__main__ import main
-from transformer.config import ConfigError, TransformerConfig
+from transformer.config import ConfigError, EmbeddingOptions, TransformerConfig
 from transformer.inference import load
 from transformer.nn.models import CausalLM
 from transformer.zoo import build, load_pretrained, save_pretrained, verify
@@ -220,7 +220,13 @@ class Sized:
 
 def test_a_model_of_few_positions_is_saved(tmp_path):
     config = TransformerConfig(
-        vocab_size=5, d_model=4, num_layers=1, num_heads=1, position="learned", max_length=3, scale_embeddings=False
+        vocab_size=5,
+        d_model=4,
+        num_layers=1,
+        num_heads=1,
+        position="learned",
+        max_length=3,
+        embedding=EmbeddingOptions(scale=False),
     )
     model = CausalLM(config)
     params = model.init(jax.random.key(0), jnp.zeros((1, 1), int))["params"]

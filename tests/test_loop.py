@@ -232,10 +232,12 @@ def test_a_learned_table_too_short_for_the_data_is_said(tmp_path):
     model = TransformerConfig(d_model=6, num_heads=3, num_layers=1, position="learned", max_length=2)
     with pytest.raises(ValueError, match=r"model.max_length \(2\) is below the longest sequence of the data"):
         train(Recipe(name="pairs", model=model, data=pairs), tmp_path / "run")
-    sources = dataclasses.replace(model, max_length=50, source_max_length=1)
-    with pytest.raises(ValueError, match=r"model.source_max_length \(1\) is below the longest sequence of the data"):
+    sources = model.replace(max_length=50, **{"embedding.source_max_length": 1})
+    with pytest.raises(
+        ValueError, match=r"model.embedding.source_max_length \(1\) is below the longest sequence of the data"
+    ):
         train(Recipe(name="pairs", model=sources, data=pairs), tmp_path / "run")
-    longer = dataclasses.replace(model, source_max_length=50)
+    longer = model.replace(**{"embedding.source_max_length": 50})
     with pytest.raises(ValueError, match=r"model.max_length \(2\) is below"):
         train(Recipe(name="pairs", model=longer, data=pairs), tmp_path / "run")
 

@@ -162,7 +162,7 @@ def test_the_state_holds_updates_to_train_and_the_base_once():
 
 
 def test_new_parameters_are_trained_whole():
-    recipe = with_lora(model={"tie_embeddings": False})
+    recipe = with_lora(model={"embedding.tie": False})
     recipe = dataclasses.replace(recipe, origin=dataclasses.replace(recipe.origin, new=("output/kernel",)))
     state = abstract_state(recipe)
     assert list(flatten_dict(state.params["new"], sep="/")) == ["output/kernel"]
@@ -170,7 +170,7 @@ def test_new_parameters_are_trained_whole():
 
 
 def test_experts_and_layers_in_a_row_have_updates_of_their_own():
-    moe = {"num_layers": 3, "period": (LayerKind(moe=MoE(num_experts=4)),)}
+    moe = {"num_layers": 3, "stack.period": (LayerKind(moe=MoE(num_experts=4)),)}
     state = abstract_state(with_lora(model=moe))
     shapes = {path[-3:]: leaf.shape for path, leaf in flatten_dict(state.params["updates"]).items()}
     assert shapes["experts", "up", "a"] == (3, 4, 6, 2)

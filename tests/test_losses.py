@@ -108,7 +108,7 @@ def test_pair_batches_hide_padding_of_the_source():
 
 
 def test_classifier_batches_hide_padding():
-    recipe = tiny_recipe(model={"num_classes": 3})
+    recipe = tiny_recipe(model={"output.num_classes": 3})
     model = Classifier(recipe.model, recipe.execution)
     tokens, lengths = tiny_batch()["tokens"], jnp.full(8, 4)
     params = model.init(jax.random.key(0), tokens)["params"]

@@ -9,7 +9,7 @@ import pytest
 from finetune_parts import write_tokenizer
 from training_recipes import assert_equals_one_gone_on_with, change
 
-from transformer.config import ConfigError, Execution, TransformerConfig
+from transformer.config import ConfigError, Execution, OutputOptions, TransformerConfig
 from transformer.data import LabeledText, MaskedText, TokenizerConfig, load_tokenizer, prepare
 from transformer.data.masked import hide
 from transformer.data.pretrained_tokenizer import load_pretrained_tokenizer
@@ -248,7 +248,9 @@ def test_a_classifier_starts_from_a_masked_run(run, path, tmp_path):
     (tmp_path / "texts.tsv").write_text(f"sentence\tlabel\n{rows}\n")
     base = filling_in(path, training={"steps": 2})
     data = LabeledText(path=str(tmp_path / "texts.tsv"), batch_size=4, eval_batch_size=4)
-    recipe = dataclasses.replace(base, model=TransformerConfig(pooling="first", dropout_rate=0.1), data=data)
+    recipe = dataclasses.replace(
+        base, model=TransformerConfig(output=OutputOptions(pooling="first"), dropout_rate=0.1), data=data
+    )
     start = start_from(run, recipe)
     theirs = load_run(run)
     assert start.left == ()
@@ -257,7 +259,7 @@ def test_a_classifier_starts_from_a_masked_run(run, path, tmp_path):
     train(recipe, tmp_path / "classifier", start=start)
     ours = load_run(tmp_path / "classifier")
     assert isinstance(ours.model, Classifier)
-    assert (ours.model.config.pooling, ours.model.config.num_classes, ours.model.config.dropout_rate) == (
+    assert (ours.model.config.output.pooling, ours.model.config.output.num_classes, ours.model.config.dropout_rate) == (
         "first",
         2,
         0.1,
@@ -271,7 +273,7 @@ def test_a_classifier_starts_from_a_masked_run(run, path, tmp_path):
 
 def test_the_old_head_is_left(path, tmp_path):
     """An output map of its own, which would be of another shape."""
-    recipe = filling_in(path, model={"tie_embeddings": False, "use_bias": True}, training={"steps": 1})
+    recipe = filling_in(path, model={"embedding.tie": False, "use_bias": True}, training={"steps": 1})
     train(recipe, tmp_path / "untied")
     wanted = dataclasses.replace(recipe, data=LabeledText(path="texts.tsv"))
     start = start_from(tmp_path / "untied", wanted)

@@ -83,7 +83,7 @@ def test_a_boolean_array_is_a_mask_everywhere():
     allowed = jnp.tri(5, dtype=bool)
     pairs = [
         (MultiHeadAttention(num_heads=3), {}),
-        (Encoder(CONFIG.replace(period=(LayerKind(window=3),))), {}),
+        (Encoder(CONFIG.replace(**{"stack.period": (LayerKind(window=3),)})), {}),
         (Decoder(CONFIG, cross=True), {"context": X, "context_mask": jnp.ones((5, 5), bool)}),
     ]
     for module, more in pairs:

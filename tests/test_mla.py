@@ -7,7 +7,7 @@ import jaxtyping
 import numpy as np
 import pytest
 
-from transformer.config import MLA, ConfigError, LayerKind, TransformerConfig
+from transformer.config import MLA, AttentionOptions, ConfigError, LayerKind, TransformerConfig
 from transformer.generate import Sampling, generate
 from transformer.nn.caches import KVCache, cache_length, set_cache_length
 from transformer.nn.masks import Mask
@@ -17,10 +17,17 @@ from transformer.nn.positions import Rotary
 from transformer.nn.sharding import make_mesh, parameter_spec
 
 B, T, D, N = 2, 7, 10, 3
-SIZES = MLA(kv_rank=6, plain_dim=5, rotary_dim=4, value_dim=3, query_rank=11)
-DEEPSEEK_V3 = MLA(kv_rank=512, plain_dim=128, rotary_dim=64, value_dim=128, query_rank=1536)
+SIZES = MLA(kv_lora_rank=6, qk_nope_head_dim=5, qk_rope_head_dim=4, v_head_dim=3, q_lora_rank=11)
+DEEPSEEK_V3 = MLA(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, q_lora_rank=1536)
 TINY = TransformerConfig(
-    vocab_size=13, d_model=D, num_layers=2, num_heads=N, d_ff=7, position="rotary", norm="rms_norm", mla=SIZES
+    vocab_size=13,
+    d_model=D,
+    num_layers=2,
+    num_heads=N,
+    d_ff=7,
+    position="rotary",
+    norm="rms_norm",
+    attention=AttentionOptions(mla=SIZES),
 )
 
 
@@ -127,7 +134,7 @@ def test_nothing_depends_on_what_comes_after_and_only_distances_count():
 
 def test_a_cache_filled_in_parts_equals_the_whole_and_holds_latents():
     """One token at a time the latents themselves are attended to; many at once, keys and values are made of them."""
-    wide = MLA(kv_rank=17, plain_dim=5, rotary_dim=4, value_dim=3)
+    wide = MLA(kv_lora_rank=17, qk_nope_head_dim=5, qk_rope_head_dim=4, v_head_dim=3)
     assert [absorbs(width, T, wide) for width in (1, T - 1, T)] == [True, False, False]
     module, params, x = layer(wide)
     run = jax.jit(lambda x, cache: module.apply({"params": params}, x, mask=Mask.causal(), cache=cache))
@@ -167,13 +174,13 @@ def test_a_length_may_be_left_open(untyped):
 
 
 def test_a_model_s_cache_holds_the_latent_and_the_turned_key_alone():
-    model = CausalLM(TINY.replace(mla=DEEPSEEK_V3))
+    model = CausalLM(TINY.replace(**{"attention.mla": DEEPSEEK_V3}))
     cache = jax.eval_shape(lambda: model.init_cache(1, 10))
     assert sum(leaf.size for leaf in jax.tree.leaves(cache) if leaf.dtype == jnp.float32) == 2 * 10 * (512 + 64)
 
 
 def test_prompts_of_different_lengths_go_on_as_each_alone():
-    model, params = language_model(num_layers=1, period=(LayerKind(window=5),))
+    model, params = language_model(num_layers=1, **{"stack.period": (LayerKind(window=5),)})
     prompts, greedy = [[3, 1, 4, 1, 5], [9, 2]], Sampling(temperature=0.0)
     together = generate(model, params, prompts=prompts, max_new_tokens=6, sampling=greedy)
     run = jax.jit(model.apply)

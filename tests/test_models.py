@@ -19,9 +19,9 @@ TOKENS = jax.random.randint(jax.random.key(1), (2, 9), 0, 17)
 POSITIONS = {
     "sinusoidal": {},
     "learned": {"max_length": 13},
-    "rotary": {"rotary_dim": 2},
+    "rotary": {"rotary.dim": 2},
     "alibi": {},
-    "t5": {"relative_buckets": 8, "relative_max_distance": 6},
+    "t5": {"t5_bias.buckets": 8, "t5_bias.max_distance": 6},
     "none": {},
 }
 
@@ -84,7 +84,7 @@ def test_given_positions_reach_a_cached_bias(position):
 
 
 def test_hidden_and_head_are_the_two_halves():
-    for changes in ({}, {"tie_embeddings": False, "logit_softcap": 2.0}):
+    for changes in ({}, {"embedding.tie": False, "output.softcap": 2.0}):
         model, params = make(CausalLM, TOKENS, **changes)
         hidden = apply(model, params, TOKENS, method="hidden")
         logits = apply(model, params, hidden, method="head")
@@ -94,7 +94,9 @@ def test_hidden_and_head_are_the_two_halves():
 
 
 def test_parameter_paths_are_pinned():
-    _, params = make(Seq2Seq, TOKENS, TOKENS, num_kv_heads=None, source_vocab_size=19, tie_embeddings=False)
+    _, params = make(
+        Seq2Seq, TOKENS, TOKENS, num_kv_heads=None, **{"embedding.source_vocab_size": 19, "embedding.tie": False}
+    )
     paths = {"/".join(key.key for key in path) for path, _ in jax.tree_util.tree_leaves_with_path(params["params"])}
     attention = [f"{name}/{leaf}" for name in ("query", "key", "value", "out") for leaf in ("kernel", "bias")]
     norm, feed_forward = ["scale", "bias"], [f"{name}/{leaf}" for name in ("up", "down") for leaf in ("kernel", "bias")]
@@ -126,7 +128,7 @@ def test_seq2seq_reads_the_source_and_not_its_padding():
 
 
 def test_seq2seq_decodes_from_its_cache():
-    model, params = make(Seq2Seq, TOKENS, TOKENS, norm_position="post", num_encoder_layers=1)
+    model, params = make(Seq2Seq, TOKENS, TOKENS, norm_position="post", **{"stack.num_encoder_layers": 1})
     mask = Mask.lengths(jnp.array([9, 6]))
     whole = apply(model, params, TOKENS, TOKENS, source_mask=mask)
     first, cache = apply(model, params, TOKENS, TOKENS[:, :4], source_mask=mask, cache=model.init_cache(2, 9))
@@ -142,7 +144,7 @@ def test_one_table_serves_source_target_and_logits_unless_told_otherwise():
 
 @pytest.mark.parametrize("pooling", ["mean", "first", "last"])
 def test_a_classifier_does_not_see_padding(pooling):
-    model, params = make(Classifier, TOKENS, num_classes=3, pooling=pooling)
+    model, params = make(Classifier, TOKENS, **{"output.num_classes": 3, "output.pooling": pooling})
     padded = jnp.concatenate([TOKENS, jnp.zeros((2, 4), TOKENS.dtype)], 1)
     got = apply(model, params, padded, mask=Mask.lengths(jnp.array([9, 9])))
     expected = apply(model, params, TOKENS)
@@ -156,7 +158,7 @@ def test_a_classifier_does_not_see_padding(pooling):
 def test_embeddings_are_scaled_by_the_root_of_the_width():
     """A vector added by positions weighs sqrt(12) less when embeddings are scaled: compare through the pure parts."""
     model, params = make(CausalLM, TOKENS, position="none")
-    plain = CausalLM(model.config.replace(scale_embeddings=False))
+    plain = CausalLM(model.config.replace(**{"embedding.scale": False}))
     scaled = jax.tree.map(lambda leaf: leaf, params)
     scaled["params"]["embedding"] = {"embedding": params["params"]["embedding"]["embedding"] * np.sqrt(12)}
     np.testing.assert_allclose(

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxprs import jaxprs_in_params
 from training_recipes import VOCABULARY, batch_outputs, change, compiled_step, start, tiny_batch, tiny_recipe
 
-from transformer.config import Execution, LayerKind, MoE, TransformerConfig
+from transformer.config import Execution, LayerKind, MoE, StackOptions, TransformerConfig
 from transformer.nn.layers import ACTIVATIONS
 from transformer.nn.masks import Mask
 from transformer.nn.models import CausalLM, Classifier, Seq2Seq
@@ -252,8 +252,7 @@ MIXED = TransformerConfig(
     num_layers=5,
     num_heads=3,
     d_ff=7,
-    period=(ROUTED, LayerKind()),
-    suffix=(OTHER,),
+    stack=StackOptions(period=(ROUTED, LayerKind()), suffix=(OTHER,)),
 )
 KEY = jax.random.key(1)
 TOKENS = jax.random.randint(jax.random.key(3), (3, 11), 0, VOCABULARY)
@@ -288,7 +287,7 @@ def test_scan_unroll_and_remat_change_nothing(norm_position, execution):
 
 def test_layers_add_up():
     """Three routed layers with the same parameters and input, as no sublayer changes x, report three times as much."""
-    config = MIXED.replace(period=(ROUTED,), suffix=(), num_layers=3)
+    config = MIXED.replace(**{"stack.period": (ROUTED,), "stack.suffix": ()}, num_layers=3)
     model = CausalLM(config)
     params = parameters(model, TOKENS)
     layers = params["params"]["decoder"]["layers"]["slot_0"]
@@ -303,7 +302,10 @@ def test_layers_add_up():
 def test_every_model_has_its_aux():
     """Those of both stacks; without a routed layer there is none."""
     even = LayerKind(moe=MoE(num_experts=5, top_k=5, load_balance_weight=1.0))  # then the loss is 1 a token
-    config = MIXED.replace(num_classes=4, suffix=(), period=(even,), num_layers=2, num_decoder_layers=3)
+    config = MIXED.replace(
+        **{"output.num_classes": 4, "stack.suffix": (), "stack.period": (even,), "stack.num_decoder_layers": 3},
+        num_layers=2,
+    )
     lengths = jnp.array([11, 7, 2])
     model = Classifier(config)
     variables = jax.jit(model.init)(KEY, TOKENS)
@@ -316,7 +318,7 @@ def test_every_model_has_its_aux():
     call = jax.jit(functools.partial(model.apply, source_mask=Mask.lengths(lengths), method=Seq2Seq.with_aux))
     logits, aux = call(variables, TOKENS, TOKENS[:, :5])
     np.testing.assert_allclose(aux["load_balance"], 2 * lengths + 3 * 5, rtol=1e-5)
-    dense = CausalLM(config.replace(period=(LayerKind(),)))
+    dense = CausalLM(config.replace(**{"stack.period": (LayerKind(),)}))
     (_, aux), _ = jax.eval_shape(lambda: dense.init_with_output(KEY, TOKENS, method=CausalLM.with_aux))
     assert aux == {}
 
@@ -337,7 +339,7 @@ def test_with_a_cache_logits_are_those_without():
 def test_the_step_minimizes_both_losses_and_any_split_gives_the_same(task):
     batch = tiny_batch(task)
     batch["weights"] = batch["weights"].at[6:].set(0.0)
-    whole = tiny_recipe(task, model={"period": (ROUTED,)}, optimizer={"epsilon": 1e-3})
+    whole = tiny_recipe(task, model={"stack.period": (ROUTED,)}, optimizer={"epsilon": 1e-3})
     state, step = start(whole)
     expected, metrics = step(state, batch)
     parts = compiled_step(change(whole, training={"accumulation": 4}))(state, batch)
@@ -366,7 +368,7 @@ def test_the_step_minimizes_both_losses_and_any_split_gives_the_same(task):
 
 
 def test_the_recipe_is_read_back():
-    recipe = tiny_recipe(model={"prefix": (OTHER,), "period": (ROUTED,), "num_layers": 2})
+    recipe = tiny_recipe(model={"stack.prefix": (OTHER,), "stack.period": (ROUTED,), "num_layers": 2})
     assert recipes.from_json(json.loads(json.dumps(recipes.to_json(recipe)))) == recipe
 
 

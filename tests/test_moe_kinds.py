@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from transformer.config import Execution, LayerKind, MoE, TransformerConfig
+from transformer.config import Execution, LayerKind, MoE, StackOptions, TransformerConfig
 from transformer.generate import Beam, Draft, Sampling, beam_search, generate
 from transformer.nn.layers import FeedForward
 from transformer.nn.models import CausalLM
@@ -22,16 +22,16 @@ DEEPSEEK = MoE(
     top_k=3,
     shared_experts=1,
     scoring="sigmoid",
-    selection_bias=True,
+    e_score_correction_bias=True,
     num_groups=4,
     top_groups=2,
-    weights_scale=2.5,
+    routed_scaling_factor=2.5,
 )
 CASES = {
     "gpt-oss": (GPT_OSS, {"activation": "swiglu_clamped", "gated": True}),
     "deepseek": (DEEPSEEK, {"activation": "silu", "gated": True, "use_bias": False}),
     "not-normalized": (dataclasses.replace(DEEPSEEK, normalize_weights=False, num_groups=3), {"activation": "relu"}),
-    "groups-of-softmax": (MoE(num_experts=6, top_k=2, num_groups=3, weights_scale=0.5), {"activation": "relu"}),
+    "groups-of-softmax": (MoE(num_experts=6, top_k=2, num_groups=3, routed_scaling_factor=0.5), {"activation": "relu"}),
 }
 
 
@@ -82,7 +82,7 @@ def by_hand(module, params, x):
         y = feed_forward(params["shared"], token) if moe.shared_experts else 0.0
         for e in chosen:
             expert = jax.tree.map(lambda leaf, e=e: leaf[e], params["experts"])
-            y = y + moe.weights_scale * scores[e] / total * feed_forward(expert, token)
+            y = y + moe.routed_scaling_factor * scores[e] / total * feed_forward(expert, token)
         return y, sorted(chosen)
 
     rows = [[one(token) for token in row] for row in np.float64(x)]
@@ -114,7 +114,7 @@ def test_gradients_are_those_of_all_experts_weighted(name):
         params = params["params"]
         logits = x @ params["router"]["kernel"] + params["router"].get("bias", jnp.zeros(moe.num_experts))[None, None]
         scores = (jax.nn.sigmoid(logits) if moe.scoring == "sigmoid" else jax.nn.softmax(logits)) * one_hot
-        weights = moe.weights_scale * scores / scores.sum(-1, keepdims=True)
+        weights = moe.routed_scaling_factor * scores / scores.sum(-1, keepdims=True)
         each = jax.vmap(lambda expert: dense.apply({"params": expert}, x), out_axes=2)(params["experts"])
         y = (each * weights[..., None]).sum(2)
         if moe.shared_experts:
@@ -128,7 +128,7 @@ def test_gradients_are_those_of_all_experts_weighted(name):
     expected = loss(all_experts)(params, X)
     found = loss(lambda params, x: module.apply(params, x)[0])(params, X)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), found, expected)
-    if moe.selection_bias:
+    if moe.e_score_correction_bias:
         np.testing.assert_array_equal(found[0]["params"]["router"]["selection_bias"], 0)
 
 
@@ -209,10 +209,10 @@ def test_writing_leaves_room_for_every_token():
         num_layers=2,
         num_heads=2,
         d_ff=12,
-        period=(LayerKind(moe=MoE(num_experts=8, top_k=2, capacity_factor=0.5)),),
+        stack=StackOptions(period=(LayerKind(moe=MoE(num_experts=8, top_k=2, capacity_factor=0.5)),)),
     )
     kinds = (LayerKind(moe=MoE(num_experts=8, top_k=2)),)
-    model, roomy = (CausalLM(one, Execution(scan=False)) for one in (config, config.replace(period=kinds)))
+    model, roomy = (CausalLM(one, Execution(scan=False)) for one in (config, config.replace(**{"stack.period": kinds})))
     params = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 3), int))["params"]
     params = jax.tree.map(lambda leaf: 2.5 * leaf, params)
     tokens = jnp.arange(9)[None] % 11

@@ -37,6 +37,7 @@ from transformer import (
     VisionClassifier,
     compat,
 )
+from transformer.config import OutputOptions, Speech
 from transformer.nn.attention import AttentionModule
 from transformer.nn.blocks import BLOCKS, Block
 from transformer.nn.layers import NORMS, Embedding, FeedForward, Linear
@@ -48,12 +49,12 @@ from transformer.nn.moe import RoutedFeedForward
 from transformer.nn.stacks import Stack
 
 CONFIG = TransformerConfig(
-    vocab_size=13, d_model=6, num_layers=1, num_heads=3, d_ff=5, position="rotary", num_classes=3
+    vocab_size=13, d_model=6, num_layers=1, num_heads=3, d_ff=5, position="rotary", output=OutputOptions(num_classes=3)
 )
-HEADED = CONFIG.replace(head_transform=HeadTransform(activation="gelu_erf", norm=True), output_bias=True)
+HEADED = CONFIG.replace(**{"output.transform": HeadTransform(activation="gelu_erf", norm=True), "output.bias": True})
 SERIES = Series(channels=2, context_length=7, horizon=3, patch_length=3, patch_stride=2, shared_embedding=False)
 PATCHES = Patches(image_height=4, image_width=2, patch_size=2, channels=1)
-LATENT = MLA(kv_rank=4, plain_dim=3, rotary_dim=2, value_dim=3, query_rank=5)
+LATENT = MLA(kv_lora_rank=4, qk_nope_head_dim=3, qk_rope_head_dim=2, v_head_dim=3, q_lora_rank=5)
 ROUTED = MoE(num_experts=4, top_k=2, shared_experts=1, router_bias=True)
 
 TOKENS = jnp.asarray([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])
@@ -61,25 +62,30 @@ X = jax.random.normal(jax.random.key(0), (2, 5, 6))
 INPUTS = LayerInputs(mask=Mask.causal(), context=X[:, :3] + 1.0)
 
 CASES = {
-    "CausalLM": (CausalLM(CONFIG.replace(tie_embeddings=False)), (TOKENS,)),
+    "CausalLM": (CausalLM(CONFIG.replace(**{"embedding.tie": False})), (TOKENS,)),
     "CausalLM, routed, latent": (
-        CausalLM(CONFIG.replace(mla=LATENT, num_layers=2, prefix=(LayerKind(),), period=(LayerKind(moe=ROUTED),))),
+        CausalLM(
+            CONFIG.replace(
+                **{"attention.mla": LATENT, "stack.prefix": (LayerKind(),), "stack.period": (LayerKind(moe=ROUTED),)},
+                num_layers=2,
+            )
+        ),
         (TOKENS,),
     ),
     "Seq2Seq": (Seq2Seq(CONFIG.replace(position="t5")), (TOKENS, TOKENS[:, :4])),
-    "SpeechToText": (SpeechToText(CONFIG.replace(mel_bins=3)), (X[..., :3], TOKENS)),
-    "MaskedLM": (MaskedLM(HEADED.replace(token_types=2)), (TOKENS,)),
+    "SpeechToText": (SpeechToText(CONFIG.replace(input=Speech(mel_bins=3))), (X[..., :3], TOKENS)),
+    "MaskedLM": (MaskedLM(HEADED.replace(**{"embedding.token_types": 2})), (TOKENS,)),
     "Classifier": (Classifier(CONFIG), (TOKENS,)),
-    "Embedder": (Embedder(HEADED.replace(output_bias=None)), (TOKENS,)),
+    "Embedder": (Embedder(HEADED.replace(**{"output.bias": None})), (TOKENS,)),
     "VisionClassifier": (
-        VisionClassifier(CONFIG.replace(patches=PATCHES, position="learned", max_length=3)),
+        VisionClassifier(CONFIG.replace(input=PATCHES, position="learned", max_length=3)),
         (X[:, :4, :2, None],),
     ),
     "Forecaster": (
-        Forecaster(CONFIG.replace(series=SERIES, position="sinusoidal")),
+        Forecaster(CONFIG.replace(input=SERIES, position="sinusoidal")),
         (jax.random.normal(jax.random.key(1), (2, 7, 2)),),
     ),
-    "Encoder": (Encoder(CONFIG.replace(embedding_norm=True, position="learned", max_length=5)), (X,)),
+    "Encoder": (Encoder(CONFIG.replace(**{"embedding.norm": True}, position="learned", max_length=5)), (X,)),
     "Decoder": (Decoder(CONFIG, cross=True), (X, X[:, :3])),
     **{
         block.__name__: (block(CONFIG.replace(norm_position=name), cross=name != "parallel"), (X, INPUTS))
@@ -192,7 +198,7 @@ def test_all_public_modules_have_a_case():
 
 
 def test_dropout_takes_its_keys_from_nnx():
-    module = BLOCKS["pre"](CONFIG.replace(dropout_rate=0.5, attention_dropout_rate=0.3))
+    module = BLOCKS["pre"](CONFIG.replace(dropout_rate=0.5, **{"attention.dropout_rate": 0.3}))
     noisy = LayerInputs(deterministic=False)
     model, params = bridged(module, X, INPUTS)
     run = nnx.jit(lambda model, key: model(X, noisy, rngs=nnx.Rngs(dropout=key))[0])

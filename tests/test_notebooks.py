@@ -152,7 +152,7 @@ def gpt2_directory(folder):
         position="learned",
         max_length=128,
         norm_epsilon=1e-5,
-        scale_embeddings=False,
+        embedding=transformer.EmbeddingOptions(scale=False),
     )
     model = transformer.CausalLM(config)
     params = model.init(jax.random.key(0), jax.numpy.zeros((1, 1), int))["params"]

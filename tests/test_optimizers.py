@@ -75,7 +75,13 @@ def chosen(mask, params):
     return {path for path, flag in zip(parameter_paths(params), jax.tree.leaves(mask), strict=True) if flag}
 
 
-FULL = {"qk_norm": True, "attention_sinks": True, "tie_embeddings": False, "position": "learned", "max_length": 7}
+FULL = {
+    "attention.qk_norm": True,
+    "attention.sinks": True,
+    "embedding.tie": False,
+    "position": "learned",
+    "max_length": 7,
+}
 
 
 def test_decay_takes_matrices_only():

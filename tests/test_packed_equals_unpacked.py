@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from transformer.config import Execution, LayerKind, MoE, TransformerConfig
+from transformer.config import Execution, LayerKind, MoE, StackOptions, TransformerConfig
 from transformer.training import TrainingConfig
 from transformer.training.objectives import training_loss
 from transformer.training.tasks import TASKS
@@ -71,7 +71,7 @@ def model_and_loss(task, position, kind=LayerKind()):
         d_ff=12,
         position=position,
         max_length=ROW if position == "learned" else None,
-        period=(kind,),
+        stack=StackOptions(period=(kind,)),
     )
     model = TASKS[task].model(config, Execution(scan=False))
     shapes = jax.eval_shape(model.init, jax.random.key(0), *TASKS[task].example(config))["params"]

@@ -212,7 +212,7 @@ def test_where_a_parameter_lies(path, shape, spec):
 def test_every_parameter_of_the_models_has_a_rule():
     """FSDP over two devices splits each of them: one that no rule knows would lie whole everywhere."""
     for task in ("causal_lm", "seq2seq"):
-        recipe = tiny_recipe(task, model=MODEL | {"position": "t5", "tie_embeddings": False, "gated": True})
+        recipe = tiny_recipe(task, model=MODEL | {"position": "t5", "embedding.tie": False, "gated": True})
         state = MeshPlacement(dataclasses.replace(recipe, parallel=ParallelConfig(fsdp=8))).abstract_state()
         whole = [
             jax.tree_util.keystr(path, simple=True, separator="/")
@@ -302,5 +302,5 @@ def test_a_recipe_written_before_these_fields_is_read():
     del values["recipe"]["parallel"], values["recipe"]["model"]["period"][0]["self_attention"]
     assert from_json(values) == recipe
     del values["recipe"]["model"]["period"][0]["window"]
-    with pytest.raises(ConfigError, match=r"model.period\[0\] lacks window"):
+    with pytest.raises(ConfigError, match=r"model.stack.period\[0\] lacks window"):
         from_json(values)

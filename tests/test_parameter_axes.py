@@ -12,7 +12,7 @@ from test_sharding import mesh, specs
 from training_recipes import tiny_recipe
 
 import transformer.nn.models  # noqa: F401 - declares the axes of their parameters
-from transformer.config import MLA, TransformerConfig
+from transformer.config import MLA, AttentionOptions, TransformerConfig
 from transformer.nn.int8 import Int8, quantize
 from transformer.nn.layers import Linear
 from transformer.nn.models import CausalLM
@@ -87,7 +87,9 @@ def test_muon_and_int8_take_all_maps_of_latent_attention():
         num_layers=1,
         num_heads=2,
         position="rotary",
-        mla=MLA(kv_rank=6, plain_dim=4, rotary_dim=2, value_dim=4, query_rank=5),
+        attention=AttentionOptions(
+            mla=MLA(kv_lora_rank=6, qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=4, q_lora_rank=5)
+        ),
     )
     params = CausalLM(config).init(jax.random.key(0), jnp.zeros((1, 3), jnp.int32))["params"]
     attention = params["decoder"]["layers"]["slot_0"]["self_attention"]

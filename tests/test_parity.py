@@ -221,7 +221,12 @@ def test_rotary_frequencies_are_transformers(transformers, case, size):
     base, ours, theirs = SCALINGS[case]
     kind = case.split(",")[0]
     config = llama_config(
-        transformers, base, {"rope_type": kind, **theirs}, hidden_size=2 * size, num_attention_heads=2, head_dim=size
+        transformers,
+        base,
+        {"rope_type": kind, **theirs},
+        hidden_size=2 * size,
+        num_attention_heads=2,
+        **{"attention.head_dim": size},
     )
     if kind == "default":
         frequencies, factor = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(config).inv_freq, 1.0

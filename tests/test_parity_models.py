@@ -5,7 +5,14 @@ import numpy as np
 import pytest
 from parity_tools import EPSILON, SCALINGS, compare, ids, llama_config, randomize
 
-from transformer.config import RotaryScaling, TransformerConfig
+from transformer.config import (
+    AttentionOptions,
+    EmbeddingOptions,
+    RotaryOptions,
+    RotaryScaling,
+    T5BiasOptions,
+    TransformerConfig,
+)
 from transformer.nn.masks import Mask
 from transformer.nn.models import CausalLM, Seq2Seq
 
@@ -56,7 +63,7 @@ def test_gpt2_is_transformers(torch, transformers):
         activation="gelu_tanh",
         norm_epsilon=1e-5,
         position="learned",
-        scale_embeddings=False,
+        embedding=EmbeddingOptions(scale=False),
     )
     compare(
         torch,
@@ -103,7 +110,7 @@ def test_llama_is_transformers(torch, transformers, case):
         num_layers=2,
         num_heads=6,
         num_kv_heads=2,
-        head_dim=4,
+        attention=AttentionOptions(head_dim=4),
         d_ff=17,
         activation="silu",
         gated=True,
@@ -111,10 +118,8 @@ def test_llama_is_transformers(torch, transformers, case):
         norm="rms_norm",
         norm_epsilon=EPSILON,
         position="rotary",
-        rotary_base=base,
-        rotary_scaling=None if ours is None else RotaryScaling(**ours),
-        scale_embeddings=False,
-        tie_embeddings=False,
+        rotary=RotaryOptions(base=base, scaling=None if ours is None else RotaryScaling(**ours)),
+        embedding=EmbeddingOptions(scale=False, tie=False),
     )
     compare(
         torch,
@@ -164,7 +169,7 @@ def test_t5_is_transformers(torch, transformers):
         d_model=15,
         num_layers=2,
         num_heads=3,
-        head_dim=4,
+        attention=AttentionOptions(head_dim=4, scale=1.0),
         d_ff=17,
         activation="gelu_tanh",
         gated=True,
@@ -172,10 +177,8 @@ def test_t5_is_transformers(torch, transformers):
         norm="rms_norm",
         norm_epsilon=EPSILON,
         position="t5",
-        relative_buckets=8,
-        relative_max_distance=10,
-        attention_scale=1.0,
-        scale_embeddings=False,
+        t5_bias=T5BiasOptions(buckets=8, max_distance=10),
+        embedding=EmbeddingOptions(scale=False),
     )
     lengths = np.array([13, 6], np.int32)
     compare(

@@ -6,6 +6,7 @@ import pytest
 from golden import case as golden_case
 from golden import ours
 
+from transformer.config import EmbeddingOptions
 from transformer.generate import Sampling, generate
 from transformer.nn.models import CausalLM, Embedder, Seq2Seq
 from transformer.zoo import load_pretrained, save_pretrained
@@ -108,7 +109,7 @@ def test_what_was_trained_here_opens_there(reference, tmp_path):
     recipe = Recipe(
         name="text",
         model=TransformerConfig(
-            d_model=12, num_heads=3, num_layers=2, d_ff=17, position="rotary", tie_embeddings=False
+            d_model=12, num_heads=3, num_layers=2, d_ff=17, position="rotary", embedding=EmbeddingOptions(tie=False)
         ),
         data=TextFile(path=str(tmp_path / "text.txt"), sequence_length=16, batch_size=4, eval_batch_size=4),
         execution=Execution(scan=False),
@@ -119,7 +120,7 @@ def test_what_was_trained_here_opens_there(reference, tmp_path):
     )
     train(recipe, tmp_path / "run")
     opened = open_model(tmp_path / "run")
-    assert opened.model.config.scale_embeddings  # which no family of this form has: the table holds it
+    assert opened.model.config.embedding.scale  # which no family of this form has: the table holds it
     assert export(opened, tmp_path / "out").name == "gpt_neox"
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")

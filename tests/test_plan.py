@@ -144,9 +144,12 @@ class TestFlops:
         ("recipe", "changes"),
         [
             (TEXT, {"num_layers": 1}),
-            (TEXT, {"num_layers": 1, "tie_embeddings": False, "gated": True, "num_kv_heads": 1, "value_dim": 24}),
-            (TEXT, {"period": (LayerKind(), LayerKind(self_attention=False))}),
-            (PAIRS, {"num_encoder_layers": 2, "num_decoder_layers": 1}),
+            (
+                TEXT,
+                {"num_layers": 1, "embedding.tie": False, "gated": True, "num_kv_heads": 1, "attention.value_dim": 24},
+            ),
+            (TEXT, {"stack.period": (LayerKind(), LayerKind(self_attention=False))}),
+            (PAIRS, {"stack.num_encoder_layers": 2, "stack.num_decoder_layers": 1}),
         ],
         ids=["plain", "unlike", "without_attention", "pairs"],
     )
@@ -166,7 +169,7 @@ class TestFlops:
         assert flops.attention == 3 * 2 * 3 * 4 * 4 * (2 + 2)
 
     def test_of_experts_those_chosen_count(self):
-        routed = with_model(TEXT, period=(LayerKind(moe=MoE(num_experts=8, top_k=2, d_ff=88)),))
+        routed = with_model(TEXT, **{"stack.period": (LayerKind(moe=MoE(num_experts=8, top_k=2, d_ff=88)),)})
         tokens, layers = 24 * 40, 2
         assert step_flops(routed).matrices - step_flops(TEXT).matrices == 6 * tokens * layers * 48 * 8  # the router
 

@@ -34,7 +34,7 @@ def reading(data, **groups):
 @pytest.mark.parametrize("kind", [SST2Sentences, MaskedSST2])
 def test_made_up_texts_are_whole_and_their_labels_are_classes(kind):
     classes = 2 if kind is SST2Sentences else None
-    recipe = reading(kind(max_length=20), model={"num_classes": classes})
+    recipe = reading(kind(max_length=20), model={"output.num_classes": classes})
     batch = made_up_batch(recipe)
     np.testing.assert_array_equal(batch["lengths"], 20)
     check_batch(batch, recipe.model.vocab_size, num_classes=2)  # or it raises

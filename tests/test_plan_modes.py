@@ -68,7 +68,7 @@ class TestDecode:
         assert parse_generation("1:20:10", learned)
         with pytest.raises(ConfigError, match="the model has 30 positions"):
             parse_generation("1:20:11", learned)
-        sources = PAIRS.model.replace(position="learned", max_length=30, source_max_length=90)
+        sources = PAIRS.model.replace(position="learned", max_length=30, **{"embedding.source_max_length": 90})
         pairs = dataclasses.replace(PAIRS, model=sources)
         assert parse_generation("1:90:30", pairs)
         for text, longest in (("1:91:30", 90), ("1:90:31", 30)):
@@ -89,8 +89,8 @@ class TestDecode:
         assert plan.tokens_per_second == 8 / plan.token.seconds
 
     def test_devices_that_split_heads_hold_latents_whole(self):
-        mla = MLA(kv_rank=6, plain_dim=4, rotary_dim=4, value_dim=4)
-        model = SMALL.model.replace(num_kv_heads=None, mla=mla)
+        mla = MLA(kv_lora_rank=6, qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=4)
+        model = SMALL.model.replace(num_kv_heads=None, **{"attention.mla": mla})
         recipe = dataclasses.replace(parallel(SMALL, data=4, tensor=2), model=model)
         plan = make_decode_plan(recipe, Generation(8, 16, 8), CHIPS, jax.devices())
         latents = 8 * 24 * (6 + 4) * 4  # rows, slots, numbers of a token, bytes
@@ -120,7 +120,7 @@ class TestDecode:
     @pytest.mark.parametrize("mesh", [{"devices": 1}, {"data": 2, "expert": 4}], ids=str)
     def test_of_experts_all_blocks_are_read(self, mesh):
         """One block for each of 8 x 2 copies of tokens; of a device's experts it may be all."""
-        experts = TEXT.model.replace(num_layers=1, period=(LayerKind(moe=MoE(num_experts=4, d_ff=512)),))
+        experts = TEXT.model.replace(num_layers=1, **{"stack.period": (LayerKind(moe=MoE(num_experts=4, d_ff=512)),)})
         recipe = dataclasses.replace(parallel(TEXT, **mesh), model=experts)
         plan = make_decode_plan(recipe, Generation(8, 16, 8), CHIPS, jax.devices())
         blocks = 16 // mesh.get("data", 1)
@@ -141,7 +141,7 @@ class TestDecode:
     )
     def test_no_estimate_where_a_loop_is_not_understood(self, monkeypatch, name, value, why):
         monkeypatch.setattr(hlo if name == "_turns_at_most" else decoding, name, value)
-        model = SMALL.model.replace(period=(LayerKind(moe=MoE(num_experts=4)),))
+        model = SMALL.model.replace(**{"stack.period": (LayerKind(moe=MoE(num_experts=4)),)})
         recipe = dataclasses.replace(parallel(SMALL, devices=1), model=model)
         plan = make_decode_plan(recipe, Generation(2, 8, 8), CHIPS, jax.devices())
         assert (plan.fits, plan.prefill, plan.token, plan.tokens_per_second) == (True, None, None, 0)

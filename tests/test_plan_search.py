@@ -34,7 +34,7 @@ class TestSearch:
         assert len({tuple(sizes.values()) for sizes in found}) == len(found)
         assert {sizes["expert"] for sizes in found} == {1}
         assert {sizes["context"] for sizes in meshes(PAIRS, 12)} == {1}
-        routed = TEXT.model.replace(period=(LayerKind(moe=MoE(num_experts=4)),))
+        routed = TEXT.model.replace(**{"stack.period": (LayerKind(moe=MoE(num_experts=4)),)})
         assert {sizes["expert"] for sizes in meshes(dataclasses.replace(TEXT, model=routed), 4)} == {1, 2, 4}
 
     def test_what_is_divided_is_all_that_is_left(self):

@@ -19,9 +19,9 @@ LENGTH, SOURCE_LENGTH = 6, 5
 def reach(case: Case, layers: int, causal: bool) -> np.ndarray:
     """(T, T), which inputs an output of a stack depends on, layer after layer."""
     config, seen = case.config, np.eye(LENGTH, dtype=bool)
-    repeats = (layers - len(config.prefix) - len(config.suffix)) // len(config.period)
+    repeats = (layers - len(config.stack.prefix) - len(config.stack.suffix)) // len(config.stack.period)
     distance = np.arange(LENGTH)[:, None] - np.arange(LENGTH)[None, :]
-    for kind in (*config.prefix, *config.period * repeats, *config.suffix):
+    for kind in (*config.stack.prefix, *config.stack.period * repeats, *config.stack.suffix):
         if kind.self_attention:
             layer = np.abs(distance) < (LENGTH if kind.window is None else kind.window)
             seen = (layer & (distance >= 0 if causal else True)) @ seen
@@ -34,11 +34,11 @@ def test_an_output_depends_on_what_it_may_see_and_on_nothing_else(drawn):
     embeddings after t.
     """
     case, place = drawn
-    if case.config.attention_softcap is None:  # without one, what far scores weigh may round to 0
-        case = Case(case.kind, case.config.replace(attention_softcap=10.0), case.seed)
+    if case.config.attention.softcap is None:  # without one, what far scores weigh may round to 0
+        case = Case(case.kind, case.config.replace(**{"attention.softcap": 10.0}), case.seed)
     model, params, random = case.model(), case.params, np.random.default_rng(case.seed)
     both = case.kind == "encoder-decoder"
-    causal = case.kind != "encoder" or case.config.causal
+    causal = case.kind != "encoder" or case.config.attention.causal
     lengths = (LENGTH, SOURCE_LENGTH) if both else (LENGTH,)
     embedded = [random.normal(size=(1, n, case.config.d_model)).astype(np.float32) for n in lengths]
     mixture = random.normal(size=VOCABULARY).astype(np.float32)
@@ -190,7 +190,7 @@ def test_scan_unroll_and_remat_change_nothing(drawn):
     """Neither values nor gradients, dropout included."""
     case, execution, drops = drawn
     if drops:
-        case = Case(case.kind, case.config.replace(dropout_rate=0.3, attention_dropout_rate=0.2), case.seed)
+        case = Case(case.kind, case.config.replace(dropout_rate=0.3, **{"attention.dropout_rate": 0.2}), case.seed)
     batch = full_batch(case, 2)
 
     def run(execution):

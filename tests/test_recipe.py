@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from training_recipes import change, tiny_recipe
 
-from transformer.config import ConfigError, LayerKind, RotaryScaling, TransformerConfig
+from transformer.config import ConfigError, LayerKind, RotaryOptions, RotaryScaling, StackOptions, TransformerConfig
 from transformer.data import DATA, JsonLines, NumberWords, ParallelText
 from transformer.nn.models import CausalLM, Seq2Seq
 from transformer.training import (
@@ -45,10 +45,12 @@ def rich_recipe(data=None):
         num_layers=4,
         num_heads=3,
         position="rotary",
-        rotary_scaling=scaling,
-        prefix=(LayerKind(window=7),),
-        period=(LayerKind(rotary_base=5.0), LayerKind(rotary_scaling=scaling)),
-        suffix=(LayerKind(),),
+        rotary=RotaryOptions(scaling=scaling),
+        stack=StackOptions(
+            prefix=(LayerKind(window=7),),
+            period=(LayerKind(rotary_base=5.0), LayerKind(rotary_scaling=scaling)),
+            suffix=(LayerKind(),),
+        ),
     )
     return Recipe(name="rich", model=model, data=data or NumberWords())
 
@@ -68,7 +70,7 @@ def test_json_says_kind_and_version():
     values = to_json(rich_recipe())
     assert (values["format"], values["version"]) == ("transformer recipe", 1)
     assert values["recipe"]["data"]["class"] == "number_words"
-    assert values["recipe"]["model"]["period"][1]["rotary_scaling"]["class"] == "RotaryScaling"
+    assert values["recipe"]["model"]["stack"]["period"][1]["rotary_scaling"]["class"] == "RotaryScaling"
 
 
 def broken(edit):
@@ -85,8 +87,11 @@ def broken(edit):
         (lambda v: v["recipe"]["model"].update(d_model="x"), "recipe.model.d_model must be of type int, got 'x'"),
         (lambda v: v["recipe"]["model"].update(d_model=True), "recipe.model.d_model must be of type int, got True"),
         (lambda v: v["recipe"]["model"].update(norm="rms"), "recipe.model.norm must be one of layer_norm, rms_norm"),
-        (lambda v: v["recipe"]["model"].update(period={}), "recipe.model.period must be a list"),
-        (lambda v: v["recipe"]["model"]["period"][0].update(window="x"), r"recipe.model.period\[0\].window must be"),
+        (lambda v: v["recipe"]["model"]["stack"].update(period={}), "recipe.model.stack.period must be a list"),
+        (
+            lambda v: v["recipe"]["model"]["stack"]["period"][0].update(window="x"),
+            r"recipe.model.stack.period\[0\].window must be",
+        ),
         (lambda v: v["recipe"]["data"].update({"class": "numbers"}), "class 'numbers'.*Did you mean 'number_words'"),
         (lambda v: v["recipe"]["data"].pop("class"), "recipe.data must be an object with a 'class'"),
         (lambda v: v["recipe"].update(training=None), "recipe.training must be an object with a 'class'"),
@@ -226,8 +231,8 @@ def test_another_kind_of_data_must_match():
 
 def test_another_pattern_of_layers_must_match():
     old = rich_recipe()
-    new = change(old, model={"period": (LayerKind(rotary_base=6.0), LayerKind())})
-    assert {"model.period.0.rotary_base", "model.period.1.rotary_scaling"} <= names(difference(old, new)[0])
+    new = change(old, model={"stack.period": (LayerKind(rotary_base=6.0), LayerKind())})
+    assert {"model.stack.period.0.rotary_base", "model.stack.period.1.rotary_scaling"} <= names(difference(old, new)[0])
 
 
 def test_what_may_change_exists():

@@ -68,7 +68,7 @@ def series_recipe(folder, **groups):
             num_layers=1,
             d_ff=5,
             dropout_rate=0.2,
-            series=Series(channels=2, patch_length=4, patch_stride=4, **sizes),
+            input=Series(channels=2, patch_length=4, patch_stride=4, **sizes),
         ),
         data=SeriesFile(path=str(path), batch_size=8, eval_batch_size=16, **sizes),
         execution=Execution(scan=False),
@@ -288,7 +288,7 @@ def test_a_model_for_other_windows_is_refused(tmp_path):
     recipe = series_recipe(tmp_path, data={"horizon": HORIZON + 1})
     with pytest.raises(ConfigError, match=r"model\.series must be as the data is, but has horizon 5 where .* has 6\."):
         train(recipe, tmp_path / "run")
-    there = recipe.model.replace(series=dataclasses.replace(recipe.model.series, channels=3))
+    there = recipe.model.replace(input=dataclasses.replace(recipe.model.series, channels=3))
     start = Start("other", "Forecaster", there, {}, tokenizer=None)
     said = r"of other has channels 3 where the data has 2, horizon 5 .* 6\. Give it as many columns \(--data\.columns\)"
     with pytest.raises(ConfigError, match=said):

@@ -17,7 +17,7 @@ from transformer.nn.sharding import PARAMETER_AXES, batch_sharding, parameter_sp
 
 # Sizes that 2 and 4 divide: Flax's tools place an axis whatever its size.
 CONFIG = TransformerConfig(vocab_size=24, d_model=16, num_layers=2, num_heads=4, d_ff=32, position="rotary")
-ROUTED = CONFIG.replace(period=(LayerKind(moe=MoE(num_experts=4, top_k=2)),))
+ROUTED = CONFIG.replace(**{"stack.period": (LayerKind(moe=MoE(num_experts=4, top_k=2)),)})
 TOKENS = jax.random.randint(jax.random.key(0), (8, 6), 0, 24)
 KERNEL = "decoder/layers/slot_0/self_attention/query/kernel"
 KEY = jax.random.key(0)
@@ -156,7 +156,7 @@ def test_every_logical_axis_is_in_the_table():
 @pytest.mark.parametrize(
     "model",
     [
-        CausalLM(CONFIG.replace(tie_embeddings=False)),
+        CausalLM(CONFIG.replace(**{"embedding.tie": False})),
         Seq2Seq(CONFIG.replace(position="learned", max_length=8)),
         CausalLM(ROUTED),
     ],
@@ -188,7 +188,7 @@ def test_flax_places_boxed_parameters_alike(model, rules):
 def test_a_model_takes_parameters_with_boxes():
     """Through the loop over layers and the loop over channels the program is the same as without boxes."""
     series = Series(channels=3, context_length=8, horizon=5, patch_length=4, patch_stride=4, shared_embedding=False)
-    forecaster = Forecaster(CONFIG.replace(series=series, position="none", num_layers=1))
+    forecaster = Forecaster(CONFIG.replace(input=series, position="none", num_layers=1))
     for model, inputs in ((CausalLM(ROUTED), TOKENS[:2]), (forecaster, jnp.ones((2, 8, 3)))):
         params = abstract(model, inputs)
         boxed = with_logical_axes(params)

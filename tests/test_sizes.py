@@ -4,13 +4,19 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from transformer.config import Execution, LayerKind, TransformerConfig
+from transformer.config import AttentionOptions, Execution, LayerKind, TransformerConfig
 from transformer.nn.attention import MultiHeadAttention
 from transformer.nn.models import CausalLM, Classifier, Seq2Seq
 from transformer.viz.studies.sizes import sizes, sizes_table
 
 CONFIG = TransformerConfig(
-    vocab_size=31, d_model=22, num_layers=3, num_heads=6, num_kv_heads=3, head_dim=4, value_dim=5, d_ff=13
+    vocab_size=31,
+    d_model=22,
+    num_layers=3,
+    num_heads=6,
+    num_kv_heads=3,
+    attention=AttentionOptions(head_dim=4, value_dim=5),
+    d_ff=13,
 )
 TOKENS = jax.ShapeDtypeStruct((2, 7), jnp.int32)
 
@@ -44,7 +50,9 @@ def test_layers_that_repeat_are_told_once_with_their_number(scan):
 
 
 def test_cross_attention_reads_the_source():
-    found = sizes(Seq2Seq(CONFIG.replace(num_encoder_layers=2)), jax.ShapeDtypeStruct((2, 5), jnp.int32), TOKENS)
+    found = sizes(
+        Seq2Seq(CONFIG.replace(**{"stack.num_encoder_layers": 2})), jax.ShapeDtypeStruct((2, 5), jnp.int32), TOKENS
+    )
     cross = "decoder/layers/slot_0/cross_attention"
     assert shapes(found, f"{cross}/query") == [("B T N H", (2, 7, 6, 4))]
     assert shapes(found, f"{cross}/key") == [("B S K H", (2, 5, 3, 4))]
@@ -54,11 +62,11 @@ def test_cross_attention_reads_the_source():
 
 
 def test_other_models_and_kinds_of_layers():
-    found = sizes(Classifier(CONFIG.replace(num_classes=3)), TOKENS)
+    found = sizes(Classifier(CONFIG.replace(**{"output.num_classes": 3})), TOKENS)
     assert (found[-1].axes, found[-1].shape) == ("B C", (2, 3))
-    blind = sizes(CausalLM(CONFIG.replace(period=(LayerKind(self_attention=False),))), TOKENS)
+    blind = sizes(CausalLM(CONFIG.replace(**{"stack.period": (LayerKind(self_attention=False),)})), TOKENS)
     assert not [size for size in blind if "attention" in size.place + size.what]
-    gated = sizes(CausalLM(CONFIG.replace(gated=True, prefix=(LayerKind(),), num_layers=4)), TOKENS)
+    gated = sizes(CausalLM(CONFIG.replace(gated=True, **{"stack.prefix": (LayerKind(),)}, num_layers=4)), TOKENS)
     assert shapes(gated, "decoder/prefix_0/feed_forward/gate") == [("B T F", (2, 7, 13))]
 
 

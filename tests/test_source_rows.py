@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from transformer.config import LayerKind, RotaryScaling, TransformerConfig
+from transformer.config import AttentionOptions, LayerKind, RotaryScaling, StackOptions, TransformerConfig
 from transformer.nn.attention import MultiHeadAttention, dot_product_attention
 from transformer.nn.kernels import AttentionSpec, chunked_attention, reference_attention
 from transformer.nn.masks import Mask
@@ -148,7 +148,13 @@ def test_s1_3_without_scale_the_gradient_of_softmax_dies():
 
 
 SMALL = TransformerConfig(
-    vocab_size=13, d_model=10, num_layers=1, num_heads=2, head_dim=6, d_ff=7, prefix=(LayerKind(),)
+    vocab_size=13,
+    d_model=10,
+    num_layers=1,
+    num_heads=2,
+    attention=AttentionOptions(head_dim=6),
+    d_ff=7,
+    stack=StackOptions(prefix=(LayerKind(),)),
 )
 PADDED = {
     "attention": (MultiHeadAttention(num_heads=3, head_dim=4, position=Rotary()), ["mask"]),
@@ -277,7 +283,7 @@ def test_s3_1_elements_are_vectors_and_the_three_sizes_are_free():
     own = {name: part["kernel"].shape for name, part in params["params"].items()}
     assert own == {"query": (n_i, 2, n_k), "key": (n_i, 2, n_k), "value": (n_i, 2, n_v), "out": (2, n_v, n_i)}
     assert attention.apply(params, X)[0].shape == X.shape
-    encoder = Encoder(SMALL.replace(d_model=n_i, head_dim=n_k, value_dim=n_v))
+    encoder = Encoder(SMALL.replace(d_model=n_i, **{"attention.head_dim": n_k, "attention.value_dim": n_v}))
     params, run = start(encoder, X), jax.jit(encoder.apply)
     out, _, _ = run(params, X)
     assert out.shape == X.shape

@@ -25,7 +25,7 @@ from transformer.viz.attention_weights import attention_maps
 # The sizes of the text: L = 6, d_model = 512, h = 8, d_k = d_v = 64; and a target that is shorter than the source.
 SOURCE, TARGET = jnp.array([[3, 1, 4, 1, 5, 9]]), jnp.array([[2, 6, 5, 3]])
 PAPER = transformer_base(vocab_size=11)
-ONE_LAYER = Seq2Seq(PAPER.replace(num_layers=1, prefix=(LayerKind(),)))
+ONE_LAYER = Seq2Seq(PAPER.replace(num_layers=1, **{"stack.prefix": (LayerKind(),)}))
 
 
 def recorded(module, params, *inputs, **options):
@@ -197,12 +197,12 @@ def test_s2_7_six_layers_of_encoder_and_decoder():
     assert [name for name in within if name in sublayers] == sublayers
 
 
-SIX = SMALL.replace(prefix=(), num_layers=6)
+SIX = SMALL.replace(**{"stack.prefix": ()}, num_layers=6)
 
 
 def test_s2_7_the_encoder_serves_a_classifier():
     """Six layers, the mean of their output over the real tokens, and a linear map to classes."""
-    model = Classifier(SIX.replace(num_classes=3))
+    model = Classifier(SIX.replace(**{"output.num_classes": 3}))
     tokens, mask = jnp.array([[1, 2, 3, 4, 0]]), Mask.lengths(jnp.array([4]))
     params = start(model, tokens)
     logits = jax.jit(model.apply)(params, tokens, mask=mask)
@@ -226,7 +226,7 @@ def test_s2_7_a_decoder_without_an_encoder_is_legal():
 
 def test_s2_8_head_and_generation():
     """A linear map d_model -> vocab and a softmax; the likeliest token is appended and read again."""
-    model, prompt, new = CausalLM(SMALL.replace(tie_embeddings=False)), [3, 1, 4], 5
+    model, prompt, new = CausalLM(SMALL.replace(**{"embedding.tie": False})), [3, 1, 4], 5
     params = start(model, jnp.array([prompt]))["params"]
     params["decoder"]["final_norm"] = {"scale": jnp.ones(D), "bias": jnp.zeros(D)}  # a bias would choose the word
     run = jax.jit(functools.partial(model.apply, method="hidden"))
@@ -270,7 +270,7 @@ def test_s2_9_see_which_word_attends_to_which(tmp_path):
     """'La sopa se cocinó en la olla y estaba rica': a map a layer, ten words by ten for each head, rows of sum 1."""
     words = ["La", "sopa", "se", "cocinó", "en", "la", "olla", "y", "estaba", "rica"]
     tokens = jnp.arange(10)[None]
-    model = Classifier(SMALL.replace(num_layers=2, num_classes=2), Execution(sow_weights=True))
+    model = Classifier(SMALL.replace(num_layers=2, **{"output.num_classes": 2}), Execution(sow_weights=True))
     params = start(model, tokens)
     _, seen = jax.jit(functools.partial(model.apply, mutable=["intermediates"]))(params, tokens)
     maps = attention_maps(seen["intermediates"], model.config)

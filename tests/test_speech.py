@@ -12,7 +12,7 @@ from golden import case as golden_case
 from golden import ours
 
 from transformer.__main__ import main
-from transformer.config import ConfigError, TransformerConfig
+from transformer.config import ConfigError, Speech, TransformerConfig
 from transformer.generate import Sampling, generate
 from transformer.inference import Opened, embed
 from transformer.nn.models import Seq2Seq, SpeechToText
@@ -22,9 +22,9 @@ from transformer.zoo import abstract_params, load_pretrained
 from transformer.zoo.weights.files import write_weights
 
 KEY = jax.random.key(0)
-CONFIG = TransformerConfig(vocab_size=23, d_model=12, num_layers=1, num_heads=3, d_ff=17, mel_bins=5)
-CONFIG = CONFIG.replace(tie_embeddings=False, initializer_range=0.6)  # what is written depends on what was heard
-MODEL = SpeechToText(CONFIG.replace(position="learned", max_length=19, source_max_length=7))
+CONFIG = TransformerConfig(vocab_size=23, d_model=12, num_layers=1, num_heads=3, d_ff=17, input=Speech(mel_bins=5))
+CONFIG = CONFIG.replace(**{"embedding.tie": False}, initializer_range=0.6)  # what is written depends on what was heard
+MODEL = SpeechToText(CONFIG.replace(position="learned", max_length=19, **{"embedding.source_max_length": 7}))
 FRAMES = jax.random.normal(jax.random.key(1), (2, 14, 5))
 TARGET = jnp.asarray([[3, 1, 4, 1], [5, 9, 2, 6]])
 GREEDY = Sampling(temperature=0.0)
@@ -106,8 +106,16 @@ def _as_a_user_has_it():
         (MODEL, FRAMES.swapaxes(1, 2), r"got float32 of shape \(2, 5, 14\). .* swap the two axes"),
         (MODEL, FRAMES.astype(int), r"frames must be floating numbers .* got int32"),
         (SpeechToText(CONFIG), FRAMES[:, :, :3], r"of shape \(batch, any, 5\)"),
-        (SpeechToText(CONFIG.replace(mel_bins=None)), FRAMES, r"mel_bins is not set: a SpeechToText needs to know"),
-        (SpeechToText(CONFIG.replace(source_vocab_size=9)), FRAMES, r"source_vocab_size is for sources of tokens, .*"),
+        (
+            SpeechToText(CONFIG.replace(input=Speech(mel_bins=None))),
+            FRAMES,
+            r"mel_bins is not set: a SpeechToText needs to know",
+        ),
+        (
+            SpeechToText(CONFIG.replace(**{"embedding.source_vocab_size": 9})),
+            FRAMES,
+            r"source_vocab_size is for sources of tokens, .*",
+        ),
     ],
 )
 def test_what_cannot_be_heard_says_so(model, frames, message):
@@ -150,7 +158,7 @@ def test_files_may_repeat_the_tied_table_and_lack_nothing(tmp_path):
     table = "model.decoder.embed_tokens.weight"
     tensors = {name: golden_case.numbers(name, tuple(shape)) for name, shape in record["tensors"].items()}
     write_weights(tmp_path / "tied", record["config"], tensors | {"proj_out.weight": tensors[table]})
-    assert load_pretrained(tmp_path / "tied").model.config.tie_embeddings
+    assert load_pretrained(tmp_path / "tied").model.config.embedding.tie
     write_weights(tmp_path / "other", record["config"], tensors | {"proj_out.weight": tensors[table] + 1})
     with pytest.raises(ValueError, match=r"proj_out.weight differs from model.decoder.embed_tokens.weight"):
         load_pretrained(tmp_path / "other")

@@ -248,7 +248,7 @@ def test_a_bad_parameter_is_named():
 
 
 def test_the_first_logits_that_overflow_are_named():
-    recipe = tiny_recipe(model={"tie_embeddings": False})
+    recipe = tiny_recipe(model={"embedding.tie": False})
     model, batch, params = build_model(recipe), tiny_batch(), start(recipe)[0].params
     assert "finite, and so are the logits" in why_not_finite(recipe, model, params, batch)
     tokens = np.asarray(batch["tokens"])

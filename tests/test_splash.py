@@ -18,7 +18,7 @@ from attention_specs import attention_spec
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from training_recipes import change, tiny_recipe
 
-from transformer.config import ConfigError, Execution, LayerKind, TransformerConfig
+from transformer.config import ConfigError, Execution, LayerKind, StackOptions, TransformerConfig
 from transformer.data import TextFile
 from transformer.nn.attention import dot_product_attention
 from transformer.nn.kernels import AttentionSpec, choose, reference_attention, splash, splash_attention
@@ -172,8 +172,8 @@ def test_bfloat16_with_a_row_that_sees_nothing():
 def test_a_whole_model_is_the_same():
     """Packed rows, layers with and without a window, scanned and computed again, over rows and heads."""
     period = (LayerKind(), LayerKind(window=5))
-    sizes = {"d_model": 16, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "d_ff": 8, "attention_softcap": 5.0}
-    config = TransformerConfig(vocab_size=11, position="rotary", period=period, **sizes)
+    sizes = {"d_model": 16, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "d_ff": 8, "attention.softcap": 5.0}
+    config = TransformerConfig(vocab_size=11, position="rotary", stack=StackOptions(period=period), **sizes)
     tokens = jax.random.randint(KEYS[5], (4, 16), 0, 11)
     segments = jnp.arange(16)[None] // jnp.array([5, 16, 7, 11])[:, None]
     params = jax.jit(CausalLM(config).init)(KEYS[4], tokens)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from jaxprs import jaxprs_in_params
 
-from transformer.config import ConfigError, Execution, LayerKind, TransformerConfig
+from transformer.config import ConfigError, Execution, LayerKind, StackOptions, TransformerConfig
 from transformer.nn.attention import MultiHeadAttention
 from transformer.nn.blocks import BLOCKS, LayerCache, LayerInputs, PostNormBlock, PreNormBlock
 from transformer.nn.caches import cache_length
@@ -131,7 +131,7 @@ def test_a_layer_without_its_first_norm_reads_x_as_it_is():
 
 
 def test_embeddings_are_normalized_after_positions_and_before_dropout():
-    config = CONFIG.replace(embedding_norm=True, norm="rms_norm", position="learned", max_length=5)
+    config = CONFIG.replace(**{"embedding.norm": True}, norm="rms_norm", position="learned", max_length=5)
     encoder = Encoder(config)
     params = shaken(jax.jit(encoder.init)(jax.random.key(0), X))
     plain = {name: leaf for name, leaf in params["params"].items() if name not in ("embedding_norm", "position_table")}
@@ -145,8 +145,8 @@ def test_embeddings_are_normalized_after_positions_and_before_dropout():
 
 def test_layers_with_a_table_each_read_their_own():
     """With all tables alike they do what one for the stack does; and each table has its part."""
-    t5 = {"position": "t5", "relative_buckets": 8, "relative_max_distance": 6}
-    shared, own = Encoder(CONFIG.replace(**t5)), Encoder(CONFIG.replace(**t5, position_table_per_layer=True))
+    t5 = {"position": "t5", "t5_bias.buckets": 8, "t5_bias.max_distance": 6}
+    shared, own = Encoder(CONFIG.replace(**t5)), Encoder(CONFIG.replace(**t5, **{"t5_bias.per_layer": True}))
     params = shaken(jax.jit(shared.init)(jax.random.key(0), X))["params"]
     table = params.pop("position_table")
     slot = params["layers"]["slot_0"]
@@ -186,9 +186,9 @@ PATTERN = TransformerConfig(
     d_ff=7,
     position="rotary",
     dropout_rate=0.2,
-    prefix=(LayerKind(),),
-    period=(LayerKind(window=2), LayerKind(rotary_base=99.0)),
-    suffix=(LayerKind(window=3),),
+    stack=StackOptions(
+        prefix=(LayerKind(),), period=(LayerKind(window=2), LayerKind(rotary_base=99.0)), suffix=(LayerKind(window=3),)
+    ),
 )
 
 
@@ -253,7 +253,7 @@ def test_remat_policies_keep_what_they_say():
 
 def test_a_window_limits_its_own_layers():
     """One layer with window 2: an output sees itself and the one before, through two such layers two before."""
-    config = CONFIG.replace(period=(LayerKind(window=2),), num_layers=2)
+    config = CONFIG.replace(**{"stack.period": (LayerKind(window=2),)}, num_layers=2)
     decoder = Decoder(config)
     params = jax.jit(decoder.init)(jax.random.key(0), X)
     jacobian = jax.jit(jax.jacobian(lambda x: decoder.apply(params, x)[0][0]))(X)[:, :, 0]
@@ -270,7 +270,7 @@ def test_an_encoder_sees_both_ways_and_a_decoder_back():
 
 @pytest.mark.parametrize("norm_position", ["pre", "post", "pre_without_residual"])
 def test_without_self_attention_a_position_sees_itself_alone(norm_position):
-    config = CONFIG.replace(period=(LayerKind(self_attention=False),), norm_position=norm_position)
+    config = CONFIG.replace(**{"stack.period": (LayerKind(self_attention=False),)}, norm_position=norm_position)
     decoder = Decoder(config)
     params = jax.jit(decoder.init)(jax.random.key(0), X)
     assert not [path for path in parameter_paths(params) if "attention" in path]
@@ -290,7 +290,7 @@ def test_without_residual_a_sublayer_replaces_x():
 
 
 def test_a_layer_without_self_attention_counts_in_its_cache():
-    config = PATTERN.replace(prefix=(LayerKind(self_attention=False),))
+    config = PATTERN.replace(**{"stack.prefix": (LayerKind(self_attention=False),)})
     cache = Decoder(config).init_cache(2, 9)
     assert cache["prefix_0"].self_attention.key.shape == (2, 0, 9, 0)
     decoder = Decoder(config)
@@ -324,7 +324,7 @@ def test_only_layers_of_the_loop_may_be_merged_with_their_recomputation():
             for inner in jaxprs_in_params(eqn.params):
                 walk(inner, looped or eqn.primitive.name == "scan")
 
-    config = CONFIG.replace(prefix=(LayerKind(),), suffix=(LayerKind(),), num_layers=4)
+    config = CONFIG.replace(**{"stack.prefix": (LayerKind(),), "stack.suffix": (LayerKind(),)}, num_layers=4)
     stack = Encoder(config, execution=Execution(remat="full"))
     params = jax.eval_shape(stack.init, jax.random.key(0), X)
     walk(jax.make_jaxpr(stack.apply)(params, X).jaxpr, looped=False)

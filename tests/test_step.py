@@ -130,7 +130,7 @@ def test_stop_keeps_the_state_of_before_even_if_steps_follow():
 
 
 def test_the_first_bad_parameter_is_named():
-    recipe = tiny_recipe(model={"tie_embeddings": False})
+    recipe = tiny_recipe(model={"embedding.tie": False})
     state, step = start(recipe)
     paths = parameter_paths(state.params)
     broken = jax.tree.map(lambda leaf: leaf, state.params)

@@ -227,7 +227,7 @@ def test_a_line_that_is_no_text_and_one_that_is_too_long(translate, weights):
 @pytest.mark.parametrize(("trained", "most"), [(None, 1024), (3, 1024), (2000, 2000)])
 def test_what_is_read_of_a_line_at_most(weights, trained, most):
     opened = dataclasses.replace(open_model(weights), context=trained)
-    plain = opened.model.config.replace(position="sinusoidal", max_length=None, source_max_length=None)
+    plain = opened.model.config.replace(position="sinusoidal", max_length=None, **{"embedding.source_max_length": None})
     opened = dataclasses.replace(opened, model=opened.model.clone(config=plain))
     with pytest.warns(UserWarning, match=rf"line 1 has 3002 tokens and is cut to {most}, as max_source_tokens says"):
         [[line]] = translate_lines(opened, ["cat " * 3000])

@@ -133,7 +133,8 @@ MODELS = {
     "ALiBi": transformer.CausalLM(transformer.TransformerConfig(**CONFIG, position="alibi")),
     "routed": transformer.CausalLM(
         transformer.TransformerConfig(
-            **CONFIG, period=(transformer.LayerKind(moe=transformer.MoE(num_experts=4, d_ff=8)),)
+            **CONFIG,
+            stack=transformer.StackOptions(period=(transformer.LayerKind(moe=transformer.MoE(num_experts=4, d_ff=8)),)),
         )
     ),
 }

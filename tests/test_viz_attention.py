@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from transformer.config import Execution, LayerKind, TransformerConfig
+from transformer.config import Execution, LayerKind, StackOptions, TransformerConfig
 from transformer.nn.models import CausalLM, Seq2Seq
 from transformer.viz import attention_maps as module
 from transformer.viz.attention_maps import save_attention_maps
@@ -85,7 +85,7 @@ def test_layers_come_in_the_order_data_flows():
 
 
 def test_a_seq2seq_has_three_kinds():
-    model = Seq2Seq(TransformerConfig(num_encoder_layers=1, num_decoder_layers=2, **SIZES))
+    model = Seq2Seq(TransformerConfig(stack=StackOptions(num_encoder_layers=1, num_decoder_layers=2), **SIZES))
     source, target = jnp.arange(5)[None], jnp.arange(3)[None]
     sown = watch(model, start(model, source, target), source, target)
 

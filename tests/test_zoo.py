@@ -12,7 +12,7 @@ from golden import ours
 from property_parts import rounding
 
 from transformer.__main__ import main
-from transformer.config import ConfigError, HeadTransform, TransformerConfig
+from transformer.config import ConfigError, EmbeddingOptions, HeadTransform, TransformerConfig
 from transformer.generate import Sampling, generate
 from transformer.nn.caches import cache_length
 from transformer.nn.masks import Mask
@@ -203,17 +203,22 @@ def test_dtype_and_mesh(tmp_path):
 def test_a_trained_model_is_saved_as_the_family_it_equals(tmp_path):
     model = build("gpt2")
     config = model.config.replace(
-        vocab_size=11, d_model=12, num_heads=3, num_layers=1, max_length=9, period=model.config.period
+        vocab_size=11,
+        d_model=12,
+        num_heads=3,
+        num_layers=1,
+        max_length=9,
+        **{"stack.period": model.config.stack.period},
     )
     model = CausalLM(config)
     params = jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), abstract_params(model))
     save_pretrained(model, params, tmp_path / "out", fields={"eos_token_id": 3})
     assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "gpt2"
-    odd = CausalLM(dataclasses.replace(config, norm_position="post", attention_softcap=3.0))
+    odd = CausalLM(dataclasses.replace(config, norm_position="post", **{"attention.softcap": 3.0}))
     with pytest.raises(ValueError, match="no counterpart") as error:
         save_pretrained(odd, params, tmp_path / "odd", family="gpt2")
     assert "norm_position is 'post'" in str(error.value)
-    assert "attention_softcap is 3.0" in str(error.value)
+    assert "attention.softcap is 3.0" in str(error.value)
 
 
 def test_parameters_that_are_not_finite_are_not_written(tmp_path):
@@ -227,11 +232,11 @@ def test_parameters_that_are_not_finite_are_not_written(tmp_path):
 @pytest.mark.parametrize("tied", [True, False])
 def test_embeddings_that_hold_their_scale_give_the_same_logits(tied):
     sizes = {"vocab_size": 11, "d_model": 6, "num_heads": 3, "num_layers": 1, "d_ff": 5}
-    model = CausalLM(TransformerConfig(**sizes, position="rotary", tie_embeddings=tied))
+    model = CausalLM(TransformerConfig(**sizes, position="rotary", embedding=EmbeddingOptions(tie=tied)))
     tokens = jnp.asarray([[3, 1, 4, 1, 5]])
     params = jax.jit(model.init)(jax.random.key(0), tokens)["params"]
     plain, held = with_plain_embeddings(model, params)
-    assert not plain.config.scale_embeddings
+    assert not plain.config.embedding.scale
     expected = jax.jit(model.apply)({"params": params}, tokens)
     np.testing.assert_allclose(jax.jit(plain.apply)({"params": held}, tokens), expected, rtol=1e-5, atol=1e-6)
     assert choose_family(plain)[0].name == "gpt_neox"
@@ -242,7 +247,7 @@ def test_embeddings_that_hold_their_scale_give_the_same_logits(tied):
     [
         (Seq2Seq, {"activation": "relu2"}),
         (Embedder, {"activation": "relu2"}),
-        (MaskedLM, {"head_transform": HeadTransform(activation="relu2", norm=True)}),
+        (MaskedLM, {"output.transform": HeadTransform(activation="relu2", norm=True)}),
     ],
 )
 def test_an_activation_that_no_family_has_is_told_as_such(tmp_path, cls, fields):

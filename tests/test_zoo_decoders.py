@@ -55,7 +55,7 @@ def test_fold_says_the_same_as_the_list():
             assert layer_kinds(config, length) == list(choice)
     local, full = LayerKind(window=3), LayerKind()
     folded = fold(([local] * 5 + [full]) * 4 + [local] * 2)
-    assert folded == {"prefix": (), "period": (*[local] * 5, full), "suffix": (local, local)}
+    assert folded == {"stack.prefix": (), "stack.period": (*[local] * 5, full), "stack.suffix": (local, local)}
 
 
 def test_windows():
@@ -89,25 +89,25 @@ def test_gemma_3_turns_local_and_global_layers_differently():
     *local, last = layer_kinds(config, 6)
     assert set(local) == {LayerKind(window=7, rotary_base=50.0)}
     assert last == LayerKind(rotary_scaling=RotaryScaling(kind="linear", factor=8.0))
-    assert config.rotary_base == 900.0
+    assert config.rotary.base == 900.0
     assert write("gemma3_text", config)["rope_parameters"] == new
 
     bases = [kind.rotary_base for kind in layer_kinds(read("gemma3_text", num_hidden_layers=6), 6)]
     assert bases == [10_000.0] * 5 + [None]
-    assert read("gemma3_text", num_hidden_layers=6).rotary_base == 1_000_000.0
+    assert read("gemma3_text", num_hidden_layers=6).rotary.base == 1_000_000.0
 
 
 def test_gemma_scales_by_its_scalar():
     config = read("gemma2", query_pre_attn_scalar=144)
-    assert config.attention_scale == pytest.approx(1 / 12)
+    assert config.attention.scale == pytest.approx(1 / 12)
     assert write("gemma2", config)["query_pre_attn_scalar"] == 144
-    with pytest.raises(ValueError, match=r"no counterpart for this model: attention_scale is 0\.3"):
-        write("gemma2", config.replace(attention_scale=0.3))
+    with pytest.raises(ValueError, match=r"no counterpart for this model: attention.scale is 0\.3"):
+        write("gemma2", config.replace(**{"attention.scale": 0.3}))
 
 
 def test_experts():
     config = read("mixtral", num_local_experts=5, num_experts_per_tok=2, num_hidden_layers=2)
-    assert config.period[0].moe == MoE(num_experts=5, top_k=2, load_balance_weight=0.001, router_z_weight=0.0)
+    assert config.stack.period[0].moe == MoE(num_experts=5, top_k=2, load_balance_weight=0.001, router_z_weight=0.0)
     some = {"num_hidden_layers": 5, "num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 7}
     config = read("qwen3_moe", **some, decoder_sparse_step=2, mlp_only_layers=[3])
     assert [kind.moe is not None for kind in layer_kinds(config, 5)] == [False, True, False, False, False]
@@ -120,13 +120,13 @@ def test_experts():
 @pytest.mark.parametrize(("family", "experts"), [("mixtral", 2), ("qwen3_moe", 3)])
 def test_training_losses_of_experts_hinder_no_saving(family, experts):
     config = read(family, num_experts_per_tok=experts, router_aux_loss_coef=0.02, num_hidden_layers=3)
-    (kind,) = config.period
+    (kind,) = config.stack.period
     assert kind.moe.load_balance_weight == pytest.approx(0.02 * experts / 3)
     assert write(family, config)["router_aux_loss_coef"] == 0.02
 
     def with_moe(**changes):
         moe = MoE(**{**vars(kind.moe), **changes})
-        return config.replace(period=(LayerKind(window=kind.window, moe=moe),))
+        return config.replace(**{"stack.period": (LayerKind(window=kind.window, moe=moe),)})
 
     written = write(family, with_moe(load_balance_weight=0.5, router_z_weight=0.25, d_ff=23))
     assert written["intermediate_size" if family == "mixtral" else "moe_intermediate_size"] == 23
@@ -138,19 +138,21 @@ def test_training_losses_of_experts_hinder_no_saving(family, experts):
 def test_layers_that_differ_are_compared_layer_by_layer():
     """Two ways to say the same are the same; a layer without attention has no rotary positions to compare."""
     config = read("mistral", sliding_window=7, num_hidden_layers=4)
-    same = config.replace(prefix=config.period, period=(LayerKind(window=7, rotary_base=10_000.0),))
+    same = config.replace(
+        **{"stack.prefix": config.stack.period, "stack.period": (LayerKind(window=7, rotary_base=10_000.0),)}
+    )
     assert write("mistral", same) == write("mistral", config)
     with pytest.raises(ValueError, match="no counterpart for this model: layers is"):
-        write("mistral", config.replace(period=(LayerKind(window=7), LayerKind(window=5))))
+        write("mistral", config.replace(**{"stack.period": (LayerKind(window=7), LayerKind(window=5))}))
     with pytest.raises(ValueError, match="no counterpart for this model: layers is"):
-        write("mistral", config.replace(period=(LayerKind(self_attention=False),)))
+        write("mistral", config.replace(**{"stack.period": (LayerKind(self_attention=False),)}))
 
 
 def test_rotary_fields():
     scaled = {"rope_type": "linear", "factor": 2.0}
     for name in ("rope_parameters", "rope_scaling"):
         config = read("mistral", **{name: scaled}, rope_theta=99.0)
-        assert (config.rotary_base, config.rotary_scaling) == (99.0, RotaryScaling(kind="linear", factor=2.0))
+        assert (config.rotary.base, config.rotary.scaling) == (99.0, RotaryScaling(kind="linear", factor=2.0))
     with pytest.raises(ValueError, match=r"partial_rotary_factor is 0\.5, but heads of this family turn whole"):
         read("mistral", partial_rotary_factor=0.5)
     for turned, head in ((2, 49), (30, 44), (6, 47), (44, 44)):  # 30 / 44 * 44 is less than 30
@@ -158,9 +160,9 @@ def test_rotary_fields():
         sizes = {name: SIZES[name] for name in ("vocab_size", "num_hidden_layers", "num_attention_heads")}
         neox = ENTRIES["gpt_neox"]
         config = neox.read(sizes | fields, head_of("gpt_neox")[1])
-        assert config.rotary_dim == (None if turned == head else turned)
+        assert config.rotary.dim == (None if turned == head else turned)
         assert (
-            neox.read(neox.write(config, "GPTNeoXForCausalLM"), head_of("gpt_neox")[1]).rotary_dim == config.rotary_dim
+            neox.read(neox.write(config, "GPTNeoXForCausalLM"), head_of("gpt_neox")[1]).rotary.dim == config.rotary.dim
         )
 
 

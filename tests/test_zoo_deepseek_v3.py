@@ -82,9 +82,9 @@ def test_keys_and_values_are_side_by_side_in_each_head():
 
 def test_the_published_model_sharpens_all_scores_and_turns_by_length_one():
     config = build("deepseek-v3").config
-    assert config.rotary_scaling.attention_factor == 1.0
-    assert config.attention_scale == pytest.approx(192**-0.5 * (1 + 0.1 * math.log(40)) ** 2)
-    assert build("moonlight-16b-a3b").config.attention_scale is None
+    assert config.rotary.scaling.attention_factor == 1.0
+    assert config.attention.scale == pytest.approx(192**-0.5 * (1 + 0.1 * math.log(40)) ** 2)
+    assert build("moonlight-16b-a3b").config.attention.scale is None
 
 
 @pytest.mark.parametrize("weights", [{}, {"mscale": 0.7, "mscale_all_dim": 1.3}, {"mscale_all_dim": 0.707}])
@@ -93,7 +93,7 @@ def test_weights_of_the_sharpening_come_back(kind, weights):
     values = golden_case.golden("deepseek_v3")["lm"]["config"]
     rope = {"factor": 5.0, "rope_theta": 99.0} | kind | weights
     config = FAMILY.read(values | {"rope_parameters": rope}, HEAD)
-    assert (config.attention_scale is None) == (kind["rope_type"] == "default" or not weights)
+    assert (config.attention.scale is None) == (kind["rope_type"] == "default" or not weights)
     assert FAMILY.read(FAMILY.write(config, "DeepseekV3ForCausalLM"), HEAD) == config
 
 

@@ -55,18 +55,18 @@ def test_an_output_map_of_its_own_is_used_whatever_config_json_says_of_tying(tmp
     config |= {"tie_word_embeddings": True} | ({"scale_decoder_outputs": False} if family == "t5" else {})
     own = {"lm_head.weight": numbers("own", (37, 12))}
     loaded = opened(tmp_path / "own", config, tensors | own)
-    assert not loaded.model.config.tie_embeddings
+    assert not loaded.model.config.embedding.tie
     np.testing.assert_array_equal(loaded.params["output"]["kernel"], own["lm_head.weight"].T)
     equal = opened(tmp_path / "equal", config, tensors | {"lm_head.weight": tensors["shared.weight"]})
-    assert equal.model.config.tie_embeddings
-    assert loaded.model.config == equal.model.config.replace(tie_embeddings=False)
+    assert equal.model.config.embedding.tie
+    assert loaded.model.config == equal.model.config.replace(**{"embedding.tie": False})
 
 
 def test_an_untied_t5_does_not_scale_what_its_output_map_reads():
     for name in ("t5-small", "flan-t5-small", "umt5-small"):
         family = ENTRIES["umt5" if name.startswith("u") else "t5"]
         config = family.read(family.variants[name].fields, next(iter(family.heads.values())))
-        assert (config.tie_embeddings, config.logit_scale) == (
+        assert (config.embedding.tie, config.output.scale) == (
             (True, 512**-0.5) if name == "t5-small" else (False, None)
         )
 

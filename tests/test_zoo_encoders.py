@@ -146,13 +146,13 @@ def test_modernbert_s_published_config_says_what_a_new_one_does():
     config = family.read(MODERNBERT, head)
     assert config == build("modernbert-base").config
     everywhere, window = LayerKind(), LayerKind(window=65, rotary_base=10_000.0)
-    assert config.prefix == (LayerKind(attention_norm=False),)
-    assert config.period == (window, window, everywhere)
+    assert config.stack.prefix == (LayerKind(attention_norm=False),)
+    assert config.stack.period == (window, window, everywhere)
     written = family.write(config, "ModernBertForMaskedLM")
     assert written["layer_types"] == (["full_attention", "sliding_attention", "sliding_attention"] * 8)[:22]
     assert written["local_attention"] == 128
     assert written["rope_parameters"]["full_attention"]["rope_theta"] == 160_000.0
-    assert family.read(MODERNBERT | {"local_rope_theta": None}, head).period[0].rotary_base == 160_000.0
+    assert family.read(MODERNBERT | {"local_rope_theta": None}, head).stack.period[0].rotary_base == 160_000.0
 
 
 REFUSED = [
@@ -191,16 +191,16 @@ def test_a_vision_model_without_a_head_is_refused():
 @pytest.mark.parametrize(
     ("variant", "model", "changes", "message"),
     [
-        ("bert-base-uncased", Embedder, {"pooling": "first", "head_transform": None}, "pooling is 'first'"),
+        ("bert-base-uncased", Embedder, {"output.pooling": "first", "output.transform": None}, "pooling is 'first'"),
         ("bert-base-uncased", MaskedLM, {"activation": "relu"}, "activation is 'relu'"),
-        ("roberta-base", Classifier, {"num_classes": 3, "head_transform": None}, "head_transform is None"),
+        ("roberta-base", Classifier, {"output.num_classes": 3, "output.transform": None}, "output.transform is None"),
         (
             "modernbert-base",
             MaskedLM,
-            {"suffix": (LayerKind(window=7),), "num_layers": 23},
+            {"stack.suffix": (LayerKind(window=7),), "num_layers": 23},
             "layers is",
         ),
-        ("vit-base-patch16-224", None, {"attention_biases": ("query", "out")}, "attention_biases is"),
+        ("vit-base-patch16-224", None, {"attention.biases": ("query", "out")}, "attention.biases is"),
     ],
 )
 def test_models_without_a_counterpart_are_not_saved(variant, model, changes, message):

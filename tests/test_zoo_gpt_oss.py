@@ -50,11 +50,13 @@ PUBLISHED = {
 
 def test_the_published_config():
     config = FAMILY.read(PUBLISHED, HEAD)
-    assert config.rotary_base == 150_000
-    assert config.rotary_scaling == RotaryScaling(kind="yarn", factor=32.0, original_length=4096, truncate=False)
-    assert [kind.window for kind in config.period] == [128, None]
-    assert (config.activation, config.use_bias, config.attention_sinks) == ("swiglu_clamped", True, True)
-    assert {(kind.moe.num_experts, kind.moe.top_k, kind.moe.router_bias) for kind in config.period} == {(32, 4, True)}
+    assert config.rotary.base == 150_000
+    assert config.rotary.scaling == RotaryScaling(kind="yarn", factor=32.0, original_length=4096, truncate=False)
+    assert [kind.window for kind in config.stack.period] == [128, None]
+    assert (config.activation, config.use_bias, config.attention.sinks) == ("swiglu_clamped", True, True)
+    assert {(kind.moe.num_experts, kind.moe.top_k, kind.moe.router_bias) for kind in config.stack.period} == {
+        (32, 4, True)
+    }
 
 
 def test_what_is_not_said_is_as_published():
@@ -64,7 +66,7 @@ def test_what_is_not_said_is_as_published():
     silent = {name: value for name, value in PUBLISHED.items() if name not in named}
     assert FAMILY.read(silent, HEAD) == FAMILY.read(PUBLISHED, HEAD)
     plain = FAMILY.read(silent | {"rope_parameters": {"rope_type": "default"}}, HEAD)
-    assert (plain.rotary_base, plain.rotary_scaling) == (150_000, None)
+    assert (plain.rotary.base, plain.rotary.scaling) == (150_000, None)
 
 
 @pytest.mark.parametrize(

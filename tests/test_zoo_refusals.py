@@ -42,14 +42,14 @@ def load_with(tmp_path):
         ({"vocab_size": 10**12}, "vocab_size is above 2147483647, which no model has"),
         ({"rms_norm_eps": 10**400}, "rms_norm_eps is above 2147483647"),
         ({"rope_parameters": {"factor": [10**400]}}, "rope_parameters is above"),
-        ({"rope_parameters": {"rope_theta": 0}}, "rotary_base must be a number of at least 5e-324, got 0.0"),
+        ({"rope_parameters": {"rope_theta": 0}}, "rotary.base must be a number of at least 5e-324, got 0.0"),
         (
             {"rope_parameters": {"rope_type": "yarn", "factor": 2, "truncate": "no"}},
             "truncate must be true or false, got 'no'",
         ),
         ({"quantization_config": {"quant_method": [3]}}, r"quantized by \[3\], of which there are mxfp4, fp8 here"),
         ({f"wonder{i}": 1 for i in range(103)}, "; 3 more are not known"),
-        ({"tie_word_embeddings": "false"}, "tie_embeddings must be true or false, got 'false'"),
+        ({"tie_word_embeddings": "false"}, "embedding.tie must be true or false, got 'false'"),
     ],
 )
 def test_values_that_can_t_be_are_errors_at_once(load_with, changes, message):
@@ -74,9 +74,9 @@ def test_no_memory_is_taken_for_sizes_that_only_config_json_has(load_with, famil
 def test_many_layers_without_a_pattern_are_folded_soon():
     kinds = [LayerKind(window=1 + i * i % 97) for i in range(150)]
     ends = fold(kinds)
-    repeats = (len(kinds) - len(ends["prefix"]) - len(ends["suffix"])) // len(ends["period"])
-    assert [*ends["prefix"], *ends["period"] * repeats, *ends["suffix"]] == kinds
-    assert fold([LayerKind()] * 1024) == {"prefix": (), "period": (LayerKind(),), "suffix": ()}
+    repeats = (len(kinds) - len(ends["stack.prefix"]) - len(ends["stack.suffix"])) // len(ends["stack.period"])
+    assert [*ends["stack.prefix"], *ends["stack.period"] * repeats, *ends["stack.suffix"]] == kinds
+    assert fold([LayerKind()] * 1024) == {"stack.prefix": (), "stack.period": (LayerKind(),), "stack.suffix": ()}
 
 
 def test_many_missing_and_many_strange_names_are_told_of_soon():

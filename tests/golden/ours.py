@@ -29,7 +29,7 @@ def inputs_of(model: Any, case: Case, padding: str, pad_id: int = 0) -> tuple[tu
         return (jnp.asarray(pixels.transpose(0, 2, 3, 1)),), {}
     real = real_tokens(padding, 2, case.length)
     ids = jnp.asarray(
-        tokens(1, config.source_vocab_size or config.vocab_size, 2, case.length) * real + (1 - real) * pad_id
+        tokens(1, config.embedding.source_vocab_size or config.vocab_size, 2, case.length) * real + (1 - real) * pad_id
     )
     named: dict[str, Any] = {}
     mask = None
@@ -41,13 +41,13 @@ def inputs_of(model: Any, case: Case, padding: str, pad_id: int = 0) -> tuple[tu
     if isinstance(model, Forecaster):
         return (jnp.asarray(past_values(config.series.context_length, config.series.channels)),), {}
     if isinstance(model, SpeechToText):
-        frames = np.random.RandomState(5).standard_normal((2, config.mel_bins, 2 * config.longest_source))
+        frames = np.random.RandomState(5).standard_normal((2, config.speech.mel_bins, 2 * config.longest_source))
         target = tokens(2, config.vocab_size, 2, case.length - 4)
         return (jnp.asarray(frames.astype(np.float32).transpose(0, 2, 1)), jnp.asarray(target)), {}
     if isinstance(model, Seq2Seq):
         target = tokens(2, config.vocab_size, 2, case.length - 4)
         return (ids, jnp.asarray(target)), {"source_mask": mask}
-    if isinstance(model, MaskedLM | Classifier | Embedder) and (config.token_types or 1) > 1:
+    if isinstance(model, MaskedLM | Classifier | Embedder) and (config.embedding.token_types or 1) > 1:
         types = np.broadcast_to(np.arange(case.length) >= case.length // 2, (2, case.length))
         named["token_types"] = jnp.asarray(types.astype(np.int32))
     return (ids,), named | {"mask": mask}

@@ -267,7 +267,7 @@ def _save_page(
     if asked not in ("auto", "reference"):
         kernel += f" The model's own kernel, {asked}, computes the same and keeps no weights."
     facts["Kernel"] = kernel
-    if any(run.model.config.attention_sinks for run in shown.values()):
+    if any(run.model.config.attention.sinks for run in shown.values()):
         facts["Sinks"] = "Each head has a sink, which takes weight and is not drawn: rows sum to less than 1."
     facts["Tokens"] = ", ".join(f"{len(row)} ({name})" for name, row in text.rows.items())
     facts["Command"] = f"{program('inspect')} {shlex.join(arguments)}"

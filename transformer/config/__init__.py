@@ -8,11 +8,20 @@ from transformer.config.model import Dtype as Dtype
 from transformer.config.model import Execution, TransformerConfig
 from transformer.config.model import Norm as Norm
 from transformer.config.model import NormPosition as NormPosition
-from transformer.config.model import NormScope as NormScope
-from transformer.config.model import Pooling as Pooling
 from transformer.config.model import Position as Position
-from transformer.config.model import Projection as Projection
 from transformer.config.model import Remat as Remat
+from transformer.config.options import (
+    AttentionOptions,
+    EmbeddingOptions,
+    OutputOptions,
+    RotaryOptions,
+    Speech,
+    StackOptions,
+    T5BiasOptions,
+)
+from transformer.config.options import NormScope as NormScope
+from transformer.config.options import Pooling as Pooling
+from transformer.config.options import Projection as Projection
 from transformer.config.papers import transformer_base, transformer_big
 from transformer.config.parts import MLA, HeadTransform, LayerKind, MoE, Patches, RotaryScaling, Series
 from transformer.config.parts import Activation as Activation
@@ -21,14 +30,21 @@ from transformer.config.parts import Layer as Layer
 
 __all__ = [
     "MLA",
+    "AttentionOptions",
     "ConfigError",
+    "EmbeddingOptions",
     "Execution",
     "HeadTransform",
     "LayerKind",
     "MoE",
+    "OutputOptions",
     "Patches",
+    "RotaryOptions",
     "RotaryScaling",
     "Series",
+    "Speech",
+    "StackOptions",
+    "T5BiasOptions",
     "TransformerConfig",
     "transformer_base",
     "transformer_big",

@@ -40,6 +40,12 @@ def boxed_message(box: str) -> str:
     return text if text.endswith((".", "?")) else f"{text}."
 
 
+def named(config: object, field: str) -> str:
+    """A field by the path that a user gives: with the section of the model config that the class of `config` is."""
+    section = getattr(type(config), "section", "")
+    return f"{section}.{field}" if section else field
+
+
 def check_choice(field: str, value: object, choices: Iterable[str]) -> None:
     """Raises ConfigError, naming the nearest right one, unless `value` is one of `choices`."""
     choices = list(choices)
@@ -50,7 +56,7 @@ def check_choice(field: str, value: object, choices: Iterable[str]) -> None:
 def check_choices(config: object, **kinds: object) -> None:
     """Raises ConfigError unless each field is one of the values of its Literal."""
     for field, kind in kinds.items():
-        check_choice(field, getattr(config, field), kind.__args__)
+        check_choice(named(config, field), getattr(config, field), kind.__args__)
 
 
 def check_flags(config: object, *fields: str) -> None:
@@ -60,7 +66,7 @@ def check_flags(config: object, *fields: str) -> None:
         if value is None and type(config).__dataclass_fields__[field].default is None:
             continue
         if not isinstance(value, bool):
-            raise ConfigError(f"{field} must be true or false, got {value!r}.")
+            raise ConfigError(f"{named(config, field)} must be true or false, got {value!r}.")
 
 
 def check_whole(config: object, *fields: str, least: int = 1) -> None:
@@ -70,7 +76,7 @@ def check_whole(config: object, *fields: str, least: int = 1) -> None:
         if value is None and type(config).__dataclass_fields__[field].default is None:
             continue
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ConfigError(f"{field} must be a whole number of at least {least}, got {value!r}.")
+            raise ConfigError(f"{named(config, field)} must be a whole number of at least {least}, got {value!r}.")
 
 
 def check_range(config: object, low: float, high: float, *fields: str) -> None:
@@ -81,7 +87,7 @@ def check_range(config: object, low: float, high: float, *fields: str) -> None:
             continue
         if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value < high:
             expected = f"at least {low}" if high == float("inf") else f"at least {low} and below {high}"
-            raise ConfigError(f"{field} must be a number of {expected}, got {value!r}.")
+            raise ConfigError(f"{named(config, field)} must be a number of {expected}, got {value!r}.")
 
 
 def check_positive(config: object, *fields: str) -> None:

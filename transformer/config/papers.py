@@ -24,7 +24,5 @@ _PAPER = TransformerConfig(
     norm="layer_norm",
     norm_position="post",
     position="sinusoidal",
-    scale_embeddings=True,
-    tie_embeddings=True,
     dropout_rate=0.1,
 )

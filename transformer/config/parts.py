@@ -13,6 +13,7 @@ from transformer.config.checks import (
     check_range,
     check_whole,
 )
+from transformer.config.paths import with_paths
 
 Activation = Literal["relu", "gelu_tanh", "gelu_erf", "silu", "tanh", "relu2"]
 FeedForwardActivation = Literal[Activation, "swiglu_clamped"]
@@ -68,6 +69,7 @@ class RotaryScaling:
             raise ConfigError(f"{field} belongs to kind='yarn', got kind={self.kind!r}. Leave {field} out.")
 
 
+@with_paths({"selection_bias": "e_score_correction_bias", "weights_scale": "routed_scaling_factor"})
 @dataclass(frozen=True, kw_only=True)
 class MoE:
     """A routed feed-forward in place of the dense one: `num_experts` of width `d_ff` (None: the config's), `top_k` of
@@ -92,14 +94,15 @@ class MoE:
     """a bias on the router's logits (gpt-oss)"""
     scoring: Literal["softmax", "sigmoid"] = "softmax"
     """what makes scores of the logits; sigmoid: each for itself (DeepSeek-V3, arXiv 2412.19437, section 2.1.2)"""
-    selection_bias: bool = False
-    """a parameter on the scores that says who is chosen and not with what weight (DeepSeek-V3); its gradient is zero"""
+    e_score_correction_bias: bool = False
+    """a bias per expert that is added to its score for selection only, not for its weight (DeepSeek-V3); its gradient
+    is zero"""
     num_groups: int = 1
     """groups of equally many experts, one after the other"""
     top_groups: int = 1
     """groups that a token may choose from: those whose two best experts have the highest scores together"""
-    weights_scale: float = 1.0
-    """factor on the weights of the chosen"""
+    routed_scaling_factor: float = 1.0
+    """factor on the weights of the selected experts"""
 
     def __post_init__(self):
         check_whole(self, "num_experts", "top_k", "d_ff")
@@ -108,8 +111,8 @@ class MoE:
         check_range(self, 0.0, float("inf"), "load_balance_weight", "router_z_weight")
         check_choices(self, scoring=Literal["softmax", "sigmoid"])
         check_whole(self, "num_groups", "top_groups")
-        check_positive(self, "weights_scale")
-        check_flags(self, "normalize_weights", "router_bias", "selection_bias")
+        check_positive(self, "routed_scaling_factor")
+        check_flags(self, "normalize_weights", "router_bias", "e_score_correction_bias")
         if self.top_k > self.num_experts:
             raise ConfigError(f"top_k ({self.top_k}) must be at most num_experts ({self.num_experts}). Change one.")
         if self.top_k == 1 and self.normalize_weights:
@@ -134,40 +137,50 @@ class MoE:
             )
 
 
+@with_paths(
+    {
+        "kv_rank": "kv_lora_rank",
+        "query_rank": "q_lora_rank",
+        "plain_dim": "qk_nope_head_dim",
+        "rotary_dim": "qk_rope_head_dim",
+        "value_dim": "v_head_dim",
+    }
+)
 @dataclass(frozen=True, kw_only=True)
 class MLA:
-    """Attention through a latent: keys and values of all heads are made of one short vector a token, which with one
-    turned key of all heads is what a cache holds (DeepSeek-AI 2024, arXiv 2405.04434, section 2.1).
+    """Multi-head latent attention: keys and values of all heads are computed from one short vector per token. The KV
+    cache stores this vector and one rotated key that all heads share (DeepSeek-AI 2024, arXiv 2405.04434, section 2.1).
 
     Raises:
-        ConfigError: a size below 1, or an odd number of dimensions that turn.
+        ConfigError: a size below 1, or an odd number of rotated dimensions.
     """
 
-    kv_rank: int
-    """numbers of the latent"""
-    plain_dim: int
-    """dimensions of a head's queries and keys that don't turn"""
-    rotary_dim: int
-    """those that turn, in front of which the others stand; the turned key is the same for all heads"""
-    value_dim: int
+    kv_lora_rank: int
+    """size of the latent vector of keys and values"""
+    qk_nope_head_dim: int
+    """dimensions of each query and key head that are not rotated"""
+    qk_rope_head_dim: int
+    """dimensions of each query and key head that are rotated, stored after the others; all heads share this part of the
+    key"""
+    v_head_dim: int
     """size of a value head"""
-    query_rank: int | None = None
-    """numbers of a latent that queries are made of; None: they are made of x"""
+    q_lora_rank: int | None = None
+    """size of the latent vector of queries; None: queries are a projection of x"""
     norm_epsilon: float = 1e-6
-    """of the RMSNorm of each latent"""
+    """epsilon of the RMSNorm of each latent vector"""
 
     def __post_init__(self):
-        check_whole(self, "kv_rank", "plain_dim", "rotary_dim", "value_dim", "query_rank")
+        check_whole(self, "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "q_lora_rank")
         check_positive(self, "norm_epsilon")
-        if self.rotary_dim % 2:
+        if self.qk_rope_head_dim % 2:
             raise ConfigError(
-                f"rotary positions turn pairs of dimensions: rotary_dim ({self.rotary_dim}) must be even."
+                f"rotary positions rotate pairs of dimensions: qk_rope_head_dim ({self.qk_rope_head_dim}) must be even."
             )
 
     @property
     def head_dim(self) -> int:
         """Size of a query or key head."""
-        return self.plain_dim + self.rotary_dim
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
 
 
 @dataclass(frozen=True, kw_only=True)

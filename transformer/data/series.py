@@ -38,9 +38,9 @@ class SeriesConfig(DataKind):
     task: ClassVar[str] = "forecaster"
 
     context_length: int = 512
-    """steps that are looked back at, as model.series.context_length"""
+    """steps that are looked back at, as model.input.context_length"""
     horizon: int = 96
-    """steps that are forecast, as model.series.horizon"""
+    """steps that are forecast, as model.input.horizon"""
     columns: tuple[str, ...] = ()
     """names of the channels, in order; none: all that hold numbers"""
     mean: tuple[float, ...] = ()
@@ -116,7 +116,7 @@ class SeriesDataset(Dataset):
                 raise ValueError(
                     f"the {split} steps of {config.kind} ({last - first}) hold no window: expected at least "
                     f"{config.horizon} to forecast after {config.context_length} to look back at. Give a longer "
-                    "series, or smaller --data.context-length and --data.horizon (and those of model.series)."
+                    "series, or smaller --data.context-length and --data.horizon (and those of model.input)."
                 )
             self._starts[split] = starts
         settings = [config.kind, config.context_length, config.horizon, list(series.columns)]

@@ -53,7 +53,7 @@ def beam_search_all(
         raise ValueError(f"batch_tokens must be a whole number of at least 1, got {batch_tokens!r}.")
     if not len(sources):
         return []
-    rows = check_rows("source", sources, model.config.source_vocab_size or vocab_size)
+    rows = check_rows("source", sources, model.config.embedding.source_vocab_size or vocab_size)
     check_source_lengths(model.config, rows)
 
     batches = _batches(rows, model.config.longest_source, int(batch_tokens))

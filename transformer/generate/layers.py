@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from transformer.config import Layer, LayerKind
+from transformer.config import Layer, StackOptions
 from transformer.nn.models import CausalLM, Seq2Seq
 from transformer.nn.partitioning import platform
 
@@ -39,14 +39,8 @@ def separated(model: CausalLM | Seq2Seq) -> CausalLM | Seq2Seq:
     """The model whose decoder has the layers of `separate`; its encoder, which no step runs, is left as it falls."""
     config = model.config
     kinds = tuple(layer.kind for layer in _layers(model))
-    config = config.replace(
-        num_layers=len(kinds),
-        num_encoder_layers=None,
-        num_decoder_layers=None,
-        prefix=kinds,
-        period=(LayerKind(),),
-        suffix=(),
-    )
+    stack = StackOptions(prefix=kinds, final_norm=config.stack.final_norm)
+    config = config.replace(num_layers=len(kinds), stack=stack)
     return type(model)(config, model.execution)
 
 

@@ -42,8 +42,10 @@ def decoding_model(model: Any) -> Any:
         moe = kind.moe and dataclasses.replace(kind.moe, capacity_factor=None)
         return dataclasses.replace(kind, moe=moe)
 
-    kinds = {part: tuple(map(roomy, getattr(model.config, part))) for part in ("prefix", "period", "suffix")}
-    return model.clone(config=model.config.replace(**kinds), execution=anywhere(model.execution))
+    stack = model.config.stack
+    kinds = {part: tuple(map(roomy, getattr(stack, part))) for part in ("prefix", "period", "suffix")}
+    config = model.config.replace(stack=dataclasses.replace(stack, **kinds))
+    return model.clone(config=config, execution=anywhere(model.execution))
 
 
 def end_ids(eos_id: SupportsIndex | Sequence[SupportsIndex] | None, vocab_size: int) -> list[int]:
@@ -68,7 +70,7 @@ def source_rows(model: CausalLM | Seq2Seq, sources: Any, vocab_size: int) -> Row
         raise ValueError("sources is missing: a Seq2Seq writes from a source. prompts only say how the target begins.")
     if isinstance(model, SpeechToText):
         return frame_rows(model.config, sources)
-    rows = check_rows("source", sources, model.config.source_vocab_size or vocab_size)
+    rows = check_rows("source", sources, model.config.embedding.source_vocab_size or vocab_size)
     check_source_lengths(model.config, rows)
     return pad(rows, padded_length(rows, model.config.longest_source))
 
@@ -200,7 +202,7 @@ def check_source_lengths(config: TransformerConfig, sources: Sequence[np.ndarray
     """Raises ValueError where a learned position table has too few rows for a source."""
     if config.position != "learned":
         return
-    field = "max_length" if config.source_max_length is None else "source_max_length"
+    field = "max_length" if config.embedding.source_max_length is None else "embedding.source_max_length"
     for number, row in enumerate(sources):
         if len(row) > config.longest_source:
             table = _table(field, config.longest_source)

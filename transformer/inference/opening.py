@@ -127,7 +127,7 @@ class Opened:
         if self.run is not None:
             return list(getattr(self.run.recipe.data, "labels", ()))
         named = {} if self.pretrained is None else self.pretrained.fields.get("id2label") or {}
-        classes = self.model.config.num_classes
+        classes = self.model.config.output.num_classes
         if not named or classes is None:
             return []
         numbers = [str(i) for i in range(classes)]

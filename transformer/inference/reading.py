@@ -63,7 +63,7 @@ def _hidden(model: Any, params: Any, batch: Batch) -> jax.Array:
     if isinstance(model, Seq2Seq):
         places = {"source_positions": batch.positions, "source_mask": batch.mask}
         return model.apply({"params": params}, tokens, **places, method=type(model).encode)
-    if model.config.token_types is not None and not isinstance(model, CausalLM):
+    if model.config.embedding.token_types is not None and not isinstance(model, CausalLM):
         places["token_types"] = types
     return model.apply({"params": params}, tokens, **places, method=type(model).hidden)
 
@@ -72,7 +72,7 @@ def _with_whole_scores(model: Any, slots: int) -> Any:
     """The model with the kernel that takes least time for a forward pass over rows of so many slots. On CPU, `auto`
     takes slices of queries from 96 slots on, which pay off in training and where causality hides keys from a slice.
     """
-    causal = isinstance(model, CausalLM) or (not isinstance(model, Seq2Seq) and model.config.causal)
+    causal = isinstance(model, CausalLM) or (not isinstance(model, Seq2Seq) and model.config.attention.causal)
     if causal or model.execution.attention != "auto" or platform() != "cpu" or slots > WHOLE_SCORES:
         return model
     return model.clone(execution=dataclasses.replace(model.execution, attention="reference"))
@@ -102,13 +102,13 @@ def classify(opened: Opened, texts: Sequence[str]) -> list[Class]:
             f"classifier, or train one: configs/finetune_classifier.py."
         )
     problem = None if opened.pretrained is None else opened.pretrained.fields.get("problem_type")
-    if model.config.num_classes == 1 or problem in ("regression", "multi_label_classification"):
+    if model.config.output.num_classes == 1 or problem in ("regression", "multi_label_classification"):
         told = "" if problem is None else f" (problem_type {problem})"
         raise ConfigError(
-            f"{opened.directory} does not choose one of several classes: it has {model.config.num_classes} "
+            f"{opened.directory} does not choose one of several classes: it has {model.config.output.num_classes} "
             f"outputs{told}, each for itself. Load it (transformer.load) and read its logits."
         )
-    names = opened.labels or [str(i) for i in range(model.config.num_classes)]
+    names = opened.labels or [str(i) for i in range(model.config.output.num_classes)]
 
     rows = _run(opened, _encode(opened, texts), functools.partial(_probabilities, model, opened.params))
     found = []
@@ -122,7 +122,7 @@ def classify(opened: Opened, texts: Sequence[str]) -> list[Class]:
 @functools.partial(jax.jit, static_argnames="model")
 def _probabilities(model: Classifier, params: Any, batch: Batch) -> jax.Array:
     """(K, C), of K texts. Compiled once for each model and size of batch."""
-    pooled = pool_texts(_hidden(model, params, batch), batch, model.config.pooling)
+    pooled = pool_texts(_hidden(model, params, batch), batch, model.config.output.pooling)
     return jax.nn.softmax(model.apply({"params": params}, pooled, method=Classifier.head))
 
 
@@ -296,7 +296,7 @@ def _encode(opened: Opened, texts: Sequence[str], limit: int | None = None) -> l
         both = getattr(tokenizer, "encode_model", None)
         ids, types = both(text) if both else (tokenizer.encode_source(text), [])
         types = types or [0] * len(ids)
-        known = opened.model.config.token_types
+        known = opened.model.config.embedding.token_types
         if known is not None and max(types, default=0) >= known:
             raise ValueError(
                 f"text {number} has the token type {max(types)}, but the model knows {known}: tokenizer.json is not "

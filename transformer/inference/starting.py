@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import re
 from collections.abc import Iterable
@@ -84,7 +85,7 @@ def _as_classifier(opened: Opened, recipe: Recipe) -> tuple[TransformerConfig, A
         raise ConfigError(f"{opened.directory} is a {family.title}, a family without a classifier: take another one.")
     files = plain_files(WeightFiles(opened.directory))
     fields = {field: value for field, value in files.config.items() if field not in ("id2label", "label2id")}
-    fields |= {"architectures": [name], "num_labels": recipe.model.num_classes or 2}
+    fields |= {"architectures": [name], "num_labels": recipe.model.output.num_classes or 2}
     config = family.read(fields, head).replace(dtype=recipe.model.dtype, param_dtype=recipe.model.param_dtype)
     model = Classifier(config)
     expected = abstract_params(model)
@@ -93,14 +94,22 @@ def _as_classifier(opened: Opened, recipe: Recipe) -> tuple[TransformerConfig, A
     there = [one for one in links if all(tensor in files.tensors for tensor in one.tensors)]
     dtypes = parameter_dtypes(expected)  # some are float32 whatever the others are
     params = load_params(files, there, shapes, dtypes, lambda path, array: jax.device_put(array))
-    left = _left(found.params, params, old_transform=config.head_transform != found.model.config.head_transform)
+    left = _left(found.params, params, old_transform=config.output.transform != found.model.config.output.transform)
     return config, params, left
 
 
 def _with_new_head(opened: Opened, recipe: Recipe) -> tuple[TransformerConfig, Any, tuple[str, ...]]:
     """A run's model with the head that the recipe says, the parameters below it, and what is not taken."""
-    head = {field: getattr(recipe.model, field) for field in ("pooling", "head_transform", "logit_scale")}
-    config = opened.model.config.replace(num_classes=recipe.model.num_classes, output_bias=None, **head)
+    given = recipe.model.output
+    output = dataclasses.replace(
+        opened.model.config.output,
+        num_classes=given.num_classes,
+        bias=None,
+        pooling=given.pooling,
+        transform=given.transform,
+        scale=given.scale,
+    )
+    config = opened.model.config.replace(output=output)
     params = {name: part for name, part in opened.params.items() if name not in _HEAD}
     return config, params, _left(opened.params, params, old_transform=False)
 

@@ -60,8 +60,9 @@ class LayerCache:
     def create(config: TransformerConfig, kind: LayerKind, batch: int, length: int, *, cross: bool) -> LayerCache:
         """An empty cache of `length` tokens for each of `batch` rows. Without self-attention it only counts them."""
         sizes = (config.kv_heads, config.size_of_head, config.size_of_value)
-        if config.mla is not None:
-            sizes = (1, config.mla.kv_rank + config.mla.rotary_dim, 0)  # the latent and the turned key
+        if config.attention.mla is not None:
+            mla = config.attention.mla
+            sizes = (1, mla.kv_lora_rank + mla.qk_rope_head_dim, 0)  # the latent and the rotated key
         sizes = sizes if kind.self_attention else (0, 0, 0)
         return LayerCache(
             self_attention=KVCache.create(batch, length, *sizes, jnp.dtype(config.dtype)),
@@ -79,16 +80,16 @@ def position_scheme(config: TransformerConfig, kind: LayerKind = LayerKind(), *,
         case "learned":
             return Learned(max_length=config.max_length, features=config.d_model)
         case "rotary":
-            base = config.rotary_base if kind.rotary_base is None else kind.rotary_base
-            scaling = config.rotary_scaling if kind.rotary_scaling is None else kind.rotary_scaling
-            return Rotary(base=base, size=config.rotary_dim, scaling=scaling)
+            base = config.rotary.base if kind.rotary_base is None else kind.rotary_base
+            scaling = config.rotary.scaling if kind.rotary_scaling is None else kind.rotary_scaling
+            return Rotary(base=base, size=config.rotary.dim, scaling=scaling)
         case "alibi":
             return ALiBi(num_heads=config.num_heads)
         case "t5":
             return T5Bias(
                 num_heads=config.num_heads,
-                buckets=config.relative_buckets,
-                max_distance=config.relative_max_distance,
+                buckets=config.t5_bias.buckets,
+                max_distance=config.t5_bias.max_distance,
                 bidirectional=not causal,
             )
         case _:
@@ -156,7 +157,7 @@ class Block(nn.Module):
         scheme = position_scheme(self.config, self.kind, causal=self.causal)
         scheme = NoPosition() if scheme.adds else scheme  # the stack has added it to the embeddings
         table = inputs.position_table
-        if self.config.position_table_per_layer:
+        if self.config.t5_bias.per_layer:
             table = self.param("position_table", *table_parameter(self.config, scheme))
         given = {
             "mask": inputs.mask & window,
@@ -165,8 +166,8 @@ class Block(nn.Module):
             "deterministic": inputs.deterministic,
             "sow_weights": self.execution.sow_weights,
         }
-        if self.config.mla is not None:
-            return self._latent_attention("self_attention", self.config.mla, scheme)(x, **given)
+        if self.config.attention.mla is not None:
+            return self._latent_attention("self_attention", self.config.attention.mla, scheme)(x, **given)
         return self._attention("self_attention", scheme)(x, position_table=table, **given)
 
     def attend_to_context(
@@ -177,7 +178,7 @@ class Block(nn.Module):
         Raises:
             ValueError: neither a context nor a cache; ConfigError: a config with mla.
         """
-        if self.config.mla is not None:
+        if self.config.attention.mla is not None:
             raise ConfigError("mla is for self-attention alone: leave it out for an encoder-decoder.")
         if inputs.context is None and cache is None:
             raise ValueError("cross-attention has nothing to attend to: give a context, or a cache filled with one.")
@@ -214,20 +215,20 @@ class Block(nn.Module):
         config = self.config
         return MultiHeadAttention(
             num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            value_dim=config.value_dim,
+            head_dim=config.attention.head_dim,
+            value_dim=config.attention.value_dim,
             use_bias=config.use_bias,
-            biases=config.attention_biases,
-            qk_norm=config.qk_norm,
-            qk_norm_scope=config.qk_norm_scope,
+            biases=config.attention.biases,
+            qk_norm=config.attention.qk_norm,
+            qk_norm_scope=config.attention.qk_norm_scope,
             qk_norm_kind=config.norm if config.norm == "zero_centered_rms_norm" else "rms_norm",
-            sinks=config.attention_sinks,
+            sinks=config.attention.sinks,
             norm_epsilon=config.norm_epsilon,
             **self._any_attention(name, scheme),
         )
 
     def _latent_attention(self, name: str, mla: MLA, scheme: NoPosition) -> LatentAttention:
-        biases = self.config.attention_biases
+        biases = self.config.attention.biases
         use_bias = self.config.use_bias if biases is None else bool(biases)
         return LatentAttention(mla=mla, use_bias=use_bias, **self._any_attention(name, scheme))
 
@@ -235,9 +236,9 @@ class Block(nn.Module):
         config = self.config
         return {
             "num_heads": config.num_heads,
-            "scale": config.attention_scale,
-            "softcap": config.attention_softcap,
-            "dropout_rate": config.attention_dropout_rate,
+            "scale": config.attention.scale,
+            "softcap": config.attention.softcap,
+            "dropout_rate": config.attention.dropout_rate,
             "position": scheme,
             "kernel_init": kernel_init(config),
             "output_init": output_init(config),

@@ -86,15 +86,15 @@ class LatentAttention(AttentionModule):
         positions = jnp.broadcast_to(positions, x.shape[:2])
 
         source = x
-        if mla.query_rank is not None:
-            source = self._norm("query_norm")(self._project("query_latent", x, mla.query_rank))
+        if mla.q_lora_rank is not None:
+            source = self._norm("query_norm")(self._project("query_latent", x, mla.q_lora_rank))
         query = linear(source.astype(self.dtype), self._heads("query", source.shape[-1], mla.head_dim))
         query = constrain(query, "batch", "length", "heads", "head_dim")
-        plain, turned = jnp.split(query, [mla.plain_dim], axis=-1)
+        plain, turned = jnp.split(query, [mla.qk_nope_head_dim], axis=-1)
         query = jnp.concatenate([plain, self.position.rotate(turned, positions)], axis=-1)
 
-        latent = self._norm("latent_norm")(self._project("latent", x, mla.kv_rank))
-        rotary_key = self._project("rotary_key", x, mla.rotary_dim)[:, :, None]
+        latent = self._norm("latent_norm")(self._project("latent", x, mla.kv_lora_rank))
+        rotary_key = self._project("rotary_key", x, mla.qk_rope_head_dim)[:, :, None]
         held = jnp.concatenate([latent[:, :, None], self.position.rotate(rotary_key, positions)], axis=-1)
         if cache is not None:
             start = cache.length
@@ -105,8 +105,8 @@ class LatentAttention(AttentionModule):
             absorbed_attention if absorbs(x.shape[1], held.shape[1], mla) else expanded_attention,
             query,
             held,
-            self._heads("key", mla.kv_rank, mla.plain_dim),
-            self._heads("value", mla.kv_rank, mla.value_dim),
+            self._heads("key", mla.kv_lora_rank, mla.qk_nope_head_dim),
+            self._heads("value", mla.kv_lora_rank, mla.v_head_dim),
             scale=mla.head_dim**-0.5 if self.scale is None else self.scale,
             mask=mask,
             bias=bias,
@@ -185,7 +185,7 @@ def absorbs(queries: int, keys: int, mla: MLA) -> bool:
     """Whether `absorbed_attention` takes fewer multiplications for so many queries and keys: for the few queries of
     decoding it does, for as many as there are keys hardly ever (arXiv 2405.04434, section 2.1).
     """
-    maps = mla.kv_rank * (mla.plain_dim + mla.value_dim)
-    expanded = keys * maps + queries * keys * (mla.head_dim + mla.value_dim)
-    absorbed = queries * maps + queries * keys * (2 * mla.kv_rank + mla.rotary_dim)
+    maps = mla.kv_lora_rank * (mla.qk_nope_head_dim + mla.v_head_dim)
+    expanded = keys * maps + queries * keys * (mla.head_dim + mla.v_head_dim)
+    absorbed = queries * maps + queries * keys * (2 * mla.kv_lora_rank + mla.qk_rope_head_dim)
     return absorbed < expanded

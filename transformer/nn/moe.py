@@ -110,7 +110,7 @@ class _Router(nn.Module):
         logits = linear(*nn.dtypes.promote_dtype(x, kernel, bias, dtype=jnp.float32))
         scores = router_scores(logits, moe.scoring)
         chooses = jax.lax.stop_gradient(scores)
-        if moe.selection_bias:
+        if moe.e_score_correction_bias:
             # float32 whatever the others are: it is large beside the differences between scores.
             selection_bias = self.param("selection_bias", zeros, (experts,), jnp.float32)
             chooses = chooses + jax.lax.stop_gradient(selection_bias)[None, None]
@@ -120,7 +120,7 @@ class _Router(nn.Module):
         weights = jnp.take_along_axis(scores, chosen, axis=-1)
         if moe.normalize_weights:
             weights = weights / (weights.sum(-1, keepdims=True) + (1e-20 if moe.scoring == "sigmoid" else 0.0))
-        return logits, chosen, weights * moe.weights_scale
+        return logits, chosen, weights * moe.routed_scaling_factor
 
 
 def router_scores(logits: Array, scoring: str) -> Array:

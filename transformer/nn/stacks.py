@@ -40,7 +40,7 @@ class _Period(nn.Module):
     @nn.compact
     def __call__(self, x: Hidden, cache: Any, inputs: LayerInputs) -> tuple[Hidden, tuple[Any, Aux]]:
         caches, auxes = {}, {}
-        for slot, kind in enumerate(self.config.period):
+        for slot, kind in enumerate(self.config.stack.period):
             name = f"slot_{slot}"
             block = _block(self, kind, name, looped=self.execution.scan)
             x, caches[name], auxes[name] = block(x, inputs, None if cache is None else cache[name])
@@ -112,7 +112,7 @@ class Stack(nn.Module):
                 f"embeddings must be (batch, length, d_model {config.d_model}), got shape {x.shape}. Project them to "
                 f"d_model, or change it; a single sequence is x[None]."
             )
-        deterministic = is_deterministic(self, deterministic, config.dropout_rate, config.attention_dropout_rate)
+        deterministic = is_deterministic(self, deterministic, config.dropout_rate, config.attention.dropout_rate)
         if positions is None:
             start = 0 if cache is None else cache_length(cache)[:, None]
             positions = jnp.broadcast_to(start + jnp.arange(x.shape[1])[None, :], x.shape[:2])
@@ -129,7 +129,7 @@ class Stack(nn.Module):
             deterministic=deterministic,
         )
         x, caches, aux = self._run_layers(x, cache, inputs)
-        if config.final_norm and config.norm_position != "post":
+        if config.stack.final_norm and config.norm_position != "post":
             x = make_norm(config, "final_norm")(x)
         return x, caches, aux
 
@@ -137,10 +137,10 @@ class Stack(nn.Module):
         """Embeddings with their positions, normalized if the config says so, and the table that all layers share."""
         config, table = self.config, None
         scheme = position_scheme(config, causal=self.causal)
-        if scheme.table_shape is not None and not config.position_table_per_layer:
+        if scheme.table_shape is not None and not config.t5_bias.per_layer:
             table = self.param("position_table", *table_parameter(config, scheme))
         x = scheme.add(x, positions, table).astype(config.dtype)
-        return (make_norm(config, "embedding_norm")(x) if config.embedding_norm else x), table
+        return (make_norm(config, "embedding_norm")(x) if config.embedding.norm else x), table
 
     def _run_layers(self, x: Hidden, cache: Any, inputs: LayerInputs) -> tuple[Hidden, Any, Aux]:
         """Prefix, repeats of the period, suffix: hidden states, cache and aux after the last layer."""
@@ -153,7 +153,7 @@ class Stack(nn.Module):
             auxes.append(aux)
             return x
 
-        for i, kind in enumerate(config.prefix):
+        for i, kind in enumerate(config.stack.prefix):
             x = run_one(f"prefix_{i}", kind, x)
         if repeats:
             # A scan with all repeats unrolled keeps one layout of parameters for scanned and unrolled layers.
@@ -168,7 +168,7 @@ class Stack(nn.Module):
             )(config, self.causal, self.cross, self.execution, name="layers")
             x, (caches["layers"], aux) = period(x, None if cache is None else cache["layers"], inputs)
             auxes.append(jax.tree.map(lambda a: a.sum(0), aux))
-        for i, kind in enumerate(config.suffix):
+        for i, kind in enumerate(config.stack.suffix):
             x = run_one(f"suffix_{i}", kind, x)
         return x, None if cache is None else caches, sum_aux(auxes)
 
@@ -181,10 +181,10 @@ class Stack(nn.Module):
             caches = (LayerCache.create(config, kind, batch, length, cross=self.cross) for kind in kinds)
             return {f"{name}_{i}": one for i, one in enumerate(caches)}
 
-        cache = named("prefix", config.prefix) | named("suffix", config.suffix)
+        cache = named("prefix", config.stack.prefix) | named("suffix", config.stack.suffix)
         repeats = config.repeats(self.num_layers)
         if repeats:
-            period = named("slot", config.period)
+            period = named("slot", config.stack.period)
             cache["layers"] = jax.tree.map(lambda a: jnp.broadcast_to(a, (repeats, *a.shape)), period)
         return cache
 

@@ -266,7 +266,9 @@ class _Training:
         """Train on the next batch. The metrics of a step are read after the next step was dispatched."""
         recipe, asked = self.recipe, time.perf_counter()
         batch = next(self.batches)
-        check_batch(batch, recipe.model.vocab_size, recipe.model.source_vocab_size, recipe.model.num_classes)
+        check_batch(
+            batch, recipe.model.vocab_size, recipe.model.embedding.source_vocab_size, recipe.model.output.num_classes
+        )
         self.journal.fed(time.perf_counter() - asked)
         with self._compilation_timed(batch):
             self.watch.batch = batch

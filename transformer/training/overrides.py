@@ -10,12 +10,13 @@ import itertools
 import os
 import sys
 import types
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import tyro
 
-from transformer.config import ConfigError, boxed_message, nearest
+from transformer.config import ConfigError, TransformerConfig, boxed_message, nearest
 from transformer.config.recipe_files import bundled, find_recipe, recipe_files
 from transformer.training.lora import LoRA
 from transformer.training.recipe import Recipe
@@ -87,7 +88,7 @@ def override(recipe: Recipe, arguments: Sequence[str], *, program: str, descript
         ConfigError: an unknown option (with the nearest right one), a wrong value, or fields that don't fit.
         SystemExit: --help, after it was printed (code 0).
     """
-    recipe, arguments = _with_lora(recipe, list(arguments))
+    recipe, arguments = _with_lora(recipe, [_current_option(argument) for argument in arguments])
     captured = io.StringIO()
     unknown = _unknown_option(recipe, arguments)
     if unknown:
@@ -105,6 +106,21 @@ def override(recipe: Recipe, arguments: Sequence[str], *, program: str, descript
         if stop.code in (None, 0):
             raise
         raise ConfigError(boxed_message(captured.getvalue())) from None
+
+
+def _current_option(argument: str) -> str:
+    """A command-line argument, with the former name of a field of the model replaced by the current one."""
+    option, equals, value = argument.partition("=")
+    group, _, path = option.removeprefix("--").partition(".")
+    name, dot, rest = path.partition(".")
+    name = name.replace("-", "_")
+    if group != "model" or not option.startswith("--") or name not in TransformerConfig.former_names:
+        return argument
+    new = "input.mel_bins" if name == "mel_bins" else TransformerConfig.former_names[name]
+    current = f"--model.{new}{dot}{rest}".replace("_", "-")
+    # FutureWarning: Python shows it to users, unlike DeprecationWarning.
+    warnings.warn(f"{option} is now {current}. The former name works for one release.", FutureWarning, stacklevel=2)
+    return f"{current}{equals}{value}"
 
 
 def _with_lora(recipe: Recipe, arguments: list[str]) -> tuple[Recipe, list[str]]:

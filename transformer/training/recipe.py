@@ -179,18 +179,18 @@ def with_vocabulary(recipe: Recipe, vocab_size: int) -> Recipe:
 
 
 def with_labels(recipe: Recipe, labels: tuple[str, ...]) -> Recipe:
-    """The recipe with data.labels and model.num_classes filled in from the labels of the data.
+    """The recipe with data.labels and model.output.num_classes filled in from the labels of the data.
 
     Raises:
-        ConfigError: a model.num_classes that is not their number.
+        ConfigError: a model.output.num_classes that is not their number.
     """
-    given = recipe.model.num_classes
+    given = recipe.model.output.num_classes
     if given not in (None, len(labels)):
         raise ConfigError(
-            f"model.num_classes is {given}, but the data has {len(labels)} labels ({', '.join(labels)}). Leave it out: "
-            f"it is filled in."
+            f"model.output.num_classes is {given}, but the data has {len(labels)} labels ({', '.join(labels)}). Remove "
+            f"it: training fills it in."
         )
-    model = recipe.model.replace(num_classes=len(labels))
+    model = recipe.model.replace(**{"output.num_classes": len(labels)})
     return dataclasses.replace(recipe, model=model, data=dataclasses.replace(recipe.data, labels=labels))
 
 

@@ -307,11 +307,9 @@ def _check_shapes(recipe: Recipe, dataset: Dataset) -> None:
                 f"another model (--init)."
             )
         if unlike:
-            raise ConfigError(
-                f"model.{task.part} must be as the data is, but has {', '.join(unlike)}. Change one of them."
-            )
+            raise ConfigError(f"model.input must be as the data is, but has {', '.join(unlike)}. Change one of them.")
         return
-    source = "source_max_length" if model.source_max_length is not None else "max_length"
+    source = "embedding.source_max_length" if model.embedding.source_max_length is not None else "max_length"
     for name, field, limit in (("source", source, model.longest_source), ("tokens", "max_length", model.max_length)):
         if limit is not None and name in batch and batch[name].shape[1] > limit:
             raise ConfigError(

@@ -9,10 +9,11 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Union
 
-from transformer.config import ConfigError, nearest
+from transformer.config import ConfigError, Patches, Series, nearest
+from transformer.config.paths import former_names_accepted
 
 TAG = "class"
 
@@ -20,7 +21,7 @@ LATER = {
     "EvaluationConfig": ("beam_size", "beam_alpha"),
     "Execution": ("sow_weights",),
     "LayerKind": ("self_attention", "moe", "attention_norm"),
-    "MoE": ("router_bias", "scoring", "selection_bias", "num_groups", "top_groups", "weights_scale"),
+    "MoE": ("router_bias", "scoring", "e_score_correction_bias", "num_groups", "top_groups", "routed_scaling_factor"),
     "OptimizerConfig": ("decay_fraction",),
     "ParallelConfig": ("coordinator", "num_processes", "process_id", "patience"),
     **dict.fromkeys(("number_words", "parallel_text"), ("batch_tokens", "buckets", "row_multiple", "packed_length")),
@@ -30,10 +31,13 @@ LATER = {
     "TransformerConfig": (
         *("attention_biases", "embedding_norm", "source_max_length", "position_table_per_layer", "token_types"),
         *("head_transform", "output_bias", "logit_scale", "qk_norm_scope", "causal", "normalize_embeddings", "patches"),
-        *("mel_bins", "mla", "series", "final_norm"),
+        *("mel_bins", "mla", "series", "final_norm", "input"),
     ),
 }
 """fields that a class got after files of it were written; a file without one means its default"""
+
+FORMER_TYPES = {"patches": Patches | None, "series": Series | None, "mel_bins": int | None}
+"""former fields of another type than the field that replaces them"""
 
 
 def tag_of(cls: type) -> str:
@@ -97,15 +101,33 @@ def _choose(choices: Mapping[str, type], value: Any, where: str) -> type:
 
 def _decode_dataclass(cls: type, value: dict, where: str) -> Any:
     names = [field.name for field in dataclasses.fields(cls)]
+    former: dict[str, str] = getattr(cls, "former_names", {})
     for name in value:
-        if name not in names and name != TAG:
+        if name not in names and name not in former and name != TAG:
             raise ConfigError(f"{where} has an unknown field {name!r:.80}.{nearest(name, names)}")
     later = [name for name in LATER.get(tag_of(cls), ()) if name not in value]
     missing = [name for name in names if name not in value and name not in later]
+    missing = [name for name in missing if not _has_former(former, name, value, later)]
     if missing:
         raise ConfigError(f"{where} lacks {', '.join(missing)}: it was written by another version, or cut short.")
-    hints = typing.get_type_hints(cls)
-    return cls(**{name: decode(hints[name], value[name], f"{where}.{name}") for name in names if name in value})
+    decoded = {name: decode(_hint(cls, name), value[name], f"{where}.{name}") for name in value if name != TAG}
+    with former_names_accepted():
+        return cls(**decoded)
+
+
+def _has_former(former: Mapping[str, str], name: str, value: Mapping[str, Any], later: Sequence[str]) -> bool:
+    """Whether `value` has the former fields that the field `name` replaces."""
+    replaced = [old for old, path in former.items() if path.partition(".")[0] == name]
+    return bool(replaced) and all(old in value or old in later for old in replaced)
+
+
+def _hint(cls: type, name: str) -> Any:
+    """The type of a field, by its name or a former one."""
+    if name in FORMER_TYPES and name in getattr(cls, "former_names", {}):
+        return FORMER_TYPES[name]
+    for part in getattr(cls, "former_names", {}).get(name, name).split("."):
+        cls = typing.get_type_hints(cls)[part]
+    return cls
 
 
 def _decode_union(arguments: tuple, value: Any, where: str) -> Any:

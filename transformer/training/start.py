@@ -16,12 +16,13 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from transformer.config import ConfigError, TransformerConfig
+from transformer.config.paths import get_path
 from transformer.data import Tokenizer
 from transformer.training.recipe import FILE, Origin, Recipe, load_recipe
 from transformer.training.serial import flatten
 from transformer.training.state import TrainState, initial_params
 
-RECIPE_S = ("num_classes", "dropout_rate", "attention_dropout_rate", "dtype", "param_dtype")
+RECIPE_S = ("output.num_classes", "dropout_rate", "attention.dropout_rate", "dtype", "param_dtype")
 """fields of the model that a recipe says, whatever the model was that a run starts from"""
 
 
@@ -54,9 +55,9 @@ class Start:
 
 def with_recipe_s(model: TransformerConfig, given: TransformerConfig) -> TransformerConfig:
     """The model with the fields of `RECIPE_S` as the recipe gave them; classes that it leaves open stay as they are."""
-    changes = {field: getattr(given, field) for field in RECIPE_S}
-    if given.num_classes is None:
-        del changes["num_classes"]
+    changes = {field: get_path(given, field) for field in RECIPE_S}
+    if given.output.num_classes is None:
+        del changes["output.num_classes"]
     return model.replace(**changes)
 
 
@@ -95,7 +96,7 @@ def with_new_parameters(recipe: Recipe, start: Start) -> Recipe:
     if unequal:
         raise ConfigError(
             f"the parameters of {start.source} don't fit: {_listed(unequal)}. Change the recipe's model or data "
-            f"(model.num_classes must be as there), or start from another model."
+            f"(model.output.num_classes must be as there), or start from another model."
         )
     if not shapes.keys() & given.keys():
         raise ConfigError(f"{start.source} ({start.model}) has no parameter of the recipe's model. Start from another.")

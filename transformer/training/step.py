@@ -95,7 +95,7 @@ def make_train_step(recipe: Recipe, axis_name: str | None = None) -> TrainStep:
 def _summed_loss(recipe: Recipe) -> Callable[..., tuple[jax.Array, Metrics]]:
     """A function (trained parameters, base, batch, key) -> the sum to minimize, and the sums that metrics need."""
     model = build_model(recipe)
-    dropout = recipe.model.dropout_rate > 0 or recipe.model.attention_dropout_rate > 0
+    dropout = recipe.model.dropout_rate > 0 or recipe.model.attention.dropout_rate > 0
 
     def loss(trained, base, batch, key):
         params = model_params(recipe, trained, base)

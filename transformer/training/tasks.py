@@ -79,7 +79,7 @@ class Task(ABC):
         """Return how many of a batch's tokens are multiplied by the matrix at a path of the parameters. The table of
         embeddings is multiplied where it also computes the logits.
         """
-        return tokens if path != "embedding/embedding" or config.tie_embeddings else 0
+        return tokens if path != "embedding/embedding" or config.embedding.tie else 0
 
     def context(self, config: TransformerConfig, data: DataKind) -> int | None:
         """Return the number of tokens that a trained model can read; None if nothing limits it."""
@@ -207,7 +207,7 @@ class EncoderTask(Task):
     lengths = "data.max_length"
 
     def forward(self, model: nn.Module, variables: Any, batch: Batch, **arguments: Any) -> Any:
-        types = None if model.config.token_types is None else batch.get("token_types")
+        types = None if model.config.embedding.token_types is None else batch.get("token_types")
         mask = Mask.lengths(batch["lengths"])
         return model.apply(variables, batch["tokens"], mask=mask, token_types=types, **arguments)
 

@@ -42,7 +42,7 @@ def attention_maps(
     """
     maps = []
     for stack in ("encoder", "decoder"):
-        causal = stack == "decoder" or (config.causal and "decoder" not in intermediates)
+        causal = stack == "decoder" or (config.attention.causal and "decoder" not in intermediates)
         for layer, (kind, parts) in enumerate(_layers(intermediates.get(stack, {}), config, stack)):
             for name, weights in parts.items():
                 weights = np.asarray(weights, np.float32)

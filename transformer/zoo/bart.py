@@ -93,7 +93,7 @@ class StackLayers(Codec):
         encoder, decoder = values["encoder_layers"], values["decoder_layers"]
         if values.get("num_hidden_layers", encoder) != encoder:
             raise FieldError(f"num_hidden_layers is {values['num_hidden_layers']}, but encoder_layers is {encoder}")
-        return {"num_layers": encoder, "num_encoder_layers": encoder, "num_decoder_layers": decoder}
+        return {"num_layers": encoder, "stack.num_encoder_layers": encoder, "stack.num_decoder_layers": decoder}
 
     def write(self, config: TransformerConfig) -> dict[str, Any]:
         return {"encoder_layers": config.encoder_layers, "decoder_layers": config.decoder_layers}
@@ -115,11 +115,11 @@ def bart_fields(*, pre_norm: bool = False) -> tuple[Codec, ...]:
         BothStacks("ffn_dim", "d_ff"),
         BothStacks("attention_heads", "num_heads"),
         Field("activation_function", "activation", "gelu", ACTIVATIONS),
-        Field("scale_embedding", "scale_embeddings", False),
+        Field("scale_embedding", "embedding.scale", False),
         # Untied, some readers share one table between the stacks, and others give each stack its own.
         Fixed("tie_word_embeddings", (True,)),
         Field("dropout", "dropout_rate", 0.1),
-        Field("attention_dropout", "attention_dropout_rate", 0.0),
+        Field("attention_dropout", "attention.dropout_rate", 0.0),
         Field("init_std", "initializer_range", 0.02),
         Fixed("is_encoder_decoder", (True,)),
         Former("normalize_before", (pre_norm,)),
@@ -157,11 +157,11 @@ BART = Family(
     title="BART",
     citation="Lewis et al. 2019, arXiv 1910.13461",
     heads={
-        "BartForConditionalGeneration": Head(model=Seq2Seq, constants={"output_bias": True}, rules=(LOGITS_BIAS,)),
+        "BartForConditionalGeneration": Head(model=Seq2Seq, constants={"output.bias": True}, rules=(LOGITS_BIAS,)),
         # Published without a bias, which is of zeros where there is one.
         "BartModel": Head(model=Seq2Seq, base=True),
     },
-    constants={"norm": "layer_norm", "norm_epsilon": 1e-5, "norm_position": "post", "embedding_norm": True}
+    constants={"norm": "layer_norm", "norm_epsilon": 1e-5, "norm_position": "post", "embedding.norm": True}
     | {"position": "learned", "use_bias": True},
     fields=(
         Field("vocab_size", "vocab_size"),

@@ -34,8 +34,8 @@ BERT_CONSTANTS = {
     "norm": "layer_norm",
     "norm_position": "post",
     "position": "learned",
-    "embedding_norm": True,
-    "scale_embeddings": False,
+    "embedding.norm": True,
+    "embedding.scale": False,
 }
 """what BERT has in common with those that were trained after it"""
 
@@ -86,10 +86,10 @@ def encoder_fields(*, epsilon: float = 1e-12) -> tuple[Codec, ...]:
         Field("intermediate_size", "d_ff", 3072),
         Field("hidden_act", "activation", "gelu", ACTIVATIONS),
         Field("layer_norm_eps", "norm_epsilon", epsilon),
-        Field("type_vocab_size", "token_types", 2),
-        Field("tie_word_embeddings", "tie_embeddings", True),
+        Field("type_vocab_size", "embedding.token_types", 2),
+        Field("tie_word_embeddings", "embedding.tie", True),
         Field("hidden_dropout_prob", "dropout_rate", 0.1),
-        Field("attention_probs_dropout_prob", "attention_dropout_rate", 0.1),
+        Field("attention_probs_dropout_prob", "attention.dropout_rate", 0.1),
         Field("initializer_range", "initializer_range", 0.02),
         Fixed("position_embedding_type", ("absolute",)),
         Unread(
@@ -104,7 +104,7 @@ _MASKED_TRANSFORMS = {theirs: HeadTransform(activation=ours, norm=True) for thei
 
 def masked_transform(name: str) -> Field:
     """The head's activation where it is that of the layers, which this field names."""
-    return Field(name, "head_transform", "gelu", _MASKED_TRANSFORMS)
+    return Field(name, "output.transform", "gelu", _MASKED_TRANSFORMS)
 
 
 def _variant(name: str, parameters: int, vocab_size: int, sizes: str = "base") -> Variant:
@@ -125,13 +125,13 @@ BERT = Family(
     heads={
         "BertForMaskedLM": Head(
             model=MaskedLM,
-            constants={"output_bias": True},
+            constants={"output.bias": True},
             fields=(masked_transform("hidden_act"),),
             rules=masked_lm_rules("cls.predictions.", "transform.dense", "transform.LayerNorm"),
         ),
         "BertForSequenceClassification": Head(
             model=Classifier,
-            constants={"pooling": "first", "head_transform": TANH_POOLER},
+            constants={"output.pooling": "first", "output.transform": TANH_POOLER},
             fields=(Labels(),),
             rules=(*linear("bert.pooler.dense", "head_transform/dense"), *linear("classifier", "output")),
             ignored=_MASKED_LM,

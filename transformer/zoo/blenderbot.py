@@ -29,7 +29,7 @@ BLENDERBOT = Family(
     citation="Roller et al. 2020, arXiv 2004.13637",
     heads={
         "BlenderbotForConditionalGeneration": Head(
-            model=Seq2Seq, constants={"output_bias": True}, rules=(LOGITS_BIAS,)
+            model=Seq2Seq, constants={"output.bias": True}, rules=(LOGITS_BIAS,)
         ),
     },
     constants={"norm": "layer_norm", "norm_epsilon": 1e-5, "position": "learned", "use_bias": True},

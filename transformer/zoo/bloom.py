@@ -70,17 +70,17 @@ BLOOM = Family(
         "BloomForCausalLM": Head(model=CausalLM, rules=(Rule("lm_head.weight", "output/kernel", MATRIX),)),
         "BloomForSequenceClassification": LAST_TOKEN,
     },
-    constants={"norm": "layer_norm", "position": "alibi", "embedding_norm": True, "use_bias": True}
-    | {"activation": "gelu_tanh", "scale_embeddings": False},
+    constants={"norm": "layer_norm", "position": "alibi", "embedding.norm": True, "use_bias": True}
+    | {"activation": "gelu_tanh", "embedding.scale": False},
     fields=(
         Field("vocab_size", "vocab_size"),
         OneOf(("hidden_size", "n_embed"), "d_model"),
         OneOf(("n_layer", "num_hidden_layers"), "num_layers"),
         OneOf(("n_head", "num_attention_heads"), "num_heads"),
         Field("layer_norm_epsilon", "norm_epsilon", 1e-5),
-        Field("tie_word_embeddings", "tie_embeddings", True),
+        Field("tie_word_embeddings", "embedding.tie", True),
         Field("hidden_dropout", "dropout_rate", 0.0),
-        Field("attention_dropout", "attention_dropout_rate", 0.0),
+        Field("attention_dropout", "attention.dropout_rate", 0.0),
         Field("initializer_range", "initializer_range", 0.02),
         Fixed("apply_residual_connection_post_layernorm", (False,)),
         Fixed("slow_but_exact", (False,)),

@@ -96,25 +96,26 @@ class LatentSizes(Codec):
                 f"{heads} heads"
             )
         mla = MLA(
-            query_rank=values.get("q_lora_rank", 1536),
-            kv_rank=values.get("kv_lora_rank", 512),
-            plain_dim=values.get("qk_nope_head_dim", 128),
-            rotary_dim=values.get("qk_rope_head_dim", 64),
-            value_dim=values.get("v_head_dim", 128),
+            q_lora_rank=values.get("q_lora_rank", 1536),
+            kv_lora_rank=values.get("kv_lora_rank", 512),
+            qk_nope_head_dim=values.get("qk_nope_head_dim", 128),
+            qk_rope_head_dim=values.get("qk_rope_head_dim", 64),
+            v_head_dim=values.get("v_head_dim", 128),
         )
-        return {"mla": mla, "num_kv_heads": None, "head_dim": None}
+        return {"attention.mla": mla, "num_kv_heads": None, "attention.head_dim": None}
 
     def write(self, config: TransformerConfig) -> dict[str, Any]:
-        if config.mla is None:
+        mla = config.attention.mla
+        if mla is None:
             return {}
         return {
-            "q_lora_rank": config.mla.query_rank,
-            "kv_lora_rank": config.mla.kv_rank,
-            "qk_nope_head_dim": config.mla.plain_dim,
-            "qk_rope_head_dim": config.mla.rotary_dim,
-            "v_head_dim": config.mla.value_dim,
-            "qk_head_dim": config.mla.head_dim,
-            "head_dim": config.mla.rotary_dim,
+            "q_lora_rank": mla.q_lora_rank,
+            "kv_lora_rank": mla.kv_lora_rank,
+            "qk_nope_head_dim": mla.qk_nope_head_dim,
+            "qk_rope_head_dim": mla.qk_rope_head_dim,
+            "v_head_dim": mla.v_head_dim,
+            "qk_head_dim": mla.head_dim,
+            "head_dim": mla.qk_rope_head_dim,
         }
 
 
@@ -132,19 +133,19 @@ class LatentRope(Rope):
         given = dict(values.get("rope_scaling") or values.get("rope_parameters") or {})
         turned, everywhere = given.pop("mscale", None), given.pop("mscale_all_dim", None)
         read = super().read(dict(values) | {"rope_scaling": None, "rope_parameters": given}, changes)
-        scaling = read["rotary_scaling"]
+        scaling = read["rotary.scaling"]
         if scaling is None or not everywhere:
             return read
         sharper = _sharpening(scaling.factor, everywhere)
         if scaling.kind == "yarn" and scaling.attention_factor is None and turned:
             factor = _sharpening(scaling.factor, turned) / sharper
-            read["rotary_scaling"] = replace(scaling, attention_factor=factor)
-        return read | {"attention_scale": changes["mla"].head_dim ** -0.5 * sharper * sharper}
+            read["rotary.scaling"] = replace(scaling, attention_factor=factor)
+        return read | {"attention.scale": changes["attention.mla"].head_dim ** -0.5 * sharper * sharper}
 
     def write(self, config: TransformerConfig) -> dict[str, Any]:
-        written, scaling = super().write(config), config.rotary_scaling
-        if scaling is not None and scaling.factor > 1 and config.attention_scale is not None:
-            sharper = math.sqrt(config.attention_scale * config.size_of_head**0.5)
+        written, scaling = super().write(config), config.rotary.scaling
+        if scaling is not None and scaling.factor > 1 and config.attention.scale is not None:
+            sharper = math.sqrt(config.attention.scale * config.size_of_head**0.5)
             # Rounded, what was 1.0 in a file is that again.
             written["rope_parameters"]["mscale_all_dim"] = round((sharper - 1) / math.log(scaling.factor) * 10, 12)
         return written
@@ -163,7 +164,7 @@ class RoutedBehindDense(Codec):
     def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
         layers, dense = changes["num_layers"], values.get("first_k_dense_replace", 3) or 0
         if dense >= layers:
-            return {"period": (LayerKind(),)}
+            return {"stack.period": (LayerKind(),)}
         shared = values.get("n_shared_experts", 1)
         if not shared:
             raise FieldError(f"n_shared_experts is {shared!r}, but this family always has some")
@@ -176,10 +177,10 @@ class RoutedBehindDense(Codec):
             load_balance_weight=0.0,
             router_z_weight=0.0,
             scoring="sigmoid",
-            selection_bias=True,
+            e_score_correction_bias=True,
             num_groups=values.get("n_group", 8),
             top_groups=values.get("topk_group", 4),
-            weights_scale=values.get("routed_scaling_factor", 2.5),
+            routed_scaling_factor=values.get("routed_scaling_factor", 2.5),
         )
         return fold([LayerKind()] * dense + [LayerKind(moe=moe)] * (layers - dense))
 
@@ -196,7 +197,7 @@ class RoutedBehindDense(Codec):
             "norm_topk_prob": moe.normalize_weights,
             "n_group": moe.num_groups,
             "topk_group": moe.top_groups,
-            "routed_scaling_factor": moe.weights_scale,
+            "routed_scaling_factor": moe.routed_scaling_factor,
             "first_k_dense_replace": sum(kind.moe is None for kind in kinds),
         }
 
@@ -204,8 +205,8 @@ class RoutedBehindDense(Codec):
 def _rules(config: TransformerConfig) -> Sequence[Rule]:
     theirs, ours = "model.layers.{layer}.self_attn.", "decoder/{layer}/self_attention/"
     mlp, feed_forward = "model.layers.{layer}.mlp.", "decoder/{layer}/feed_forward/"
-    turned = config.mla.rotary_dim
-    query = "q_proj" if config.mla.query_rank is None else "q_b_proj"
+    turned = config.attention.mla.qk_rope_head_dim
+    query = "q_proj" if config.attention.mla.q_lora_rank is None else "q_b_proj"
     latents = {kind: (f"{ours}latent/{kind}", f"{ours}rotary_key/{kind}") for kind in ("kernel", "bias")}
     return [
         Rule("model.embed_tokens.weight", "embedding/embedding"),

@@ -43,7 +43,7 @@ DISTILBERT = Family(
     heads={
         "DistilBertForMaskedLM": Head(
             model=MaskedLM,
-            constants={"output_bias": True},
+            constants={"output.bias": True},
             fields=(masked_transform("activation"),),
             rules=(
                 *linear("vocab_transform", "head_transform/dense"),
@@ -54,7 +54,7 @@ DISTILBERT = Family(
         ),
         "DistilBertForSequenceClassification": Head(
             model=Classifier,
-            constants={"pooling": "first", "head_transform": HeadTransform(activation="relu", norm=False)},
+            constants={"output.pooling": "first", "output.transform": HeadTransform(activation="relu", norm=False)},
             fields=(Labels(),),
             rules=(*linear("pre_classifier", "head_transform/dense"), *linear("classifier", "output")),
             ignored=_MASKED_LM,
@@ -70,9 +70,9 @@ DISTILBERT = Family(
         Field("n_heads", "num_heads", 12),
         Field("hidden_dim", "d_ff", 3072),
         Field("activation", "activation", "gelu", ACTIVATIONS),
-        Field("tie_word_embeddings", "tie_embeddings", True),
+        Field("tie_word_embeddings", "embedding.tie", True),
         Field("dropout", "dropout_rate", 0.1),
-        Field("attention_dropout", "attention_dropout_rate", 0.1),
+        Field("attention_dropout", "attention.dropout_rate", 0.1),
         Field("initializer_range", "initializer_range", 0.02),
         # Sinusoidal tables are in the files, too: the field says what training began with.
         Unread(("sinusoidal_pos_embds", "qa_dropout", "seq_classif_dropout", "tie_weights_", "output_past")),

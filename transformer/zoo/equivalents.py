@@ -114,10 +114,10 @@ def _unchanged(before: nn.Module, after: nn.Module, params: Flat) -> Flat:
 
 def _plain_embeddings_config(model: nn.Module, positions: int) -> TransformerConfig | None:
     config = model.config
-    tied = config.tie_embeddings and isinstance(model, CausalLM | Seq2Seq | MaskedLM)
-    if not config.scale_embeddings or (tied and config.output_bias):
+    tied = config.embedding.tie and isinstance(model, CausalLM | Seq2Seq | MaskedLM)
+    if not config.embedding.scale or (tied and config.output.bias):
         return None
-    return config.replace(scale_embeddings=False, **({"tie_embeddings": False} if tied else {}))
+    return config.replace(**{"embedding.scale": False} | ({"embedding.tie": False} if tied else {}))
 
 
 def _plain_embeddings(before: nn.Module, after: nn.Module, params: Flat) -> Flat:
@@ -125,7 +125,7 @@ def _plain_embeddings(before: nn.Module, after: nn.Module, params: Flat) -> Flat
     scale = np.asarray(config.d_model**0.5, config.dtype)  # rounded as the model rounds it
     tables = {path: params[path] for path in ("embedding/embedding", "source_embedding/embedding") if path in params}
     changed = {path: table * scale.astype(table.dtype) for path, table in tables.items()}
-    if config.tie_embeddings and not after.config.tie_embeddings:
+    if config.embedding.tie and not after.config.embedding.tie:
         changed["output/kernel"] = params["embedding/embedding"].T
     return params | changed
 
@@ -156,9 +156,9 @@ def _norm_bias_config(model: nn.Module, positions: int) -> TransformerConfig | N
 
 def _output_bias_config(model: nn.Module, positions: int) -> TransformerConfig | None:
     config = model.config
-    if config.output_bias or not isinstance(model, Seq2Seq | MaskedLM):
+    if config.output.bias or not isinstance(model, Seq2Seq | MaskedLM):
         return None
-    return config.replace(output_bias=True)
+    return config.replace(**{"output.bias": True})
 
 
 def _attention_config(model: nn.Module, positions: int) -> TransformerConfig | None:
@@ -168,9 +168,8 @@ def _attention_config(model: nn.Module, positions: int) -> TransformerConfig | N
     if all(kind.self_attention for kind in kinds) or config.norm_position not in ("pre", "parallel"):
         return None
     names = ("prefix", "period", "suffix")
-    return config.replace(
-        **{name: tuple(replace(kind, self_attention=True) for kind in getattr(config, name)) for name in names}
-    )
+    attend = {n: tuple(replace(kind, self_attention=True) for kind in getattr(config.stack, n)) for n in names}
+    return config.replace(stack=replace(config.stack, **attend))
 
 
 # Sinusoids: a table of positions holds their first rows.
@@ -203,12 +202,12 @@ def _epsilon_config(model: nn.Module, positions: int) -> TransformerConfig | Non
         or type(model) not in (CausalLM, Seq2Seq)
         or config.position not in ("learned", "rotary", "none")
         or config.norm_position not in ("pre", "post")
-        or not config.final_norm
+        or not config.stack.final_norm
         or config.norm == "frozen_batch_norm"
-        or config.embedding_norm
-        or config.head_transform is not None
-        or config.qk_norm
-        or config.mla is not None
+        or config.embedding.norm
+        or config.output.transform is not None
+        or config.attention.qk_norm
+        or config.attention.mla is not None
         or _has_experts(config)
         or not all(kind.attention_norm for kind in config.kinds)
     ):
@@ -233,7 +232,7 @@ def _epsilon(before: nn.Module, after: nn.Module, params: Flat) -> Flat:
         elif post and _READS.fullmatch(path):
             new[path] = _times(leaf, 1 / larger)
     # The last norm is read by the output map, which is `larger` times as large where it is the table of embeddings.
-    last = 1 / larger if config.tie_embeddings else 1.0
+    last = 1 / larger if config.embedding.tie else 1.0
     place, index = layer_places(config, config.decoder_layers if isinstance(before, Seq2Seq) else config.num_layers)[-1]
     norm = f"decoder/{place}/feed_forward_norm" if post else "decoder/final_norm"
     for path in (f"{norm}/scale", f"{norm}/bias"):

@@ -88,7 +88,7 @@ def example_dtype(directory: str | os.PathLike, example: dict[str, Any]) -> str:
 def _vocabularies(model: nn.Module) -> list[int]:
     """Numbers of tokens that there are for each input of a model; any number for an input without tokens."""
     target = model.config.vocab_size or 1
-    source = model.config.source_vocab_size or target
+    source = model.config.embedding.source_vocab_size or target
     return [source, target] if isinstance(model, Seq2Seq) else [target]
 
 

@@ -12,12 +12,13 @@ import jax
 import jax.numpy as jnp
 
 from transformer.config import ConfigError, LayerKind, TransformerConfig, nearest
+from transformer.config.paths import fields_by_path
 from transformer.nn.models import Embedder, Forecaster, Seq2Seq, SpeechToText, VisionClassifier
 from transformer.nn.models.speech import FRAMES_A_POSITION
 from transformer.zoo.fields import FIXED_EVERYWHERE, NEUTRAL, Codec, FieldError
 from transformer.zoo.weights.rules import Link, Rule, layer_kinds, layer_places, link
 
-FREE = frozenset({"dropout_rate", "attention_dropout_rate", "initializer_range", "dtype", "param_dtype"})
+FREE = frozenset({"dropout_rate", "attention.dropout_rate", "initializer_range", "dtype", "param_dtype"})
 """fields of a TransformerConfig that change nothing of what a trained model computes"""
 
 MAX_LAYERS = 1024
@@ -178,7 +179,7 @@ class Family:
         except ConfigError as error:  # a value that has no word there
             raise NoCounterpart(f"{self.title} can't say what this model is: {error}", 99) from error
         pools = head.model is Embedder
-        mine, theirs = (canonical(c) | ({"pooling": c.pooling} if pools else {}) for c in (config, again))
+        mine, theirs = (canonical(c) | ({"output.pooling": c.output.pooling} if pools else {}) for c in (config, again))
         differing = [name for name in mine if mine[name] != theirs[name]]
         if differing:
             told = [
@@ -211,7 +212,7 @@ class Family:
         """The rules applied to this model, whose parameters have these shapes."""
         rules = [*self.rules(model.config), *self.heads[architecture].rules]
         places = stack_places(model)
-        if model.config.causal:  # a decoder that classifies is the encoder of a Classifier
+        if model.config.attention.causal:  # a decoder that classifies is the encoder of a Classifier
             shapes = {re.sub(r"^encoder/", "decoder/", path): shape for path, shape in shapes.items()}
             return [_in_encoder(one) for one in link(rules, shapes, places)]
         return link(rules, shapes, places)
@@ -238,37 +239,38 @@ def stack_places(model: Any) -> dict[str, list[tuple[str, int | None]]]:
 
 def canonical(config: TransformerConfig) -> dict[str, Any]:
     """What a config says in one way of saying it: defaults filled in, fields that nothing reads left out."""
-    values = {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.name not in FREE}
+    values = {path: value for path, value in fields_by_path(config).items() if path not in FREE}
     encoder, decoder = config.encoder_layers, config.decoder_layers
-    del values["num_layers"], values["prefix"], values["period"], values["suffix"]
+    for path in ("num_layers", "stack.prefix", "stack.period", "stack.suffix"):
+        del values[path]
     values |= {
-        "num_encoder_layers": encoder,
-        "num_decoder_layers": decoder,
+        "stack.num_encoder_layers": encoder,
+        "stack.num_decoder_layers": decoder,
         "num_kv_heads": config.kv_heads,
-        "head_dim": config.size_of_head,
-        "value_dim": config.size_of_value,
+        "attention.head_dim": config.size_of_head,
+        "attention.value_dim": config.size_of_value,
         "d_ff": config.feed_forward_width,
-        "attention_scale": config.attention_scale or config.size_of_head**-0.5,
-        "attention_biases": _biases(config),
+        "attention.scale": config.attention.scale or config.size_of_head**-0.5,
+        "attention.biases": _biases(config),
     }
     kinds = {}
     for stack, layers in {"encoder": encoder, "decoder": decoder}.items():
         kinds[stack] = [_kind(config, kind) for kind in layer_kinds(config, layers)]
     if config.position != "rotary":
-        values |= dict.fromkeys(("rotary_base", "rotary_dim", "rotary_scaling"))
+        values |= dict.fromkeys(("rotary.base", "rotary.dim", "rotary.scaling"))
     else:
-        values["rotary_dim"] = config.rotary_dim or config.size_of_head
-        values |= dict.fromkeys(("rotary_base", "rotary_scaling"), "by layer")
+        values["rotary.dim"] = config.rotary.dim or config.size_of_head
+        values |= dict.fromkeys(("rotary.base", "rotary.scaling"), "by layer")
     if config.position != "t5":
-        values |= dict.fromkeys(("relative_buckets", "relative_max_distance"))
+        values |= dict.fromkeys(("t5_bias.buckets", "t5_bias.max_distance"))
     if config.norm_position == "post":
-        values["final_norm"] = None
-    if not config.qk_norm:
-        values["qk_norm_scope"] = None
-    if config.source_max_length == config.max_length:
-        values["source_max_length"] = None
-    if config.num_classes is None and not config.normalize_embeddings:
-        values["pooling"] = None
+        values["stack.final_norm"] = None
+    if not config.attention.qk_norm:
+        values["attention.qk_norm_scope"] = None
+    if config.embedding.source_max_length == config.max_length:
+        values["embedding.source_max_length"] = None
+    if config.output.num_classes is None and not config.output.normalize:
+        values["output.pooling"] = None
     if all(kind.moe is not None for layers in kinds.values() for kind in layers):
         values["d_ff"] = None  # the experts' own
     return values | {"layers": kinds}
@@ -289,7 +291,7 @@ def _difference(mine: Any, theirs: Any, title: str) -> str:
 
 def _biases(config: TransformerConfig) -> tuple[str, ...]:
     everywhere = ("query", "key", "value", "out")
-    given = config.attention_biases
+    given = config.attention.biases
     return (everywhere if config.use_bias else ()) if given is None else tuple(n for n in everywhere if n in given)
 
 
@@ -301,8 +303,8 @@ def _kind(config: TransformerConfig, kind: LayerKind) -> LayerKind:
     if config.position != "rotary":
         changes |= {"rotary_base": None, "rotary_scaling": None}
     elif kind.self_attention:
-        changes["rotary_base"] = kind.rotary_base or config.rotary_base
-        changes["rotary_scaling"] = kind.rotary_scaling or config.rotary_scaling
+        changes["rotary_base"] = kind.rotary_base or config.rotary.base
+        changes["rotary_scaling"] = kind.rotary_scaling or config.rotary.scaling
     return replace(kind, **changes)
 
 
@@ -316,7 +318,7 @@ def _is_too_large(value: Any) -> bool:
 
 def _check_layers(changes: Mapping[str, Any]) -> None:
     """ConfigError for more layers than any model has, before each of them is looked at."""
-    for name in ("num_layers", "num_encoder_layers", "num_decoder_layers"):
+    for name in ("num_layers", "stack.num_encoder_layers", "stack.num_decoder_layers"):
         layers = changes.get(name)
         if isinstance(layers, int) and layers > MAX_LAYERS:
             raise ConfigError(f"config.json asks for {layers} layers: expected at most {MAX_LAYERS}. Correct it.")
@@ -332,7 +334,7 @@ def example_inputs(model: Any) -> tuple[Any, ...]:
         return (jnp.zeros((1, model.config.series.context_length, model.config.series.channels)),)
     if isinstance(model, SpeechToText):
         positions = model.config.longest_source or 1
-        return (jnp.zeros((1, FRAMES_A_POSITION * positions, model.config.mel_bins)), tokens)
+        return (jnp.zeros((1, FRAMES_A_POSITION * positions, model.config.speech.mel_bins)), tokens)
     return (tokens, tokens) if isinstance(model, Seq2Seq) else (tokens,)
 
 

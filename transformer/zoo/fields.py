@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from transformer.config import ConfigError, LayerKind, RotaryScaling, TransformerConfig
+from transformer.config.paths import get_path
 
 REQUIRED = object()
 """default of a field that must be there"""
@@ -83,10 +84,10 @@ class Codec(ABC):
 _RESOLVED = {
     "d_ff": "feed_forward_width",
     "num_kv_heads": "kv_heads",
-    "head_dim": "size_of_head",
-    "value_dim": "size_of_value",
-    "num_encoder_layers": "encoder_layers",
-    "num_decoder_layers": "decoder_layers",
+    "attention.head_dim": "size_of_head",
+    "attention.value_dim": "size_of_value",
+    "stack.num_encoder_layers": "encoder_layers",
+    "stack.num_decoder_layers": "decoder_layers",
 }
 """attributes of a TransformerConfig that may be None, and the property with the value that None stands for"""
 
@@ -119,7 +120,7 @@ class Field(Codec):
         return {self.attribute: value}
 
     def write(self, config: TransformerConfig) -> dict[str, Any]:
-        value = getattr(config, self.attribute)
+        value = get_path(config, self.attribute)
         if self.values is not None:
             named = [theirs for theirs, ours in self.values.items() if ours == value]
             return {self.name: named[0]} if named else {}
@@ -182,10 +183,10 @@ class Labels(Codec):
 
     def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
         labels = values.get("id2label")
-        return {"num_classes": values.get("num_labels") or 2 if labels is None else len(labels)}
+        return {"output.num_classes": values.get("num_labels") or 2 if labels is None else len(labels)}
 
     def write(self, config: TransformerConfig) -> dict[str, Any]:
-        names = [f"LABEL_{i}" for i in range(config.num_classes or 0)]
+        names = [f"LABEL_{i}" for i in range(config.output.num_classes or 0)]
         return {
             "id2label": {str(i): name for i, name in enumerate(names)},
             "label2id": {n: i for i, n in enumerate(names)},
@@ -207,10 +208,10 @@ class Biases(Codec):
     def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
         everywhere = ("query", "key", "value", "out")
         feed_forward = self.feed_forward is not None and values.get(self.feed_forward, False)
-        return {"use_bias": feed_forward, "attention_biases": everywhere if values.get(self.attention) else ()}
+        return {"use_bias": feed_forward, "attention.biases": everywhere if values.get(self.attention) else ()}
 
     def write(self, config: TransformerConfig) -> dict[str, Any]:
-        biases = config.attention_biases
+        biases = config.attention.biases
         attention = config.use_bias if biases is None else bool(biases)
         return {self.attention: attention} | ({self.feed_forward: config.use_bias} if self.feed_forward else {})
 
@@ -333,28 +334,28 @@ class Rope(Codec):
         if self.default_share is None and share != 1:
             raise FieldError(f"{self.share_name} is {share!r}, but heads of this family turn whole")
         base, scaling = read_rotary(parameters, self.default_base, values.get("max_position_embeddings"))
-        head = changes.get("head_dim") or changes["d_model"] // changes["num_heads"]
+        head = changes.get("attention.head_dim") or changes["d_model"] // changes["num_heads"]
         turned = int(head * share)
         return {
-            "rotary_base": base,
-            "rotary_scaling": scaling,
-            "rotary_dim": None if turned == head else turned,
+            "rotary.base": base,
+            "rotary.scaling": scaling,
+            "rotary.dim": None if turned == head else turned,
         }
 
     def write(self, config: TransformerConfig) -> dict[str, Any]:
-        parameters = write_rotary(config.rotary_base, config.rotary_scaling)
+        parameters = write_rotary(config.rotary.base, config.rotary.scaling)
         share = {}
         if self.default_share is not None:
             head = config.size_of_head
-            turned = config.rotary_dim or head
+            turned = config.rotary.dim or head
             # Rounded down, a share is one dimension too few: 30 / 44 * 44 is less than 30.
             part = turned / head if int(head * (turned / head)) == turned else math.nextafter(turned / head, 1.0)
             share = {"partial_rotary_factor": part}
-        scaled = 1.0 if config.rotary_scaling is None else config.rotary_scaling.factor
-        trained = 131_072 if config.rotary_scaling is None else config.rotary_scaling.original_length
+        scaled = 1.0 if config.rotary.scaling is None else config.rotary.scaling.factor
+        trained = 131_072 if config.rotary.scaling is None else config.rotary.scaling.original_length
         return {
             "rope_parameters": parameters | share,
-            self.base_name: config.rotary_base,
+            self.base_name: config.rotary.base,
             "max_position_embeddings": int(trained * scaled),
         } | ({self.share_name: share["partial_rotary_factor"]} if share else {})
 
@@ -377,7 +378,7 @@ def fold(kinds: Sequence[LayerKind]) -> dict[str, tuple[LayerKind, ...]]:
     while list(kinds[first + repeats * size : first + (repeats + 1) * size]) == list(kinds[first : first + size]):
         repeats += 1
     return {
-        "prefix": tuple(kinds[:first]),
-        "period": tuple(kinds[first : first + size]),
-        "suffix": tuple(kinds[first + repeats * size :]),
+        "stack.prefix": tuple(kinds[:first]),
+        "stack.period": tuple(kinds[first : first + size]),
+        "stack.suffix": tuple(kinds[first + repeats * size :]),
     }

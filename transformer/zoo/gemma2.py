@@ -24,7 +24,7 @@ from transformer.zoo.weights.rules import Rule, norm
 GEMMA_CONSTANTS = DECODER_CONSTANTS | {
     "norm": "zero_centered_rms_norm",
     "norm_position": "sandwich",
-    "scale_embeddings": True,
+    "embedding.scale": True,
 }
 """what Gemma 2 and 3 have in common"""
 GELU = Field("hidden_activation", "activation", "gelu_pytorch_tanh", {"gelu_pytorch_tanh": "gelu_tanh"} | ACTIVATIONS)
@@ -40,10 +40,10 @@ class QueryScale(Codec):
         return ("query_pre_attn_scalar",)
 
     def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-        return {"attention_scale": values.get("query_pre_attn_scalar", 256) ** -0.5}
+        return {"attention.scale": values.get("query_pre_attn_scalar", 256) ** -0.5}
 
     def write(self, config: TransformerConfig) -> dict[str, Any]:
-        scale = config.attention_scale or config.size_of_head**-0.5
+        scale = config.attention.scale or config.size_of_head**-0.5
         return {"query_pre_attn_scalar": round(scale**-2)}
 
 
@@ -96,8 +96,8 @@ GEMMA2 = Family(
         Rope(),
         Biases("attention_bias"),
         QueryScale(),
-        Field("attn_logit_softcapping", "attention_softcap", 50.0, nullable=True),
-        Field("final_logit_softcapping", "logit_softcap", 30.0, nullable=True),
+        Field("attn_logit_softcapping", "attention.softcap", 50.0, nullable=True),
+        Field("final_logit_softcapping", "output.softcap", 30.0, nullable=True),
         AlternatingWindows(),
         Fixed("use_bidirectional_attention", (None, False)),
         # Of the published files; hidden_activation and sliding_window are what is computed with.

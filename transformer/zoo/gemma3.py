@@ -60,7 +60,7 @@ class LocalAndGlobal(Codec):
             FULL: LayerKind(rotary_scaling=scaled),
             SLIDING: LayerKind(window=window, rotary_base=local_base, rotary_scaling=local_scaled),
         }
-        return {"rotary_base": base} | fold([kinds[name] for name in types])
+        return {"rotary.base": base} | fold([kinds[name] for name in types])
 
     def write(self, config: TransformerConfig) -> dict[str, Any]:
         windows = layer_windows(config)
@@ -68,7 +68,7 @@ class LocalAndGlobal(Codec):
         parameters = {name: write_rotary(base, None) for name, base in _BASES.items()}
         for name, kind in zip(types, layer_kinds(config, config.num_layers), strict=True):
             parameters[name] = write_rotary(
-                kind.rotary_base or config.rotary_base, kind.rotary_scaling or config.rotary_scaling
+                kind.rotary_base or config.rotary.base, kind.rotary_scaling or config.rotary.scaling
             )
         return {
             "sliding_window": max(filter(None, windows), default=4096),
@@ -96,14 +96,14 @@ GEMMA3 = Family(
         "Gemma3ForCausalLM": Head(model=CausalLM, rules=(Rule("lm_head.weight", "output/kernel", MATRIX),)),
         "Gemma3TextForSequenceClassification": LAST_TOKEN,
     },
-    constants=GEMMA_CONSTANTS | {"qk_norm": True},
+    constants=GEMMA_CONSTANTS | {"attention.qk_norm": True},
     fields=(
         *decoder_fields(tied=True, kv_heads=4, head_dim=256, activation=GELU),
         Biases("attention_bias"),
         QueryScale(),
         # The reference has a field for capped scores and never caps them.
         Fixed("attn_logit_softcapping", (None,)),
-        Field("final_logit_softcapping", "logit_softcap", None, nullable=True),
+        Field("final_logit_softcapping", "output.softcap", None, nullable=True),
         LocalAndGlobal(),
         Fixed("use_bidirectional_attention", (False, None)),
         Unread(("hidden_act",)),

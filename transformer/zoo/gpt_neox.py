@@ -43,7 +43,7 @@ GPT_NEOX = Family(
         "GPTNeoXForCausalLM": Head(model=CausalLM, rules=(Rule("embed_out.weight", "output/kernel", MATRIX),)),
         "GPTNeoXForSequenceClassification": LAST_TOKEN,
     },
-    constants={"norm": "layer_norm", "position": "rotary", "use_bias": True, "scale_embeddings": False},
+    constants={"norm": "layer_norm", "position": "rotary", "use_bias": True, "embedding.scale": False},
     fields=(
         Field("vocab_size", "vocab_size"),
         Field("hidden_size", "d_model"),
@@ -53,11 +53,11 @@ GPT_NEOX = Family(
         Field("hidden_act", "activation", "gelu", {"gelu": "gelu_erf", "gelu_fast": "gelu_tanh"} | ACTIVATIONS),
         Field("layer_norm_eps", "norm_epsilon", 1e-5),
         Field("use_parallel_residual", "norm_position", True, {True: "parallel", False: "pre"}),
-        Field("attention_bias", "attention_biases", True, {True: None, False: ()}),
+        Field("attention_bias", "attention.biases", True, {True: None, False: ()}),
         Rope(default_share=0.25, share_name="rotary_pct", base_name="rotary_emb_base"),
-        Field("tie_word_embeddings", "tie_embeddings", False),
+        Field("tie_word_embeddings", "embedding.tie", False),
         Field("hidden_dropout", "dropout_rate", 0.0),
-        Field("attention_dropout", "attention_dropout_rate", 0.0),
+        Field("attention_dropout", "attention.dropout_rate", 0.0),
         Field("initializer_range", "initializer_range", 0.02),
         # Dropouts by names that the reference doesn't read.
         Unread(("attention_probs_dropout_prob", "hidden_dropout_prob")),

@@ -127,7 +127,7 @@ GPT_OSS = Family(
     title="gpt-oss",
     citation="OpenAI 2025, arXiv 2508.10925",
     heads=decoder_heads("GptOss"),
-    constants=DECODER_CONSTANTS | {"activation": "swiglu_clamped", "attention_sinks": True},
+    constants=DECODER_CONSTANTS | {"activation": "swiglu_clamped", "attention.sinks": True},
     fields=(
         # The reference's experts read no hidden_act.
         *decoder_fields(epsilon=1e-5, kv_heads=8, head_dim=64, activation=Unread(("hidden_act",))),

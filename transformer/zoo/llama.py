@@ -17,7 +17,7 @@ DECODER_CONSTANTS = {
     "position": "rotary",
     "gated": True,
     "use_bias": False,
-    "scale_embeddings": False,
+    "embedding.scale": False,
 }
 """what Llama has in common with most that came after it"""
 
@@ -91,7 +91,7 @@ class Heads(Codec):
         kv_heads, head_dim = values.get("num_key_value_heads", self.kv_heads), values.get("head_dim", self.head_dim)
         return {
             "num_kv_heads": None if kv_heads == heads else kv_heads,
-            "head_dim": None if head_dim is not None and head_dim * heads == width else head_dim,
+            "attention.head_dim": None if head_dim is not None and head_dim * heads == width else head_dim,
         }
 
     def write(self, config: TransformerConfig) -> dict[str, Any]:
@@ -121,15 +121,15 @@ def decoder_fields(
         Heads(kv_heads, head_dim),
         activation,
         Field("rms_norm_eps", "norm_epsilon", epsilon),
-        Field("tie_word_embeddings", "tie_embeddings", tied),
-        Field("attention_dropout", "attention_dropout_rate", 0.0),
+        Field("tie_word_embeddings", "embedding.tie", tied),
+        Field("attention_dropout", "attention.dropout_rate", 0.0),
         Field("initializer_range", "initializer_range", 0.02),
     )
 
 
 LAST_TOKEN = Head(
     model=Classifier,
-    constants={"causal": True, "pooling": "last", "output_bias": False},
+    constants={"attention.causal": True, "output.pooling": "last", "output.bias": False},
     fields=(Labels(),),
     rules=(Rule("score.weight", "output/kernel", MATRIX),),
 )

@@ -28,13 +28,13 @@ class Vocabularies(Codec):
         source = values["vocab_size"]
         target = values.get("decoder_vocab_size") or source
         if not values.get("share_encoder_decoder_embeddings", True):
-            return {"vocab_size": target, "source_vocab_size": source}
+            return {"vocab_size": target, "embedding.source_vocab_size": source}
         if target != source:
             raise FieldError(f"decoder_vocab_size is {target}, but the table is shared, and vocab_size is {source}")
         return {"vocab_size": source}
 
     def write(self, config: TransformerConfig) -> dict[str, Any]:
-        source = config.source_vocab_size
+        source = config.embedding.source_vocab_size
         return {
             "vocab_size": config.vocab_size if source is None else source,
             "decoder_vocab_size": config.vocab_size,
@@ -70,7 +70,9 @@ class Positions(Codec):
 
 
 def _rules(config: TransformerConfig) -> Sequence[Rule]:
-    target = "model.shared.weight" if config.source_vocab_size is None else "model.decoder.embed_tokens.weight"
+    target = (
+        "model.shared.weight" if config.embedding.source_vocab_size is None else "model.decoder.embed_tokens.weight"
+    )
     return [
         Rule(target, "embedding/embedding"),
         Rule("model.encoder.embed_tokens.weight", "source_embedding/embedding"),
@@ -91,7 +93,7 @@ MARIAN = Family(
     name="marian",
     title="Marian",
     citation="Junczys-Dowmunt et al. 2018, arXiv 1804.00344; Tiedemann & Thottingal 2020, OPUS-MT",
-    heads={"MarianMTModel": Head(model=Seq2Seq, constants={"output_bias": True}, rules=(LOGITS_BIAS,))},
+    heads={"MarianMTModel": Head(model=Seq2Seq, constants={"output.bias": True}, rules=(LOGITS_BIAS,))},
     constants={"norm": "layer_norm", "norm_epsilon": 1e-5, "norm_position": "post", "use_bias": True},
     fields=(
         Vocabularies(),

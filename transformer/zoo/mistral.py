@@ -32,7 +32,7 @@ class SameWindow(Codec):
         return ("sliding_window",)
 
     def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-        return {"period": (LayerKind(window=values.get("sliding_window", self.default)),)}
+        return {"stack.period": (LayerKind(window=values.get("sliding_window", self.default)),)}
 
     def write(self, config: TransformerConfig) -> dict[str, Any]:
         return {"sliding_window": layer_kinds(config, config.num_layers)[0].window}

@@ -61,7 +61,7 @@ class Experts(Codec):
             load_balance_weight=balance_weight(values.get("router_aux_loss_coef", 0.001), top_k, changes["num_layers"]),
             router_z_weight=0.0,
         )
-        return {"period": tuple(replace(kind, moe=moe) for kind in changes["period"])}
+        return {"stack.period": tuple(replace(kind, moe=moe) for kind in changes["stack.period"])}
 
     def write(self, config: TransformerConfig) -> dict[str, Any]:
         moe = layer_kinds(config, config.num_layers)[0].moe

@@ -51,7 +51,7 @@ class GlobalAndLocal(Codec):
         local = LayerKind(window=window, rotary_base=local_base, rotary_scaling=local_scaling)
         kinds = [local if name == _SLIDING else LayerKind(rotary_scaling=scaling) for name in types]
         kinds[0] = replace(kinds[0], attention_norm=False)
-        return {"rotary_base": base, **fold(kinds)}
+        return {"rotary.base": base, **fold(kinds)}
 
     def write(self, config: TransformerConfig) -> dict[str, Any]:
         kinds = layer_kinds(config, config.num_layers)
@@ -63,8 +63,8 @@ class GlobalAndLocal(Codec):
         }
         for name, (old, _) in _BASES.items():
             kind = next((kind for kind in kinds if (kind.window is None) == (name == _FULL)), LayerKind())
-            base = kind.rotary_base or config.rotary_base
-            values["rope_parameters"][name] = write_rotary(base, kind.rotary_scaling or config.rotary_scaling)
+            base = kind.rotary_base or config.rotary.base
+            values["rope_parameters"][name] = write_rotary(base, kind.rotary_scaling or config.rotary.scaling)
             values[old] = base
         return values
 
@@ -92,15 +92,17 @@ class PredictionHead(Codec):
 
     def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
         activation = Field("classifier_activation", "activation", "gelu", ACTIVATIONS).read(values, changes)
-        return {"head_transform": HeadTransform(norm=True, use_bias=values.get("classifier_bias", False), **activation)}
+        return {
+            "output.transform": HeadTransform(norm=True, use_bias=values.get("classifier_bias", False), **activation)
+        }
 
     def write(self, config: TransformerConfig) -> dict[str, Any]:
-        if config.head_transform is None:
+        if config.output.transform is None:
             return {}
         names = {ours: theirs for theirs, ours in reversed(ACTIVATIONS.items())}
-        theirs = names.get(config.head_transform.activation)
+        theirs = names.get(config.output.transform.activation)
         found = {} if theirs is None else {"classifier_activation": theirs}
-        return found | {"classifier_bias": config.head_transform.use_bias}
+        return found | {"classifier_bias": config.output.transform.use_bias}
 
 
 def _rules(config: TransformerConfig) -> Sequence[Rule]:
@@ -134,14 +136,14 @@ MODERNBERT = Family(
     heads={
         "ModernBertForMaskedLM": Head(
             model=MaskedLM,
-            fields=(PredictionHead(), Field("decoder_bias", "output_bias", True)),
+            fields=(PredictionHead(), Field("decoder_bias", "output.bias", True)),
             rules=(*_TRANSFORM, *linear("decoder", "output"), Rule("decoder.bias", "output_bias")),
         ),
         "ModernBertForSequenceClassification": Head(
             model=Classifier,
             fields=(
                 PredictionHead(),
-                Field("classifier_pooling", "pooling", "cls", {"cls": "first", "mean": "mean"}),
+                Field("classifier_pooling", "output.pooling", "cls", {"cls": "first", "mean": "mean"}),
                 Labels(),
             ),
             rules=(*_TRANSFORM, *linear("classifier", "output")),
@@ -151,7 +153,7 @@ MODERNBERT = Family(
             model=Embedder, base=True, ignored=(r"(head\.(dense|norm)|decoder|classifier)\.(weight|bias)",)
         ),
     },
-    constants={"position": "rotary", "gated": True, "embedding_norm": True, "scale_embeddings": False},
+    constants={"position": "rotary", "gated": True, "embedding.norm": True, "embedding.scale": False},
     fields=(
         Field("vocab_size", "vocab_size", 50_368),
         Field("hidden_size", "d_model", 768),
@@ -163,9 +165,9 @@ MODERNBERT = Family(
         Field("norm_bias", "norm", False, {False: "layer_norm_without_bias", True: "layer_norm"}),
         Biases(attention="attention_bias", feed_forward="mlp_bias"),
         GlobalAndLocal(),
-        Field("tie_word_embeddings", "tie_embeddings", True),
+        Field("tie_word_embeddings", "embedding.tie", True),
         Field("embedding_dropout", "dropout_rate", 0.0),
-        Field("attention_dropout", "attention_dropout_rate", 0.0),
+        Field("attention_dropout", "attention.dropout_rate", 0.0),
         Field("initializer_range", "initializer_range", 0.02),
         Fixed("rope_scaling", (None,)),
         Unread(

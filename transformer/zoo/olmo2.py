@@ -41,7 +41,8 @@ OLMO2 = Family(
     title="OLMo 2",
     citation="OLMo Team 2025, arXiv 2501.00656",
     heads=decoder_heads("Olmo2"),
-    constants=DECODER_CONSTANTS | {"norm_position": "reordered", "qk_norm": True, "qk_norm_scope": "all"},
+    constants=DECODER_CONSTANTS
+    | {"norm_position": "reordered", "attention.qk_norm": True, "attention.qk_norm_scope": "all"},
     fields=(*decoder_fields(epsilon=1e-5), Rope(), Biases("attention_bias")),
     rules=_rules,
     copies=COPIES,

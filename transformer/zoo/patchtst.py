@@ -77,7 +77,7 @@ class SeriesSizes(Codec):
         # The head reads a class token alone, where there is one.
         pooling = "flatten" if fields["class_token"] else _POOLINGS[pooling]
         series = Series(**fields, scaling=_SCALINGS[scaling], pooling=pooling)
-        return {"series": series, "max_length": series.positions}
+        return {"input": series, "max_length": series.positions}
 
     def write(self, config: TransformerConfig) -> dict[str, Any]:
         series = config.series
@@ -132,7 +132,7 @@ PATCHTST = Family(
     title="PatchTST",
     citation="Nie et al. 2022, arXiv 2211.14730",
     heads={"PatchTSTForPrediction": Head(model=Forecaster)},
-    constants={"position": "learned", "final_norm": False, "attention_biases": ("query", "key", "value", "out")},
+    constants={"position": "learned", "stack.final_norm": False, "attention.biases": ("query", "key", "value", "out")},
     fields=(
         Field("d_model", "d_model", 128),
         Field("num_hidden_layers", "num_layers", 3),
@@ -144,7 +144,7 @@ PATCHTST = Family(
         Field("norm_eps", "norm_epsilon", 1e-5),
         Field("pre_norm", "norm_position", True, {True: "pre", False: "post"}),
         Field("path_dropout", "dropout_rate", 0.0),
-        Field("attention_dropout", "attention_dropout_rate", 0.0),
+        Field("attention_dropout", "attention.dropout_rate", 0.0),
         Field("init_std", "initializer_range", 0.02),
         SeriesSizes(),
         Fixed("loss", ("mse",)),

@@ -140,8 +140,8 @@ def _load(
         values = values | {"architectures": [architecture]}
     name, head = family.head_of(values)
     config = family.read(values, head)
-    if config.tie_embeddings and _is_untied(files, family, head):
-        config = config.replace(tie_embeddings=False)
+    if config.embedding.tie and _is_untied(files, family, head):
+        config = config.replace(**{"embedding.tie": False})
     dtype = _check_dtype(dtype) if dtype is not None else _usual_dtype(files)
     config = config.replace(dtype=dtype, param_dtype=dtype)
     _check_sizes(files, config)
@@ -188,13 +188,13 @@ def _check_sizes(files: WeightFiles, config: TransformerConfig) -> None:
     largest = max((math.prod(tensor.shape) for tensor in files.tensors.values()), default=0)
     sizes = {
         "vocab_size": config.vocab_size,
-        "source_vocab_size": config.source_vocab_size,
+        "embedding.source_vocab_size": config.embedding.source_vocab_size,
         "d_model": config.d_model,
         "d_ff": config.feed_forward_width,
         "num_heads x head_dim": config.num_heads * config.size_of_head,
         "max_length": config.max_length,
-        "source_max_length": config.source_max_length,
-        "num_classes": config.num_classes,
+        "embedding.source_max_length": config.embedding.source_max_length,
+        "output.num_classes": config.output.num_classes,
     }
     # What is small enough is left to the list of all that doesn't fit.
     told = [f"{name} is {size}" for name, size in sizes.items() if size is not None and size > max(largest, 2**20)]

@@ -85,7 +85,7 @@ QWEN2 = Family(
     title="Qwen 2 and 2.5",
     citation="Yang et al. 2024, arXiv 2407.10671; Qwen Team 2024, arXiv 2412.15115",
     heads=decoder_heads("Qwen2"),
-    constants=DECODER_CONSTANTS | {"attention_biases": ("query", "key", "value")},
+    constants=DECODER_CONSTANTS | {"attention.biases": ("query", "key", "value")},
     fields=(*decoder_fields(kv_heads=32), Rope(), UpperWindows()),
     rules=decoder_rules,
     ignored=(ROTARY_BUFFERS,),

@@ -38,7 +38,7 @@ QWEN3 = Family(
     title="Qwen 3",
     citation="Qwen Team 2025, arXiv 2505.09388",
     heads=decoder_heads("Qwen3"),
-    constants=DECODER_CONSTANTS | {"qk_norm": True},
+    constants=DECODER_CONSTANTS | {"attention.qk_norm": True},
     fields=(*decoder_fields(kv_heads=32, head_dim=128), Rope(), Biases("attention_bias"), UpperWindows()),
     rules=_rules,
     copies=COPIES,

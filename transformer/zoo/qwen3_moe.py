@@ -91,7 +91,7 @@ QWEN3_MOE = Family(
     title="Qwen 3 (routed)",
     citation="Qwen Team 2025, arXiv 2505.09388",
     heads=decoder_heads("Qwen3Moe"),
-    constants=DECODER_CONSTANTS | {"qk_norm": True},
+    constants=DECODER_CONSTANTS | {"attention.qk_norm": True},
     fields=(
         *decoder_fields(kv_heads=4),
         Rope(),

@@ -58,12 +58,12 @@ ROBERTA = Family(
     heads={
         "RobertaForMaskedLM": Head(
             model=MaskedLM,
-            constants={"output_bias": True, "head_transform": HeadTransform(activation="gelu_erf", norm=True)},
+            constants={"output.bias": True, "output.transform": HeadTransform(activation="gelu_erf", norm=True)},
             rules=masked_lm_rules("lm_head.", "dense", "layer_norm"),
         ),
         "RobertaForSequenceClassification": Head(
             model=Classifier,
-            constants={"pooling": "first", "head_transform": TANH_POOLER},
+            constants={"output.pooling": "first", "output.transform": TANH_POOLER},
             fields=(Labels(),),
             rules=(*linear("classifier.dense", "head_transform/dense"), *linear("classifier.out_proj", "output")),
             ignored=_MASKED_LM,

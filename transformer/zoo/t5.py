@@ -16,8 +16,8 @@ T5_CONSTANTS = {
     "norm": "rms_norm",
     "position": "t5",
     "use_bias": False,
-    "scale_embeddings": False,
-    "attention_scale": 1.0,
+    "embedding.scale": False,
+    "attention.scale": 1.0,
 }
 """what all versions of T5 have in common"""
 
@@ -113,11 +113,11 @@ class DecoderOutputs(Codec):
     def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
         tied = values.get("tie_word_embeddings") is not False
         scaled = values.get(self.scale_field, tied)
-        return {"tie_embeddings": tied, "logit_scale": changes["d_model"] ** -0.5 if scaled else None}
+        return {"embedding.tie": tied, "output.scale": changes["d_model"] ** -0.5 if scaled else None}
 
     def write(self, config: TransformerConfig) -> dict[str, Any]:
-        scaled = {} if self.scale_field is None else {self.scale_field: config.logit_scale is not None}
-        return {"tie_word_embeddings": config.tie_embeddings} | scaled
+        scaled = {} if self.scale_field is None else {self.scale_field: config.output.scale is not None}
+        return {"tie_word_embeddings": config.embedding.tie} | scaled
 
 
 def t5_fields(*, feed_forward: str, scale_field: str | None) -> tuple[Codec, ...]:
@@ -125,13 +125,13 @@ def t5_fields(*, feed_forward: str, scale_field: str | None) -> tuple[Codec, ...
     return (
         Field("vocab_size", "vocab_size"),
         Field("d_model", "d_model", 512),
-        Field("d_kv", "head_dim", 64),
+        Field("d_kv", "attention.head_dim", 64),
         Field("d_ff", "d_ff"),
         Field("num_layers", "num_layers"),
-        Field("num_decoder_layers", "num_decoder_layers", None, nullable=True),
+        Field("num_decoder_layers", "stack.num_decoder_layers", None, nullable=True),
         Field("num_heads", "num_heads"),
-        Field("relative_attention_num_buckets", "relative_buckets", 32),
-        Field("relative_attention_max_distance", "relative_max_distance", 128),
+        Field("relative_attention_num_buckets", "t5_bias.buckets", 32),
+        Field("relative_attention_max_distance", "t5_bias.max_distance", 128),
         Field("layer_norm_epsilon", "norm_epsilon", 1e-6),
         Field("dropout_rate", "dropout_rate", 0.1),
         FeedForwardKind(feed_forward),

@@ -18,7 +18,7 @@ UMT5 = Family(
     title="umT5",
     citation="Chung et al. 2023, arXiv 2304.09151",
     heads=t5_heads("UMT5"),
-    constants=T5_CONSTANTS | {"position_table_per_layer": True},
+    constants=T5_CONSTANTS | {"t5_bias.per_layer": True},
     fields=(*t5_fields(feed_forward="gated-gelu", scale_field=None), Unread(("scalable_attention",))),
     rules=t5_rules,
     ignored=T5_IGNORED,

@@ -44,7 +44,7 @@ class PatchSizes(Codec):
             raise FieldError(f"patch_size is {values['patch_size']}, but only square patches are built here")
         channels = values.get("num_channels", 3)
         patches = Patches(image_height=height, image_width=width, patch_size=size, channels=channels)
-        return {"patches": patches, "max_length": 1 + patches.count}
+        return {"input": patches, "max_length": 1 + patches.count}
 
     def write(self, config: TransformerConfig) -> dict[str, Any]:
         patches = config.patches
@@ -69,10 +69,10 @@ class InputBiases(Codec):
         return ("qkv_bias",)
 
     def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-        return {"attention_biases": None if values.get("qkv_bias", True) else ("out",)}
+        return {"attention.biases": None if values.get("qkv_bias", True) else ("out",)}
 
     def write(self, config: TransformerConfig) -> dict[str, Any]:
-        return {"qkv_bias": config.attention_biases is None or "query" in config.attention_biases}
+        return {"qkv_bias": config.attention.biases is None or "query" in config.attention.biases}
 
 
 def _rules(config: TransformerConfig) -> Sequence[Rule]:
@@ -106,7 +106,7 @@ VIT = Family(
     title="ViT",
     citation="Dosovitskiy et al. 2020, arXiv 2010.11929",
     heads={"ViTForImageClassification": Head(model=VisionClassifier)},
-    constants={"norm": "layer_norm", "position": "learned", "scale_embeddings": False, "pooling": "first"},
+    constants={"norm": "layer_norm", "position": "learned", "embedding.scale": False, "output.pooling": "first"},
     fields=(
         Field("hidden_size", "d_model", 768),
         Field("num_hidden_layers", "num_layers", 12),
@@ -115,7 +115,7 @@ VIT = Family(
         Field("hidden_act", "activation", "gelu", ACTIVATIONS),
         Field("layer_norm_eps", "norm_epsilon", 1e-12),
         Field("hidden_dropout_prob", "dropout_rate", 0.0),
-        Field("attention_probs_dropout_prob", "attention_dropout_rate", 0.0),
+        Field("attention_probs_dropout_prob", "attention.dropout_rate", 0.0),
         Field("initializer_range", "initializer_range", 0.02),
         InputBiases(),
         PatchSizes(),

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from transformer.config import TransformerConfig
+from transformer.config import Speech, TransformerConfig
 from transformer.nn.models import SpeechToText
 from transformer.zoo.bart import BothStacks, StackLayers, stack_rules
 from transformer.zoo.family import Family, Head, Variant
-from transformer.zoo.fields import ACTIVATIONS, Field, Fixed, Unread
+from transformer.zoo.fields import ACTIVATIONS, Codec, Field, Fixed, Unread
 from transformer.zoo.vit import Convolution
 from transformer.zoo.weights.rules import MATRIX, Rule, linear, norm
 
@@ -34,6 +36,21 @@ def _variant(name: str, parameters: int, width: int, layers: int, heads: int, **
     return Variant(hub=f"openai/{name}", parameters=parameters, fields=sizes | fields)
 
 
+@dataclass(frozen=True)
+class MelBins(Codec):
+    """Mel frequency bins of the speech that a model reads."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return ("num_mel_bins",)
+
+    def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+        return {"input": Speech(mel_bins=values.get("num_mel_bins", 80))}
+
+    def write(self, config: TransformerConfig) -> dict[str, Any]:
+        return {} if config.speech is None else {"num_mel_bins": config.speech.mel_bins}
+
+
 _ENGLISH = {"vocab_size": 51_864}
 _LARGE_3 = {"vocab_size": 51_866, "num_mel_bins": 128}
 
@@ -42,21 +59,21 @@ WHISPER = Family(
     title="Whisper",
     citation="Radford et al. 2022, arXiv 2212.04356",
     heads={"WhisperForConditionalGeneration": Head(model=SpeechToText)},
-    constants={"norm": "layer_norm", "norm_epsilon": 1e-5, "position": "learned", "scale_embeddings": False}
-    | {"use_bias": True, "attention_biases": ("query", "value", "out")},
+    constants={"norm": "layer_norm", "norm_epsilon": 1e-5, "position": "learned", "embedding.scale": False}
+    | {"use_bias": True, "attention.biases": ("query", "value", "out")},
     fields=(
         Field("vocab_size", "vocab_size", 51_865),
-        Field("num_mel_bins", "mel_bins", 80),
-        Field("max_source_positions", "source_max_length", 1500),
+        MelBins(),
+        Field("max_source_positions", "embedding.source_max_length", 1500),
         Field("max_target_positions", "max_length", 448),
         Field("d_model", "d_model", 384),
         StackLayers(),
         BothStacks("ffn_dim", "d_ff"),
         BothStacks("attention_heads", "num_heads"),
         Field("activation_function", "activation", "gelu", ACTIVATIONS),
-        Field("tie_word_embeddings", "tie_embeddings", True),
+        Field("tie_word_embeddings", "embedding.tie", True),
         Field("dropout", "dropout_rate", 0.0),
-        Field("attention_dropout", "attention_dropout_rate", 0.0),
+        Field("attention_dropout", "attention.dropout_rate", 0.0),
         Field("init_std", "initializer_range", 0.02),
         Fixed("is_encoder_decoder", (True,)),
         Unread(

@@ -60,7 +60,7 @@ class Model(nn.Module):
     def _setup_head(self, features: int, *, tied: bool, use_bias: bool = False) -> None:
         """Makes what `head` needs for so many logits; `use_bias` where the config leaves it open."""
         config = self.config
-        use_bias = use_bias if config.output_bias is None else config.output_bias
+        use_bias = use_bias if config.output.bias is None else config.output.bias
         self._setup_transform()
         if not tied:
             self.output = Linear((features,), 1, use_bias, kernel_init(config), config.dtype, config.param_dtype)
@@ -68,14 +68,14 @@ class Model(nn.Module):
             self.output_bias = self.param("output_bias", nn.initializers.zeros, (features,), config.param_dtype)
 
     def _setup_transform(self) -> None:
-        if self.config.head_transform is not None:
-            self.head_transform = HeadMap(self.config, self.config.head_transform)
+        if self.config.output.transform is not None:
+            self.head_transform = HeadMap(self.config, self.config.output.transform)
 
     def _embed(self, table: Embedding, tokens: Tokens) -> Hidden:
         """Looks tokens up; times sqrt(d_model) where the config says so (Vaswani et al. 2017, section 3.4)."""
         _check_tokens(tokens, table.vocab_size)
         x = table(tokens)
-        return x * jnp.asarray(math.sqrt(self.config.d_model), x.dtype) if self.config.scale_embeddings else x
+        return x * jnp.asarray(math.sqrt(self.config.d_model), x.dtype) if self.config.embedding.scale else x
 
     def with_aux(self, *inputs: Any, **options: Any) -> tuple[Logits, Aux]:
         """What a call without a cache takes -> logits (B, T, V), and aux, what the layers report to the training
@@ -92,25 +92,25 @@ class Model(nn.Module):
     @nn.nowrap
     def head_parameters(self, params: Mapping[str, Any]) -> dict[str, Any]:
         """Of a tree of parameters, those that `head` reads."""
-        names = {"embedding"} if self.config.tie_embeddings else {"output"}
+        names = {"embedding"} if self.config.embedding.tie else {"output"}
         return {name: params[name] for name in names | {"output_bias", "head_transform"} if name in params}
 
     def head(self, hidden: Hidden) -> Logits:
         """Hidden states (B, T, D) -> logits (B, T, V), float32."""
         hidden = self._before_output(hidden)
-        logits = self.embedding.attend(hidden) if self.config.tie_embeddings else self.output(hidden)
+        logits = self.embedding.attend(hidden) if self.config.embedding.tie else self.output(hidden)
         logits = logits.astype(jnp.float32)
-        if self.config.tie_embeddings and self.config.output_bias:
+        if self.config.embedding.tie and self.config.output.bias:
             logits = logits + self.output_bias.astype(jnp.float32)[None, None]
-        cap = self.config.logit_softcap
+        cap = self.config.output.softcap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
     def _before_output(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
-        x, scale = self._transformed(x), self.config.logit_scale
+        x, scale = self._transformed(x), self.config.output.scale
         return x if scale is None else x * jnp.asarray(scale, x.dtype)
 
     def _transformed(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
-        return x if self.config.head_transform is None else self.head_transform(x)
+        return x if self.config.output.transform is None else self.head_transform(x)
 
 
 class TokenEncoder(Model):
@@ -123,9 +123,9 @@ class TokenEncoder(Model):
     def _setup_encoder(self) -> None:
         config = self.config
         self.embedding = self._table(config.vocab_size)
-        if config.token_types is not None:
-            self.token_type_embedding = self._table(config.token_types)
-        self.encoder = Encoder(config, causal=config.causal, execution=self.execution)
+        if config.embedding.token_types is not None:
+            self.token_type_embedding = self._table(config.embedding.token_types)
+        self.encoder = Encoder(config, causal=config.attention.causal, execution=self.execution)
 
     def hidden(
         self,
@@ -145,9 +145,9 @@ class TokenEncoder(Model):
 
     def _run(self, tokens, positions=None, mask=None, deterministic=True, token_types=None):
         x = self._embed(self.embedding, tokens)
-        if self.config.token_types is not None:
+        if self.config.embedding.token_types is not None:
             token_types = jnp.zeros_like(tokens) if token_types is None else token_types
-            _check_tokens(token_types, self.config.token_types, "token_types")
+            _check_tokens(token_types, self.config.embedding.token_types, "token_types")
             x = x + self.token_type_embedding(token_types)
         elif token_types is not None:
             raise ValueError(

@@ -18,7 +18,7 @@ class CausalLM(Model):
     def setup(self):
         self.embedding = self._table(self.config.vocab_size)
         self.decoder = Decoder(self.config, execution=self.execution)
-        self._setup_head(self.config.vocab_size, tied=self.config.tie_embeddings)
+        self._setup_head(self.config.vocab_size, tied=self.config.embedding.tie)
 
     def __call__(
         self,

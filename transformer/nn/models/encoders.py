@@ -17,7 +17,7 @@ class MaskedLM(TokenEncoder):
 
     def setup(self):
         self._setup_encoder()
-        self._setup_head(self.config.vocab_size, tied=self.config.tie_embeddings)
+        self._setup_head(self.config.vocab_size, tied=self.config.embedding.tie)
 
     def __call__(
         self,
@@ -65,7 +65,7 @@ class PooledEncoder(TokenEncoder):
 
     def pool(self, hidden: Hidden, mask: Mask | None = None) -> Float[Array, "B D"]:
         """(B, T, D) -> (B, D): mean, first or last of the real tokens."""
-        return pool(hidden, mask, self.config.pooling)
+        return pool(hidden, mask, self.config.output.pooling)
 
 
 class Classifier(PooledEncoder):
@@ -76,10 +76,10 @@ class Classifier(PooledEncoder):
     """
 
     def setup(self):
-        if self.config.num_classes is None:
-            raise ConfigError("num_classes is not set: a Classifier needs to know how many classes there are.")
+        if self.config.output.num_classes is None:
+            raise ConfigError("output.num_classes is not set: a Classifier needs to know how many classes there are.")
         self._setup_encoder()
-        self._setup_head(self.config.num_classes, tied=False, use_bias=True)
+        self._setup_head(self.config.output.num_classes, tied=False, use_bias=True)
 
     def head(self, pooled: Float[Array, "B D"]) -> Float[Array, "B C"]:
         """Pooled vectors (B, D) -> logits (B, C), float32."""
@@ -98,7 +98,7 @@ class Embedder(PooledEncoder):
     def head(self, pooled: Float[Array, "B D"]) -> Float[Array, "B D"]:
         """Pooled vectors (B, D) -> vectors (B, D), float32."""
         vectors = self._transformed(pooled).astype(jnp.float32)
-        if not self.config.normalize_embeddings:
+        if not self.config.output.normalize:
             return vectors
         # A vector of zeros stays one, as where it is usually normalized: by the larger of its length and 1e-12.
         return vectors * jax.lax.rsqrt(jnp.maximum(jnp.square(vectors).sum(-1, keepdims=True), 1e-24))

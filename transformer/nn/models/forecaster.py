@@ -72,7 +72,7 @@ class Forecaster(Model):
     def setup(self):
         config, series = self.config, self.config.series
         if series is None:
-            raise ConfigError("series is not set: a Forecaster needs it.")
+            raise ConfigError("input is not a series: a Forecaster needs input=Series(...).")
         features = ((config.d_model,), 1, True, kernel_init(config), config.dtype, config.param_dtype)
         if series.shared_embedding:
             self.series_embedding = Linear(*features)
@@ -82,7 +82,7 @@ class Forecaster(Model):
             self.channel_embedding = nn.vmap(Linear, axis_size=series.channels, **each)(*features)
         if series.class_token:
             self.class_token = self.param("class_token", nn.initializers.zeros, (config.d_model,), config.param_dtype)
-        self.encoder = Encoder(config, causal=config.causal, execution=self.execution)
+        self.encoder = Encoder(config, causal=config.attention.causal, execution=self.execution)
         self._setup_head(series.horizon, tied=False, use_bias=True)
 
     def __call__(self, values: Array, deterministic: bool = True) -> Values:

@@ -22,18 +22,19 @@ class Seq2Seq(Model):
         config = self.config
         self.embedding = self._table(config.vocab_size)
         self._setup_source()
-        source = config if config.source_max_length is None else config.replace(max_length=config.source_max_length)
+        source = config.replace(max_length=config.longest_source)
         self.encoder = Encoder(source, config.encoder_layers, execution=self.execution)
         self.decoder = Decoder(config, config.decoder_layers, cross=True, execution=self.execution)
-        self._setup_head(config.vocab_size, tied=config.tie_embeddings)
+        self._setup_head(config.vocab_size, tied=config.embedding.tie)
 
     def _setup_source(self) -> None:
         """Makes what `_embed_source` needs."""
-        if self.config.source_vocab_size is not None:
-            self.source_embedding = self._table(self.config.source_vocab_size, "source_vocab_size")
+        if self.config.embedding.source_vocab_size is not None:
+            self.source_embedding = self._table(self.config.embedding.source_vocab_size, "source_vocab_size")
 
     def _embed_source(self, source):
-        return self._embed(self.embedding if self.config.source_vocab_size is None else self.source_embedding, source)
+        shared = self.config.embedding.source_vocab_size is None
+        return self._embed(self.embedding if shared else self.source_embedding, source)
 
     def __call__(
         self,

@@ -25,10 +25,11 @@ def check_frames(config: TransformerConfig, frames: Any) -> None:
     """
     rows = config.longest_source if config.position == "learned" else None
     shape, count = frames.shape, "any" if rows is None else FRAMES_A_POSITION * rows
-    fits = len(shape) == 3 and 0 not in shape and shape[2] == config.mel_bins and (rows is None or shape[1] == count)
+    mel_bins = config.speech.mel_bins
+    fits = len(shape) == 3 and 0 not in shape and shape[2] == mel_bins and (rows is None or shape[1] == count)
     if not fits or not jnp.issubdtype(frames.dtype, jnp.floating):
         raise ValueError(
-            f"frames must be floating numbers of shape (batch, {count}, {config.mel_bins}): batch, frames, mel bins; "
+            f"frames must be floating numbers of shape (batch, {count}, {mel_bins}): batch, frames, mel bins; "
             f"got {frames.dtype} of shape {shape}. Pad the sound with silence before its frames are made; where bins "
             f"come before frames, swap the two axes; a single piece of speech is frames[None]."
         )
@@ -60,23 +61,23 @@ class Convolution(nn.Module):
 
 
 class SpeechToText(Seq2Seq):
-    """A Seq2Seq whose source is log-mel frames (B, F, M), floating, M the config's `mel_bins` (Whisper; Radford et al.
-    2022, arXiv 2212.04356, section 2.2): two convolutions over three frames each, GELU behind each, the second of
-    stride 2, make S = ceil(F / 2) positions of them, which `source_mask` and `source_positions` are about.
+    """A Seq2Seq whose source is log-mel frames (B, F, M), floating; M is the config's `input.mel_bins` (Whisper;
+    Radford et al. 2022, arXiv 2212.04356, section 2.2). Two convolutions over three frames, each followed by GELU, the
+    second with stride 2, give S = ceil(F / 2) positions, which `source_mask` and `source_positions` refer to.
 
     Parameters beside those of a Seq2Seq: `conv_0/` and `conv_1/`, instead of a table for the source. With learned
     positions F must be twice `source_max_length`: shorter speech ends in silence, as the model was trained.
 
     Raises:
-        ConfigError: the config has no mel_bins, or a source_vocab_size.
+        ConfigError: the input of the config is not `Speech`, or it has a source_vocab_size.
         ValueError: (its calls) frames of another shape, or not of floating numbers.
     """
 
     def _setup_source(self) -> None:
         config = self.config
-        if config.mel_bins is None:
-            raise ConfigError("mel_bins is not set: a SpeechToText needs to know how many numbers a frame has.")
-        if config.source_vocab_size is not None:
+        if config.speech is None:
+            raise ConfigError("input is not speech: a SpeechToText needs input=Speech(mel_bins=...).")
+        if config.embedding.source_vocab_size is not None:
             raise ConfigError("source_vocab_size is for sources of tokens, but a SpeechToText reads frames. Drop it.")
         types = {"kernel_init": kernel_init(config), "dtype": config.dtype, "param_dtype": config.param_dtype}
         self.conv_0 = Convolution(config.d_model, **types)

@@ -37,16 +37,16 @@ class VisionClassifier(Model):
 
     def setup(self):
         config = self.config
-        for field, value in {"patches": config.patches, "num_classes": config.num_classes}.items():
+        for field, value in {"input": config.patches, "output.num_classes": config.output.num_classes}.items():
             if value is None:
-                raise ConfigError(f"{field} is not set: a VisionClassifier needs it.")
-        if config.pooling == "last":
+                raise ConfigError(f"{field} is not set: a VisionClassifier needs image patches and classes.")
+        if config.output.pooling == "last":
             raise ConfigError("a VisionClassifier pools the first token, its class token, or the mean of the patches.")
         init, use_bias = kernel_init(config), config.patches.use_bias
         self.class_token = self.param("class_token", nn.initializers.zeros, (config.d_model,), config.param_dtype)
         self.patch_embedding = Linear((config.d_model,), 3, use_bias, init, config.dtype, config.param_dtype)
-        self.encoder = Encoder(config, causal=config.causal, execution=self.execution)
-        self._setup_head(config.num_classes, tied=False, use_bias=True)
+        self.encoder = Encoder(config, causal=config.attention.causal, execution=self.execution)
+        self._setup_head(config.output.num_classes, tied=False, use_bias=True)
 
     def __call__(self, images: Array, deterministic: bool = True) -> Float[Array, "B C"]:
         """Images (B, height, width, channels), floating, as the model was trained to see them -> logits of the classes
@@ -83,7 +83,7 @@ class VisionClassifier(Model):
 
     def pool(self, hidden: Hidden) -> Float[Array, "B D"]:
         """(B, 1 + patches, D) -> (B, D): the class token, or the mean of the patches without it."""
-        return hidden[:, 0] if self.config.pooling == "first" else hidden[:, 1:].mean(1)
+        return hidden[:, 0] if self.config.output.pooling == "first" else hidden[:, 1:].mean(1)
 
     def head(self, pooled: Float[Array, "B D"]) -> Float[Array, "B C"]:
         """Pooled vectors (B, D) -> logits (B, C), float32."""

@@ -37,9 +37,9 @@ def without_data(recipe: Recipe) -> tuple[Recipe, list[str]]:
             )
         recipe = dataclasses.replace(recipe, model=recipe.model.replace(vocab_size=size))
         assumed.append(f"a vocabulary of {size:,} (--model.vocab-size)")
-    if task.labels and recipe.model.num_classes is None:
+    if task.labels and recipe.model.output.num_classes is None:
         classes = len(data.labels) or 2
-        recipe = dataclasses.replace(recipe, model=recipe.model.replace(num_classes=classes))
+        recipe = dataclasses.replace(recipe, model=recipe.model.replace(**{"output.num_classes": classes}))
         assumed += [] if data.labels else ["2 classes (--model.num-classes)"]
     free = [field for field in data.open_lengths if getattr(data, field) is None]
     length = min(ASSUMED_LENGTH, recipe.model.max_length or ASSUMED_LENGTH)

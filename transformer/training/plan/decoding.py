@@ -84,7 +84,7 @@ def parse_generation(text: str | None, recipe: Recipe) -> Generation:
         if longest is not None and length > longest:
             raise ConfigError(
                 f"--decode {wanted}: the model has {longest} positions (model.max_length, and of sources "
-                f"model.source_max_length). Give fewer tokens."
+                f"model.embedding.source_max_length). Give fewer tokens."
             )
     return wanted
 
@@ -264,7 +264,7 @@ def _cache_bytes(recipe: Recipe, generation: Generation, sizes: Mapping[str, int
         size = config.kv_heads * (config.size_of_head + config.size_of_value) * jnp.dtype(config.dtype).itemsize
         whole += generation.rows * generation.prompt * size * config.decoder_layers
     # A latent is one head, which is whole on every device.
-    heads = sizes["tensor"] if config.mla is None and config.kv_heads % sizes["tensor"] == 0 else 1
+    heads = sizes["tensor"] if config.attention.mla is None and config.kv_heads % sizes["tensor"] == 0 else 1
     return whole // (row_ways(sizes) * heads)
 
 

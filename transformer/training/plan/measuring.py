@@ -126,6 +126,6 @@ def made_up_batch(recipe: Recipe) -> dict[str, np.ndarray]:
             batch[name] = random.normal(size=shape.shape).astype(np.float32)
         else:
             labels = task.labels and name == "targets"
-            limit = recipe.model.num_classes if labels else recipe.model.vocab_size
+            limit = recipe.model.output.num_classes if labels else recipe.model.vocab_size
             batch[name] = random.integers(0, limit, shape.shape, shape.dtype)
     return batch
