@@ -1,4 +1,4 @@
-"""The fuzz tests (tests/test_fuzz_*.py) with as many cases as asked for, and a table of what came of them.
+"""The fuzz tests (test_fuzz_*.py in tests/) with as many cases as asked for, and a table of what came of them.
 
 Usage: python -m reliability.fuzz --cases 100000 --seed 0                 exit code 1 if any case crashed, hung, opened
                                                                           what it must not or took too much
@@ -80,7 +80,7 @@ def main(arguments: list[str]) -> int:
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        tests = sorted(str(path) for path in (ROOT / "tests").glob("test_fuzz_*.py"))
+        tests = sorted(str(path) for path in (ROOT / "tests").rglob("test_fuzz_*.py"))
         words = [sys.executable, "-m", "pytest", *tests, f"--hypothesis-seed={options.seed}", f"--junitxml={report}"]
         words += ["-o", "junit_family=xunit1", "-n", options.workers, "--maxprocesses", "4", "-p", "no:cacheprovider"]
         status = subprocess.run(words, cwd=ROOT, env={**os.environ, "FUZZ_CASES": str(options.cases)}).returncode

@@ -1,0 +1,86 @@
+"""The programs start themselves once more with an allocator that keeps what is freed, unless told otherwise."""
+
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from transformer.cli import allocator
+from transformer.cli.allocator import KEEP, VARIABLE, keep_freed_memory
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAM = """
+import os, sys
+print(os.getpid(), sys.argv[1:], os.environ.get("GLIBC_TUNABLES"))
+sys.stdout.flush()
+from transformer.cli.allocator import keep_freed_memory
+keep_freed_memory()
+"""
+
+
+with_glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="its allocator is another")
+
+
+def write(folder):
+    path = folder / "program.py"
+    path.write_text(PROGRAM)
+    return str(path)
+
+
+def outputs(command, environment):
+    """The lines that a command prints: one each time it starts."""
+    ours = {name: value for name, value in os.environ.items() if name != VARIABLE and not name.startswith("MALLOC_")}
+    ours |= {"PYTHONPATH": str(ROOT)} | environment
+    return subprocess.run(command, env=ours, capture_output=True, text=True, check=True).stdout.splitlines()
+
+
+@with_glibc
+@pytest.mark.parametrize("chosen", [None, "", "glibc.malloc.arena_max=1"])
+def test_a_program_is_started_once_more_with_the_same_words(chosen, tmp_path):
+    environment = {} if chosen is None else {VARIABLE: chosen}
+    out = outputs([sys.executable, write(tmp_path), "one", "two words"], environment)
+    (first, *again) = [line.split(" ", 1) for line in out]
+    assert first[1] == f"['one', 'two words'] {chosen}"
+    assert again == ([[first[0], f"['one', 'two words'] {KEEP}"]] if chosen is None else [])
+
+
+@with_glibc
+def test_a_program_inside_another_one_is_not_started_again(tmp_path):
+    """As a notebook runs it with %run, or another program with runpy: a restart would end that program."""
+    inside = f"import runpy; runpy.run_path({write(tmp_path)!r}, run_name='__main__')"
+    assert len(outputs([sys.executable, "-c", inside], {})) == 1
+
+
+@with_glibc
+@pytest.mark.parametrize(("platforms", "starts"), [("cpu", 2), ("tpu", 1), ("cuda,cpu", 1)])
+def test_only_a_program_that_computes_on_the_cpu_is_started_again(platforms, starts, tmp_path):
+    assert len(outputs([sys.executable, write(tmp_path)], {"JAX_PLATFORMS": platforms})) == starts
+
+
+@pytest.mark.parametrize("present", ["tpu", "gpu"])
+def test_a_machine_with_an_accelerator_is_left_alone(present, monkeypatch):
+    monkeypatch.setattr(allocator, "accelerator_present", lambda environment: present)
+    monkeypatch.setattr(allocator, "_owns_process", lambda: True)
+    monkeypatch.setattr(allocator.os, "execve", lambda *given: pytest.fail("started again"))
+    keep_freed_memory({})
+
+
+@pytest.mark.parametrize("environment", [{VARIABLE: ""}, {"MALLOC_ARENA_MAX": "1"}])
+def test_what_the_user_set_stays(environment, monkeypatch):
+    monkeypatch.setattr(allocator.os, "execve", lambda *given: pytest.fail("started again"))
+    keep_freed_memory(environment)
+    monkeypatch.setattr(allocator.platform, "libc_ver", lambda: ("", ""))
+    keep_freed_memory({})
+
+
+def test_a_restart_that_the_system_refuses_is_left_out(monkeypatch):
+    def refuse(*given):
+        raise PermissionError(13, "Permission denied", given[0])
+
+    monkeypatch.setattr(allocator.os, "execve", refuse)
+    monkeypatch.setattr(allocator, "_owns_process", lambda: True)
+    monkeypatch.setattr(allocator.platform, "libc_ver", lambda: ("glibc", "2.36"))
+    keep_freed_memory({})

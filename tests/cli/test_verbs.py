@@ -1,0 +1,388 @@
+"""The command line: what verbs print, what they return, and one line for every mistake."""
+
+import contextlib
+import dataclasses
+import io
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+
+from transformer.__main__ import VERBS, main
+from transformer.config import Execution, LayerKind, TransformerConfig
+from transformer.data import NumberWords, TextFile
+from transformer.nn.sharding import ParallelConfig
+from transformer.training import EvaluationConfig, LoggingConfig, OptimizerConfig, Recipe, TrainingConfig
+from transformer.training.loop import train
+from transformer.training.recipe import load_recipe
+
+ROOT = Path(__file__).resolve().parents[2]
+LINE = "ROMEO: But soft, what light for $5 through yonder window breaks?\n"
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.fixture(scope="session")
+def workdirs(tmp_path_factory):
+    """What two short runs left: translation of number words, and a causal model of characters."""
+    root = tmp_path_factory.mktemp("runs")
+    (root / "text.txt").write_text(LINE * 40)
+    common = {
+        "training": TrainingConfig(steps=40),
+        "optimizer": OptimizerConfig(learning_rate=3e-2, warmup_steps=5),
+        "evaluation": EvaluationConfig(every=None, samples=0, sample_tokens=4, batches=1, exact_match_examples=0),
+        "logging": LoggingConfig(tensorboard=False, progress="none"),
+    }
+    pairs = NumberWords(
+        max_digits=2,
+        train_examples=200,
+        test_examples=10,
+        validation_examples=5,
+        batch_size=8,
+        eval_batch_size=10,
+        data_dir=str(root / "prepared"),
+    )
+    common["execution"], common["parallel"] = Execution(scan=False), ParallelConfig(devices=1)  # quick to compile
+    text = TextFile(path=str(root / "text.txt"), sequence_length=24, batch_size=8, eval_batch_size=4)
+    sizes = {"d_model": 8, "num_heads": 2, "num_layers": 1, "d_ff": 8}
+    learned = TransformerConfig(position="learned", max_length=24, **sizes)
+    with contextlib.redirect_stdout(io.StringIO()):
+        train(
+            Recipe(name="pairs", model=TransformerConfig(**sizes), data=pairs, **common),
+            root / "pairs",
+        )
+        train(Recipe(name="text", model=learned, data=text, **common), root / "text")
+    return root
+
+
+@pytest.fixture
+def pairs(workdirs):
+    return str(workdirs / "pairs")
+
+
+@pytest.fixture
+def text(workdirs):
+    return str(workdirs / "text")
+
+
+@pytest.fixture
+def run(capsys):
+    """Runs a command line; returns its exit code, stdout and stderr."""
+
+    def call(*words):
+        code = main([str(word) for word in words])
+        return code, *capsys.readouterr()
+
+    return call
+
+
+@pytest.fixture
+def fails(run):
+    """Runs a command line that must fail with one line on stderr and nothing on stdout; returns that line."""
+
+    def call(*words, code=2):
+        got, out, err = run(*words)
+        assert (got, out) == (code, ""), err
+        assert err.startswith("error: ")
+        assert err.count("\n") == 1
+        assert err.endswith("\n")
+        return err.removeprefix("error: ").rstrip("\n")
+
+    return call
+
+
+def pipe(monkeypatch, content, *, terminal=False):
+    """Makes stdin a pipe with these bytes."""
+    stdin = io.TextIOWrapper(io.BytesIO(content))
+    stdin.isatty = lambda: terminal
+    monkeypatch.setattr(sys, "stdin", stdin)
+
+
+class TestVerbs:
+    def test_help_names_every_verb_with_a_line(self, run):
+        code, out, err = run("--help")
+        assert (code, err) == (0, "")
+        for name, verb in VERBS.items():
+            assert any(line.split(maxsplit=1) == [name, verb.help] for line in out.splitlines())
+
+    @pytest.mark.parametrize(
+        ("words", "message"),
+        [
+            ((), "a verb is missing. Use one of train, generate, translate, embed, classify"),
+            (("generat", "x"), "there is no verb 'generat'. Did you mean 'generate'?"),
+            (("generate",), "DIR is missing"),
+            (("inspect", "x"), "--prompt is missing"),
+            (("generate", "x", "y"), "one word too many: y"),
+            (("generate", "x", "--promt", "y"), "generate has no option --promt. Did you mean '--prompt'?"),
+            (("generate", "x", "--prompt", "--xyz"), "given as --prompt='--xyz'"),
+            (("generate", "x", "--top-k", "many"), "--top-k: expected INT, got 'many'"),
+            (("generate", "x", "--step", "last"), "--step: expected {best,newest}|INT, got 'last'"),
+            (("generate", "x", "--top-k", "0"), "--top-k must be a whole number of at least 1"),
+            (("generate", "x", "--top-p", "1.5"), "--top-p must be above 0 and at most 1"),
+            (("generate", "x", "--min-p", "-1"), "--min-p must be at least 0 and at most 1"),
+            (("generate", "x", "--temperature", "-1"), "--temperature must be a finite number of at least 0"),
+            (("generate", "x", "--temperature", "nan"), "--temperature must be a finite number of at least 0"),
+            (("generate", "x", "--max-new-tokens", "0"), "--max-new-tokens must be at least 1, got 0"),
+            (("generate", "x", "--seed", "-1"), "--seed must be from 0"),
+            (("evaluate", "x", "--examples", "-1"), "--examples must be at least 0, got -1"),
+            (
+                ("generate", "x", "--prompt", "a", "--draft-tokens", "3"),
+                "--draft-tokens is of a --draft, and there is none",
+            ),
+            (("classify", "x", "--text", "--qqqqqq"), "begins with dashes is given as --text='--qqqqqq'"),
+            (("average", "x", "--qqqqqq"), "average has no option --qqqqqq. --help shows them all."),
+        ],
+    )
+    def test_wrong_words(self, words, message, fails):
+        assert message in fails(*words)
+
+    @pytest.mark.parametrize("verb", ["generate", "evaluate", "inspect"])
+    def test_a_place_that_is_no_workdir(self, verb, fails, tmp_path, workdirs):
+        prompt = ("--prompt", "one") if verb != "evaluate" else ()
+        missing, empty, bare = tmp_path / "missing", tmp_path / "empty", tmp_path / "bare"
+        assert f"there is no directory {missing}. Give the workdir" in fails(verb, missing, *prompt)
+        empty.mkdir()
+        assert "holds neither a run (recipe.json) nor weights (config.json)" in fails(verb, empty, *prompt)
+        bare.mkdir()
+        shutil.copy(workdirs / "pairs" / "recipe.json", bare)
+        shutil.copytree(workdirs / "pairs" / "tokenizer", bare / "tokenizer")
+        assert "No checkpoint in" in fails(verb, bare, *prompt)
+
+    def test_a_broken_recipe(self, fails, tmp_path):
+        (tmp_path / "recipe.json").write_text('{"format"')
+        assert "recipe.json is not what a run wrote" in fails("generate", tmp_path, "--prompt", "one")
+
+    def test_help_imports_no_verb(self):
+        """Listing the verbs must not wait for what they need."""
+        code = (
+            "import sys; from transformer.__main__ import main; main(['--help'])\n"
+            "print(sorted({'tyro', 'orbax', 'matplotlib', 'grain', 'optax'} & set(sys.modules)), file=sys.stderr)"
+        )
+        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+        assert done.stderr == "[]\n"
+        assert "\x1b" not in done.stdout
+
+    @pytest.mark.parametrize("verb", ["generate", "evaluate", "inspect"])
+    def test_help_of_a_verb(self, verb, capsys):
+        with pytest.raises(SystemExit) as stop:
+            main([verb, "--help"])
+        assert not stop.value.code
+        out, err = capsys.readouterr()
+        assert "DIR" in out
+        assert "--step" in out
+        assert "\x1b" not in out
+        assert err == ""
+
+
+class TestGenerate:
+    def test_one_line_for_each_translation(self, run, pairs):
+        code, out, err = run("generate", pairs, "--prompt", "Forty-two", "--prompt", "and one", "--max-new-tokens", 9)
+        assert (code, err) == (0, "")
+        assert len(out.splitlines()) == 2
+
+    def test_json(self, run, pairs):
+        words = ("generate", pairs, "--prompt", "nine", "--prompt", "Thirty Two", "--max-new-tokens", 9)
+        code, out, err = run(*words, "--json")
+        found = json.loads(out)
+        assert (code, err) == (0, "")
+        assert (found["workdir"], found["step"]) == (pairs, 40)
+        assert [one["prompt"] for one in found["results"]] == ["nine", "Thirty Two"]
+        assert [one["output"] for one in found["results"]] == run(*words)[1].splitlines()
+
+    def test_a_seed_decides(self, run, pairs):
+        words = ("generate", pairs, "--prompt", "nine", "--max-new-tokens", 9, "--temperature", 5, "--seed")
+        once, again, other = (run(*words, seed)[1] for seed in (3, 3, 4))
+        assert once == again != other
+
+    def test_what_decides_the_usual_temperature(self, run, pairs, text):
+        numbers = ("one", "two", "three", "four", "five", "six", "seven", "eight")
+        prompts = [word for number in numbers for word in ("--prompt", number)]
+        words = ("generate", pairs, *prompts, "--max-new-tokens", 9)
+        greedy = run(*words)[1]
+        assert run(*words, "--temperature", 0)[1] == greedy
+        assert run(*words, "--top-k", 1)[1] == greedy
+        assert run(*words, "--top-p", 1.0, "--seed", 5)[1] != greedy
+        words = ("generate", text, "--prompt", "soft", "--max-new-tokens", 20)
+        assert run(*words)[1] == run(*words, "--temperature", 0.8)[1] != run(*words, "--temperature", 0)[1]
+
+    def test_lines_of_stdin_are_sentences(self, run, pairs, monkeypatch):
+        pipe(monkeypatch, b"one\r\n\n  \ntwo\n")
+        found = json.loads(run("generate", pairs, "--json", "--max-new-tokens", 9)[1])
+        assert [one["prompt"] for one in found["results"]] == ["one", "two"]
+        pipe(monkeypatch, b"three")
+        found = json.loads(
+            run("generate", pairs, "--json", "--max-new-tokens", 9, "--prompt", "six", "--prompt", "-")[1]
+        )
+        assert [one["prompt"] for one in found["results"]] == ["six", "three"]
+
+    def test_stdin_is_one_text_to_go_on_with(self, run, text, monkeypatch):
+        pipe(monkeypatch, b"ROMEO:\nBut\n")
+        code, out, _ = run("generate", text, "--max-new-tokens", 4)
+        assert code == 0
+        assert out.startswith("ROMEO:\nBut")
+        assert len(out) == len("ROMEO:\nBut") + 4 + 1
+
+    def test_a_text_grows_beyond_the_context(self, run, text):
+        """70 tokens by a model of 24 with a learned table; a part of it is the same as a shorter text."""
+        words = ("generate", text, "--prompt", "soft", "--prompt", "what light for", "--json", "--max-new-tokens")
+        long, short = (json.loads(run(*words, wanted)[1])["results"] for wanted in (70, 9))
+        for one, part in zip(long, short, strict=True):
+            assert len(one["output"]) == 70
+            assert not one["ended"]
+            assert one["output"].startswith(part["output"])
+
+    def test_a_text_alone_is_the_same(self, run, text):
+        """The first of several texts is what it is alone."""
+        words = ("generate", text, "--json", "--max-new-tokens", 40, "--prompt", "soft")
+        alone, first = (
+            json.loads(run(*words, *more)[1])["results"][0]["output"] for more in ((), ("--prompt", "what light for"))
+        )
+        assert alone == first
+
+    def test_a_prompt_that_fills_the_context_is_said_to_be_cut(self, run, text):
+        with warnings.catch_warnings():
+            warnings.simplefilter("always")
+            code, out, err = run("generate", text, "--prompt", LINE[:24], "--max-new-tokens", 3)
+        assert code == 0
+        assert out.startswith(LINE[:24])
+        assert err == (
+            "warning: a prompt fills the 24 tokens that the model was trained to read at once: only its last 12 tokens "
+            "are read.\n"
+        )
+
+    def test_wrong_prompts(self, fails, pairs, text, monkeypatch):
+        assert fails("generate", pairs, "--prompt", "").startswith("the prompt is empty: give at least one word")
+        assert "nothing of ',-' is left" in fails("generate", pairs, "--prompt", ",-")
+        message = fails("generate", pairs, "--prompt", "sevn")
+        assert message.startswith("the prompt can't be read: the text has word 'sevn'")
+        assert "Did you mean 'seven'?" in message
+        assert "character 'é' that this tokenizer does not know" in fails("generate", text, "--prompt", "é")
+        message = fails("generate", text, "--prompt", LINE[:25])
+        assert message.startswith("the prompt is too long: 25 tokens, but the model's learned position table has 24")
+        pipe(monkeypatch, b"", terminal=True)
+        assert fails("generate", pairs).startswith('there is no prompt. Give --prompt "..."')
+        pipe(monkeypatch, b"\n")
+        assert fails("generate", pairs).startswith("the prompt is empty: nothing came from stdin")
+        pipe(monkeypatch, b"caf\xe9")
+        assert fails("generate", pairs).startswith("stdin is not UTF-8 text: byte 3")
+
+    def test_a_step(self, run, fails, pairs):
+        words = ("generate", pairs, "--prompt", "one", "--json", "--max-new-tokens", 9, "--step")
+        assert json.loads(run(*words, 40)[1])["step"] == json.loads(run(*words, "newest")[1])["step"] == 40
+        assert "No checkpoint of step 7" in fails(*words, 7)
+
+    def test_a_reader_that_goes_away(self, text):
+        """No traceback, no message: the exit code of SIGPIPE."""
+        read, write = os.pipe()
+        os.close(read)
+        with os.fdopen(write, "wb") as nobody:
+            done = subprocess.run(
+                [sys.executable, "-m", "transformer", "generate", text, "--prompt", "soft", "--max-new-tokens", "2"],
+                cwd=ROOT,
+                env={name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"},
+                stdout=nobody,
+                stderr=subprocess.PIPE,
+                text=True,
+                check=False,
+            )
+        assert (done.returncode, done.stderr) == (141, "")
+
+
+class TestEvaluate:
+    def test_pairs(self, run, pairs):
+        code, out, err = run("evaluate", pairs, "--json")
+        found = json.loads(out)
+        assert (code, err) == (0, "")
+        assert (found["split"], found["step"]) == ("test", 40)
+        assert found["loss"] > 0
+        assert found["perplexity"] == pytest.approx(math.exp(found["loss"]))
+        assert found["exact_match"]["all"] == found["exact_match"]["2"]
+        assert found["exact_match"]["all"]["total"] == 7
+
+    def test_another_split_in_words(self, run, fails, pairs):
+        code, out, err = run("evaluate", pairs, "--split", "validation", "--examples", 3)
+        assert (code, err) == (0, "")
+        first, second, third, fourth, *files = out.splitlines()
+        assert first.startswith(f"{pairs}, step 40, split validation: ")
+        assert re.fullmatch(r"loss: \d+\.\d{4} nats, perplexity [\d.]+, accuracy [\d.]+ %", second)
+        assert re.fullmatch(r"exact match: [0-3] of 3 \([\d.]+ %\)", third)
+        assert re.fullmatch(r"  digits 2: [0-3] of 3 \([\d.]+ %\)", fourth)
+        assert files == [f"{name}: {pairs}/{name}.validation.txt" for name in ("hypotheses", "references")]
+        assert "split must be one of" in fails("evaluate", pairs, "--split", "tset")
+
+    def test_text(self, run, text):
+        found = json.loads(run("evaluate", text, "--json")[1])
+        assert (found["split"], found["exact_match"]) == ("validation", {})
+        assert found["targets"] == len(LINE) * 4 - 1
+
+    def test_data_that_is_gone(self, fails, workdirs, tmp_path):
+        moved = tmp_path / "moved"
+        moved.mkdir()
+        for name in ("tokenizer", "checkpoints"):
+            (moved / name).symlink_to(workdirs / "text" / name)
+        recipe = (workdirs / "text" / "recipe.json").read_text()
+        (moved / "recipe.json").write_text(recipe.replace("text.txt", "gone.txt"))
+        assert "gone.txt" in fails("evaluate", moved)
+
+
+class TestInspect:
+    def test_a_translation(self, run, pairs, tmp_path):
+        words = ("inspect", pairs, "--prompt", "Forty-two", "--output", tmp_path / "maps", "--target")
+        code, out, err = run(*words, "cuarenta y dos")
+        assert (code, err) == (0, "")
+        first, *paths = out.splitlines()
+        assert first == "Forty-two -> cuarenta y dos"
+        assert [Path(path).name for path in paths] == [
+            "encoder_self_layer1.png",
+            "decoder_self_layer1.png",
+            "decoder_cross_layer1.png",
+        ]
+        assert all(Path(path).read_bytes().startswith(PNG) for path in paths)
+
+    def test_the_target_is_what_the_model_writes(self, run, pairs):
+        found = json.loads(run("inspect", pairs, "--prompt", "one", "--json")[1])
+        written = json.loads(run("generate", pairs, "--prompt", "one", "--json")[1])
+        assert found["target"] == written["results"][0]["output"]
+        assert {Path(path).parent for path in found["paths"]} == {Path(pairs) / "attention"}
+
+    def test_a_causal_model(self, run, fails, text):
+        found = json.loads(run("inspect", text, "--prompt", "what $5", "--json")[1])
+        assert [Path(path).name for path in found["paths"]] == ["decoder_self_layer1.png"]
+        assert found["target"] is None
+        assert "--target is for an encoder-decoder" in fails("inspect", text, "--prompt", "what", "--target", "x")
+
+    def test_sizes(self, run, pairs, tmp_path):
+        words = ("inspect", pairs, "--prompt", "one", "--target", "uno", "--sizes", "--output", tmp_path)
+        code, out, err = run(*words)
+        assert (code, err) == (0, "")
+        assert "source, 1 tokens: one\ntarget, 2 tokens: <bos> uno\n" in out
+        assert "  cross_attention:\n" in out
+        assert out.endswith("decoder_cross_layer1.png\n")
+        found = json.loads(run(*words, "--json")[1])["sizes"]
+        assert [size["shape"] for size in found if size["axes"] == "B N T S"][-1] == [1, 2, 2, 1]
+
+    def test_a_model_without_attention(self, run, fails, text, tmp_path):
+        """There is nothing to draw, but there are sizes."""
+        recipe = load_recipe(text)
+        model = recipe.model.replace(**{"stack.period": (LayerKind(self_attention=False),)}, vocab_size=None)
+        with contextlib.redirect_stdout(io.StringIO()):
+            brief = {"training": TrainingConfig(steps=2), "optimizer": OptimizerConfig(warmup_steps=1)}
+            train(dataclasses.replace(recipe, model=model, **brief), tmp_path / "blind")
+        message = fails("inspect", tmp_path / "blind", "--prompt", "what")
+        assert "no layer of the model" in message
+        assert "--sizes shows what it computes" in message
+        code, out, _ = run("inspect", tmp_path / "blind", "--prompt", "what", "--sizes")
+        assert code == 0
+        assert "x W_1" in out
+        assert "query" not in out
+
+    def test_wrong_texts(self, fails, pairs, text):
+        assert "the prompt is empty" in fails("inspect", pairs, "--prompt", " ")
+        assert "the target can't be read" in fails("inspect", pairs, "--prompt", "one", "--target", "uno zwei")
+        assert "the prompt is too long: 25 tokens" in fails("inspect", text, "--prompt", LINE[:25])

@@ -1,0 +1,294 @@
+"""A tokenizer of somebody else: what the library gives, no special token out of a text, and broken files told."""
+
+import json
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from library_tokenizers import BERT, GPT, T5, byte_level, changed, save, unigram, word_piece
+from tokenizers import Tokenizer as Library
+from tokenizers import models, pre_tokenizers
+
+from transformer.data.library_errors import held_stderr
+from transformer.data.pretrained_tokenizer import PretrainedTokenizer, load_pretrained_tokenizer
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> dict[str, PretrainedTokenizer]:
+    base = tmp_path_factory.mktemp("made")
+    return {
+        "gpt": load_pretrained_tokenizer(save(base / "gpt", byte_level(), **GPT)),
+        "bert": load_pretrained_tokenizer(save(base / "bert", word_piece(), **BERT)),
+        "t5": load_pretrained_tokenizer(save(base / "t5", unigram(), **T5)),
+    }
+
+
+def test_special_tokens_are_found_in_each_of_the_files(made):
+    gpt, bert, t5 = made["gpt"], made["bert"], made["t5"]
+    assert (gpt.eos_id, gpt.eos_ids, gpt.bos_id, gpt.pad_id, gpt.mask_id) == (0, (0,), None, 0, None)
+    assert (bert.pad_id, bert.unk_id, bert.mask_id, bert.eos_id, bert.eos_ids) == (0, 1, 4, None, ())
+    assert (t5.pad_id, t5.eos_id, t5.unk_id, t5.vocab_size) == (0, 1, 2, 9)
+    assert bert.special_tokens == ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+
+
+def test_several_tokens_may_end_a_text(tmp_path):
+    both = save(tmp_path, byte_level(), generation_config={"eos_token_id": [7, 0], "bos_token_id": 5}, **GPT)
+    tokenizer = load_pretrained_tokenizer(both)
+    assert (tokenizer.eos_ids, tokenizer.eos_id) == ((7, 0), 7)
+    assert tokenizer.bos_id is None, "null in tokenizer_config.json: the tokenizer has none"
+
+
+@pytest.mark.parametrize(("kind", "make"), [("gpt", byte_level), ("bert", word_piece), ("t5", unigram)])
+def test_ids_are_those_of_the_library(made, kind, make):
+    library = make()
+    library.no_truncation()
+    library.no_padding()
+    for text in ("to be not", "a be  a", ""):
+        assert made[kind].encode(text) == library.encode(text, add_special_tokens=False).ids
+        one, two = library.encode(text), library.encode(text, "to be")
+        assert made[kind].encode_model(text) == (one.ids, one.type_ids)
+        assert made[kind].encode_model(text, "to be") == (two.ids, two.type_ids)
+        assert made[kind].encode_source(text) == one.ids, "as the model was trained to read it"
+        assert made[kind].decode(two.ids) == library.decode(two.ids)
+
+
+def test_special_tokens_and_types_are_added_for_the_model(made):
+    assert made["bert"].encode_model("to be", "not") == ([2, 5, 6, 3, 7, 3], [0, 0, 0, 0, 1, 1])
+    assert made["bert"].decode([2, 5, 6, 3, 0]) == "to be"
+    assert made["t5"].encode_model("a") == ([3, 4, 1], [0, 0, 0])
+
+
+@pytest.mark.parametrize(
+    ("kind", "reserved", "text", "back"),
+    [
+        ("gpt", {0}, "<eos>", "<eos>"),
+        ("gpt", {0}, "to <eos> be<eos><think>", "to <eos> be<eos><think>"),
+        ("gpt", {0}, "to <mask>", "to <mask>"),
+        ("bert", {0, 2, 3, 4}, "to [CLS] be", "to [ ] be"),
+        ("t5", {0, 1}, "a</s>", "a</s"),  # it knows no ">"
+        ("t5", {0, 1}, "<pad></s>", "<a</s"),
+    ],
+)
+def test_no_special_token_comes_out_of_a_text(made, kind, reserved, text, back):
+    """Not even where the vocabulary of the model has its name, of which the library's own switch knows nothing."""
+    ids = made[kind].encode(text)
+    assert ids
+    assert reserved.isdisjoint(ids)
+    assert made[kind].decode(ids) == back
+    added, types = made[kind].encode_model(text)
+    assert added == {"gpt": ids, "bert": [2, *ids, 3], "t5": [*ids, 1]}[kind]
+    assert len(added) == len(types)
+
+
+@given(st.text())
+@settings(max_examples=100, deadline=None)
+def test_every_text_goes_there_and_back(made, text):
+    assert made["gpt"].decode(made["gpt"].encode(text)) == text
+
+
+@pytest.mark.parametrize("name", ["<end>", "$"])
+def test_a_name_that_cannot_be_written_is_told(tmp_path, name):
+    library = Library(models.WordLevel({"a": 0, name: 1}, unk_token=name))
+    library.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = load_pretrained_tokenizer(save(tmp_path, library, tokenizer_config={"eos_token": name}))
+    with pytest.raises(ValueError, match=r"the text has '.*', the name of a special token, .* Take it out") as caught:
+        tokenizer.encode(f"a {name}")
+    assert repr(name) in str(caught.value)
+
+
+def test_labels_for_pictures(made):
+    gpt = made["gpt"]
+    assert "".join(gpt.tokens(gpt.encode("to be\n"))) == "to␣be\\n"
+    assert gpt.tokens([0]) == ["<eos>"]
+    assert made["t5"].tokens([5, 1]) == ["␣be", "</s>"]
+    assert made["bert"].tokens([2, 8]) == ["[CLS]", "##t"]
+
+
+def test_rows_without_a_token(tmp_path):
+    """Tables of embeddings are often filled up to a round number."""
+    tokenizer = load_pretrained_tokenizer(save(tmp_path, unigram(), **T5), vocab_size=16)
+    assert tokenizer.vocab_size == 16
+    assert tokenizer.decode([4, 15, 4]) == "aa"
+    assert tokenizer.tokens([15]) == ["<id 15>"]
+    with pytest.raises(ValueError, match="token id 16 at position 1 is outside the vocabulary"):
+        tokenizer.decode([4, 16])
+    with pytest.raises(ValueError, match=r"gives 's' the id 8: expected ids below 8, the number of embeddings"):
+        load_pretrained_tokenizer(tmp_path, vocab_size=8)
+
+
+@pytest.mark.parametrize("kind", ["gpt", "bert"])
+def test_what_is_saved_is_the_same(made, kind, tmp_path):
+    made[kind].save(tmp_path / "copy")
+    again = load_pretrained_tokenizer(tmp_path / "copy")
+    assert again.state() == made[kind].state()
+    assert json.loads(json.dumps(again.state())) == again.state()
+    assert again.encode("to be") == made[kind].encode("to be")
+    assert again.state() != made["t5"].state()
+
+
+def model(**parts: object) -> str:
+    return json.dumps({"version": "1.0", "model": parts})
+
+
+OUTSIDE = {
+    "type": "TemplateProcessing",
+    "single": [{"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": "x", "type_id": 0}}],
+    "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+    "special_tokens": {"x": {"id": "x", "ids": [999], "tokens": ["x"]}},
+}
+BROKEN = {
+    "cut": (unigram().to_str()[:200], "is no valid tokenizer: EOF"),
+    "empty": ("", "is no valid tokenizer"),
+    "list": ("[]", "is no valid tokenizer: invalid type"),
+    "deep": ("[" * 100_000, "is no valid tokenizer"),
+    "merge": (model(type="BPE", vocab={"a": 0}, merges=[["a", "b"]]), "is no valid tokenizer: Token `b` out of vocab"),
+    "minus": (model(type="BPE", vocab={"a": -1}, merges=[]), "is no valid tokenizer: invalid value: integer `-1`"),
+    "words": (model(type="BPE", vocab=["a"], merges="a"), "is no valid tokenizer"),
+    "kind": (model(type="Pickle", vocab={}), "is no valid tokenizer"),
+    "none": (
+        model(type="WordPiece", vocab={}, unk_token="x", continuing_subword_prefix="", max_input_chars_per_word=9),
+        "has no tokens",
+    ),
+    "regex": (
+        changed(
+            unigram(),
+            pre_tokenizer={"type": "Split", "pattern": {"Regex": "("}, "behavior": "Isolated", "invert": False},
+        ),
+        "no valid t",
+    ),
+    "template": (changed(unigram(), post_processor=OUTSIDE), "post_processor that adds the id 999, which no token has"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_broken_file_is_told(tmp_path, case):
+    text, message = BROKEN[case]
+    with pytest.raises(ValueError, match=message) as caught:
+        load_pretrained_tokenizer(save(tmp_path, text))
+    assert "tokenizer.json" in str(caught.value)
+    assert str(tmp_path) in str(caught.value)
+    assert "anew" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("tokenizer_config", "{", r"tokenizer_config\.json is no valid JSON"),
+        ("special_tokens_map", "[]", r"special_tokens_map\.json must hold a JSON object, got list"),
+        ("config", "[" * 100_000, r"config\.json is no valid JSON"),
+        (
+            "tokenizer_config",
+            {"bos_token": "<bos>"},
+            r"tokenizer_config\.json names '<bos>' as bos_token: expected a token",
+        ),
+        ("tokenizer_config", {"eos_token": {"content": [1]}}, r"names \[1\] as eos_token"),
+        ("generation_config", {"eos_token_id": [1, 9]}, r"gives 9 as eos_token_id: expected ids of 0 to 8"),
+        ("config", {"pad_token_id": -1}, r"config\.json gives -1 as pad_token_id"),
+        ("config", {"eos_token_id": True}, r"config\.json gives True as eos_token_id"),
+    ],
+)
+def test_a_broken_neighbor_is_told(tmp_path, name, content, message):
+    with pytest.raises(ValueError, match=message):
+        load_pretrained_tokenizer(save(tmp_path, unigram(), **{name: content}))
+
+
+def with_ids(vocabulary: dict[str, int], *added: tuple[str, int]) -> str:
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    entries = [{"content": token, "id": i, "special": True} | flags for token, i in added]
+    model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": "a"}
+    return json.dumps({"version": "1.0", "model": model, "added_tokens": entries})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (with_ids({"a": 0, "b": 1, "c": 1}), "an id of its own, but id 1 is 'b' and 'c'. Get"),
+        (
+            with_ids({"a": 0} | {f"{kind}{i}": i for i in range(1, 8) for kind in "xy"}),
+            "but id 1 is 'x1' and 'y1', 2 is .*, 5 is 'x5' and 'y5' and 2 more. Get",
+        ),
+        (with_ids({"a": 0, "b": 1}, ("<x>", 1)), "id 1 is 'b' and '<x>'"),
+        (with_ids({"a": 0, "b": 1}, ("<x>", 2), ("<y>", 2)), "id 2 is '<x>' and '<y>'"),
+        (with_ids({"a": 0, "b": 1}, ("<x>", 7)), r"be read as others: '<x>' \(7, read as 2\). Get"),
+        (with_ids({"a": 0, "b": 1}, ("a", 2)), r"'a' \(2, read as 0\)"),
+        (
+            '{"version": "1.0", "model": {"type": "WordLevel", "vocab": {"a": 0, "a": 1}, "unk_token": "a"}}',
+            "'a' is th",
+        ),
+    ],
+)
+def test_ids_that_are_not_of_one_token_each_are_refused(tmp_path, text, message):
+    with pytest.raises(ValueError, match=message):
+        load_pretrained_tokenizer(save(tmp_path, text))
+
+
+def test_an_added_token_may_be_in_the_vocabulary(tmp_path):
+    tokenizer = load_pretrained_tokenizer(save(tmp_path, with_ids({"a": 0, "<x>": 1}, ("<x>", 1), ("<y>", 2))))
+    assert tokenizer.vocab_size == 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "expected"),
+    [
+        ("gpt", "año 😀 \x00", []),
+        ("bert", "to niño be 😀\x00\u200d not", ["niño", "😀"]),
+        ("bert", "to be", []),
+        ("t5", "a bexa 😀 be", ["x", "😀"]),
+    ],
+)
+def test_what_becomes_unknown_is_found(made, kind, text, expected):
+    assert made[kind].unknown_parts(text) == expected
+
+
+def test_characters_that_are_left_out_are_found(tmp_path):
+    """A BPE without an unknown token drops what it has no piece for."""
+    library = Library(models.BPE({"a": 0, "b": 1}, []))
+    tokenizer = load_pretrained_tokenizer(save(tmp_path, library))
+    assert tokenizer.encode("abcéb c") == [0, 1, 1]
+    assert tokenizer.unknown_parts("abcéb c") == ["c", "é", "c"]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_hostile_pattern_ends_in_an_error(tmp_path, capfd):
+    """The regex engine gives up after so many steps, by a panic that is no Exception."""
+    split = {"type": "Split", "pattern": {"Regex": "(x+x+)+y"}, "behavior": "Isolated", "invert": False}
+    tokenizer = load_pretrained_tokenizer(save(tmp_path, changed(unigram(), pre_tokenizer=split)))
+    for encode in (tokenizer.encode, tokenizer.encode_model):
+        with pytest.raises(ValueError, match=r"the tokenizers library failed on this text: .*retry-limit.* Shorten it"):
+            encode("x" * 30)
+        with pytest.raises(ValueError, match="failed on this text"):
+            tokenizer.unknown_parts("x" * 30)
+    assert capfd.readouterr() == ("", ""), "the panic's own lines"
+    assert tokenizer.encode("a") == [4], "usable afterwards"
+    with pytest.raises(ValueError, match="lone surrogate"):
+        tokenizer.encode("a\ud800")
+
+
+def test_what_is_printed_beside_an_error_alone_is_dropped(capfd):
+    with held_stderr():
+        os.write(2, b"native warning\n")
+    assert capfd.readouterr().err == "native warning\n"
+    with pytest.raises(TypeError), held_stderr():
+        [os.write(2, b"native panic\n"), *None]
+    assert capfd.readouterr().err == ""
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(lambda: [os.write(2, b"from a thread\n") for _ in [held_stderr().__enter__()]]).result()
+    assert capfd.readouterr().err == "from a thread\n"
+
+
+def test_without_a_tokenizer_file_it_says_how_to_make_one(tmp_path, monkeypatch):
+    with pytest.raises(FileNotFoundError, match=r"no tokenizer\.json in .*AutoTokenizer\.from_pretrained\("):
+        load_pretrained_tokenizer(tmp_path)
+    (tmp_path / "vocab.json").touch()
+    with pytest.raises(
+        FileNotFoundError, match=r"only vocab\.json, which is not read here\. Write it with transformers"
+    ):
+        load_pretrained_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").mkdir()
+    with pytest.raises(ValueError, match=r"tokenizer\.json must be a regular file; a directory, pipe or device is"):
+        load_pretrained_tokenizer(tmp_path)
+    monkeypatch.setattr("transformer.data.pretrained_tokenizer.MAX_JSON_BYTES", 20)
+    with pytest.raises(ValueError, match="at most 20 bytes"):
+        load_pretrained_tokenizer(save(tmp_path / "large", unigram()))

@@ -1,0 +1,311 @@
+"""Kernels: each does what the documented table says; the chunked one skips what it may, and stays linear."""
+
+import functools
+import logging
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention_specs import attention_spec
+from jax.sharding import AxisType
+from jax.test_util import check_grads
+
+from transformer.config import ConfigError
+from transformer.nn.attention import dot_product_attention
+from transformer.nn.kernels import (
+    ALL_KERNELS,
+    GPU_KERNELS,
+    SPLIT_KERNELS,
+    AttentionSpec,
+    choose,
+    chunked_attention,
+    reference_attention,
+)
+from transformer.nn.masks import Mask
+
+B, T, S, N, K, H, HV = 2, 19, 23, 6, 3, 5, 7
+KEYS = jax.random.split(jax.random.key(0), 8)
+QUERY = jax.random.normal(KEYS[0], (B, T, N, H))
+KEY = jax.random.normal(KEYS[1], (B, S, K, H))
+VALUE = jax.random.normal(KEYS[2], (B, S, K, HV))
+TABLE = jax.random.normal(KEYS[3], (N, T + S))
+SINKS = jax.random.normal(KEYS[4], (N,))
+OUT_GRAD = jax.random.normal(KEYS[5], (B, T, N, HV))
+SEGMENTS = Mask.segments(jnp.repeat(jnp.arange(3), jnp.array([7, 7, 5]))[None], jnp.repeat(jnp.arange(2), 12)[None, :S])
+
+MASKS = {
+    "none": Mask(),
+    "causal": Mask.causal(),
+    "causal window": Mask.causal() & Mask.window(5),
+    "window": Mask.window(4),
+    "offset": (Mask.causal() & Mask.window(9)).shifted(jnp.array([4, 0])),
+    "lengths": Mask.lengths(jnp.array([20, 0])),
+    "segments": SEGMENTS & Mask.causal(),
+    "array": Mask.array(jax.random.bernoulli(KEYS[6], 0.3, (B, N, T, S))),
+    "all": SEGMENTS & Mask.causal() & Mask.window(6) & Mask.lengths(jnp.array([20, 9])),
+}
+
+
+def relative_bias(table):
+    """A learnt bias by distance, as a function of indices: what the schemes pass."""
+    return lambda queries, keys: table[:, queries[:, None] - keys[None, :] + S - 1][None]
+
+
+def value_and_grads(kernel, mask, softcap, **options):
+    def loss(query, key, value, table, sinks):
+        spec = AttentionSpec(mask=mask, bias=relative_bias(table), scale=0.7, softcap=softcap, sinks=sinks)
+        out, _ = kernel(query, key, value, spec, **options)
+        return (out * OUT_GRAD).sum(), out
+
+    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2, 3, 4), has_aux=True))(QUERY, KEY, VALUE, TABLE, SINKS)
+
+
+@pytest.mark.parametrize("kind", MASKS)
+def test_chunked_equals_reference_in_values_and_gradients(kind):
+    expected = value_and_grads(reference_attention, MASKS[kind], 3.0)
+    got = value_and_grads(chunked_attention, MASKS[kind], 3.0, block=8)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5), got, expected)
+
+
+PLAIN = {"scale": 0.7}
+
+
+def test_chunked_without_extras_and_in_bfloat16():
+    half = [x.astype(jnp.bfloat16) for x in (QUERY, KEY, VALUE)]
+    got, _ = chunked_attention(*half, AttentionSpec(mask=Mask.causal(), **PLAIN), block=8)
+    expected, _ = reference_attention(QUERY, KEY, VALUE, AttentionSpec(mask=Mask.causal(), **PLAIN))
+    assert got.dtype == jnp.bfloat16
+    np.testing.assert_allclose(got.astype(jnp.float32), expected, atol=0.03)
+
+
+def test_a_row_that_may_attend_nothing_gives_zeros_and_no_gradient():
+    mask = Mask.lengths(jnp.array([S, 0]))
+    for kernel in (reference_attention, chunked_attention):
+
+        def loss(query, key, value, kernel=kernel):
+            out = kernel(query, key, value, AttentionSpec(mask=mask, **PLAIN))[0]
+            return out.sum(), out
+
+        grads, out = jax.jit(jax.grad(loss, argnums=(0, 1, 2), has_aux=True))(QUERY, KEY, VALUE)
+        assert (out[1] == 0).all()
+        assert np.abs(out[0]).min() > 0
+        for grad in grads:
+            assert np.isfinite(grad).all()
+            assert (grad[1] == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("mask", "hidden"),
+    [
+        (Mask.causal().shifted(8), slice(16, None)),
+        ((Mask.causal() & Mask.window(2)).shifted(9), slice(0, 8)),
+        (Mask.lengths(jnp.array([8, 8])), slice(8, None)),
+        (Mask.segments(jnp.ones((1, 8), int), jnp.array([[0] * 8 + [1] * 8 + [2] * 8])), slice(16, None)),
+        (Mask.array(jnp.arange(24)[None, :] + jnp.zeros((8, 1), int) < 16), slice(16, None)),
+    ],
+    ids=["causal", "window", "lengths", "segments", "array"],
+)
+def test_blocks_that_the_mask_rules_out_are_not_computed(mask, hidden):
+    """Not a number times a weight of zero is not a number: values in a block that is computed would show."""
+    query, key, value = (jax.random.normal(KEYS[0], (2, length, 1, 4)) for length in (8, 24, 24))
+    poisoned = value.at[:, hidden].set(jnp.nan)
+
+    def run(kernel, value, **options):
+        def loss(q, k, v):
+            return kernel(q, k, v, AttentionSpec(mask=mask, **PLAIN), **options)[0].sum()
+
+        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(query, key, value)
+
+    assert np.isnan(run(reference_attention, poisoned)[0])
+    clean, skipped = run(chunked_attention, value, block=8), run(chunked_attention, poisoned, block=8)
+    jax.tree.map(np.testing.assert_array_equal, skipped, clean)
+
+
+def test_chunked_program_and_memory_do_not_grow_with_the_scores():
+    def compiled(kernel, length):
+        shapes = [jax.ShapeDtypeStruct((1, length, 2, 8), jnp.float32)] * 3
+
+        def loss(q, k, v):
+            return kernel(q, k, v, AttentionSpec(mask=Mask.causal() & Mask.window(1000), **PLAIN))[0].sum()
+
+        return jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(*shapes)
+
+    short, long = compiled(chunked_attention, 2048), compiled(chunked_attention, 8192)
+    assert long.as_text().count("\n") == short.as_text().count("\n")
+    sizes = [lowered.compile().memory_analysis().temp_size_in_bytes for lowered in (short, long)]
+    scores = 8192 * 8192 * 2 * 4
+    assert sizes[1] < 4.5 * sizes[0]
+    assert sizes[1] < scores / 20
+
+
+@pytest.mark.parametrize(("kernel", "options"), [(reference_attention, {}), (chunked_attention, {"block": 8})])
+def test_dropout_drops_its_share_and_its_gradient_fits(kernel, options):
+    @jax.jit
+    def run(query, key):
+        extras = PLAIN | {"dropout_rate": 0.25, "dropout_key": key}
+        return kernel(query, KEY, VALUE, AttentionSpec(mask=Mask.causal(), **extras), **options)[0]
+
+    expected, _ = reference_attention(QUERY, KEY, VALUE, AttentionSpec(mask=Mask.causal(), **PLAIN))
+    keys = jax.random.split(KEYS[7], 600)
+    many = jax.lax.map(lambda key: run(QUERY, key), keys)
+    np.testing.assert_allclose(many.mean(0), expected, atol=0.25)
+    # The first query sees one key alone: it keeps its value times 1 / (1 - rate), or loses it.
+    first, whole = many[:, :, 0], expected[None, :, 0]
+    np.testing.assert_allclose(first, jnp.where(first == 0, 0, whole / 0.75), rtol=1e-5)
+    assert (first == 0).mean() == pytest.approx(0.25, abs=0.02)
+    check_grads(lambda query: run(query, keys[0]), (QUERY,), order=1, modes=["rev"], atol=2e-2, rtol=2e-2)
+
+
+def test_the_choice_is_by_length_and_demand():
+    def request(queries, keys, weights=False):
+        return attention_spec(queries, keys, weights)
+
+    assert choose("auto", request(64, 64)) == "reference"
+    assert choose("auto", request(256, 256)) == "sliced"
+    assert choose("auto", request(2048, 2048)) == "chunked"
+    assert choose("auto", request(1, 1_000_000)) == "reference"
+    assert choose("auto", request(4096, 4096, weights=True)) == "reference"
+    assert choose("chunked", request(2, 2)) == "chunked"
+
+
+def test_what_auto_takes_is_logged_once_for_each_size(caplog):
+    caplog.set_level(logging.INFO, "transformer.nn.kernels")
+    for length in (331, 331, 337):
+        for implementation in ("auto", "chunked"):
+            choose(implementation, attention_spec(length, 4001))
+    assert caplog.messages == [f"{n} x 4001 scores a head on cpu: auto takes chunked" for n in (331, 337)]
+
+
+def test_a_gpu_takes_its_fused_kernel_where_it_serves(monkeypatch):
+    for module in ("transformer.nn.kernels", "transformer.nn.kernels.cudnn", "transformer.nn.kernels.splash"):
+        monkeypatch.setattr(f"{module}.platform", lambda: "gpu")
+
+    def chosen(length, **facts):
+        return choose("auto", attention_spec(length, **({"dtype": jnp.bfloat16} | facts)))
+
+    assert chosen(1024) == "cudnn"
+    assert chosen(128) == "reference"
+    assert chosen(1024, dtype=jnp.float32) == "reference"
+    assert chosen(4096, has_segments=True) == "chunked"
+
+
+def test_what_cudnn_would_need_is_said():
+    request = attention_spec(8, dtype=jnp.bfloat16)
+    with pytest.raises(ConfigError, match=r"cudnn .* can't run on cpu: .* NVIDIA GPUs. Use reference or sliced"):
+        choose("cudnn", request)
+
+
+def test_a_kernel_that_can_not_serve_says_which_can():
+    with pytest.raises(ConfigError, match=r"chunked .* can't return attention weights: .* Use reference, or auto"):
+        choose("chunked", attention_spec(2, return_weights=True))
+    with pytest.raises(
+        ConfigError,
+        match=r"one of auto, reference, sliced, chunked, splash, cudnn, got 'chunk'. Did you mean 'chunked'",
+    ):
+        choose("chunk", attention_spec(2))
+
+
+L = 16
+Q, KV, VALUES = (
+    jax.random.normal(key, shape) for key, shape in zip(KEYS, [(2, L, 4, 8), (2, L, 2, 8), (2, L, 2, 8)], strict=False)
+)
+THIRDS = jnp.repeat(jnp.arange(3), jnp.array([7, 4, 5]))[None]
+# What is asked beside queries (2, 16, 4, 8), keys and values (2, 16, 2, 8): a row of docs/architecture.md each.
+ASKED = {
+    "causal mask": {"mask": Mask.causal()},
+    "padding": {"mask": Mask.lengths(jnp.array([11, 5]))},
+    "packed segments": {"mask": Mask.causal() & Mask.segments(THIRDS)},
+    "causal window": {"mask": Mask.causal() & Mask.window(5)},
+    "window to both sides": {"mask": Mask.window(3)},
+    "a row that sees nothing": {"mask": Mask.causal() & Mask.lengths(jnp.array([9, 0]))},
+    "a window behind the last key": {"mask": Mask.causal() & Mask.window(3) & Mask.lengths(jnp.array([9, 0]))},
+    "mask array": {"mask": Mask.array(jax.random.bernoulli(KEYS[6], 0.4, (2, 4, L, L)))},
+    "offset of a cache": {"mask": Mask.causal().shifted(jnp.array([4, 0]))},
+    "keys of another length": {"key": KV[:, :12], "value": VALUES[:, :12]},
+    "one query": {"query": Q[:, :1]},
+    "grouped heads": {"key": KV[:, :, :1], "value": VALUES[:, :, :1]},
+    "value heads of another size": {"value": VALUES[..., :3]},
+    "softcap": {"softcap": 1.5},
+    "sinks": {"sinks": jnp.array([0.3, -2.0, 1.0, 0.0])},
+    "bias": {"table": jax.random.normal(KEYS[3], (4, 2 * L))},
+    "dropout": {"mask": Mask.window(1), "dropout_rate": 0.25, "dropout_key": KEYS[4]},
+    "weights returned": {"return_weights": True},
+    "float32": {"dtype": jnp.float32},
+    "bfloat16": {"dtype": jnp.bfloat16},
+    "float16": {"dtype": jnp.float16},
+}
+
+
+def documented_cells():
+    """{(what is asked, kernel): whether it serves} of docs/architecture.md."""
+    text = (Path(__file__).resolve().parents[3] / "docs" / "architecture.md").read_text()
+    section = text.partition("\n## Attention kernels\n")[2].partition("\n## ")[0]
+    head, _, *rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in re.findall(r"^\|.*$", section, re.M)]
+    kernels = [name.strip("`") for name in head[1:]]
+    return {
+        (asked, kernel): {"yes": True, "no": False}[c]
+        for asked, *cells in rows
+        for kernel, c in zip(kernels, cells, strict=True)
+    }
+
+
+def attend(kernel, asked):
+    """Output, weights, and gradients by all numbers that are asked with."""
+    options = {"query": Q, "key": KV, "value": VALUES} | ASKED[asked]
+    dtype = options.pop("dtype", jnp.bfloat16 if kernel in GPU_KERNELS else jnp.float32)
+    floats = {name: options.pop(name) for name in ("query", "key", "value", "sinks", "table") if name in options}
+
+    def loss(floats):
+        arrays = {name: array if name in ("sinks", "table") else array.astype(dtype) for name, array in floats.items()}
+        if "table" in arrays:
+            table = arrays.pop("table")
+            arrays["bias"] = lambda queries, keys: table[:, queries[:, None] - keys[None, :] + L][None]
+        out = dot_product_attention(**arrays, **options, implementation=kernel)
+        first = out[0] if isinstance(out, tuple) else out
+        return (first * jnp.cos(jnp.arange(first.size)).reshape(first.shape)).sum(), out
+
+    return jax.jit(jax.grad(loss, has_aux=True))(floats)
+
+
+expected = functools.cache(functools.partial(attend, "reference"))
+
+
+def test_the_documented_table_has_a_cell_for_all_that_is_tested():
+    assert documented_cells().keys() == {(asked, kernel) for asked in ASKED for kernel in ALL_KERNELS}
+    assert all(serves for (_, kernel), serves in documented_cells().items() if kernel == "reference")
+
+
+@pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.parametrize("kernel", [name for name in ALL_KERNELS if name != "reference"])
+def test_each_kernel_does_what_the_documented_table_says(kernel, asked, monkeypatch):
+    if kernel == "cudnn" and jax.default_backend() != "gpu":  # the same call, answered by XLA
+        monkeypatch.setattr("transformer.nn.kernels.cudnn.LIBRARY", "xla")
+        if asked == "float16":
+            pytest.skip("XLA's answer to cuDNN's call multiplies no float16 on CPU")
+    sizes = {"data": 2, "context": 4} if kernel in SPLIT_KERNELS else {"data": 1}
+    devices = jax.devices()[: np.prod(list(sizes.values()))]
+    axis_types = (AxisType.Auto,) * len(sizes)
+    with jax.set_mesh(jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=axis_types, devices=devices)):
+        if not documented_cells()[asked, kernel]:
+            with pytest.raises(ConfigError, match=rf"the {kernel} attention kernel can't .*\. Use .*, or auto\."):
+                attend(kernel, asked)
+            return
+        grads, out = attend(kernel, asked)
+    if asked == "dropout":  # each query sees itself alone: its value times 1 / (1 - rate), or nothing
+        alone = jnp.repeat(VALUES, 2, axis=2)
+        np.testing.assert_allclose(out, jnp.where(out == 0, 0, alone / 0.75), rtol=1e-5)
+        assert (out == 0).mean() == pytest.approx(0.25, abs=0.15)
+        return
+    exact = kernel not in GPU_KERNELS and ASKED[asked].get("dtype", jnp.float32) == jnp.float32
+    tolerance = 2e-5 if exact else 0.05
+    assert out.dtype == (
+        expected(asked)[1].dtype if kernel not in GPU_KERNELS else ASKED[asked].get("dtype", jnp.bfloat16)
+    )
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=tolerance, atol=tolerance),
+        jax.tree.map(lambda x: x.astype(jnp.float32), (grads, out)),
+        jax.tree.map(lambda x: x.astype(jnp.float32), expected(asked)),
+    )

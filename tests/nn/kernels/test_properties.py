@@ -1,0 +1,208 @@
+"""Every kernel equals the reference, tried on random requests of those that it says it can serve."""
+
+import contextlib
+import dataclasses
+import functools
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from attention_specs import attention_spec
+from hypothesis import strategies as st
+from jax.sharding import AxisType
+from property_parts import assert_close, often
+
+from transformer.nn.attention import dot_product_attention
+from transformer.nn.kernels import ALL_KERNELS, GPU_KERNELS, SPLIT_KERNELS
+from transformer.nn.masks import Mask
+
+BLOCKS = {"chunked": 5, "ring": 3}
+"""queries and keys a block: few, so that short sequences have several"""
+FACTS = {
+    "bias": {"has_bias": True},
+    "array": {"has_dense_mask": True},
+    "places": {"has_dense_mask": True},
+    "offset": {"has_offset": True},
+    "segments": {"has_segments": True},
+    "softcap": {"has_softcap": True},
+    "sinks": {"has_sinks": True},
+}
+"""what may be asked, and how a request says it"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A call of attention: its sizes, what is asked, and the seed of the numbers."""
+
+    kernel: str
+    queries: int
+    keys: int
+    kv_heads: int
+    groups: int
+    head_size: int
+    value_size: int
+    causal: bool
+    window: int | None
+    lengths: bool
+    asked: frozenset[str]
+    scale: float | None
+    seed: int
+
+
+@contextlib.contextmanager
+def made_for_tests(kernel: str):
+    """The kernel with small blocks, on the devices that it is for or what stands for them."""
+    sizes = {"data": 2, "context": 4} if kernel in SPLIT_KERNELS else {"data": 1}
+    devices = jax.devices()[: np.prod(list(sizes.values()))]
+    axis_types = (AxisType.Auto,) * len(sizes)
+    changed = ALL_KERNELS[kernel]
+    if kernel in BLOCKS:
+        changed = dataclasses.replace(changed, run=functools.partial(changed.run, block=BLOCKS[kernel]))
+    with (
+        mock.patch("transformer.nn.kernels.sliced.SLICE", 6),
+        mock.patch("transformer.nn.kernels.splash.BLOCK", 128),
+        mock.patch("transformer.nn.kernels.cudnn.LIBRARY", "xla"),
+        mock.patch.dict(ALL_KERNELS, {kernel: changed}),
+        jax.set_mesh(jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=axis_types, devices=devices)),
+    ):
+        yield
+
+
+def refused(kernel: str, request: dict) -> bool:
+    with mock.patch("transformer.nn.kernels.cudnn.LIBRARY", "xla"):
+        return ALL_KERNELS[kernel].unsupported(attention_spec(**request)) is not None
+
+
+@st.composite
+def calls(draw, *kernels: str) -> Call:
+    """Calls of one of these kernels, of those that it says it can serve."""
+    kernel = draw(st.sampled_from(kernels))
+    split = kernel in SPLIT_KERNELS
+    longest = 300 if kernel == "splash" else 19
+    lengths = st.sampled_from([8, 16, 24]) if split else st.integers(1, longest)
+    queries = draw(lengths)
+    keys = draw(st.one_of(st.just(queries), lengths))
+    if kernel == "ring":
+        keys = queries
+    head_size = 8 if kernel == "cudnn" else draw(st.integers(1, 9))
+    causal, window = draw(st.booleans()), draw(st.none() | st.integers(1, longest))
+    value_size = draw(st.integers(1, 9))
+    request = {
+        "num_queries": queries,
+        "num_keys": keys,
+        "dtype": jnp.bfloat16 if kernel in GPU_KERNELS else jnp.float32,
+        "length_shards": 4 if split else 1,
+        "attention.head_dim": head_size,
+        "attention.value_dim": head_size,
+    }
+    if refused(kernel, request | {"attention.value_dim": value_size}):
+        value_size = head_size
+    if window is not None and not causal and refused(kernel, request | {"has_two_sided_window": True}):
+        window = None
+    asked = set()
+    for name, fact in FACTS.items():
+        if not refused(kernel, request | fact) and draw(st.booleans()):
+            asked.add(name)
+    return Call(
+        kernel=kernel,
+        queries=queries,
+        keys=keys,
+        kv_heads=draw(st.integers(1, 3)),
+        groups=draw(st.integers(1, 3)),
+        head_size=head_size,
+        value_size=value_size,
+        causal=causal,
+        window=window,
+        lengths=draw(st.booleans()),
+        asked=frozenset(asked),
+        scale=draw(st.sampled_from([None, 1.0])),
+        seed=draw(st.integers(0, 2**32 - 1)),
+    )
+
+
+def arguments(call: Call, dtype) -> tuple[dict, Mask]:
+    """Arrays that gradients are taken by, and the mask."""
+    random = np.random.default_rng(call.seed)
+
+    def normal(*shape):
+        return jnp.asarray(random.normal(size=shape), jnp.float32)
+
+    def whole(low, high, *shape):
+        return jnp.asarray(random.integers(low, high, shape), jnp.int32)
+
+    heads, rows, queries, keys = call.kv_heads * call.groups, 2, call.queries, call.keys
+    arrays = {
+        "query": normal(rows, queries, heads, call.head_size).astype(dtype),
+        "key": normal(rows, keys, call.kv_heads, call.head_size).astype(dtype),
+        "value": normal(rows, keys, call.kv_heads, call.value_size).astype(dtype),
+    }
+    if "sinks" in call.asked:
+        arrays["sinks"] = normal(heads)
+    if "bias" in call.asked:
+        arrays["table"] = normal(heads, queries + keys)
+    mask = Mask(is_causal=call.causal, window_size=call.window)
+    if call.lengths:
+        mask = mask & Mask.lengths(whole(0, keys + 1, rows))
+    if "segments" in call.asked:
+        of = [jnp.asarray(np.sort(random.integers(0, 3, (rows, length))), jnp.int32) for length in (queries, keys)]
+        mask = mask & Mask.segments(of[0], of[0] if queries == keys else of[1])
+    if "array" in call.asked:
+        mask = mask & Mask.array(jnp.asarray(random.random((rows, random.choice([1, heads]), queries, keys)) < 0.6))
+    if "places" in call.asked:
+        mask = mask & Mask.places(whole(0, keys, rows, queries), whole(0, keys, rows, keys))
+    if "offset" in call.asked:
+        mask = mask.shifted(whole(-2, keys, rows))
+    return arrays, mask
+
+
+def values_and_gradients(call: Call, arrays: dict, mask: Mask, kernel: str):
+    random = np.random.default_rng(call.seed + 1)
+    by = jnp.asarray(random.normal(size=(*arrays["query"].shape[:3], call.value_size)), jnp.float32)
+
+    def loss(arrays, mask):
+        given, bias = dict(arrays), None
+        if "table" in given:
+            table = given.pop("table")
+
+            def bias(queries, keys):
+                return table[:, queries[:, None] - keys[None, :] + call.keys - 1][None]
+
+        softcap = 2.0 if "softcap" in call.asked else None
+        out = dot_product_attention(
+            **given, mask=mask, bias=bias, scale=call.scale, softcap=softcap, implementation=kernel
+        )
+        return (out.astype(jnp.float32) * by).sum(), out
+
+    gradients, out = jax.jit(jax.grad(loss, has_aux=True))(arrays, mask)
+    return jax.tree.map(lambda array: array.astype(jnp.float32), (out, gradients))
+
+
+def check(call: Call) -> None:
+    dtype = jnp.bfloat16 if call.kernel in GPU_KERNELS else jnp.float32
+    arrays, mask = arguments(call, dtype)
+    exact = {name: array.astype(jnp.float32) for name, array in arrays.items()}
+    expected = values_and_gradients(call, exact, mask, "reference")
+    with made_for_tests(call.kernel):
+        got = values_and_gradients(call, arrays, mask, call.kernel)
+    assert_close(got, expected, 1e-5 if dtype == jnp.float32 else 0.03)
+
+
+@often(3, 40, calls("chunked", "sliced"))
+def test_kernels_for_any_device_equal_the_reference(call):
+    check(call)
+
+
+@often(0, 25, calls("ring", "gathered"))
+def test_kernels_for_a_split_length_equal_the_reference(call):
+    check(call)
+
+
+@often(0, 10, calls("splash"))
+def test_splash_equals_the_reference(call):
+    check(call)
+
+
+@often(0, 25, calls("cudnn"))
+def test_the_call_of_cudnn_equals_the_reference(call):
+    check(call)

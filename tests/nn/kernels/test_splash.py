@@ -1,0 +1,309 @@
+"""Splash attention, interpreted: equal to the reference alone and over meshes, blocks left out, compiled for a TPU.
+
+What it serves and refuses, each with values and gradients, is in the table that tests/nn/kernels/test_kernels.py reads.
+"""
+
+import collections
+import dataclasses
+import re
+
+import abstract_meshes
+import jax
+import jax.export
+import jax.numpy as jnp
+import jaxtyping
+import numpy as np
+import pytest
+from attention_specs import attention_spec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from training_recipes import change, tiny_recipe
+
+from transformer.config import ConfigError, Execution, LayerKind, StackOptions, TransformerConfig
+from transformer.data import TextFile
+from transformer.nn.attention import dot_product_attention
+from transformer.nn.kernels import AttentionSpec, choose, reference_attention, splash, splash_attention
+from transformer.nn.masks import Mask
+from transformer.nn.models import CausalLM
+from transformer.nn.partitioning import mapped
+from transformer.training.parallel import MeshPlacement
+from transformer.training.plan import batch_shapes, make_plan, parse_topology, topology_devices
+
+KEYS = jax.random.split(jax.random.key(0), 6)
+PLAIN = {"scale": 0.7}
+
+
+def mesh(**sizes):
+    devices = jax.devices()[: np.prod(list(sizes.values()))]
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes), devices=devices)
+
+
+def arrays(batch, queries, keys, heads, kv_heads, head_dim=5, value_dim=7):
+    shapes = (batch, queries, heads, head_dim), (batch, keys, kv_heads, head_dim), (batch, keys, kv_heads, value_dim)
+    return [jax.random.normal(key, shape) for key, shape in zip(KEYS, shapes, strict=False)]
+
+
+def value_and_grads(kernel, given, mask, softcap=None):
+    """Output and gradients by query, key, value and sinks."""
+    sinks = jax.random.normal(KEYS[3], given[0].shape[2:3])
+    out_grad = jax.random.normal(KEYS[4], (*given[0].shape[:3], given[2].shape[3]))
+
+    def loss(query, key, value, sinks):
+        extras = PLAIN | {"softcap": softcap, "sinks": sinks}
+        out, _ = kernel(query, key, value, AttentionSpec(mask=mask, **extras))
+        return (out * out_grad).sum(), out
+
+    grads, out = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3), has_aux=True))(*given, sinks)
+    return out, grads
+
+
+def assert_close(got, expected, tolerance=2e-5):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance), got, expected)
+
+
+def third_segments(length, other=None):
+    queries, keys = (jnp.arange(size)[None] * 3 // size for size in (length, other or length))
+    return Mask.segments(queries, keys)
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "mask"),
+    [
+        (601, 601, Mask.causal() & Mask.window(101) & third_segments(601)),
+        (521, 130, Mask.lengths(jnp.array([127])) & third_segments(521, 130)),
+        (130, 521, Mask.window(30)),
+        (257, 257, Mask.causal() & Mask.lengths(jnp.array([0]))),
+    ],
+    ids=["two blocks of each", "more queries", "more keys", "nothing to see"],
+)
+def test_lengths_that_are_no_multiple_of_a_block(queries, keys, mask):
+    given = arrays(1, queries, keys, 2, 1)
+    assert_close(
+        value_and_grads(splash_attention, given, mask, 3.0), value_and_grads(reference_attention, given, mask, 3.0)
+    )
+
+
+def test_blocks_are_alike_and_little_is_filled_up():
+    for length in range(1, 5000, 7):
+        block = splash._block(length)
+        assert block % splash.LANES == 0
+        assert block <= splash.BLOCK
+        assert -length % block < 128 * -(-length // 512)
+    assert [splash._block(length) for length in (1, 128, 129, 512, 640, 1024)] == [128, 128, 256, 512, 384, 512]
+
+
+# Where the length is split, gradients of keys and values are summed over devices that hold other queries.
+MESHES = {
+    "rows and heads": ({"data": 2, "tensor": 4}, Mask.causal() & third_segments(140), 4),
+    "key heads that do not divide": ({"fsdp": 4, "tensor": 2}, Mask.causal() & Mask.window(9), 3),
+    "length": ({"data": 2, "context": 2, "tensor": 2}, Mask.causal() & third_segments(140), 2),
+    "length, nothing hidden": ({"data": 4, "context": 2}, Mask(), 2),
+    "rows that do not divide": ({"data": 8}, Mask.lengths(jnp.array([20, 0, 3, 1])), 2),
+}
+
+
+@pytest.mark.parametrize("case", MESHES)
+def test_over_a_mesh_equals_reference_in_values_and_gradients(case):
+    sizes, mask, kv_heads = MESHES[case]
+    given = arrays(4, 140, 140, 2 * kv_heads, kv_heads)
+    expected = value_and_grads(reference_attention, given, mask)
+    with jax.set_mesh(mesh(**sizes)):
+        assert_close(value_and_grads(splash_attention, given, mask), expected)
+
+
+def test_key_heads_that_do_not_divide_leave_query_heads_split(monkeypatch):
+    """Six query heads over two devices: three each, with a key head of its own for each of them."""
+    seen = []
+
+    def recorded(function, *names):
+        return mapped(lambda query, *rest: (seen.append(query.shape), function(query, *rest))[1], *names)
+
+    monkeypatch.setattr(splash, "mapped", recorded)
+    with jax.set_mesh(mesh(data=2, tensor=2)):
+        jax.eval_shape(
+            lambda *given: splash_attention(*given, AttentionSpec(mask=Mask(), **PLAIN)), *arrays(2, 128, 128, 6, 3)
+        )
+    assert seen == [(1, 128, 3, 1, 5)]
+
+
+def test_rows_and_heads_stay_where_they_are():
+    """Nothing is told from device to device: a program without the mesh in it would make all of it whole."""
+    split = mesh(data=2, tensor=2)
+    place = NamedSharding(split, PartitionSpec("data", None, "tensor"))
+    given = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place) for x in arrays(2, 128, 128, 4, 2)]
+
+    def loss(*arrays):
+        return splash_attention(*arrays, AttentionSpec(mask=Mask.causal() & third_segments(128), **PLAIN))[0].sum()
+
+    with jax.set_mesh(split):
+        compiled = jax.jit(jax.grad(loss, argnums=(0, 1, 2)), out_shardings=(place,) * 3).lower(*given).compile()
+    assert not re.findall(r"all-gather|all-reduce|all-to-all|collective-permute", compiled.as_text())
+
+
+@pytest.mark.parametrize(
+    ("mask", "hidden"),
+    [(Mask.causal(), slice(512, None)), (Mask.window(200), slice(1024, None))],
+    ids=["causal", "window"],
+)
+def test_blocks_that_the_mask_rules_out_are_not_computed(mask, hidden):
+    """Not a number times a weight of zero is not a number: values in a block that is computed would show."""
+    query, key, value = arrays(1, 512, 1536, 1, 1)
+    poisoned = value.at[:, hidden].set(jnp.nan)
+
+    def run(kernel, value):
+        return jax.jit(lambda: kernel(query, key, value, AttentionSpec(mask=mask, **PLAIN))[0])()
+
+    assert np.isnan(run(reference_attention, poisoned)).any()
+    np.testing.assert_array_equal(run(splash_attention, poisoned), run(splash_attention, value))
+
+
+def test_bfloat16_with_a_row_that_sees_nothing():
+    given = arrays(2, 130, 130, 4, 2)
+    mask = Mask.causal() & Mask.lengths(jnp.array([130, 0]))
+    expected, expected_grads = value_and_grads(reference_attention, given, mask)
+    out, grads = value_and_grads(splash_attention, [x.astype(jnp.bfloat16) for x in given], mask)
+    assert {x.dtype for x in (out, *grads[:3])} == {jnp.dtype(jnp.bfloat16)}
+    assert grads[3].dtype == jnp.float32
+    assert (out[1] == 0).all()
+    assert all((x[1] == 0).all() for x in grads[:3])
+    assert_close([x.astype(jnp.float32) for x in (out, *grads)], [expected, *expected_grads], 0.1)
+
+
+@pytest.mark.slow
+def test_a_whole_model_is_the_same():
+    """Packed rows, layers with and without a window, scanned and computed again, over rows and heads."""
+    period = (LayerKind(), LayerKind(window=5))
+    sizes = {"d_model": 16, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "d_ff": 8, "attention.softcap": 5.0}
+    config = TransformerConfig(vocab_size=11, position="rotary", stack=StackOptions(period=period), **sizes)
+    tokens = jax.random.randint(KEYS[5], (4, 16), 0, 11)
+    segments = jnp.arange(16)[None] // jnp.array([5, 16, 7, 11])[:, None]
+    params = jax.jit(CausalLM(config).init)(KEYS[4], tokens)
+
+    def value_and_grad(attention):
+        model = CausalLM(config, Execution(attention=attention, remat="full"))
+
+        def loss(params, tokens):
+            logits = model.apply(params, tokens, mask=Mask.segments(segments))
+            return -jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[..., None], -1).mean()
+
+        return jax.jit(jax.value_and_grad(loss))(params, tokens)
+
+    expected = value_and_grad("reference")
+    with jax.set_mesh(mesh(data=2, tensor=2)):
+        assert_close(value_and_grad("splash"), expected)
+
+
+def request(queries=2048, keys=None, **facts):
+    return attention_spec(queries, keys, **facts)
+
+
+REFUSED = {
+    "weights": (request(return_weights=True), r"return attention weights: .* Use reference"),
+    "bias": (request(has_bias=True), r"add a bias: scores never leave the kernel\. Use reference or sliced"),
+    "dropout": (request(has_dropout=True), r"drop attention weights: it draws no random numbers\. Use"),
+    "array": (request(has_dense_mask=True), r"apply a mask array: it would hold all of it\."),
+    "offset": (request(has_offset=True), r"begin at an offset \(a cache\): .*\. Use reference or sliced"),
+    "heads": (request(head_dim=257), r"take heads of 257: blocks of more than 256 .*\. Use reference or sliced"),
+    "float16": (request(dtype=jnp.float16), r"compute in float16: it takes float32 and bfloat16\. Use"),
+    "float64": (request(dtype=np.dtype("float64")), r"compute in float64: it takes float32 and bfloat16\. Use"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_splash_can_not_do_says_who_can(case):
+    asked, message = REFUSED[case]
+    with pytest.raises(ConfigError, match=rf"the splash attention kernel can't {message}.*, or auto\."):
+        choose("splash", asked)
+    with computing_on("tpu"):
+        assert choose("auto", asked) in ("reference", "chunked")
+
+
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(257, 8), (8, 257)])
+def test_the_larger_head_size_decides(head_dim, value_dim):
+    query, value = jnp.zeros((1, 3, 1, head_dim)), jnp.zeros((1, 3, 1, value_dim))
+    with pytest.raises(ConfigError, match="take heads of 257"):
+        dot_product_attention(query, query, value, implementation="splash")
+
+
+def test_a_length_left_open_is_refused(monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # which has no type for it
+    (length,) = jax.export.symbolic_shape("length")
+    with pytest.raises(ConfigError, match=r"splash .* can't work on a length left open: .* Use reference"):
+        choose("splash", request(length))
+
+
+def computing_on(platform, kind=None):
+    return abstract_meshes.computing_on(
+        platform, kind or {"tpu": "TPU of some kind", "gpu": "GPU of some kind"}[platform]
+    )
+
+
+def test_auto_takes_splash_on_a_tpu_alone():
+    with computing_on("tpu"):
+        assert choose("auto", request(2048)) == "splash"
+        assert choose("auto", request(1500, 2048, dtype=jnp.bfloat16)) == "splash"
+        assert choose("auto", request(512)) == "splash"
+        assert choose("auto", request(511)) == "reference"
+        assert choose("auto", request(1024, has_bias=True)) == "reference"
+        assert choose("auto", request(2048, length_shards=4)) == "ring"
+        assert choose("auto", request(2048, 24_000, length_shards=4)) == "splash"
+        assert choose("auto", request(4096, length_shards=4, has_bias=True)) == "gathered"
+        with pytest.raises(ConfigError, match=r"can't attend from 8 queries .* Use .* or splash or gathered, or auto"):
+            choose("ring", request(8, 16, length_shards=4))
+    with computing_on("tpu", "TPU v3"):
+        assert choose("auto", request(2048)) == "splash"
+        assert choose("auto", request(2048, dtype=jnp.bfloat16)) == "chunked"
+        with pytest.raises(ConfigError, match=r"splash .* can't compute in bfloat16 on TPU v3: .* Use reference or"):
+            choose("splash", request(2048, dtype=jnp.bfloat16))
+    assert choose("auto", request(2048)) == "chunked"
+    assert choose("splash", request(2048)) == "splash"
+    with computing_on("gpu"):
+        assert choose("auto", request(2048)) == "chunked"
+        with pytest.raises(ConfigError, match=r"splash attention kernel can't run on gpu: .* Use reference or sliced"):
+            choose("splash", request(2048))
+
+
+def tiny(length, **groups):
+    recipe = change(
+        tiny_recipe(model={"d_model": 16, "num_heads": 4, "num_kv_heads": 2, "d_ff": 8, "position": "rotary"}), **groups
+    )
+    return dataclasses.replace(recipe, data=TextFile(path="t.txt", sequence_length=length, batch_size=4))
+
+
+@pytest.mark.slow
+class TestCompiler:
+    """The TPU compiler takes what the interpreter takes, and more: sizes of blocks, places in memory."""
+
+    @pytest.fixture
+    def devices(self):
+        pytest.importorskip("libtpu", reason='no TPU compiler: pip install "libtpu>=0.0.51"')
+        return topology_devices(parse_topology("v5e:2x2"))
+
+    @pytest.mark.parametrize("parallel", [{"tensor": 2}, {"fsdp": 2, "context": 2}], ids=["tensor", "context"])
+    def test_a_train_step(self, devices, parallel):
+        recipe = tiny(256, execution={"attention": "splash"}, parallel={"devices": None} | parallel)
+        plan = make_plan(recipe, parse_topology("v5e:2x2"), devices)
+        assert plan.fits
+        assert self.kernels(recipe, devices) == {"fwd": 1, "dq": 1, "dkv": 1}
+
+    def test_auto_is_splash(self, devices):
+        recipe = tiny(2048, parallel={"devices": None})
+        assert self.kernels(recipe, devices) == {"fwd": 1, "dq": 1, "dkv": 1}
+
+    def kernels(self, recipe, devices):
+        text = MeshPlacement(recipe, devices).lower(batch_shapes(recipe)).as_text()
+        return collections.Counter(re.findall(r'kernel_name = "splash_mha_(\w+?)_', text))
+
+    @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=str)
+    def test_the_largest_heads_with_all_that_is_served(self, devices, dtype):
+        shapes = (2, 1100, 4, 256), (2, 1700, 2, 256), (2, 1700, 2, 256)
+        shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
+        mask = Mask.causal() & Mask.window(300) & Mask.lengths(jnp.array([9, 0])) & third_segments(1100, 1700)
+
+        def loss(*arrays):
+            extras = PLAIN | {"softcap": 3.0, "sinks": jnp.zeros(4)}
+            return splash_attention(*arrays, AttentionSpec(mask=mask, **extras))[0].astype(jnp.float32).sum()
+
+        two = jax.sharding.Mesh(np.array(devices[:2]), ("data",), axis_types=(AxisType.Auto,))
+        with jax.set_mesh(two):
+            compiled = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(*shapes).compile()
+        assert compiled.as_text().count('custom_call_target="tpu_custom_call"') == 3

@@ -1,0 +1,313 @@
+"""Encoder models: masked language model, classifier, embedder, images; heads, pooling, padding on either side."""
+
+import jax
+import jax.numpy as jnp
+import jaxtyping
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from transformer.config import ConfigError, HeadTransform, Patches, TransformerConfig
+from transformer.nn.layers import LayerNorm
+from transformer.nn.masks import Mask
+from transformer.nn.models import CausalLM, Classifier, Embedder, MaskedLM, Seq2Seq, VisionClassifier
+from transformer.nn.models.encoders import pool
+from transformer.nn.models.vision import cut_patches
+from transformer.nn.parameter_axes import axes_of
+from transformer.nn.sharding import parameter_spec
+from transformer.training.state import parameter_paths
+
+CONFIG = TransformerConfig(vocab_size=17, d_model=12, num_layers=1, num_heads=3, d_ff=7, position="rotary")
+TOKENS = jax.random.randint(jax.random.key(1), (2, 5), 0, 17)
+KEY = jax.random.key(0)
+PATCHES = Patches(image_height=6, image_width=4, patch_size=2, channels=5)
+VISION = CONFIG.replace(
+    input=PATCHES, **{"output.num_classes": 3, "output.pooling": "first"}, position="learned", max_length=7
+)
+IMAGES = jax.random.normal(KEY, (2, 6, 4, 5))
+BERT = HeadTransform(activation="gelu_erf", norm=True)
+
+
+def shapes(model, *inputs):
+    return jax.eval_shape(model.init, KEY, *inputs)["params"]
+
+
+def make(model, *inputs):
+    """Parameters in which each bias and scale shows."""
+    leaves, tree = jax.tree.flatten(shapes(model, *inputs))
+    keys = jax.random.split(KEY, len(leaves))
+    leaves = [0.5 * jax.random.normal(key, leaf.shape) for key, leaf in zip(keys, leaves, strict=True)]
+    return {"params": jax.tree.unflatten(tree, leaves)}
+
+
+def run(model, params, *inputs, **options):
+    return jax.jit(lambda params: model.apply(params, *inputs, **options))(params)
+
+
+# Heads
+
+
+def test_the_head_of_a_masked_language_model_is_its_equation():
+    model = MaskedLM(
+        CONFIG.replace(**{"output.transform": BERT, "output.bias": True, "output.scale": 0.5, "output.softcap": 9.0})
+    )
+    params = make(model, TOKENS)
+    p = params["params"]
+    x = jax.random.normal(KEY, (2, 5, 12))
+    dense, norm = p["head_transform"]["dense"], p["head_transform"]["norm"]
+    y = jax.nn.gelu(x @ dense["kernel"] + dense["bias"][None, None], approximate=False)
+    y = LayerNorm().apply({"params": norm}, y) * 0.5
+    logits = y @ p["embedding"]["embedding"].T + p["output_bias"][None, None]
+    got = model.apply(params, x, method="head")
+    np.testing.assert_allclose(got, 9 * jnp.tanh(logits / 9), rtol=1e-4, atol=1e-5)
+    hidden = model.apply(params, TOKENS, method="hidden")
+    np.testing.assert_allclose(
+        model.apply(params, TOKENS), model.apply(params, hidden, method="head"), rtol=1e-4, atol=1e-5
+    )
+    assert got.dtype == jnp.float32
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "expected"),
+    [
+        (MaskedLM, {"output.bias": True}, {"output_bias"}),
+        (MaskedLM, {}, set()),
+        (CausalLM, {"embedding.tie": False}, {"output/kernel"}),
+        (CausalLM, {"embedding.tie": False, "output.bias": True}, {"output/kernel", "output/bias"}),
+        (Classifier, {"output.num_classes": 3}, {"output/kernel", "output/bias"}),
+        (Classifier, {"output.num_classes": 3, "output.bias": False}, {"output/kernel"}),
+        (Embedder, {"output.bias": True}, set()),
+        (
+            MaskedLM,
+            {"output.transform": BERT},
+            {f"head_transform/{leaf}" for leaf in ("dense/kernel", "dense/bias", "norm/scale", "norm/bias")},
+        ),
+        (
+            Embedder,
+            {"output.transform": HeadTransform(activation="tanh", norm=False, use_bias=False)},
+            {"head_transform/dense/kernel"},
+        ),
+    ],
+)
+def test_paths_of_heads_are_pinned(model, changes, expected):
+    paths = set(parameter_paths(shapes(model(CONFIG.replace(**changes)), TOKENS)))
+    assert {path for path in paths if not path.startswith(("encoder", "decoder"))} == {"embedding/embedding"} | expected
+
+
+def test_a_classifier_goes_from_the_pooled_vector_through_the_transform_to_the_output():
+    model = Classifier(
+        CONFIG.replace(**{"output.num_classes": 3, "output.transform": HeadTransform(activation="tanh", norm=False)})
+    )
+    params = make(model, TOKENS)
+    p = params["params"]
+    pooled = jax.random.normal(KEY, (2, 12))
+    dense = p["head_transform"]["dense"]
+    transformed = jnp.tanh(pooled @ dense["kernel"] + dense["bias"][None])
+    expected = transformed @ p["output"]["kernel"] + p["output"]["bias"][None]
+    np.testing.assert_allclose(model.apply(params, pooled, method="head"), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_an_embedder_gives_vectors_of_length_one_where_it_says_so():
+    plain, normal = Embedder(CONFIG), Embedder(CONFIG.replace(**{"output.normalize": True}))
+    params = make(plain, TOKENS)
+    vectors, unit = run(plain, params, TOKENS), run(normal, params, TOKENS)
+    hidden = run(plain, params, TOKENS, method="hidden")
+    np.testing.assert_allclose(vectors, hidden.mean(1), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(unit, vectors / np.linalg.norm(vectors, axis=1, keepdims=True), rtol=1e-4, atol=1e-6)
+    np.testing.assert_array_equal(normal.apply(params, jnp.zeros((1, 12)), method="head"), jnp.zeros((1, 12)))
+    gradient = jax.grad(lambda x: normal.apply(params, x, method="head").sum())(jnp.zeros((1, 12)))
+    assert np.isfinite(gradient).all()
+
+
+# Padding, types, direction
+
+
+@pytest.mark.parametrize("pooling", ["mean", "first", "last"])
+def test_pooling_takes_real_tokens_alone(pooling):
+    x = jnp.arange(1.0, 25.0).reshape(3, 4, 2)
+    right = Mask.lengths(jnp.array([4, 3, 1]))
+    left = Mask.segments(jnp.array([[1, 2, 2, 3], [0, 1, 1, 1], [0, 0, 0, 7]]))
+    rows = {"mean": [x[0].mean(0), x[1, :3].mean(0), x[2, 0]], "first": x[:, 0], "last": [x[0, 3], x[1, 2], x[2, 0]]}
+    np.testing.assert_allclose(pool(x, right, pooling), jnp.stack(list(rows[pooling])), rtol=1e-6)
+    rows = {"mean": [x[0].mean(0), x[1, 1:].mean(0), x[2, 3]], "first": [x[0, 0], x[1, 1], x[2, 3]], "last": x[:, 3]}
+    np.testing.assert_allclose(pool(x, left, pooling), jnp.stack(list(rows[pooling])), rtol=1e-6)
+    both = Mask.lengths(jnp.array([4, 3, 4])) & left
+    rows = {"mean": [x[0].mean(0), x[1, 1:3].mean(0), x[2, 3]], "first": [x[0, 0], x[1, 1], x[2, 3]]}
+    rows["last"] = [x[0, 3], x[1, 2], x[2, 3]]
+    np.testing.assert_allclose(pool(x, both, pooling), jnp.stack(rows[pooling]), rtol=1e-6)
+
+
+@pytest.mark.parametrize("pooling", ["mean", "first", "last"])
+def test_an_embedder_sees_no_padding_on_either_side(pooling):
+    model = Embedder(CONFIG.replace(**{"output.pooling": pooling}))
+    params = make(model, TOKENS)
+    expected = run(model, params, TOKENS)
+    junk = jnp.full((2, 2), 3)
+    got = run(model, params, jnp.concatenate([TOKENS, junk], 1), mask=Mask.lengths(jnp.array([5, 5])))
+    np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
+    segments = jnp.array([[0, 0, 1, 1, 1, 1, 1]] * 2)
+    positions = jnp.array([[0, 1, 0, 1, 2, 3, 4]] * 2)
+    got = run(model, params, jnp.concatenate([junk, TOKENS], 1), positions, Mask.segments(segments))
+    np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_masked_language_model_sees_no_padding_and_both_ways():
+    model = MaskedLM(CONFIG)
+    params = make(model, TOKENS)
+    padded = jnp.concatenate([TOKENS, jnp.full((2, 2), 3)], 1)
+    got = run(model, params, padded, mask=Mask.lengths(jnp.array([5, 5])))[:, :5]
+    expected = run(model, params, TOKENS)
+    assert expected.shape == (2, 5, 17)
+    np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
+    assert np.abs(run(model, params, TOKENS.at[:, -1].add(-1) % 17)[:, 0] - expected[:, 0]).max() > 1e-4
+
+
+def test_token_types_are_added_and_zero_without_a_word():
+    model = MaskedLM(CONFIG.replace(**{"embedding.token_types": 2}))
+    params = make(model, TOKENS)
+    assert params["params"]["token_type_embedding"]["embedding"].shape == (2, 12)
+    types = jnp.array([[0, 0, 1, 1, 1]] * 2)
+    typed = run(model, params, TOKENS, **{"embedding.token_types": types})
+    np.testing.assert_array_equal(
+        run(model, params, TOKENS, **{"embedding.token_types": 0 * types}), run(model, params, TOKENS)
+    )
+    assert np.abs(typed - run(model, params, TOKENS)).max() > 1e-3
+    # Without positions and scaling, a type is one more table of tokens: all types 1 is a shift of the token table.
+    plain = MaskedLM(model.config.replace(**{"embedding.token_types": None, "embedding.scale": False}))
+    unscaled = MaskedLM(model.config.replace(**{"embedding.scale": False}))
+    rows = params["params"]["token_type_embedding"]["embedding"]
+    moved = {name: leaf for name, leaf in params["params"].items() if name != "token_type_embedding"}
+    moved["embedding"] = {"embedding": moved["embedding"]["embedding"] + rows[1][None]}
+    np.testing.assert_allclose(
+        run(unscaled, params, TOKENS, **{"embedding.token_types": jnp.ones_like(TOKENS)}, method="hidden"),
+        run(plain, {"params": moved}, TOKENS, method="hidden"),
+        rtol=1e-4,
+        atol=1e-5,
+    )
+
+
+def test_a_causal_classifier_sees_back_alone():
+    model = Classifier(CONFIG.replace(**{"output.num_classes": 3, "output.pooling": "last", "attention.causal": True}))
+    params = make(model, TOKENS)
+    hidden = run(model, params, TOKENS, method="hidden")
+    other = run(model, params, TOKENS.at[:, -1].add(1) % 17, method="hidden")
+    np.testing.assert_allclose(hidden[:, :-1], other[:, :-1], rtol=1e-5, atol=1e-6)
+    assert np.abs(hidden[:, -1] - other[:, -1]).max() > 1e-3
+
+
+def test_what_layers_report_comes_beside_the_output():
+    for model in (MaskedLM(CONFIG), Embedder(CONFIG), Classifier(CONFIG.replace(**{"output.num_classes": 3}))):
+        params = make(model, TOKENS)
+        output, aux = run(model, params, TOKENS, method="with_aux")
+        np.testing.assert_allclose(output, run(model, params, TOKENS), rtol=1e-5, atol=1e-6)
+        assert aux == {}
+
+
+def test_a_source_may_have_a_longer_table_than_the_target():
+    model = Seq2Seq(CONFIG.replace(position="learned", max_length=5, **{"embedding.source_max_length": 7}))
+    params = shapes(model, jnp.zeros((2, 7), jnp.int32), TOKENS)
+    assert params["encoder"]["position_table"].shape == (7, 12)
+    assert params["decoder"]["position_table"].shape == (5, 12)
+
+
+# Images
+
+
+def test_patches_are_squares_row_by_row():
+    patches = cut_patches(IMAGES, PATCHES)
+    assert patches.shape == (2, 6, 2, 2, 5)
+    np.testing.assert_array_equal(patches[1, 3], IMAGES[1, 2:4, 2:4])
+    np.testing.assert_array_equal(patches[0, 4], IMAGES[0, 4:6, 0:2])
+
+
+@pytest.mark.parametrize("pooling", ["first", "mean"])
+def test_a_vision_classifier_is_a_class_token_and_patches(pooling):
+    model = VisionClassifier(VISION.replace(**{"output.pooling": pooling}))
+    params = make(model, IMAGES)
+    p = params["params"]
+    assert p["patch_embedding"]["kernel"].shape == (2, 2, 5, 12)
+    assert p["encoder"]["position_table"].shape == (7, 12)
+    x = jnp.einsum("btijc,ijcd->btd", cut_patches(IMAGES, PATCHES), p["patch_embedding"]["kernel"])
+    x = x + p["patch_embedding"]["bias"][None, None]
+    x = jnp.concatenate([jnp.broadcast_to(p["class_token"], (2, 1, 12)), x], 1)
+    hidden, logits = run(model, params, IMAGES, method="hidden"), run(model, params, IMAGES)
+    expected, _, _ = jax.jit(lambda x: model.clone().bind(params).encoder(x))(x)
+    np.testing.assert_allclose(hidden, expected, rtol=1e-4, atol=1e-5)
+    pooled = hidden[:, 0] if pooling == "first" else hidden[:, 1:].mean(1)
+    assert logits.shape == (2, 3)
+    np.testing.assert_allclose(logits, pooled @ p["output"]["kernel"] + p["output"]["bias"][None], rtol=1e-4, atol=1e-5)
+    assert run(model, params, IMAGES, method="with_aux")[1] == {}
+
+
+# What can't be
+
+
+@pytest.fixture
+def _as_a_user_has_it():
+    """Without the type checker of these tests, which would speak first."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.mark.usefixtures("_as_a_user_has_it")
+@pytest.mark.parametrize(
+    ("model", "inputs", "message"),
+    [
+        (VisionClassifier(VISION), (IMAGES[0],), r"of shape \(batch, 6, 4, 5\): .* got float32 of shape \(6, 4, 5\)"),
+        (VisionClassifier(VISION), (jnp.zeros((2, 4, 6, 5)),), r"got float32 of shape \(2, 4, 6, 5\)"),
+        (VisionClassifier(VISION), (jnp.zeros((2, 6, 4, 5), jnp.uint8),), r"images must be floating .* got uint8"),
+        (
+            VisionClassifier(VISION.replace(**{"output.pooling": "last"})),
+            (IMAGES,),
+            r"pools the first token, its class token, or",
+        ),
+        (
+            VisionClassifier(VISION.replace(**{"output.num_classes": None})),
+            (IMAGES,),
+            r"output.num_classes is not set: a VisionClassifier",
+        ),
+        (
+            VisionClassifier(CONFIG.replace(**{"output.num_classes": 3})),
+            (IMAGES,),
+            r"input is not set: a VisionClassifier needs image patches",
+        ),
+        (MaskedLM(CONFIG.replace(vocab_size=None)), (TOKENS,), r"vocab_size is not set: a MaskedLM needs to know"),
+        (MaskedLM(CONFIG), (TOKENS, None, None, True, TOKENS), r"token_types are given, but the model has no table"),
+        (
+            MaskedLM(CONFIG.replace(**{"embedding.token_types": 2})),
+            (TOKENS, None, None, True, jnp.full((2, 5), 2)),
+            r"token_types must be from 0 to 1 \(token_types 2\), got 2",
+        ),
+    ],
+)
+def test_what_cannot_be_says_so(model, inputs, message):
+    with pytest.raises((ValueError, ConfigError), match=message):
+        model.init(KEY, *inputs)
+
+
+def test_every_parameter_of_every_model_has_its_place():
+    """A rule for each, found by name and of its rank; the mesh axes then follow."""
+    rich = {
+        "output.transform": BERT,
+        "embedding.norm": True,
+        "attention.qk_norm": True,
+        "attention.qk_norm_scope": "all",
+    }
+    sandwich = {"norm_position": "sandwich", "embedding.token_types": 2, "output.bias": True}
+    t5 = {"position": "t5", "t5_bias.per_layer": True}
+    for model, inputs in [
+        (MaskedLM(CONFIG.replace(**rich, **sandwich, **t5)), TOKENS),
+        (Classifier(CONFIG.replace(**rich, **{"output.num_classes": 4})), TOKENS),
+        (VisionClassifier(VISION.replace(**rich)), IMAGES),
+    ]:
+        params = shapes(model, inputs)
+        for path, leaf in zip(parameter_paths(params), jax.tree.leaves(params), strict=True):
+            axes = axes_of(path, leaf.ndim)
+            assert axes is not None, path
+            assert leaf.ndim - len(axes.names) == ("/layers/" in f"/{path}"), (path, leaf.shape, axes)
+    sizes = {"data": 1, "fsdp": 2, "expert": 1, "context": 1, "tensor": 2}
+    assert parameter_spec("output_bias", (18,), sizes) == PartitionSpec("tensor")
+    assert parameter_spec("token_type_embedding/embedding", (2, 12), sizes) == PartitionSpec(None, "fsdp")
+    assert parameter_spec("head_transform/dense/kernel", (12, 12), sizes) == PartitionSpec("fsdp", None)
+    assert parameter_spec("patch_embedding/kernel", (2, 2, 5, 12), sizes) == PartitionSpec(None, None, None, "fsdp")

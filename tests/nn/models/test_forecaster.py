@@ -1,0 +1,241 @@
+"""Forecasts: each channel for itself, on whatever scale; batch norms whose statistics stay."""
+
+import dataclasses
+import functools
+
+import flax.traverse_util
+import jax
+import jax.numpy as jnp
+import jaxtyping
+import numpy as np
+import optax
+import pytest
+from golden import case as golden_case
+from golden import ours
+
+from transformer.config import ConfigError, Series, TransformerConfig
+from transformer.inference import Opened, embed
+from transformer.nn.layers import FrozenBatchNorm
+from transformer.nn.models import Forecaster
+from transformer.nn.models.forecaster import cut_series
+from transformer.nn.parameter_axes import axes_of
+from transformer.zoo import abstract_params, load_pretrained
+
+KEY = jax.random.key(0)
+SERIES = Series(channels=3, context_length=13, horizon=5, patch_length=4, patch_stride=3)
+CONFIG = TransformerConfig(d_model=12, num_layers=1, num_heads=3, d_ff=17, input=SERIES, activation="gelu_erf")
+VALUES = jax.random.normal(jax.random.key(1), (2, 13, 3))
+
+
+def forecaster(**changes):
+    """A model of a series with these changes."""
+    return Forecaster(CONFIG.replace(input=dataclasses.replace(SERIES, **changes)))
+
+
+@pytest.fixture(scope="module")
+def variables():
+    return jax.jit(forecaster().init)(KEY, VALUES)
+
+
+@pytest.mark.parametrize(("length", "stride"), [(4, 3), (5, 3), (3, 4), (13, 2)])
+def test_patches_end_with_the_series(length, stride):
+    series = dataclasses.replace(SERIES, patch_length=length, patch_stride=stride)
+    patches = np.asarray(cut_series(VALUES, series))
+    assert patches.shape == (2, 3, series.patches, length)
+    for patch in range(series.patches):
+        end = 13 - stride * (series.patches - 1 - patch)
+        np.testing.assert_array_equal(patches[:, :, patch], VALUES[:, end - length : end].swapaxes(1, 2))
+    assert end == 13
+    assert 13 - length - stride * (series.patches - 1) < stride  # no more patches than these would fit
+
+
+def test_a_forecast_is_on_the_scale_of_its_series(variables):
+    """std: of a x + b it is a times the forecast of x, plus b; mean: of a x, a times; none: neither."""
+    factor, shift = jnp.asarray([7.0, 2.0, 300.0])[None, None], jnp.asarray([-5.0, 0.0, 40.0])[None, None]
+    for scaling, moved in {"std": shift, "mean": 0.0 * shift, "none": 0.0 * shift}.items():
+        call = jax.jit(forecaster(scaling=scaling).apply)
+        plain, other = call(variables, VALUES), call(variables, VALUES * factor + moved)
+        close = np.allclose(other, plain * factor + moved, rtol=1e-3, atol=1e-2)
+        assert close == (scaling != "none"), scaling
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_channels_do_not_see_each_other(variables, shared):
+    """One changed, the others are forecast as before; and where they share a map, their order means nothing."""
+    model = forecaster(shared_embedding=shared)
+    if not shared:
+        own = abstract_params(model)["channel_embedding"]
+        own = {name: jax.random.normal(KEY, leaf.shape) for name, leaf in own.items()}
+        params = {name: leaf for name, leaf in variables["params"].items() if name != "series_embedding"}
+        variables = {"params": params | {"channel_embedding": own}}
+    call = jax.jit(model.apply)
+    plain = call(variables, VALUES)
+    assert plain.shape == (2, 5, 3)
+    changed = call(variables, VALUES.at[:, 7, 1].add(1.0))
+    np.testing.assert_array_equal(np.abs(changed - plain).max((0, 1)) > 0, [False, True, False])
+    turned = call(variables, VALUES[:, :, ::-1])
+    assert np.allclose(turned, plain[:, :, ::-1], atol=1e-5) == shared
+
+
+def test_the_head_reads_what_pooling_says():
+    hidden = jax.random.normal(KEY, (2, 3, 4, 12))
+    wanted = {
+        "flatten": hidden.reshape(2, 3, 48),
+        "mean": hidden.mean(2),
+        "max": hidden.max(2),
+        "class_token": hidden[:, :, 0],
+    }
+    for name, read in wanted.items():
+        model = forecaster(**({name: True} if name == "class_token" else {"output.pooling": name}))
+        kernel, bias = jax.random.normal(KEY, (read.shape[-1], 5)), jnp.arange(5.0)
+        params = {"params": {"output": {"kernel": kernel, "bias": bias}, "class_token": bias[:1].repeat(12)}}
+        got = model.apply(params, hidden, method=Forecaster.head)
+        np.testing.assert_allclose(got, (read @ kernel + bias[None, None]).swapaxes(1, 2), atol=1e-4, err_msg=name)
+
+
+def test_a_class_token_stands_in_front():
+    model = forecaster(class_token=True)
+    params = abstract_params(model)
+    hidden = jax.eval_shape(functools.partial(model.apply, method=Forecaster.hidden), {"params": params}, VALUES)
+    assert hidden.shape == (2, 3, 1 + SERIES.patches, 12)
+    assert params["class_token"].shape == (12,)
+
+
+def test_training_reaches_every_parameter(variables):
+    """With dropout, drawn anew by each key; without, a call is what it was."""
+    model = Forecaster(CONFIG.replace(dropout_rate=0.3))
+
+    @jax.jit
+    def loss(params, key):
+        forecast, aux = model.apply({"params": params}, VALUES, False, rngs={"dropout": key}, method="with_aux")
+        assert aux == {}
+        return jnp.square(forecast - 1.0).mean()
+
+    first, gradients = jax.value_and_grad(loss)(variables["params"], KEY)
+    np.testing.assert_allclose(loss(variables["params"], KEY), first, rtol=1e-6)
+    assert abs(loss(variables["params"], jax.random.key(3)) - first) > 1e-4
+    key_bias = gradients["encoder"]["layers"]["slot_0"]["self_attention"]["key"].pop("bias")
+    assert np.abs(key_bias).max() < 1e-6  # which shifts all scores of a query alike
+    for path, gradient in flax.traverse_util.flatten_dict(gradients, sep="/").items():
+        assert jnp.abs(gradient).max() > 1e-6, path
+
+
+@pytest.mark.slow
+def test_it_learns_a_line():
+    """Training mode with dropout: the error of a straight continuation falls to a quarter in a few steps."""
+    model = Forecaster(CONFIG.replace(dropout_rate=0.1))
+    start = jax.random.normal(KEY, (16, 1, 3))
+    line = start + 0.1 * jnp.arange(18.0)[None, :, None] * jnp.sign(start)
+    optimizer = optax.adam(1e-2)
+
+    def loss(params, key):
+        forecast, aux = model.apply({"params": params}, line[:, :13], False, rngs={"dropout": key}, method="with_aux")
+        assert aux == {}
+        return jnp.square(forecast - line[:, 13:]).mean()
+
+    @jax.jit
+    def step(state, key):
+        params, inner = state
+        value, gradients = jax.value_and_grad(loss)(params, key)
+        updates, inner = optimizer.update(gradients, inner)
+        return (optax.apply_updates(params, updates), inner), value
+
+    params = model.init(KEY, line[:, :13])["params"]
+    _, losses = jax.lax.scan(step, (params, optimizer.init(params)), jax.random.split(KEY, 40))
+    assert losses[-5:].mean() < 0.25 * losses[0]
+
+
+def test_a_frozen_batch_norm_takes_its_statistics_as_they_are():
+    """By the equation; and of its four parameters, those two get no gradient."""
+    drawn = jax.random.normal(jax.random.key(2), (4, 7))
+    params = {"scale": drawn[0], "bias": drawn[1], "mean": drawn[2], "variance": drawn[3] ** 2 + 0.1}
+    module, x = FrozenBatchNorm(1e-3), jax.random.normal(KEY, (2, 5, 7))
+    got = module.apply({"params": params}, x)
+    rows = {name: row[None, None] for name, row in params.items()}
+    expected = rows["scale"] * (x - rows["mean"]) / jnp.sqrt(rows["variance"] + 1e-3) + rows["bias"]
+    np.testing.assert_allclose(got, expected, atol=1e-5)
+    gradients = jax.grad(lambda params: jnp.square(module.apply({"params": params}, x)).sum())(params)
+    assert {name: bool(jnp.any(one != 0)) for name, one in gradients.items()} == {
+        "scale": True,
+        "bias": True,
+        "mean": False,
+        "variance": False,
+    }
+    new = module.init(KEY, x)
+    np.testing.assert_allclose(module.apply(new, x), x / np.sqrt(1 + 1e-3), atol=1e-6)
+
+
+def test_without_final_norm_there_is_none():
+    encoder = abstract_params(Forecaster(CONFIG.replace(**{"stack.final_norm": False})))["encoder"]
+    assert encoder.keys() == abstract_params(Forecaster(CONFIG))["encoder"].keys() - {"final_norm"}
+
+
+@pytest.fixture
+def _as_a_user_has_it():
+    """Without the type checker of these tests, which would speak first."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.mark.usefixtures("_as_a_user_has_it")
+@pytest.mark.parametrize(
+    ("config", "values", "message"),
+    [
+        (CONFIG, VALUES[0], r"of shape \(batch, 13, 3\): batch, steps, channels; got float32 of shape \(13, 3\)"),
+        (CONFIG, VALUES[:, 1:], r"got float32 of shape \(2, 12, 3\). Of a longer series give the last 13 steps"),
+        (CONFIG, VALUES.astype(int), r"series must be floating numbers .* got int32"),
+        (CONFIG.replace(input=None), VALUES, r"series is not set: a Forecaster needs it"),
+    ],
+)
+def test_what_cannot_be_forecast_says_so(config, values, message):
+    with pytest.raises((ValueError, ConfigError), match=message):
+        jax.eval_shape(Forecaster(config).init, KEY, values)
+
+
+def test_it_reads_no_texts(tmp_path):
+    opened = Opened(Forecaster(CONFIG), {}, tmp_path, vocabulary=None, context=None, bos_id=None)
+    with pytest.raises(ConfigError, match=r"holds a Forecaster, which reads series and no text"):
+        embed(opened, ["one"])
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_every_parameter_has_its_place(shared):
+    series = dataclasses.replace(SERIES, shared_embedding=shared, class_token=True)
+    model = Forecaster(CONFIG.replace(input=series, norm="frozen_batch_norm"))
+    for path, leaf in flax.traverse_util.flatten_dict(abstract_params(model), sep="/").items():
+        axes = axes_of(path, leaf.ndim)
+        assert axes is not None, path
+        assert leaf.ndim - len(axes.names) == ("/layers/" in path), (path, leaf.shape, axes)
+
+
+def opened(tmp_path, **fields):
+    record = golden_case.golden("patchtst")["forecast"]
+    return load_pretrained(ours.write(tmp_path, record | {"config": record["config"] | fields}))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"architectures": ["PatchTSTForPretraining"]},
+            r"the architecture PatchTSTForPretraining .* is not built here",
+        ),
+        ({"loss": "nll"}, r"loss is 'nll', which changes what is computed"),
+        ({"channel_attention": True}, r"channel_attention is True, which changes what is computed"),
+        ({"share_projection": False}, r"share_projection is False"),
+        ({"scaling": "robust"}, r"scaling is 'robust', of which there are std, mean"),
+        ({"pooling_type": "min"}, r"pooling_type is 'min', of which there are None, mean, max"),
+        ({"norm_type": "instancenorm"}, r"norm_type is 'instancenorm', of which there are batchnorm, layernorm"),
+    ],
+)
+def test_what_is_not_built_is_refused_by_name(tmp_path, fields, message):
+    with pytest.raises(ValueError, match=message):
+        opened(tmp_path, **fields)
+
+
+def test_words_of_a_file_that_mean_the_same(tmp_path):
+    loaded = opened(tmp_path, scaling=True, positional_encoding_type="random", distribution_output="normal")
+    assert loaded.model.config.series.scaling == "mean"
+    norms = loaded.params["encoder"]["layers"]["slot_0"]["attention_norm"]
+    assert sorted(norms) == ["bias", "mean", "scale", "variance"]

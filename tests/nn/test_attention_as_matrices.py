@@ -1,0 +1,334 @@
+"""What two teaching texts on attention say, claim by claim, shown on this code.
+
+The texts are S1 'self-attention as matrices' and S3 'multi-head attention as one matrix operation, for vectors'. A test
+is named after the row it shows; docs/mathematics.md ends with the table of all rows.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from teaching_texts import KEYS, SMALL, B, D, T, X, kernels, softmax, start, watched
+
+from transformer.config import RotaryScaling
+from transformer.nn.attention import MultiHeadAttention, dot_product_attention
+from transformer.nn.kernels import AttentionSpec, chunked_attention, reference_attention
+from transformer.nn.masks import Mask
+from transformer.nn.models import CausalLM, Seq2Seq
+from transformer.nn.positions import ALiBi, Rotary, Sinusoidal, T5Bias
+from transformer.nn.stacks import Encoder
+
+PLAIN = {"scale": 0.7}
+
+
+def numbers(*shape):
+    """Normal ones, the same for the same shape whatever ran before."""
+    return np.random.default_rng(shape).normal(size=shape).astype(np.float32)
+
+
+def matrices(*shape):
+    """One random matrix (or stack of them) for each of Q, K and V."""
+    return dict(zip(("query", "key", "value"), numbers(3, *shape) / np.sqrt(shape[0]), strict=True))
+
+
+def operations(function, *args):
+    """Name and operand shapes of every primitive, those inside loops and calls included."""
+    found = []
+
+    def walk(jaxpr):
+        for eqn in jaxpr.eqns:
+            found.append((eqn.primitive.name, tuple(v.aval.shape for v in eqn.invars)))
+            for value in jax.tree.leaves(eqn.params, is_leaf=lambda v: hasattr(v, "eqns") or hasattr(v, "jaxpr")):
+                inner = getattr(value, "jaxpr", value)
+                if hasattr(inner, "eqns"):
+                    walk(inner)
+
+    walk(jax.make_jaxpr(function)(*args).jaxpr)
+    return found
+
+
+@pytest.mark.parametrize("scale", [None, 1.0])
+def test_s1_1_one_head_in_matrix_form(scale):
+    """softmax(Q K^T) V with Q = X W_Q and so on, W of (d, d), scaled or not; an output row is a mean of rows of V."""
+    w = matrices(D, D)
+    attention = MultiHeadAttention(num_heads=1, use_bias=False, scale=scale)
+    params = kernels(**{name: matrix[:, None, :] for name, matrix in w.items()}, out=np.eye(D)[None])
+    out, weights = watched(attention, params, X[:1])
+
+    x = np.asarray(X[0])
+    q, k, v = (x @ w[name] for name in ("query", "key", "value"))
+    expected = softmax(q @ k.T * (1 / np.sqrt(D) if scale is None else scale))
+    np.testing.assert_allclose(weights[0, 0], expected, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(out[0], expected @ v, rtol=1e-4, atol=1e-5)
+    assert weights.min() > 0
+    np.testing.assert_allclose(weights.sum(-1), 1, rtol=1e-6)
+    mean = sum(weights[0, 0, 2, j] * v[j] for j in range(T))
+    np.testing.assert_allclose(out[0, 2], mean, rtol=1e-4, atol=1e-5)
+    assert (out[0] >= v.min(0)[None]).all()
+    assert (out[0] <= v.max(0)[None]).all()
+
+
+def test_s1_2_each_head_may_keep_the_full_width():
+    """Heads of size d: the concatenation is (n, h d), not (n, d), and W_O takes it back to d."""
+    heads, w, w_o = 3, matrices(D, 3, D), numbers(3, D, D)
+    attention = MultiHeadAttention(num_heads=heads, head_dim=D, use_bias=False)
+    own = jax.tree.map(jnp.shape, start(attention, X)["params"])
+    assert [own[name]["kernel"] for name in ("query", "value", "out")] == [(D, 3, D), (D, 3, D), (3, D, D)]
+    out, _ = attention.apply(kernels(**w, out=w_o), X)
+
+    x = np.asarray(X[0])
+    each = []
+    for i in range(heads):
+        q, k, v = (x @ w[name][:, i] for name in ("query", "key", "value"))
+        each.append(softmax(q @ k.T / np.sqrt(D)) @ v)
+    joined = np.concatenate(each, -1)
+    assert joined.shape == (T, heads * D)
+    np.testing.assert_allclose(out[0], joined @ w_o.reshape(heads * D, D), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("d_k", [4, 16, 64])
+def test_s1_3_a_dot_product_has_variance_d_k_and_scaled_1(d_k):
+    """q.k of independent entries of mean 0 and variance 1 has mean 0 and variance d_k; 1 / sqrt(d_k) brings it to 1."""
+    q, k = (jnp.asarray(numbers(20_000, length, 1, d_k)) for length in (1, 2))
+    products = (q * k).sum(-1)
+    assert products.mean() == pytest.approx(0, abs=0.03 * np.sqrt(d_k))
+    assert products.var() == pytest.approx(d_k, rel=0.05)
+    for scale, variance in ((1.0, d_k), (None, 1.0)):
+        _, weights = dot_product_attention(q, k, k, scale=scale, return_weights=True)
+        # The logarithm of two weights' ratio is the difference of two scores: twice the variance of one.
+        difference = np.log(weights[..., 0]) - np.log(weights[..., 1])
+        assert difference.var() / 2 == pytest.approx(variance, rel=0.05)
+
+
+def test_s1_3_without_scale_the_gradient_of_softmax_dies():
+    """The wider the head, the nearer unscaled softmax is to one-hot, and the smaller its derivative by the scores."""
+
+    def slope(d_k, scale):
+        q, k = (jnp.asarray(numbers(32, length, 1, d_k)) for length in (1, 11))
+
+        def weights(scores):
+            return dot_product_attention(q, k, k, bias=scores, scale=scale, return_weights=True)[1][:, 0, 0]
+
+        by_scores = jax.jit(jax.jacobian(weights))(jnp.zeros((1, 11)))[:, :, 0]
+        return np.median(np.linalg.norm(by_scores, axis=(1, 2)))
+
+    scaled = [slope(d_k, None) for d_k in (8, 1024)]
+    unscaled = [slope(d_k, 1.0) for d_k in (8, 64, 1024)]
+    assert min(scaled) > 0.1
+    assert unscaled[0] > unscaled[1] > unscaled[2]
+    assert unscaled[2] < 0.01 * scaled[1]
+
+
+PADDED = {
+    "attention": (MultiHeadAttention(num_heads=3, head_dim=4, position=Rotary()), ["mask"]),
+    "encoder": (Encoder(SMALL), ["mask"]),
+    "language model": (CausalLM(SMALL.replace(norm_position="post")), ["mask"]),
+    "encoder-decoder": (Seq2Seq(SMALL.replace(position="rotary")), ["source_mask", "mask"]),
+}
+
+
+@pytest.mark.parametrize("kind", PADDED)
+def test_s1_4_padding_a_batch_changes_nothing(kind):
+    """Rows of different length, padded into one batch: real tokens get what each row gets alone, and so gradients."""
+    module, masks = PADDED[kind]
+    lengths = jnp.array([7, 4])
+    rows = X[:2] if kind in ("attention", "encoder") else jax.random.randint(KEYS[4], (2, T), 0, 13)
+    params = start(module, *[rows] * len(masks))
+
+    @functools.partial(jax.grad, has_aux=True)
+    def run(params, rows, lengths):
+        out = module.apply(params, *[rows] * len(masks), **dict.fromkeys(masks, Mask.lengths(lengths)))
+        out = out[0] if isinstance(out, tuple) else out
+        real = jnp.arange(T)[None, : rows.shape[1]] < lengths[:, None]
+        out = jnp.where(real[..., None], out, 0)
+        return (out * jnp.cos(jnp.arange(out[0].size).reshape(1, *out.shape[1:]))).sum(), out
+
+    run = jax.jit(run)
+    grads, out = run(params, rows, lengths)
+    padding = (jnp.arange(T)[None, :] >= lengths[:, None]).reshape(2, T, *[1] * (rows.ndim - 2))
+    _, other = run(params, jnp.where(padding, jnp.asarray(5, rows.dtype), rows), lengths)
+    np.testing.assert_array_equal(out, other)
+
+    alone = [run(params, rows[i : i + 1, :n], lengths[i : i + 1]) for i, n in enumerate(lengths.tolist())]
+    for i, (_, row) in enumerate(alone):
+        np.testing.assert_allclose(out[i, : row.shape[1]], row[0], rtol=1e-4, atol=1e-5)
+    total = jax.tree.map(lambda *leaves: sum(leaves), *[one for one, _ in alone])
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), grads, total)
+    assert sum(jnp.abs(leaf).sum() for leaf in jax.tree.leaves(grads)) > 1
+
+
+def test_s1_5_the_same_parameters_run_any_length():
+    """No parameter's shape depends on n: what was made for 3 elements attends among 301."""
+    attention = MultiHeadAttention(num_heads=2)
+    params = start(attention, X[:, :3])
+    longer = jax.eval_shape(attention.init, KEYS[1], jax.ShapeDtypeStruct((1, 100_003, D), jnp.float32))
+    assert jax.tree.map(jnp.shape, params) == jax.tree.map(lambda leaf: leaf.shape, longer)
+    long = jnp.concatenate([X[:1]] * 43, 1)
+    out, _ = jax.jit(attention.apply)(params, long)
+    assert out.shape == (1, 301, D)
+    # Each element 43 times over: every weight is shared by 43 keys, and the mean stays what it was.
+    np.testing.assert_allclose(out[:, :T], attention.apply(params, X[:1])[0], rtol=1e-3, atol=1e-5)
+
+
+def test_s1_5_memory_grows_linearly_with_length():
+    """Twice the length: twice the temporary memory of forward and backward pass in blocks, four times the formula's."""
+
+    def memory(kernel, length):
+        shapes = [jax.ShapeDtypeStruct((1, length, 2, 8), jnp.float32)] * 3
+
+        def loss(q, k, v):
+            return kernel(q, k, v, AttentionSpec(mask=Mask.causal(), **PLAIN))[0].sum()
+
+        compiled = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(*shapes).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    blocks = [memory(chunked_attention, length) for length in (2048, 4096)]
+    whole = [memory(reference_attention, length) for length in (2048, 4096)]
+    assert blocks[1] < 2.1 * blocks[0]
+    assert whole[1] > 3.8 * whole[0]
+    assert blocks[1] < whole[1] / 20
+
+
+def test_s1_6_short_periods_make_a_late_position_look_like_an_early_one():
+    """With periods of 2 pi and 4 pi position 88 (14 and 7 turns) looks more like 0 than 1 does; not so in the paper's
+    encoding.
+    """
+
+    def likeness(base, features, length):
+        encoding = Sinusoidal(base=base).encoding(jnp.arange(length)[None], features)[0]
+        return np.asarray(encoding @ encoding[0]) / (features / 2)
+
+    short = likeness(4.0, 4, 100)
+    assert short[88] > 0.999 > short[1]
+    assert short[1:88].max() < short[88]
+    paper = likeness(10_000.0, 128, 20_000)
+    assert paper[1] > paper[2:].max() + 0.01
+
+
+@pytest.mark.parametrize("scheme", [Rotary(), ALiBi(num_heads=2), T5Bias(num_heads=2)])
+def test_s1_6_relative_schemes_are_the_same_far_out(scheme):
+    """Rotary, ALiBi and T5: the output depends on distances alone, 100,000 positions further on as at the start."""
+    table = None if scheme.table_shape is None else jax.random.normal(KEYS[5], scheme.table_shape)
+    attention = MultiHeadAttention(num_heads=2, head_dim=8, position=scheme)
+    params = start(MultiHeadAttention(num_heads=2, head_dim=8), X)
+
+    @jax.jit
+    def out(positions):
+        return attention.apply(params, X[:1], positions=positions[None], position_table=table)[0]
+
+    near = out(jnp.arange(T))
+    np.testing.assert_allclose(out(jnp.arange(T) + 100_000), near, atol=1e-3)
+    assert np.abs(out(jnp.arange(T)[::-1] * 3) - near).max() > 0.05
+
+    absolute = [Sinusoidal().encoding(jnp.arange(T)[None] + start, D) for start in (0, 100_000)]
+    assert np.abs(absolute[1] - absolute[0]).max() > 1
+
+
+def test_s1_6_schemes_that_extrapolate():
+    """ALiBi falls on linearly, T5 keeps its last bucket, scaled rotary angles stay within those trained on."""
+    here = jnp.array([[1000]])
+    far = here + jnp.array([[40, 200, 100_000]])
+    linear = ALiBi(num_heads=1).bias(here, far)
+    np.testing.assert_allclose(linear[0, 0, 0] / linear[0, 0, 0, 0], [1, 5, 2500])
+    table = jnp.arange(32.0)[:, None]
+    kept = T5Bias(num_heads=1).bias(here, far, table)[0, 0, 0]
+    assert kept[0] < kept[1] == kept[2]
+    scaled, heads = Rotary(scaling=RotaryScaling(kind="linear", factor=4.0)), X[:1, :, None]
+    steps = jnp.arange(T)[None]
+    np.testing.assert_allclose(scaled.rotate(heads, 4 * steps), Rotary().rotate(heads, steps), atol=1e-5)
+
+
+def test_s3_1_elements_are_vectors_and_the_three_sizes_are_free():
+    """Elements of n_I real numbers, keys of another size n_K, values of a smaller one n_V: W_0 brings n_I back."""
+    n_i, n_k, n_v = D, 13, 3
+    attention = MultiHeadAttention(num_heads=2, head_dim=n_k, value_dim=n_v)
+    params = start(attention, X)
+    own = {name: part["kernel"].shape for name, part in params["params"].items()}
+    assert own == {"query": (n_i, 2, n_k), "key": (n_i, 2, n_k), "value": (n_i, 2, n_v), "out": (2, n_v, n_i)}
+    assert attention.apply(params, X)[0].shape == X.shape
+    encoder = Encoder(SMALL.replace(d_model=n_i, **{"attention.head_dim": n_k, "attention.value_dim": n_v}))
+    params, run = start(encoder, X), jax.jit(encoder.apply)
+    out, _, _ = run(params, X)
+    assert out.shape == X.shape
+    nearby = X.at[0, 2, 3].add(1e-3)  # a real number, not one of so many tokens
+    assert 0 < np.abs(run(params, nearby)[0] - out).max() < 0.1
+
+
+@pytest.mark.parametrize("num_heads", [1, 2, 29])
+def test_s3_2_one_product_for_all_heads(num_heads):
+    """One matrix product each for W_Q (n_I, h n_K), W_K, W_V (n_I, h n_V) and W_0 (h n_V, n_I), however many heads."""
+    h, n_k, n_v = num_heads, 5, 3
+    attention = MultiHeadAttention(num_heads=h, head_dim=n_k, value_dim=n_v)
+    params = start(attention, X)
+    seen = operations(lambda x: attention.apply(params, x)[0], X)
+    products = [shapes for name, shapes in seen if name == "dot_general"]
+    assert [shapes for shapes in products if len(shapes[0]) == 2] == [
+        ((B * T, D), (D, h * n_k)),
+        ((B * T, D), (D, h * n_k)),
+        ((B * T, D), (D, h * n_v)),
+        ((B * T, h * n_v), (h * n_v, D)),
+    ]
+    assert len(products) == 6  # and all heads' scores, and all their weighted sums
+    assert "concatenate" not in {name for name, _ in seen}
+
+
+def test_s3_2_it_equals_the_heads_one_by_one():
+    """The concatenation costs nothing and changes nothing: h attentions of one head, added up behind W_0."""
+    h, heads = 3, ("query", "key", "value")
+    attention = MultiHeadAttention(num_heads=h, head_dim=5, value_dim=4)
+    params = start(attention, X)["params"]
+    single = MultiHeadAttention(num_heads=1, head_dim=5, value_dim=4)
+
+    def head(i):
+        own = {name: jax.tree.map(lambda leaf: leaf[..., i : i + 1, :], params[name]) for name in heads}
+        own["out"] = {"kernel": params["out"]["kernel"][i : i + 1], "bias": params["out"]["bias"] / h}
+        return single.apply({"params": own}, X)[0]
+
+    whole = attention.apply({"params": params}, X)[0]
+    np.testing.assert_allclose(whole, sum(head(i) for i in range(h)), rtol=1e-4, atol=1e-5)
+
+
+def test_s3_3_softmax_per_query_and_head_and_w_0_without_activation():
+    """Scores over sqrt(n_K), a softmax for each query and head, and behind the heads a matrix and nothing else."""
+    h, n_k = 2, 5
+    w, w_0 = matrices(D, h, n_k), numbers(h, n_k, D)
+    attention = MultiHeadAttention(num_heads=h, head_dim=n_k, use_bias=False)
+    out, weights = watched(attention, kernels(**w, out=w_0), X)
+    q, k, v = (np.einsum("btd,dnh->bnth", X, w[name]) for name in ("query", "key", "value"))
+    expected = softmax(q @ k.transpose(0, 1, 3, 2) / np.sqrt(n_k))
+    np.testing.assert_allclose(weights, expected, rtol=1e-3, atol=1e-5)
+    np.testing.assert_allclose(weights.sum(-1), np.ones((B, h, T)), rtol=1e-5)
+    joined = (expected @ v).transpose(0, 2, 1, 3).reshape(B, T, h * n_k)
+    np.testing.assert_allclose(out, joined @ w_0.reshape(h * n_k, D), rtol=1e-3, atol=1e-4)
+
+    other = w | {"query": np.stack([w["query"][:, 0], -w["query"][:, 1]], 1)}
+    moved = np.abs(watched(attention, kernels(**other, out=w_0), X)[1] - weights).max((0, 2, 3))
+    assert moved[0] == 0 < 0.01 < moved[1]
+    negated = attention.apply(kernels(**w | {"value": -w["value"]}, out=w_0), X)[0]
+    np.testing.assert_array_equal(negated, -out)  # of no activation but the identity
+
+
+def test_s3_4_all_heads_and_positions_at_once():
+    """No loop over heads or positions; a batch is what each row gives alone; the rest of an encoder is unchanged."""
+    params = start(MultiHeadAttention(num_heads=2), X)
+
+    def run(x, implementation="reference"):
+        attention = MultiHeadAttention(num_heads=2, implementation=implementation)
+        return attention.apply(params, x, mask=Mask.causal())[0]
+
+    def loops(implementation):
+        return {name for name, _ in operations(lambda x: run(x, implementation), X)} & {"while", "scan", "cond", "map"}
+
+    assert loops("chunked")  # over blocks of long sequences, not over heads: what a loop looks like
+    assert not loops("reference")
+    np.testing.assert_allclose(run(X), jax.vmap(lambda row: run(row[None])[0])(X), rtol=1e-5, atol=1e-6)
+
+    def around(num_heads):
+        params = jax.eval_shape(Encoder(SMALL.replace(num_heads=num_heads)).init, KEYS[1], X)["params"]
+        layer = params["prefix_0"]
+        return {name: jax.tree.map(jnp.shape, layer[name]) for name in layer if name != "self_attention"}
+
+    assert around(1) == around(5)
+    assert set(around(1)) == {"attention_norm", "feed_forward_norm", "feed_forward"}

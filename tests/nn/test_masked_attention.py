@@ -1,0 +1,124 @@
+"""What the teaching text S4 'masked multi-head attention with numbers' says, claim by claim, shown on this code.
+
+A test is named after the row it shows; docs/mathematics.md ends with the table of all rows.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from teaching_texts import KEYS, SMALL, B, D, T, X, kernels, softmax, start, watched
+
+from transformer.config import ConfigError
+from transformer.nn.attention import MultiHeadAttention, dot_product_attention
+from transformer.nn.blocks import LayerInputs, PreNormBlock
+from transformer.nn.layers import FeedForward, LayerNorm
+from transformer.nn.masks import Mask
+from transformer.nn.stacks import Decoder
+
+
+@pytest.mark.parametrize("implementation", ["reference", "chunked", "decoder"])
+def test_s4_1_no_output_depends_on_what_comes_after(implementation):
+    """The derivative of output t by input s is exactly 0 for every s > t, and not 0 for any other."""
+    if implementation == "decoder":
+        module, options = Decoder(SMALL), {}
+    else:
+        module, options = MultiHeadAttention(num_heads=2, implementation=implementation), {"mask": Mask.causal()}
+    params = start(module, X)
+    jacobian = jax.jit(jax.jacobian(lambda row: module.apply(params, row[None], **options)[0][0]))(X[0])
+    reach = jnp.abs(jacobian).max((1, 3))
+    np.testing.assert_array_equal(reach > 0, np.tri(T, dtype=bool))
+
+
+def test_s4_1_the_mask_is_a_matrix_of_zeros_and_minus_infinities():
+    """softmax(Q K^T / sqrt(d_k) + M) V, M = 0 where a key may be seen and -inf where not; d_k = d_model / h."""
+    m = jnp.where(jnp.tri(T, dtype=bool), 0.0, -jnp.inf)
+    q, k, v = jax.random.normal(KEYS[6], (3, B, T, 2, 5))
+    out, weights = dot_product_attention(q, k, v, bias=m, return_weights=True)
+    masked = dot_product_attention(q, k, v, mask=Mask.causal(), return_weights=True)
+    jax.tree.map(np.testing.assert_array_equal, (out, weights), masked)
+    scores = np.einsum("btnh,bsnh->bnts", q, k) / np.sqrt(5) + np.asarray(m)[None, None]
+    np.testing.assert_allclose(weights, softmax(scores), rtol=1e-4, atol=1e-6)
+
+    shapes = jax.tree.map(jnp.shape, start(MultiHeadAttention(num_heads=2), X)["params"])
+    assert shapes["query"]["kernel"] == shapes["key"]["kernel"] == (D, 2, D // 2)
+
+
+def test_s4_2_the_worked_example_digit_for_digit():
+    """Life is awesome: three tokens, two heads of two, causal, W_O the identity; every number on the way."""
+    x = jnp.array([[[1, 0, 1, 0], [0, 1, 1, 0], [1, 1, 0, 1]]], jnp.float32)
+    w = {
+        "query": [[[1, 0], [0, 1], [1, 0], [0, 1]], [[0, 1], [1, 0], [0, 1], [1, 0]]],
+        "key": [[[1, 1], [0, 1], [1, 0], [0, 1]], [[1, 0], [1, 1], [0, 1], [1, 0]]],
+        "value": [[[1, 0], [0, 1], [1, 1], [0, 1]], [[0, 1], [1, 0], [1, 0], [0, 1]]],
+    }
+    heads = {
+        "query": [[[2, 0], [1, 1], [1, 2]], [[0, 2], [1, 1], [2, 1]]],
+        "key": [[[2, 1], [1, 1], [1, 3]], [[1, 1], [1, 2], [3, 1]]],
+        "value": [[[2, 1], [1, 2], [1, 2]], [[1, 1], [2, 0], [1, 2]]],
+    }
+    scores = np.array([[[4, 2, 2], [3, 2, 4], [4, 3, 7]], [[2, 4, 2], [2, 3, 4], [3, 4, 7]]])
+    a1 = ["1.000 0.000 0.000", "0.670 0.330 0.000", "0.102 0.050 0.848"]
+    a2 = ["1.000 0.000 0.000", "0.330 0.670 0.000", "0.050 0.102 0.848"]
+    results = ["2.000 1.000 1.000 1.000", "1.670 1.330 1.670 0.330", "1.102 1.898 1.102 1.747"]
+
+    attention = MultiHeadAttention(num_heads=2, use_bias=False)
+    own = kernels(**{n: np.array(w[n]).transpose(1, 0, 2) for n in w}, out=np.eye(4).reshape(2, 2, 4))
+    options = {"sow_weights": True, "capture_intermediates": True, "mutable": ["intermediates"]}
+    call = functools.partial(attention.apply, own, x, **options)
+    (out, _), seen = call(mask=Mask.causal())
+    for name, expected in heads.items():
+        computed = seen["intermediates"][name]["__call__"][0][0]  # (T, N, H)
+        np.testing.assert_array_equal(computed.transpose(1, 0, 2), expected)
+    # Unmasked weights are exp(score) over their row's sum: their logarithms are the scores, up to a number a row.
+    logs = np.log(call()[1]["intermediates"]["weights"][0][0])
+    shifted = logs - logs[..., :1] + scores[..., :1] / np.sqrt(2)
+    np.testing.assert_allclose(shifted * np.sqrt(2), scores, atol=1e-5)
+
+    def digits(rows):
+        return [" ".join(f"{number:.3f}" for number in row) for row in rows]
+
+    first, second = seen["intermediates"]["weights"][0][0]
+    assert (digits(first), digits(second), digits(out[0])) == (a1, a2, results)
+
+
+def test_s4_3_the_pre_norm_block_is_its_equation():
+    """x + MHA(LN(x)), then x + FFN(LN(x))."""
+    block, inputs = PreNormBlock(SMALL), LayerInputs(mask=Mask.causal())
+    params = start(block, X, inputs)["params"]
+
+    def part(module, name, x, **options):
+        return module.apply({"params": params[name]}, x, **options)
+
+    mha, ffn = MultiHeadAttention(num_heads=2, head_dim=6), FeedForward(width=7)
+    x = X + part(mha, "self_attention", part(LayerNorm(), "attention_norm", X), mask=Mask.causal())[0]
+    x = x + part(ffn, "feed_forward", part(LayerNorm(), "feed_forward_norm", x))
+    np.testing.assert_allclose(block.apply({"params": params}, X, inputs)[0], x, rtol=1e-5, atol=1e-6)
+
+
+def test_s4_3_a_mask_of_hidden_keys_is_turned_by_not():
+    """An upper-triangular boolean, True where a key is hidden: ~ makes it a mask of this library, the causal one."""
+    hidden = jnp.triu(jnp.ones((T, T), bool), k=1)
+    attention = MultiHeadAttention(num_heads=2)
+    params = start(attention, X)
+    causal = attention.apply(params, X, mask=Mask.causal())[0]
+    np.testing.assert_array_equal(attention.apply(params, X, mask=Mask.array(~hidden))[0], causal)
+    assert np.abs(attention.apply(params, X, mask=Mask.array(hidden))[0] - causal).max() > 0.01
+
+
+def test_s4_3_weights_are_returned_only_when_asked_for():
+    """The output alone; with return_weights, or sow_weights, the weights too."""
+    q = X[:, :, None]
+    assert isinstance(dot_product_attention(q, q, q), jax.Array)
+    assert dot_product_attention(q, q, q, return_weights=True)[1].shape == (B, 1, T, T)
+    attention = MultiHeadAttention(num_heads=2)
+    params = start(attention, X)
+    assert set(params) == {"params"}
+    assert attention.apply(params, X)[1] is None
+    assert watched(attention, params, X)[1].shape == (B, 2, T, T)
+    blockwise = MultiHeadAttention(num_heads=2, implementation="chunked")  # never has all of them
+    assert blockwise.apply(params, X)[0].shape == X.shape
+    with pytest.raises(ConfigError, match="can't return attention weights"):
+        watched(blockwise, params, X)

@@ -1,0 +1,38 @@
+"""The table of layers of the package, which docs/architecture.md and docs/layers.svg show."""
+
+# A file or folder of transformer/ imports from a strictly lower level; files of one folder may import each other.
+# docs/architecture.md has the same table, with what each is for.
+LAYERS = {
+    "config": 0,
+    "nn/axes": 0,
+    "nn/jax_compat": 0,
+    "nn/parameter_axes": 0,
+    "training/chips": 0,
+    "nn/caches": 1,
+    "nn/int8": 1,
+    "nn/masks": 1,
+    "nn/partitioning": 1,
+    "nn/kernels": 2,
+    "nn/layers": 2,
+    "nn/positions": 2,
+    "nn/attention": 3,
+    "nn/moe": 3,
+    "nn/compat": 4,
+    "nn/mla": 4,
+    "nn/blocks": 5,
+    "nn/stacks": 6,
+    "nn/models": 7,
+    "data": 8,
+    "generate": 8,
+    "nn/sharding": 8,
+    "training/lora": 8,
+    "viz": 8,
+    "zoo/weights": 8,
+    "training": 9,
+    "viz/studies": 9,
+    "zoo": 9,
+    "inference": 10,
+    "training/plan": 10,
+    "cli": 11,
+    "__main__": 12,
+}

@@ -1,0 +1,230 @@
+"""The parts of reliability/ that need no training; a slow test calls all of it."""
+
+import json
+import os
+import random
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from reliability import crash, harming
+from reliability.calls import Left, begun_since, digest, newest, reached, unfinished, went_on
+from reliability.page import crash_table, put
+from reliability.world import AFTER, Tally, Timing, World, draw_moment, phase, timed
+from transformer.training.checkpoint import Checkpointer
+
+ROOT = Path(__file__).resolve().parents[2]
+TOLD = """device: 1 x cpu, jax 1.2.3
+workdir: here, going on from step 40, to step 60
+compiling the training step ...
+compiled in 0.1 s
+step 41/60  loss 2.0
+step 42/60  loss 2.0
+step 42: eval loss 2.0
+"""
+
+
+# Moments
+
+
+def test_moments_lie_between_the_start_and_the_expected_end():
+    timing = Timing(first_step=4.0, end=10.0)
+    assert timing.expected_end(0, 60) == 10.0
+    assert timing.expected_end(30, 60) == 7.0
+    assert timing.corrected(3.5, 30, 60) == Timing(2.0, 5.0)
+    chance = random.Random(0)
+    moments = [draw_moment(chance, timing, 30, 60) for _ in range(1000)]
+    seconds = [moment.seconds for moment in moments]
+    assert 0 <= min(seconds) < 0.1
+    assert 6.9 < max(seconds) <= 7.0
+    assert 0.4 < np.mean([moment.aimed for moment in moments]) < 0.6
+    assert max(moment.after for moment in moments) <= AFTER
+
+
+def test_a_scenario_draws_the_same_with_the_same_seed(tmp_path):
+    worlds = [World(tmp_path / str(number), 1, seed, print) for number, seed in enumerate((0, 0, 1))]
+    same, again, other = (world.chance("a").random() for world in worlds)
+    assert same == again != other
+    assert worlds[0].chance("b").random() != same
+
+
+def test_what_a_call_was_doing_is_told_by_what_it_left():
+    assert phase("", [], 0, 60) == "at the start"
+    assert phase(TOLD.partition("compiled")[0], [], 40, 60) == "in compilation"
+    assert phase(TOLD, [], 40, 60) == "in training"
+    assert phase(TOLD, [50], 40, 60) == "in a save"
+    assert phase(TOLD, [20], 40, 60) == "in a deletion"
+    assert phase(TOLD.replace("42/60", "60/60"), [], 60, 60) == "at the end"
+
+
+# What is read of a call
+
+
+def test_steps_are_read_from_what_is_told():
+    assert reached(TOLD, 60) == 42
+    assert reached("device: 1 x cpu\nstep by step\nstep 7: eval loss 2.0\n", 60) == 0
+
+
+def test_where_a_call_went_on_is_checked():
+    assert went_on(TOLD, 40) == []
+    assert went_on("", 40) == [], "it was killed before it said so"
+    assert went_on(TOLD, 30) == [
+        "expected 'going on from step 30,', got 'workdir: here, going on from step 40, to step 60'"
+    ]
+    assert len(went_on(TOLD, 4)) == 1, "not a part of the number"
+    assert len(went_on(TOLD, 0)) == 1
+    assert went_on("workdir: here, a new run, to step 60", 0) == []
+    (fault,) = went_on(f"warning: Using the checkpoint of step 30, a newer one is damaged: x\n{TOLD}", 40)
+    assert "a newer one is damaged" in fault
+
+
+def test_a_save_that_is_new_is_told_from_one_left_over(tmp_path):
+    assert (newest(tmp_path), unfinished(tmp_path)) == (0, {})
+    folder = tmp_path / "checkpoints"
+    for name in ("10", "9", "20.tmp", "notes.tmp"):
+        (folder / name).mkdir(parents=True)
+    stale = unfinished(tmp_path)
+    assert newest(tmp_path) == 10
+    assert list(stale) == [20]
+    assert begun_since(stale, tmp_path) == []
+    (folder / "30.tmp").mkdir()
+    assert begun_since(stale, tmp_path) == [30]
+    os.utime(folder / "20.tmp", (1, 1))  # removed and made again
+    assert sorted(begun_since(stale, tmp_path)) == [20, 30]
+
+
+def test_bits_types_and_shapes_are_compared():
+    array = np.float32([[1.0, 0.0]])
+    others = [np.float32([[1.0, -0.0]]), np.float32([1.0, 0.0]), array.view(np.int32), np.float32([[np.nan, 0.0]])]
+    assert digest(array) == digest(array.copy())
+    assert len({digest(other) for other in [array, *others]}) == 5
+
+
+def test_differences_of_two_runs_are_told():
+    left = Left(9, {"a": "1", "b": "2"}, {"x": 1}, [{"step": 9}], "text")
+    assert left.differences(left) == []
+    assert Left(8, {}, {}, [], "").differences(left) == ["the newest checkpoint is of step 8, expected 9"]
+    other = Left(9, {"a": "1", "b": "3", "c": "4"}, {"x": 2}, [], "text")
+    assert other.differences(left) == ["2 of 2 arrays differ, the first is b", "data differ", "metrics differ"]
+
+
+# Harm
+
+
+@pytest.fixture
+def workdir(tmp_path):
+    with Checkpointer(tmp_path, keep_last=3) as checkpoints:
+        for step in (10, 20):
+            checkpoints.save(step, {"x": np.arange(5.0) + step}, data={"next": step})
+    return tmp_path
+
+
+def test_a_file_is_harmed_as_the_name_says(tmp_path):
+    path, content, chance = tmp_path / "file", bytes(range(100)), random.Random(0)
+    found = {}
+    for name, (harm, _) in harming.HARMS.items():
+        path.write_bytes(content)
+        harm(path, chance)
+        found[name] = path.read_bytes() if path.exists() else None
+    assert (found["truncated"], found["emptied"], found["deleted"]) == (content[:50], b"", None)
+    changed = [a ^ b for a, b in zip(found["a bit flipped"], content, strict=True)]
+    assert Counter(bin(bits).count("1") for bits in changed) == {0: 99, 1: 1}
+
+
+def test_every_harmed_file_of_a_checkpoint_is_found_and_one_left_alone_is_a_fault(workdir):
+    chance = random.Random(0)
+    files = harming.files(workdir / "checkpoints" / "20")
+    assert "manifest.json" in {path.name for path in files}
+    assert len(files) > 4
+    for path in files:
+        content = path.read_bytes()
+        for name, (harm, _) in harming.HARMS.items():
+            harm(path, chance)
+            assert harming.found(workdir, path, 10) == [], (path, name)
+            path.write_bytes(content)
+    used, named = harming.found(workdir, files[0], 10)
+    assert used == "step 20 was used, expected 10"
+    assert named == "not named: []"
+
+
+# Results
+
+
+def test_an_error_in_a_scenario_is_a_fault_of_it():
+    def scenario(world):
+        raise TimeoutError("it hangs")
+
+    tally = timed(scenario, None, "broken")
+    assert tally.failed
+    assert tally.faults == ["the scenario itself: TimeoutError: it hangs"]
+    assert Tally("empty", "").failed, "nothing was tried"
+    assert not Tally("there", "", not_run="no root").failed
+
+
+def results():
+    good, bad, missing = Tally("good", "all", seconds=70), Tally("bad", "some"), Tally("none", "x", not_run="no root")
+    for number in range(3):
+        good.case(str(number), [])
+        bad.case(str(number), ["lost"] if number else [])
+        good.counts["in a save"] += 1
+    good.remarks.append("2 runs")
+    return crash.record([good, bad, missing], 3, 0, "an abacus")
+
+
+def test_the_table_tells_counts_and_faults():
+    text = crash_table(json.loads(json.dumps(results())))
+    assert "| `good` | all | 3 | 3 | 3 in a save; 2 runs |" in text
+    assert "| `bad` | some | 3 | 1 | **2 faults** |" in text
+    assert "| `none` | x | not run | | no root |" in text
+    assert "an abacus" in text
+    assert "1 min: `make crash KILLS=3`, seed 0" in text
+    assert "\n```bash\npython train.py " in text, "what the page's blocks are tested by"
+    assert all(len(line) <= 120 for line in text.splitlines() if "--training.steps" in line)
+
+
+def test_the_table_is_put_between_two_lines_of_the_page():
+    page, made = "head\n<!-- crash -->\nold\n<!-- end of crash -->\ntail\n", crash_table(results())
+    once = put(page, "crash", made)
+    assert once.startswith("head\n<!-- crash -->\n")
+    assert once.endswith("<!-- end of crash -->\ntail\n")
+    assert "old" not in once
+    assert put(once, "crash", made) == once
+    with pytest.raises(ValueError, match="has not the lines <!-- crash --> and"):
+        put("head", "crash", made)
+
+
+def test_the_page_is_what_the_command_makes_of_the_results():
+    kept = ROOT / "docs" / "reliability.json"
+    if not kept.exists():
+        pytest.skip("no results are kept yet: make crash ARGS='--output docs/reliability.json'")
+    result = json.loads(kept.read_text(encoding="utf-8"))
+    text = (ROOT / "docs" / "reliability.md").read_text(encoding="utf-8")
+    assert put(text, "crash", crash_table(result)) == text, "run: make crash ARGS='--output docs/reliability.json'"
+    assert [scenario["name"] for scenario in result["scenarios"]] == list(crash.SCENARIOS)
+    assert not any(scenario["failed"] for scenario in result["scenarios"])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--kills 0", "--kills must be at least 1, got 0"),
+        ("--only nothing", "invalid choice: 'nothing'"),
+        ("--only strays --output docs/reliability.json", "leave out --only"),
+        ("--output docs/nowhere.json", "beside a page of the same name in .md"),
+    ],
+)
+def test_what_cannot_be_is_said(words, message, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        crash.main(words.split())
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_nothing_is_lost(capsys):
+    """Two scenarios of those that `make crash` has: all of them take a quarter of an hour and more."""
+    assert crash.main(["--kills", "1", "--only", "one_process", "--only", "strays"]) == 0
+    told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [scenario["name"] for scenario in told["scenarios"]] == ["one_process", "strays"]
+    assert all(scenario["times"] == scenario["good"] > 0 for scenario in told["scenarios"])

@@ -1,0 +1,400 @@
+"""The table of layers is true: imports go strictly downwards, files stay short, nothing hides an error."""
+
+import ast
+import itertools
+import re
+import statistics
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from package_layers import LAYERS
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "transformer"
+
+
+# What everything up to `generate` may need: taking one module into another project must not bring a training stack.
+CORE = {"jax", "flax", "numpy", "jaxtyping"}
+CORE_UNITS = {unit for unit in LAYERS if unit.startswith("nn/")} | {"__init__", "nn/__init__", "config", "generate"}
+
+# Median of the lines of a file in the package: half of the files fit on two screens. No file has a limit of its own.
+LINES = 200
+
+
+# Folders of tests/ beside those of the rooms: what has a folder of its own beside the package, and the whole of it all.
+EXTRA_TESTS = {"benchmarks", "reliability", "system"}
+# Folders of tests/ that hold no tests: data that tests read, and what makes it.
+TEST_DATA = {"fixtures", "golden"}
+
+# Largest function of the package: one that fits on a page, with few enough cases to keep in mind.
+FUNCTION_LINES, FUNCTION_BRANCHES = 60, 15
+
+# What `branches` counts: statements, expressions and loops that choose among ways to go on.
+BRANCHES = (
+    *(ast.If, ast.IfExp, ast.BoolOp, ast.match_case, ast.ExceptHandler),
+    *(ast.For, ast.AsyncFor, ast.While, ast.comprehension),
+)
+
+# Functions that are larger. Not yet: split them by meaning, then remove their lines; no new ones are added.
+NOT_YET = {
+    "cli/generate.py main",
+    "data/pairs.py __init__",
+    "data/pipeline.py check_batch",
+    "data/tokenizer_files.py as_pretrained",
+    "zoo/family.py read",
+    "zoo/weights/loading.py check_complete",
+    "zoo/weights/rules.py _links",
+}
+
+
+def python_files() -> list[Path]:
+    """Every Python file of the repository that we wrote."""
+    folders = ("transformer", "configs", "tests", "benchmarks", "reliability", "examples")
+    files = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+    return [*files, *sorted(ROOT.glob("*.py"))]
+
+
+def imports(source: str, package: str = "") -> Iterator[tuple[int, str]]:
+    """Yields (line, dotted name) of every import, inside functions too; `from a import b` gives a.b."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parts = package.split(".")
+                base = ".".join([*parts[: len(parts) - node.level + 1], *([base] if base else [])])
+            for alias in node.names:
+                yield node.lineno, f"{base}.{alias.name}"
+
+
+def package_of(path: Path) -> str:
+    """The package that a file of ours is in: "transformer.nn.kernels" for transformer/nn/kernels/chunked.py."""
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts[:-1])
+
+
+def unit_of(path: Path) -> str:
+    """The row of the table that a file of transformer/ belongs to."""
+    return unit_named(path.relative_to(PACKAGE).with_suffix("").parts)
+
+
+def unit_named(parts: Sequence[str]) -> str:
+    """The row of ("nn", "kernels", "chunked"): "nn/kernels". What is in no row of its own is its folder."""
+    both = "/".join(parts[:2])
+    return both if both in LAYERS or parts[0] not in LAYERS else parts[0]
+
+
+def layer_faults(unit: str, source: str, package: str = "transformer") -> list[str]:
+    """The imports in a file of `unit` that do not go to a strictly lower level."""
+    faults = []
+    for line, name in imports(source, package):
+        top, _, rest = name.partition(".")
+        if top != "transformer":
+            continue
+        target = unit_named(rest.split("."))
+        if target == unit:
+            continue
+        if target not in LAYERS:
+            # The package itself stands above all that it offers, and nn/__init__.py above all of nn: only the command
+            # line is above them.
+            if unit not in ("cli", "__main__", "__init__"):
+                faults.append(f"line {line}: imports {name} from the package itself; import its file")
+        elif unit not in ("__init__", "nn/__init__") and LAYERS[target] >= LAYERS[unit]:
+            faults.append(f"line {line}: {unit} (level {LAYERS[unit]}) imports {target} (level {LAYERS[target]})")
+    return faults
+
+
+def core_faults(source: str, package: str = "transformer") -> list[str]:
+    """The imports of third-party packages that `import transformer` must not need."""
+    found = ((line, name.partition(".")[0]) for line, name in imports(source, package))
+    allowed = CORE | {"transformer"} | sys.stdlib_module_names
+    return [f"line {line}: imports {top}" for line, top in found if top not in allowed]
+
+
+def swallowed_errors(source: str) -> list[str]:
+    """Handlers of everything, or of any Exception, that do nothing."""
+    faults = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ExceptHandler):
+            broad = node.type is None or (
+                isinstance(node.type, ast.Name) and node.type.id in ("Exception", "BaseException")
+            )
+            idle = all(
+                isinstance(statement, ast.Pass | ast.Continue)
+                or (isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant))
+                for statement in node.body
+            )
+            if broad and idle:
+                faults.append(f"line {node.lineno}: an exception is dropped without a word")
+    return faults
+
+
+def function_sizes(source: str) -> dict[str, tuple[int, int]]:
+    """Name -> (lines, branches) of each function, methods and nested functions included; of equal names the largest.
+
+    Lines are those of the body that hold code: not the signature, docstrings, comments and empty lines. Functions
+    inside count as a part of the outer one, too. `BRANCHES` are counted in the body.
+    """
+    text, found = source.splitlines(), {}
+    for function in ast.walk(ast.parse(source)):
+        if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        nodes = [node for statement in function.body for node in ast.walk(statement)]
+        scopes = [function, *(node for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef))]
+        docstrings = [scope.body[0] for scope in scopes if ast.get_docstring(scope) is not None]
+        code = _lines_of(function.body) - _lines_of(docstrings)
+        code = {line for line in code if text[line - 1].strip() and not text[line - 1].lstrip().startswith("#")}
+        size = len(code), sum(isinstance(node, BRANCHES) for node in nodes)
+        found[function.name] = max(found.get(function.name, (0, 0)), size)
+    return found
+
+
+def _lines_of(statements: Sequence[ast.stmt]) -> set[int]:
+    return {line for one in statements for line in range(one.lineno, one.end_lineno + 1)}
+
+
+def report(faults: dict[Path, list[str]]) -> str:
+    return "\n".join(f"{path.relative_to(ROOT)}: {fault}" for path, found in faults.items() for fault in found)
+
+
+def test_every_file_has_a_level():
+    """A file that the table does not know has no place yet; a row without a file misleads the reader."""
+    units = {unit_of(path) for path in PACKAGE.rglob("*.py")} - {"__init__", "nn/__init__"}
+    assert units - LAYERS.keys() == set(), "give these a level in LAYERS and in docs/architecture.md"
+    assert LAYERS.keys() - units == set(), "take these out of LAYERS and of docs/architecture.md"
+
+
+def test_imports_go_strictly_downwards():
+    found = {
+        path: layer_faults(unit_of(path), path.read_text(), package_of(path)) for path in sorted(PACKAGE.rglob("*.py"))
+    }
+    assert not report(found), report(found)
+
+
+def test_what_is_imported_is_there():
+    """Also what is imported late, where no test may have come by."""
+    modules = {".".join(path.relative_to(ROOT).with_suffix("").parts) for path in PACKAGE.rglob("*.py")}
+    modules |= {name.removesuffix(".__init__") for name in modules}
+    missing = {}
+    for path in python_files():
+        found = imports(path.read_text(), package_of(path))
+        ours = [(line, name) for line, name in found if name.partition(".")[0] == "transformer"]
+        missing[path] = [
+            f"line {line}: imports {name}" for line, name in ours if not {name, name.rpartition(".")[0]} & modules
+        ]
+    assert not report(missing), report(missing)
+
+
+def test_the_core_needs_four_packages():
+    core = [path for path in sorted(PACKAGE.rglob("*.py")) if unit_of(path) in CORE_UNITS]
+    found = {path: core_faults(path.read_text(), package_of(path)) for path in core}
+    assert not report(found), report(found)
+
+
+@pytest.mark.parametrize(
+    ("unit", "source"),
+    [
+        ("nn/masks", "from transformer.nn.attention import MultiHeadAttention"),
+        ("nn/masks", "from transformer.nn.layers import linear"),
+        ("nn/masks", "from transformer import layers"),
+        ("nn/masks", "from .layers import linear"),
+        ("nn/masks", "from . import layers"),
+        ("nn/masks", "def late():\n    import transformer.nn.layers"),
+        ("nn/masks", "import transformer"),
+        ("training", "from transformer.zoo import ENTRIES"),
+        ("zoo", "from transformer.training.recipe import Recipe"),
+        ("data", "from transformer.viz import curves"),
+    ],
+)
+def test_an_import_upwards_is_seen(unit, source):
+    assert len(layer_faults(unit, source, "transformer.nn" if unit == "nn/masks" else "transformer")) == 1
+
+
+@pytest.mark.parametrize(
+    ("unit", "source", "package"),
+    [
+        ("nn/attention", "from transformer.nn.masks import Mask", "transformer.nn"),
+        ("nn/attention", "from .masks import Mask\nfrom . import axes", "transformer.nn"),
+        ("nn/kernels", "from transformer.nn.kernels.reference import attention", "transformer.nn.kernels"),
+        ("nn/kernels", "from .reference import attention\nfrom ..masks import Mask", "transformer.nn.kernels"),
+        ("cli", "import transformer\nfrom transformer import __version__", "transformer.cli"),
+        ("__init__", "from transformer.nn.models import CausalLM", "transformer"),
+    ],
+)
+def test_an_import_downwards_is_allowed(unit, source, package):
+    assert layer_faults(unit, source, package) == []
+
+
+def test_a_dependency_of_training_in_the_core_is_seen():
+    assert core_faults("import optax") == ["line 1: imports optax"]
+    assert core_faults("def late():\n    from grain.python import x") == ["line 2: imports grain"]
+    assert core_faults("import math\nimport flax.linen as nn\nfrom jax import numpy\nfrom . import axes") == []
+
+
+def test_nothing_imports_the_entry_points():
+    """train.py and the recipes are where a run starts; what they offer to others would belong into the package."""
+    for path in python_files():
+        if "tests" not in path.parts:
+            tops = {name.partition(".")[0] for _, name in imports(path.read_text(), package_of(path))}
+            assert not tops & {"train", "configs"}, path
+
+
+def test_torch_and_tensorflow_stay_out():
+    """torch is what tests and benchmarks compare with; TensorFlow is needed nowhere."""
+    for path in python_files():
+        tops = {name.partition(".")[0] for _, name in imports(path.read_text(), package_of(path))}
+        assert "tensorflow" not in tops, path
+        if not {"tests", "benchmarks"} & set(path.relative_to(ROOT).parts):
+            assert not tops & {"torch", "transformers"}, path
+
+
+def misplaced_tests(files: Sequence[str], rooms: set[str]) -> list[str]:
+    """Of test files, relative to tests/, those in no folder of the package's `rooms` ("nn", "nn/kernels") or the named
+    extra ones.
+    """
+    return [file for file in files if file.rpartition("/")[0] not in rooms | EXTRA_TESTS]
+
+
+def test_tests_mirror_the_package():
+    """tests/nn/kernels/test_ring.py is about transformer/nn/kernels/, in most cases about its ring.py."""
+    rooms = {str(path.parent.relative_to(PACKAGE)) for path in PACKAGE.rglob("__init__.py")} - {"."}
+    tests = ROOT / "tests"
+    assert misplaced_tests([str(path.relative_to(tests)) for path in sorted(tests.rglob("test_*.py"))], rooms) == []
+    folders = {path.parent for path in tests.rglob("*.py")} - {tests}
+    unknown = {path for path in folders if path.relative_to(tests).parts[0] not in TEST_DATA} - {
+        tests / name for name in rooms | EXTRA_TESTS
+    }
+    assert not unknown, f"neither a room of the package nor named in EXTRA_TESTS: {unknown}"
+
+
+def test_a_misplaced_test_is_seen():
+    rooms = {"nn", "nn/kernels"}
+    assert misplaced_tests(["nn/test_masks.py", "nn/kernels/test_ring.py", "system/test_docs.py"], rooms) == []
+    for file in ("test_masks.py", "masks/test_masks.py", "nn/masks/test_masks.py", "fixtures/test_old.py"):
+        assert misplaced_tests([file], rooms) == [file]
+
+
+def test_most_files_are_short():
+    lengths = [len(path.read_text().splitlines()) for path in sorted(PACKAGE.rglob("*.py"))]
+    assert statistics.median(lengths) <= LINES
+
+
+def test_no_function_is_larger_than_a_page():
+    large = {
+        f"{path.relative_to(PACKAGE)} {name}": f"{lines} lines, {branches} branches"
+        for path in sorted(PACKAGE.rglob("*.py"))
+        for name, (lines, branches) in function_sizes(path.read_text()).items()
+        if lines > FUNCTION_LINES or branches > FUNCTION_BRANCHES
+    }
+    assert not {name: size for name, size in large.items() if name not in NOT_YET}, "split these by what they do"
+    assert large.keys() >= NOT_YET, "these are small enough now: remove them from NOT_YET"
+
+
+def test_the_size_of_a_function():
+    """Docstrings, comments, empty lines and the signature do not count; what is nested does."""
+    source = '''
+def outer(
+    a,
+    b=[x for x in ()],
+):
+    """A docstring.
+
+    More of it.
+    """
+    # a comment
+
+    def inner():
+        """Another one."""
+        return 1 if a else 2
+
+    try:
+        return inner() and [
+            y
+            for y in b
+        ]
+    except ValueError:
+        while a or b:
+            a = b
+    match a:
+        case 1:
+            pass
+    for x in b:
+        if x:
+            pass
+'''
+    assert function_sizes(source) == {"outer": (16, 9), "inner": (1, 1)}
+
+
+def test_no_error_is_swallowed():
+    found = {path: swallowed_errors(path.read_text()) for path in python_files()}
+    assert not report(found), report(found)
+
+
+@pytest.mark.parametrize("handler", ["except:", "except Exception:", "except BaseException as error:"])
+@pytest.mark.parametrize("body", ["pass", "...", "continue", "'a comment'"])
+def test_a_swallowed_error_is_seen(handler, body):
+    assert len(swallowed_errors(f"for i in x:\n  try:\n    f()\n  {handler}\n    {body}")) == 1
+
+
+def documented(title: str) -> dict[str, int]:
+    """The rows of a table of docs/architecture.md: {"axes": 0, "kernels": 2, ...}."""
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    section = re.search(rf"^## {title}\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
+    assert section, f"docs/architecture.md has no section {title!r}"
+    rows = re.findall(r"^\| `([\w/]+?)(?:\.py|/)` \| (\d+) \|", section.group(1), re.MULTILINE)
+    return {name: int(level) for name, level in rows}
+
+
+def test_the_documented_table_is_this_one():
+    assert documented("Layers") == LAYERS
+
+
+def test_the_documented_rooms_are_those_of_the_package():
+    """At most twelve, so that the package can be taken in at a glance."""
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    section = text.partition("\n## Rooms\n")[2].partition("\n## ")[0]
+    rooms = re.findall(r"^\| `([\w.]+)/?` \|", section, re.MULTILINE)
+    there = [path.name for path in PACKAGE.iterdir() if path.name != "__pycache__"]
+    assert sorted(rooms) == sorted(there)
+    assert len(rooms) <= 12
+
+
+def test_the_walk_from_the_command_to_the_softmax():
+    """The documented files lead from train.py to the softmax, each importing the next: six from the loop on, and
+    three between them.
+    """
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    section = text.partition("## From `train.py` to the softmax")[2].partition("\n## ")[0]
+    steps = re.findall(r"^\d\. `([\w/.]+)`", section, re.MULTILINE)
+    between = re.findall(r"`([\w/.]+)` \((\d) to \d\)", section)
+    assert (len(steps), len(between)) == (6, 3)
+    walk = ["train.py", "transformer/cli/train.py", "transformer/training/loop.py"]
+    for number, name in enumerate(steps, start=1):
+        walk += [name, *(file for file, place in between if int(place) == number)]
+    for here, there in itertools.pairwise(ROOT / name for name in walk):
+        assert imports_directly(here, there), f"{here.relative_to(ROOT)} does not import {there.relative_to(ROOT)}"
+
+
+def imports_directly(here: Path, there: Path) -> bool:
+    """Whether `here` imports `there`, or a name that the package of `there` re-exports from it."""
+    target = module_of(there)
+    names = {name for _, name in imports(here.read_text(), package_of(here))}
+    init = there.parent / "__init__.py"
+    exported = {name for _, name in imports(init.read_text(), package_of(init))} if init.exists() else set()
+    ours = {f"{package_of(there)}.{name.rpartition('.')[2]}" for name in exported if name.startswith(f"{target}.")}
+    return any(f"{name}.".startswith(f"{target}.") for name in names) or bool(names & ours)
+
+
+def module_of(path: Path) -> str:
+    """The dotted name of a file of ours: "transformer.nn.kernels" for transformer/nn/kernels/__init__.py."""
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def test_a_file_that_is_not_imported_is_seen():
+    package = PACKAGE / "nn" / "models"
+    assert imports_directly(PACKAGE / "training" / "tasks.py", package / "causal_lm.py")
+    assert not imports_directly(PACKAGE / "training" / "step.py", package / "causal_lm.py")
+    assert not imports_directly(PACKAGE / "nn" / "attention.py", PACKAGE / "nn" / "kernels" / "reference.py")

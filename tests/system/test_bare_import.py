@@ -1,0 +1,202 @@
+"""Whoever takes one module from here needs jax, flax, numpy and jaxtyping: nothing of what training needs."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+import transformer
+
+ROOT = Path(__file__).resolve().parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+# Run where there is the extra `zoo` beside them: a model goes out as GPT-2 and comes back.
+OPENING = """
+import jax
+import transformer
+from transformer import CausalLM, TransformerConfig
+
+gpt2 = {"position": "learned", "max_length": 5, "norm_epsilon": 1e-5, "scale_embeddings": False}
+config = TransformerConfig(vocab_size=7, d_model=6, num_heads=2, num_layers=1, activation="gelu_tanh", **gpt2)
+params = CausalLM(config).init(jax.random.key(0), jax.numpy.zeros((1, 1), int))["params"]
+transformer.save(CausalLM(config), params, "saved")
+again = transformer.load("saved")[1]
+print(jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), params, again)))
+"""
+
+# Run where only the base dependencies can be imported: every public name is there, and attention computes.
+PROGRAM = """
+import jax
+import transformer
+from transformer import Mask, MultiHeadAttention
+
+for name in transformer.__all__:
+    if name != "load":  # reads what training wrote, and needs what training needs
+        getattr(transformer, name)
+attention = MultiHeadAttention(num_heads=3, head_dim=5)
+x = jax.numpy.ones((2, 7, 11))
+variables = attention.init(jax.random.key(0), x)
+y, cache = attention.apply(variables, x, mask=Mask.causal())
+print(y.shape, cache)
+"""
+
+# What this environment has, and a bare one has not, is not found.
+HIDING = """
+import sys
+from importlib.machinery import PathFinder
+
+class BareFinder(PathFinder):
+    hidden = set({hidden!r})
+
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.partition(".")[0] in cls.hidden else super().find_spec(name, path, target)
+
+sys.meta_path[sys.meta_path.index(PathFinder)] = BareFinder
+"""
+
+
+def base_dependencies() -> list[str]:
+    return PROJECT["dependencies"]
+
+
+def closure(requirements: list[str]) -> set[str]:
+    """The distributions that pip would install for these requirements, here."""
+    found, waiting = set(), [(Requirement(text), "") for text in requirements]
+    while waiting:
+        requirement, extra = waiting.pop()
+        name = canonicalize_name(requirement.name)
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": extra}):
+            continue
+        wanted = {(name, ""), *((name, wanted_extra) for wanted_extra in requirement.extras)} - found
+        found |= wanted
+        for _, next_extra in wanted:
+            waiting += [(Requirement(text), next_extra) for text in metadata.requires(name) or []]
+    return {name for name, _ in found}
+
+
+def foreign_modules() -> set[str]:
+    """Top-level modules that are installed here and would not be in a bare environment."""
+    allowed = closure(base_dependencies()) | {canonicalize_name(PROJECT["name"])}
+    return {
+        module
+        for module, distributions in metadata.packages_distributions().items()
+        if not {canonicalize_name(name) for name in distributions} & allowed
+    }
+
+
+def run(python: str, program: str, folder: Path, **environment: str) -> subprocess.CompletedProcess:
+    inherited = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "XLA_FLAGS")}
+    return subprocess.run(
+        [python, "-c", program],
+        cwd=folder,
+        env=inherited | {"JAX_PLATFORMS": "cpu"} | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_base_dependencies_are_these_four():
+    assert {Requirement(text).name for text in base_dependencies()} == {"jax", "flax", "numpy", "jaxtyping"}
+
+
+def test_import_needs_the_base_dependencies_alone(tmp_path):
+    foreign = foreign_modules()
+    assert {"grain", "tensorflow_datasets", "tyro", "tokenizers", "matplotlib", "num2words", "beartype"} <= foreign
+    assert not {"jax", "jaxlib", "flax", "numpy", "jaxtyping", "optax"} & foreign
+    program = HIDING.format(hidden=sorted(foreign)) + PROGRAM
+    done = run(sys.executable, program, tmp_path, PYTHONPATH=str(ROOT))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "(2, 7, 11) None\n"
+
+
+def test_every_public_name_is_found():
+    homes = {"load": transformer.inference, "save": transformer.inference}
+    for room in (transformer.config, transformer.nn):
+        homes |= dict.fromkeys(room.__all__, room)
+    assert sorted(homes) == transformer.__all__
+    assert all(getattr(transformer, name) is getattr(room, name) for name, room in homes.items())
+    assert set(transformer.__all__) <= set(dir(transformer))
+    with pytest.raises(AttributeError, match="module 'transformer' has no attribute 'CausalML'"):
+        transformer.CausalML  # noqa: B018
+
+
+MOVED = """
+import importlib, warnings
+import transformer
+
+for old, new in transformer._MOVED.items():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        module = importlib.import_module(f"transformer.{old}")
+    name = f"transformer.{new}"
+    assert [str(w.message) for w in caught if w.category is DeprecationWarning] == [
+        f"transformer.{old} is now {name}: import that. The old name works for one release."
+    ], (old, caught)
+    assert module is importlib.import_module(name), old
+    assert module.__name__ == module.__spec__.name == name, old
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from transformer.kernels.chunked import chunked_attention
+    from transformer.nn.kernels import chunked
+assert chunked_attention is chunked.chunked_attention
+"""
+
+
+def test_modules_are_found_by_their_old_names(tmp_path):
+    done = run(sys.executable, MOVED, tmp_path, PYTHONPATH=str(ROOT))
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_program_starts_once_more_before_it_imports_jax():
+    done = run(sys.executable, "import train, transformer.__main__, sys; print('jax' in sys.modules)", ROOT)
+    assert done.stdout == "False\n", done.stderr
+
+
+@pytest.mark.slow
+def test_pretrained_weights_need_the_extra_of_the_zoo_alone(tmp_path):
+    extra = {Requirement(text).name for text in PROJECT["optional-dependencies"]["zoo"]}
+    assert extra == {"huggingface_hub", "tokenizers"}
+    allowed = {canonicalize_name(name) for name in closure(extra)}
+    modules = metadata.packages_distributions()
+    hidden = [name for name in foreign_modules() if not {canonicalize_name(d) for d in modules[name]} & allowed]
+    assert {"grain", "tyro", "safetensors", "tensorflow_datasets"} <= set(hidden)
+    done = run(sys.executable, HIDING.format(hidden=sorted(hidden)) + OPENING, tmp_path, PYTHONPATH=str(ROOT))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "True\n"
+
+
+def test_what_is_hidden_is_not_found(tmp_path):
+    done = run(sys.executable, HIDING.format(hidden=["grain"]) + "import grain.python", tmp_path)
+    assert done.returncode == 1
+    assert "ModuleNotFoundError: No module named 'grain'" in done.stderr
+
+
+@pytest.mark.slow
+def test_installed_package_works_in_a_bare_environment(tmp_path):
+    """A wheel of this project in a new environment, with nothing beside it; needs the network."""
+    python = str(tmp_path / "bare" / "bin" / "python")
+    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "bare")], check=True)
+    # From a copy: a build leaves files behind.
+    source = tmp_path / "source"
+    for name in ("transformer", "configs"):
+        shutil.copytree(ROOT / name, source / name)
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    subprocess.run([*pip, "-c", str(ROOT / "requirements.txt"), str(source)], check=True)
+    # pyproject.toml says what should be there, and only that is.
+    code = "from importlib.metadata import distributions; print(*{d.name for d in distributions()})"
+    installed = {canonicalize_name(name) for name in run(python, code, tmp_path).stdout.split()}
+    assert installed - {"pip", "setuptools"} == closure(base_dependencies()) | {canonicalize_name(PROJECT["name"])}
+    done = run(python, PROGRAM, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "(2, 7, 11) None\n"

@@ -1,0 +1,137 @@
+"""Every recipe in configs/ is complete: it loads, says what it is, and its model can be built and trained."""
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+from transformer.config import ConfigError
+from transformer.inference import start_from
+from transformer.nn.models import count_parameters
+from transformer.training.loop import train
+from transformer.training.overrides import fast, load_recipe_file, override
+from transformer.training.recipe import from_json, to_json, with_vocabulary
+from transformer.training.state import abstract_state
+from transformer.zoo.gpt2 import GPT2
+from transformer.zoo.llama import LLAMA
+
+ROOT = Path(__file__).resolve().parents[2]
+FILES = sorted((ROOT / "configs").glob("*.py"))
+NAMES = {"number_words", "shakespeare", "shakespeare_cpu", "text_file", "sentence_pairs", "wmt14_base"}
+
+
+def recipe_of(name):
+    return load_recipe_file(ROOT / "configs" / f"{name}.py")[0]
+
+
+def test_the_recipes_are_there():
+    assert {file.stem for file in FILES} >= NAMES
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_a_recipe_says_what_it_is_and_keeps_its_word(file):
+    recipe, about = load_recipe_file(file)
+    assert recipe.name == file.stem
+    assert f"Usage: python train.py configs/{file.name}" in about
+    assert "Expected: " in about
+    assert "On 2 CPU cores: about" in " ".join(about.split()) or "accelerator" in about
+    assert from_json(to_json(recipe)) == recipe
+    state = abstract_state(with_vocabulary(recipe, 100))  # the whole model and optimizer, as shapes
+    assert count_parameters(state.params) > 40_000
+
+
+def test_the_paper_s_models_have_the_paper_s_sizes():
+    """Table 3 of arXiv 1706.03762: 65 and 213 million, with 37,000 tokens; base and big differ in what it says."""
+    for name, millions in (("wmt14_base", 65), ("wmt14_big", 213), ("sentence_pairs", 65)):
+        recipe = with_vocabulary(recipe_of(name), 37_000)
+        parameters = count_parameters(abstract_state(recipe).params)
+        assert abs(parameters / 1e6 - millions) < 3, parameters
+        assert recipe.model.norm_position == "post"
+        optimizer, training = recipe.optimizer, recipe.training
+        assert (optimizer.schedule, optimizer.warmup_steps, optimizer.learning_rate) == ("noam", 4000, 1.0)
+        assert (optimizer.beta1, optimizer.beta2, optimizer.epsilon) == (0.9, 0.98, 1e-9)
+        assert training.label_smoothing == 0.1
+    assert recipe_of("wmt14_base").model.dropout_rate == 0.1
+    assert recipe_of("wmt14_big").model.dropout_rate == 0.3
+
+
+def test_shakespeare_has_the_sizes_that_were_asked_for():
+    model = recipe_of("shakespeare").model
+    assert (model.d_model, model.num_layers, model.num_heads) == (128, 2, 2)
+    recipe = recipe_of("shakespeare_cpu")
+    model, data = recipe.model, recipe.data
+    assert (model.num_layers, model.num_heads, model.d_model, model.dropout_rate) == (4, 4, 128, 0.0)
+    assert (data.sequence_length, data.batch_size, recipe.training.steps) == (64, 12, 2000)
+    recipe = recipe_of("shakespeare_gpu")
+    model, data = recipe.model, recipe.data
+    assert (model.num_layers, model.num_heads, model.d_model, model.dropout_rate) == (6, 6, 384, 0.2)
+    assert (data.sequence_length, data.batch_size, recipe.training.steps) == (256, 64, 5000)
+    assert recipe.checkpoint.keep_best == 1  # the text is read some 80 times: the best model is not the last
+
+
+def test_fast_runs_everything_once(tmp_path):
+    tiny = "--model.d-model 8 --model.num-layers 1 --model.num-heads 2 --model.d-ff 8 --data.max-digits 2"
+    small = f"--data.train-examples 200 --data.data-dir {tmp_path / 'tfds'} --logging.tensorboard False"
+    command = [sys.executable, "train.py", "number_words", "--fast", *tiny.split(), *small.split()]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300, check=False)
+    assert run.returncode == 0, run.stderr
+    for words in ("device: ", "compiling", "step 2: eval loss", "step 4/4", "exact match on the basics", "try it:"):
+        assert words in run.stdout
+    assert "\x1b" not in run.stdout + run.stderr  # no control codes into a pipe
+    workdir = Path(run.stdout.rsplit("generate ", 1)[1].split()[0])
+    assert {"2", "4"} <= {path.name for path in (workdir / "checkpoints").iterdir()}
+    assert workdir.name.startswith("number_words-fast-")
+
+
+TINY = {
+    "model": "d-model 16 d-ff 24 num-layers 2 num-heads 4 dtype float32",
+    "data": "sequence-length 16 batch-size 4 eval-batch-size 4 tokenizer.vocab-size 300",
+    "parallel": "devices 1",
+    "logging": "tensorboard False progress none",
+}
+
+
+def tiny(name, folder, *words):
+    """The recipe's `--fast` with a model and batches of a thousandth of their size, on a text of a few lines."""
+    text = folder / "text.txt"
+    text.write_text("\n".join(f"line {number} of a text of one's own" for number in range(200)))
+    given = [f"--data.path={text}"]
+    for group, fields in TINY.items():
+        pairs = fields.split()
+        given += [f"--{group}.{field}={value}" for field, value in zip(pairs[::2], pairs[1::2], strict=True)]
+    return fast(override(recipe_of(name), [*given, *words], program=name))
+
+
+def test_gpt2_124m_is_gpt_2_and_trains(tmp_path):
+    recipe = with_vocabulary(recipe_of("gpt2_124m"), 50_257)
+    assert count_parameters(abstract_state(recipe).params) == GPT2.variants["gpt2"].parameters
+    summary = train(tiny("gpt2_124m", tmp_path, "--model.max-length=16"), tmp_path / "run")
+    assert summary.step == 4
+
+
+@pytest.mark.slow
+def test_llama_1b_is_llama_3_2_and_trains_whole_and_by_low_rank_updates(tmp_path):
+    """Its default is LoRA of a model that --init names; --lora None trains all of it."""
+    whole = dataclasses.replace(with_vocabulary(recipe_of("llama_1b"), 128_256), lora=None)
+    assert count_parameters(abstract_state(whole).params) == LLAMA.variants["llama-3.2-1b"].parameters
+    kv_heads = "--model.num-kv-heads=2"
+    with pytest.raises(ConfigError, match=r"lora updates a model that was trained before, .* name one with --init DIR"):
+        train(tiny("llama_1b", tmp_path, kv_heads), tmp_path / "none")
+    first = tmp_path / "whole"
+    assert train(tiny("llama_1b", tmp_path, kv_heads, "--lora", "None"), first).step == 4
+    lora = tiny("llama_1b", tmp_path, kv_heads, "--lora.rank=2")
+    with jax.default_device(jax.devices()[3]):  # as an accelerator is
+        start = start_from(first, lora)
+    assert {leaf.device for leaf in jax.tree.leaves(start.params)} == {jax.devices("cpu")[0]}  # the host's memory
+    assert train(lora, tmp_path / "lora", start=start).step == 4
+
+
+def test_lora_is_turned_off_by_none():
+    recipe = recipe_of("llama_1b")
+    assert override(recipe, ["--training.steps", "7", "--lora", "None"], program="x").lora is None
+    assert override(recipe, ["--lora.rank", "7"], program="x").lora.targets == recipe.lora.targets
+    with pytest.raises(ConfigError, match=r"--lora None turns low-rank updates off\. Leave it out, or"):
+        override(recipe, ["--lora.rank", "7", "--lora", "None"], program="x")

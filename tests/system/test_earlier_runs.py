@@ -1,0 +1,74 @@
+"""Runs that earlier versions left (tests/fixtures/, made by its make.py): they open, compute the same, and go on."""
+
+import dataclasses
+import json
+import tarfile
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import transformer
+from transformer.__main__ import main
+from transformer.nn.sharding import ParallelConfig
+from transformer.training.loop import train
+from transformer.training.metrics import read_metrics
+from transformer.training.recipe import load_recipe
+from transformer.training.runs import load_run
+
+FIXTURES = Path(__file__).resolve().parents[1] / "fixtures"
+COMMITS = ["51eea07", "ecf83ea"]
+
+pytestmark = [pytest.mark.usefixtures("compile_once"), pytest.mark.parametrize("commit", COMMITS)]
+
+
+@pytest.fixture
+def workdir(commit, tmp_path):
+    """A run of six steps, as that version left it."""
+    with tarfile.open(FIXTURES / f"{commit}.tar.xz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    return tmp_path / commit
+
+
+@pytest.fixture
+def recorded(commit):
+    """What that version made of it."""
+    return json.loads((FIXTURES / f"{commit}.json").read_text())
+
+
+def test_it_computes_the_same(workdir, recorded):
+    model, params = transformer.load(workdir)
+    tokenizer = load_run(workdir, "newest").tokenizer
+    assert [tokenizer.encode(text) for text in recorded["texts"]] == recorded["tokens"]
+    inputs = [np.asarray([tokens], np.int32) for tokens in recorded["tokens"]]
+    logits = jax.jit(model.apply)({"params": params}, *inputs)
+    np.testing.assert_allclose(logits[0], recorded["logits"], atol=1e-5)
+
+
+@pytest.mark.slow
+def test_it_writes_a_text(workdir, recorded, capsys):
+    assert main(["generate", str(workdir), "--prompt", recorded["texts"][0], "--max-new-tokens", "3"]) == 0
+    assert capsys.readouterr().out.strip()
+
+
+def test_it_goes_on_as_it_would_have(workdir, recorded):
+    recipe = load_recipe(workdir)
+    places = {
+        name: str(FIXTURES / getattr(recipe.data, name))
+        for name in ("path", "source_path", "target_path")
+        if hasattr(recipe.data, name)
+    }
+    recipe = dataclasses.replace(
+        recipe,
+        data=dataclasses.replace(recipe.data, **places),
+        training=dataclasses.replace(recipe.training, steps=8),
+        parallel=ParallelConfig(devices=1),
+    )
+    assert train(recipe, workdir).finished
+    lines = {line["step"]: {} for line in recorded["metrics"]}
+    for line in read_metrics(workdir / "metrics.jsonl"):
+        lines.get(line["step"], {}).update(line)
+    for expected in recorded["metrics"]:
+        found = {name: lines[expected["step"]][name] for name in expected}
+        assert found == pytest.approx(expected, rel=1e-5)

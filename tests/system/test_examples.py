@@ -1,0 +1,204 @@
+"""The examples: short, linked, told how to run, and each does what it says."""
+
+import ast
+import importlib
+import pathlib
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+NAMES = sorted(path.stem for path in (ROOT / "examples").glob("*.py"))
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def load(name):
+    """An example as a module."""
+    return importlib.import_module(f"examples.{name}")
+
+
+def source(name):
+    return (ROOT / "examples" / f"{name}.py").read_text(encoding="utf-8")
+
+
+def test_there_are_examples():
+    assert len(NAMES) >= 6
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_example_is_short_and_says_how_to_run_it(name):
+    text = source(name)
+    assert len(text.splitlines()) < 60
+    document = ast.get_docstring(ast.parse(text))
+    usage = [line for line in document.splitlines() if line.startswith("Usage: ")]
+    assert len(usage) == 1
+    assert usage[0].split()[1:4] == ["python", "-m", f"examples.{name}"]
+    assert "sys.path" not in text
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_readme_links_every_example(name):
+    assert f"examples/{name}.py" in README
+
+
+def test_pure_function_is_the_formula():
+    module = load("pure_function")
+    result = module.main()
+    assert result["difference"] < 1e-5
+    assert result["y"].shape == (module.BATCH, module.LENGTH, module.HEADS, module.SIZE)
+    np.testing.assert_array_equal(result["gradient"][1, 4:], 0.0)  # padded keys
+    assert (jnp.abs(result["gradient"][1, :4]).max((1, 2)) > 0).all()
+    np.testing.assert_allclose(result["mapped"][0], result["y"], atol=1e-6)
+    assert jnp.abs(result["mapped"][1] - result["y"]).max() > 0.01
+    assert "flax" not in {name.split(".")[0] for name in imported("pure_function")}
+
+
+def imported(name):
+    for node in ast.walk(ast.parse(source(name))):
+        if isinstance(node, ast.ImportFrom):
+            yield node.module
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+
+
+def test_linen_module_learns_and_sees_no_future():
+    result = load("linen_module").main()
+    assert result["after"] < 0.5 * result["before"]
+    attention = result["gradient"]["MultiHeadAttention_0"]
+    assert {path: bool(jnp.abs(g["kernel"]).max() > 0) for path, g in attention.items()} == dict.fromkeys(
+        ("query", "key", "value", "out"), True
+    )
+    np.testing.assert_array_equal(result["changed"][:, :20], 0.0)
+    assert (jnp.abs(result["changed"][:, 20:]).max((0, 2)) > 0).all()
+
+
+def test_linen_module_hides_padding():
+    module = load("linen_module")
+    model, series, lengths = module.Forecaster(), module.waves(jax.random.key(2), 2, 7), jnp.array([7, 3])
+    params, apply = jax.jit(model.init)(jax.random.key(3), series), jax.jit(model.apply)
+    changed = apply(params, series.at[1, 3:].set(9.0), lengths) - apply(params, series, lengths)
+    np.testing.assert_array_equal(changed[1, :3], 0.0)
+
+
+@pytest.mark.slow
+def test_nnx_encoder_learns_and_ignores_padding():
+    module = load("nnx_encoder")
+    result = module.main()
+    assert sum(result["losses"][-5:]) / 5 < 0.2 * result["losses"][0]
+    x, lengths, real, answer = module.batch(jax.random.key(5))
+    y = result["model"](x, lengths)
+    assert jnp.square(y - answer).mean(where=real) < 0.2 * jnp.square(answer).mean(where=real)
+    other = result["model"](jnp.where(real, x, 99.0), lengths)
+    np.testing.assert_array_equal(jnp.where(real, y, 0.0), jnp.where(real, other, 0.0))
+
+
+def test_scanned_block_is_the_loop():
+    result = load("scanned_block").main()
+    assert result["difference"] < 1e-5
+    assert result["sizes"].shape == (5,)
+    kernel = result["params"]["layers"]["block"]["self_attention"]["query"]["kernel"]
+    assert kernel.shape[0] == 5
+    assert jnp.abs(kernel[0] - kernel[1]).max() > 0.01  # layers of their own, not one repeated
+
+
+def test_optax_loop_gets_below_its_bound():
+    result = load("optax_loop").main()
+    assert result["losses"][0] > 2.0
+    assert result["losses"][-1] < 0.05
+    assert result["accuracy"] > 0.99
+
+
+def test_export_names_the_package_that_is_missing(monkeypatch):
+    """Before anything is trained."""
+    module = load("export_stablehlo")
+    monkeypatch.setitem(sys.modules, "flatbuffers", None)  # as if it were not installed
+    monkeypatch.setattr(module, "train", lambda: pytest.fail("trained although the file cannot be written"))
+    with pytest.raises(SystemExit, match=r"flatbuffers, which is not installed. Run: pip install flatbuffers"):
+        module.main()
+
+
+# In a process of its own: the types that tests check say `int` where an exported program has a size left open.
+WRITER = """
+import sys
+import jax
+import jax.numpy as jnp
+import numpy as np
+import transformer
+from examples import export_stablehlo
+
+config = transformer.TransformerConfig(
+    **{"embedding.source_vocab_size": 13}, vocab_size=11, d_model=8, num_layers=1, num_heads=2
+)
+model, tokens = transformer.Seq2Seq(config), jnp.zeros((1, 3), int)
+params = jax.jit(model.init)(jax.random.key(0), tokens, tokens)["params"]
+transformer.load = {"runs/mine": (model, params)}.get
+loaded = export_stablehlo.main("runs/mine", sys.argv[1])
+assert loaded["difference"] < 1e-5, loaded["difference"]
+assert loaded["logits"](tokens, tokens[:, :2]).shape == (1, 2, 11)
+
+result = export_stablehlo.main(folder=sys.argv[1])
+assert result["difference"] < 1e-5, result["difference"]
+np.save(f"{sys.argv[1]}/expected.npy", result["logits"](jnp.arange(10).reshape(2, 5)))
+"""
+
+# What somebody without this library does with the file.
+READER = """
+import sys
+import jax.numpy as jnp
+import numpy as np
+from jax import export
+
+call = export.deserialize(bytearray(open("model.stablehlo", "rb").read())).call
+np.save("logits.npy", call(jnp.arange(10).reshape(2, 5)))
+assert "transformer" not in sys.modules and "flax" not in sys.modules
+"""
+
+
+@pytest.mark.slow
+def test_export_is_read_without_the_library(tmp_path):
+    pytest.importorskip("flatbuffers", reason="jax.export writes files by flatbuffers: pip install flatbuffers")
+    subprocess.run([sys.executable, "-c", WRITER, str(tmp_path)], cwd=ROOT, check=True)
+    subprocess.run([sys.executable, "-c", READER], cwd=tmp_path, check=True)
+    logits, expected = np.load(tmp_path / "logits.npy"), np.load(tmp_path / "expected.npy")
+    np.testing.assert_allclose(logits, expected, atol=1e-5)
+    np.testing.assert_array_equal(logits.argmax(-1), [[1, 2, 3, 4, 5], [6, 7, 8, 9, 0]])  # it was trained
+
+
+def test_la_pizza_walks_through_the_sizes_of_the_paper():
+    found = load("la_pizza").main()
+    shapes = {size.place.rpartition("/")[2]: size.shape for size in found}
+    assert shapes["query"] == shapes["key"] == shapes["value"] == (1, 6, 8, 64)
+    assert [size.shape for size in found if size.axes == "B N T S"] == [(1, 8, 6, 6)]
+    assert {size.repeats for size in found if "layers" in size.place} == {6}
+
+
+@pytest.mark.slow
+def test_la_sopa_runs_to_its_pictures(tmp_path, capsys):
+    """Two steps teach nothing; the whole way is there."""
+    module = load("la_sopa")
+    text = " ".join(module.sentences())
+    assert "La sopa se cocinó en la olla" not in text
+    assert "La sopa se cocinó en el horno y estaba rica" in text
+    assert "El guiso se cocinó en la olla y estaba rico" in text
+    assert len(module.main(str(tmp_path), steps=2)) == 3
+    assert len(list((tmp_path / "attention").glob("*.png"))) == 2
+    assert "query = x W_Q" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_la_sopa_learns_the_gender_of_the_dish(tmp_path):
+    answers = load("la_sopa").main(str(tmp_path))
+    endings = {prompt.split()[1]: word[-1] for prompt, word in answers.items()}
+    assert endings == {"sopa": "a", "carne": "a", "arroz": "o"}
+
+
+def test_the_documented_command():
+    name = "scanned_block"
+    done = subprocess.run(
+        [sys.executable, "-m", f"examples.{name}"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert "differ by" in done.stdout

@@ -1,0 +1,137 @@
+"""Data is never run: no pickle, no eval, no shell anywhere in what we ship, and every exception has its reason here."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# Modules that make programs of data, or hand words to other programs. numpy, torch and yaml are looked at by call.
+MODULES = {
+    "pickle",
+    "cPickle",
+    "_pickle",
+    "cloudpickle",
+    "dill",
+    "joblib",
+    "marshal",
+    "shelve",
+    "code",
+    "codeop",
+    "runpy",
+}
+# Calls by the last two parts of their name. `compile` of the builtins only: that of re, and of jax, is no program.
+CALLS = {
+    *("eval", "exec", "compile", "__import__"),
+    *("os.system", "os.popen", "os.execv", "os.execvp", "os.spawnl", "os.spawnv", "os.startfile", "pty.spawn"),
+    *("subprocess.getoutput", "subprocess.getstatusoutput", "asyncio.create_subprocess_shell"),
+    *("torch.load", "yaml.load", "yaml.unsafe_load", "yaml.full_load", "types.FunctionType", "types.CodeType"),
+    *("loader.exec_module", "util.spec_from_file_location", "importlib.import_module", "ctypes.CDLL"),
+    *("tempfile.mktemp", "shutil.unpack_archive"),
+}
+# Arguments by name, and the values that they may have.
+ARGUMENTS = {"shell": (False,), "allow_pickle": (False,), "trust_remote_code": (False,), "weights_only": (True,)}
+
+ALLOWED = {
+    ("transformer/__init__.py", "importlib.import_module"): "a file of this package, by a name of its own list",
+    (
+        "transformer/training/overrides.py",
+        "util.spec_from_file_location",
+    ): "a recipe is the user's own Python, and runs",
+    ("transformer/training/overrides.py", "loader.exec_module"): "a recipe is the user's own Python, and runs",
+    ("examples/elsewhere/compare.py", "importlib.import_module"): "a project that the user names is run, patched",
+    ("reliability/watched.py", "runpy"): "runs train.py, as python would",
+    ("reliability/watched.py", "ctypes.CDLL"): "opens what the process has loaded anyway: the C library",
+}
+"""what is found all the same, and why it may be"""
+
+
+def files() -> list[Path]:
+    """What we ship or measure with; tests and the notebooks are nobody's way in."""
+    folders = ("transformer", "benchmarks", "reliability", "configs", "examples", "docs")
+    return [*sorted(ROOT.glob("*.py")), *(path for folder in folders for path in sorted((ROOT / folder).rglob("*.py")))]
+
+
+def called(node: ast.expr) -> str:
+    """The last two parts of a dotted name: "os.system", "eval"."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        return f"{called(node.value).rpartition('.')[2]}.{node.attr}"
+    return ""
+
+
+def faults(source: str) -> Iterator[tuple[int, str]]:
+    """Line and name of everything that can make a program of data."""
+    names: dict[str, str] = {}
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            module = getattr(node, "module", None)
+            for alias in node.names:
+                whole = f"{module}.{alias.name}" if module else alias.name
+                names[alias.asname or alias.name] = whole
+                if whole.partition(".")[0] in MODULES:
+                    yield node.lineno, whole
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Call):
+            continue
+        name = called(node.func)
+        first, _, rest = name.partition(".")
+        name = ".".join([*names.get(first, first).split("."), *([rest] if rest else [])][-2:])
+        if name in CALLS:
+            yield node.lineno, name
+        for argument in node.keywords:
+            if argument.arg in ARGUMENTS:
+                value = argument.value
+                if not isinstance(value, ast.Constant) or value.value not in ARGUMENTS[argument.arg]:
+                    yield node.lineno, f"{argument.arg}="
+
+
+def test_nothing_runs_data():
+    found = {
+        (str(path.relative_to(ROOT)), name): f"{path.relative_to(ROOT)}, line {line}: {name}"
+        for path in files()
+        for line, name in faults(path.read_text(encoding="utf-8"))
+    }
+    assert not [text for key, text in found.items() if key not in ALLOWED]
+    assert not ALLOWED.keys() - found.keys(), "these exceptions are no longer needed"
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("import pickle", "pickle"),
+        ("def late():\n    from joblib import load", "joblib.load"),
+        ("import cloudpickle as data", "cloudpickle"),
+        ("eval(text)", "eval"),
+        ("import os\nos.system(words)", "os.system"),
+        ("from os import system\nsystem(words)", "os.system"),
+        ("import os as system\nsystem.popen(words)", "os.popen"),
+        ("import subprocess\nsubprocess.run(words, shell=True)", "shell="),
+        ("import subprocess\nsubprocess.run(words, shell=flag)", "shell="),
+        ("import numpy as np\nnp.load(path, allow_pickle=True)", "allow_pickle="),
+        ("import torch\ntorch.load(path)", "torch.load"),
+        ("import yaml\nyaml.load(text)", "yaml.load"),
+        ("spec.loader.exec_module(module)", "loader.exec_module"),
+    ],
+)
+def test_each_way_is_seen(source, name):
+    assert [found for _, found in faults(source)] == [name]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import re\nre.compile(text)",
+        "jax.jit(f).lower(x).compile()",
+        "model.eval()",
+        "import numpy as np\nnp.load(path, allow_pickle=False)",
+        "import subprocess\nsubprocess.run(['ls', path])",
+        "import json\njson.load(file)",
+        "self.input(x)",
+    ],
+)
+def test_what_only_looks_like_it_is_not(source):
+    assert list(faults(source)) == []

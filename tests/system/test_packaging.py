@@ -1,0 +1,280 @@
+"""The files that a stranger installs from: exact pins within the ranges, and a Makefile that does what it says."""
+
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+import transformer
+
+ROOT = Path(__file__).resolve().parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PINS = ["requirements.txt", "requirements/gpu.txt", "requirements/tpu.txt"]
+OTHER_PINS = ["requirements/audit.txt", "requirements/docs.txt", "requirements/newest.txt", "requirements/parity.txt"]
+
+
+def pins(name: str) -> list[Requirement]:
+    lines = [line for line in (ROOT / name).read_text().splitlines() if not line.startswith(("#", "-r"))]
+    return [Requirement(line) for line in lines]
+
+
+def pinned(name: str, python: str) -> dict[str, str]:
+    """Distribution -> version for one Python on Linux."""
+    environment = {"python_version": python, "python_full_version": f"{python}.0", "sys_platform": "linux"}
+    chosen = {}
+    for pin in pins(name):
+        if pin.marker is None or pin.marker.evaluate(environment | {"platform_machine": "x86_64"}):
+            assert canonicalize_name(pin.name) not in chosen, f"{pin.name} is pinned twice for Python {python}"
+            chosen[canonicalize_name(pin.name)] = str(pin.specifier).removeprefix("==")
+    return chosen
+
+
+def ranges(extra: str) -> list[Requirement]:
+    """What pyproject.toml asks for with an extra, extras of the project itself resolved."""
+    found = []
+    for text in PROJECT["optional-dependencies"][extra]:
+        requirement = Requirement(text)
+        if requirement.name == PROJECT["name"]:
+            found += [inner for name in requirement.extras for inner in ranges(name)]
+        else:
+            found.append(requirement)
+    return found
+
+
+@pytest.mark.parametrize("name", [*PINS, *OTHER_PINS])
+def test_every_requirement_is_exact(name):
+    for pin in pins(name):
+        assert re.fullmatch(r"==[0-9][\w.]*", str(pin.specifier)), f"{name}: {pin}"
+
+
+@pytest.mark.parametrize("python", ["3.11", "3.12", "3.13"])
+def test_pins_are_within_the_ranges(python):
+    chosen = pinned("requirements.txt", python)
+    for requirement in [*map(Requirement, PROJECT["dependencies"]), *ranges("test")]:
+        version = chosen.get(canonicalize_name(requirement.name))
+        assert version is not None, f"{requirement.name} is not pinned: run `make pins`"
+        assert requirement.specifier.contains(version), f"{requirement} does not allow the pin {version}"
+
+
+def test_the_newest_are_newer_and_within_the_ranges():
+    newest, base = pinned("requirements/newest.txt", "3.13"), pinned("requirements.txt", "3.13")
+    assert {name for name in newest.keys() & base.keys() if Version(newest[name]) <= Version(base[name])} == set()
+    for requirement in [*map(Requirement, PROJECT["dependencies"]), *ranges("test")]:
+        version = newest.get(canonicalize_name(requirement.name))
+        assert version is None or requirement.specifier.contains(version), f"{requirement} does not allow {version}"
+
+
+def test_pins_of_the_site_are_within_the_ranges():
+    chosen = pinned("requirements/docs.txt", "3.11")
+    for requirement in ranges("docs"):
+        assert requirement.specifier.contains(chosen[canonicalize_name(requirement.name)]), requirement
+
+
+def test_neither_tensorflow_nor_torch_is_installed():
+    assert not {"tensorflow", "tensorflow-cpu", "torch"} & pinned("requirements.txt", "3.11").keys()
+
+
+@pytest.mark.parametrize(("name", "extra", "needs"), [("gpu", "cuda12", "jax-cuda12-plugin"), ("tpu", "tpu", "libtpu")])
+def test_an_accelerator_adds_to_the_same_jax(name, extra, needs):
+    assert "-r ../requirements.txt" in (ROOT / f"requirements/{name}.txt").read_text().splitlines()
+    jax = pinned("requirements.txt", "3.11")["jax"]
+    assert [str(pin) for pin in pins(f"requirements/{name}.txt") if pin.extras] == [f"jax[{extra}]=={jax}"]
+    assert needs in pinned(f"requirements/{name}.txt", "3.11")
+
+
+@pytest.mark.parametrize("name", [*PINS, *OTHER_PINS, "Makefile", ".ci/run", "scripts/setup", "scripts/pins"])
+def test_nothing_names_where_packages_come_from(name):
+    """A mirror, a proxy or a folder of wheels is the user's own choice."""
+    assert not re.search(r"://|--(extra-)?index-url|--find-links|--trusted-host|pypi", (ROOT / name).read_text())
+
+
+def test_one_version():
+    assert transformer.__version__ == PROJECT["version"]
+    assert f"## [{PROJECT['version']}]" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_the_license_is_whole():
+    """The text at apache.org/licenses/LICENSE-2.0.txt, byte for byte."""
+    digest = hashlib.sha256((ROOT / "LICENSE").read_bytes()).hexdigest()
+    assert digest == "cfc7749b96f63bd31c3c42b5c471bf756814053e847c10f3eb003417bc523d30"
+
+
+# The Makefile, with a Python that writes down what it is asked to do instead of doing it.
+
+FAKE_PYTHON = """#!/bin/sh
+case "$*" in
+  "-c import venv, ensurepip"*) [ ! -e '{log}.no-venv' ]; exit ;;
+  *realpath*) echo "$0"; exit ;;
+  "-m venv "*) mkdir -p "$3/bin"; cp "$0" "$3/bin/python" ;;
+  "-m pip install "*) [ ! -e '{log}.no-network' ] || {{ echo 'pip: no network' >&2; exit 1; }} ;;
+  "-m mkdocs "*) ;;
+  "-m transformer.cli.devices") echo 'device: 1 x fake' ;;
+  *--present) cat '{log}.present'; exit ;;
+  *) exec '{python}' "$@" ;;
+esac
+echo "$*" >> '{log}'
+"""
+
+
+class Checkout:
+    """A copy of what `make setup` needs, beside a fake Python."""
+
+    def __init__(self, folder: Path):
+        self.path = folder / "a checkout"
+        self.log = folder / "log"
+        self.python = folder / "bin" / "python3"
+        self.python.parent.mkdir()
+        self.python.write_text(FAKE_PYTHON.format(log=self.log, python=sys.executable))
+        self.python.chmod(0o755)
+        self.log.with_name("log.present").write_text("cpu\n")
+        self.path.mkdir()
+        for name in ["Makefile", "scripts/setup", *PINS, "requirements/docs.txt"]:
+            (self.path / name).parent.mkdir(exist_ok=True)
+            shutil.copy(ROOT / name, self.path / name)
+
+    def make(self, *words: str, path: str | None = None, home: Path | None = None) -> subprocess.CompletedProcess:
+        """Runs make as a user would: with no variable of the make that may be running this test."""
+        ours = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "VENV", "PYTHON", "ACCELERATOR", "ARGS", "WORKDIR")
+        environment = {name: value for name, value in os.environ.items() if name not in ours}
+        if path is not None:
+            environment["PATH"] = path
+        if home is not None:
+            environment["HOME"] = str(home)
+        words = words if path is not None else (*words, f"PYTHON={self.python}")
+        program = [shutil.which("make"), "--no-print-directory", *words]
+        return subprocess.run(program, cwd=self.path, env=environment, capture_output=True, text=True, check=False)
+
+    def done(self) -> list[str]:
+        """What the fake Python was asked to do since the last look."""
+        lines = self.log.read_text().splitlines() if self.log.exists() else []
+        self.log.unlink(missing_ok=True)
+        return [re.sub(r" --(disable-pip-version-check|quiet)", "", line) for line in lines]
+
+
+@pytest.fixture
+def checkout(tmp_path) -> Checkout:
+    if shutil.which("make") is None:
+        pytest.skip("there is no make on this machine")
+    return Checkout(tmp_path)
+
+
+INSTALLATION = ["-m venv .venv", "-m pip install -r requirements.txt", "-m transformer.cli.devices"]
+
+
+def test_setup_installs_once(checkout):
+    first = checkout.make("setup")
+    assert first.returncode == 0, first.stderr
+    assert first.stdout.splitlines()[-1] == "device: 1 x fake"
+    assert checkout.done() == INSTALLATION
+    second = checkout.make("setup")
+    assert (second.returncode, second.stdout, checkout.done()) == (0, "", [])
+
+
+def test_setup_follows_the_contents_of_the_requirements(checkout):
+    checkout.make("setup")
+    checkout.done()
+    os.utime(checkout.path / "requirements.txt", (0, 0))
+    checkout.make("setup")
+    assert checkout.done() == []
+    with (checkout.path / "requirements.txt").open("a") as file:
+        file.write("wonder==1.0\n")
+    checkout.make("setup")
+    assert checkout.done() == INSTALLATION[1:]
+
+
+def test_an_interrupted_installation_is_not_taken_for_done(checkout):
+    fault = checkout.log.with_name("log.no-network")
+    fault.touch()
+    failed = checkout.make("setup")
+    assert failed.returncode != 0
+    assert "pip: no network" in failed.stderr
+    fault.unlink()
+    checkout.done()
+    assert checkout.make("setup").returncode == 0
+    assert checkout.done() == INSTALLATION[1:]
+
+
+def test_an_accelerator_that_is_there_is_used(checkout):
+    checkout.log.with_name("log.present").write_text("tpu\n")
+    checkout.make("setup")
+    assert "-m pip install -r requirements/tpu.txt" in checkout.done()
+    checkout.make("setup", "ACCELERATOR=cpu")
+    assert checkout.done() == INSTALLATION, "another accelerator means a new environment"
+
+
+def test_an_unknown_accelerator_is_an_error(checkout):
+    failed = checkout.make("setup", "ACCELERATOR=npu")
+    assert failed.returncode != 0
+    assert "error: ACCELERATOR must be auto, cpu, gpu or tpu, got 'npu'." in failed.stderr
+    assert checkout.done() == []
+
+
+def test_no_python_is_a_clear_error(checkout, tmp_path):
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    for tool in ("sh", "cat", "cksum", "rm", "mkdir", "head", "dirname"):
+        (tools / tool).symlink_to(shutil.which(tool))
+    failed = checkout.make("setup", path=str(tools), home=tmp_path)
+    assert failed.returncode != 0
+    assert "error: no Python 3.11, 3.12 or 3.13 found. Install one, or name it: make PYTHON=" in failed.stderr
+
+
+def test_an_old_python_is_a_clear_error(checkout):
+    checkout.python.write_text("#!/bin/sh\n[ \"$1\" = --version ] && echo 'Python 3.9.1'\nexit 1\n")
+    failed = checkout.make("setup")
+    assert failed.returncode != 0
+    assert (
+        f"error: PYTHON={checkout.python} is not a Python 3.11, 3.12 or 3.13 that runs: Python 3.9.1" in failed.stderr
+    )
+
+
+def test_a_python_without_venv_is_a_clear_error(checkout):
+    checkout.log.with_name("log.no-venv").touch()
+    failed = checkout.make("setup")
+    assert failed.returncode != 0
+    assert f"error: {checkout.python} cannot make environments" in failed.stderr
+    assert "sudo apt install python3-venv" in failed.stderr
+    assert not (checkout.path / ".venv").exists()
+
+
+def test_an_environment_of_the_users_own_is_left_alone(checkout):
+    own = checkout.path / ".venv" / "precious"
+    own.parent.mkdir()
+    own.touch()
+    failed = checkout.make("setup")
+    assert failed.returncode != 0
+    assert "error: .venv was not made by this Makefile" in failed.stderr
+    assert own.exists()
+
+
+def test_docs_installs_once_into_an_environment_of_its_own(checkout):
+    built = ["-m mkdocs build --strict"]
+    assert checkout.make("docs").returncode == 0
+    own = ["-m venv .venv-docs", "-m pip install -r requirements/docs.txt"]
+    assert checkout.done() == [*INSTALLATION, *own, *built]
+    assert checkout.make("docs").returncode == 0
+    assert checkout.done() == built
+    (checkout.path / ".venv-docs" / "docs").unlink()  # as an interrupted installation leaves it
+    assert checkout.make("docs").returncode == 0
+    assert checkout.done() == [*own, *built]
+
+
+def test_help_names_every_target(checkout):
+    said = checkout.make().stdout
+    phony = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    for target in set(phony.group(1).split()) - {"help"}:
+        assert f"make {target} " in said
+
+
+def test_train_passes_recipe_workdir_and_words(checkout):
+    said = checkout.make("-n", "train", "RECIPE=configs/shakespeare.py", "WORKDIR=my run", "ARGS=--training.steps 7")
+    assert ".venv/bin/python train.py configs/shakespeare.py --workdir 'my run' --training.steps 7" in said.stdout

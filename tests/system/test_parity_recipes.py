@@ -1,0 +1,255 @@
+"""Every recipe, trained and converted from the command line, opens in transformers and computes the same there.
+
+Data that is downloaded is replaced by a few lines of the same kind; the model is the recipe's, with smaller sizes.
+"""
+
+import json
+import re
+import warnings
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from finetune_parts import bert_directory, write_sst2
+from golden.case import NULLABLE
+
+from transformer.__main__ import main
+from transformer.generate import Sampling, generate
+from transformer.inference import open_model
+from transformer.nn.models import Forecaster, Seq2Seq, VisionClassifier
+
+pytestmark = pytest.mark.parity
+
+ROOT = Path(__file__).resolve().parents[2]
+EXPORTS = {
+    "digits_vit": r"ViT has no counterpart .*pooling is 'mean', ViT has 'first'",
+    "etth1": "PatchTSTForPrediction",
+    "finetune_classifier": "BertForSequenceClassification",
+    "gpt2_124m": "GPT2LMHeadModel",
+    "llama3_70b": "LlamaForCausalLM",
+    "llama3_8b": "LlamaForCausalLM",
+    "llama_1b": "LlamaForCausalLM",
+    "mlm": r"head_transform is None, (?P<family>BERT|RoBERTa) has HeadTransform",
+    "multi30k": r"norm is 'rms_norm', Blenderbot has 'layer_norm'",
+    "number_words": "BlenderbotForConditionalGeneration",
+    "sentence_pairs": "MarianMTModel",
+    "shakespeare": "GPTNeoXForCausalLM",
+    "shakespeare_cpu": "GPTNeoXForCausalLM",
+    "shakespeare_fast": "Qwen3ForCausalLM",
+    "shakespeare_gpu": "Starcoder2ForCausalLM",
+    "shakespeare_no_attention": "GPTNeoXForCausalLM",
+    "sst2": r"pooling is 'mean', GPT-2 has 'last'",
+    "text_file": "GPTNeoXForCausalLM",
+    "wmt14_base": "MarianMTModel",
+    "wmt14_big": "MarianMTModel",
+}
+"""the architecture that a recipe is converted to, or what the refusal says"""
+
+BLOCKED = [name for name, said in EXPORTS.items() if not said.isidentifier()]
+OPENED = [name for name in EXPORTS if name not in BLOCKED]
+AUTO = {
+    "ForCausalLM": "AutoModelForCausalLM",
+    "LMHeadModel": "AutoModelForCausalLM",
+    "ForConditionalGeneration": "AutoModelForSeq2SeqLM",
+    "MTModel": "AutoModelForSeq2SeqLM",
+    "ForSequenceClassification": "AutoModelForSequenceClassification",
+    "ForImageClassification": "AutoModelForImageClassification",
+    "ForPrediction": "PatchTSTForPrediction",  # which no AutoModel opens
+}
+"""how a user of transformers opens an architecture, by the end of its name"""
+
+# The same kind of data, of a few lines, in place of what is downloaded: the arguments are those of its config.
+STAND_INS = {
+    "TinyShakespeare": "TextFile(path='{folder}/text.txt', tokenizer=data.tokenizer, sequence_length=16)",
+    "ETTh1": "SeriesFile(path='{folder}/series.csv', context_length=data.context_length, horizon=data.horizon)",
+    "SST2Sentences": "LabeledText(path='{folder}/sst2/train.tsv', tokenizer=data.tokenizer)",
+    "MaskedSST2": "MaskedText(path='{folder}/text.txt', tokenizer=data.tokenizer)",
+    "Multi30k": "ParallelText(source_path='{folder}/text.txt', target_path='{folder}/text.txt', "
+    "tokenizer=data.tokenizer)",
+    "TFDSTranslation": "ParallelText(source_path='{folder}/text.txt', target_path='{folder}/text.txt', "
+    "tokenizer=data.tokenizer)",
+}
+RECIPE = """
+import dataclasses, runpy
+from transformer.data import *
+from transformer.data import {stand_in}
+
+def get_config():
+    recipe = runpy.run_path({path!r})["get_config"]()
+    data = recipe.data
+    return dataclasses.replace(recipe, data={data})
+"""
+WORDS = ["--training.steps", "2", "--optimizer.warmup-steps", "1", "--parallel.devices", "1"]
+WORDS += ["--evaluation.every", "None", "--evaluation.batches", "1", "--evaluation.samples", "0"]
+WORDS += ["--logging.tensorboard", "False", "--logging.progress", "none", "--data.batch-size", "4"]
+SMALL = ["--model.d-model", "24", "--model.num-heads", "4", "--model.num-layers", "2", "--model.dtype", "float32"]
+
+
+@pytest.fixture(scope="module")
+def transformers():
+    pytest.importorskip("torch")
+    return pytest.importorskip("transformers")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The few lines of data."""
+    place = tmp_path_factory.mktemp("data")
+    (place / "text.txt").write_text("".join(f"line {number} of the text: but soft!\n" for number in range(90)))
+    steps = np.random.default_rng(0).standard_normal((2200, 7)).cumsum(0)
+    rows = "".join(f"hour {number},{','.join(f'{x:.3f}' for x in row)}\n" for number, row in enumerate(steps))
+    (place / "series.csv").write_text("date,a,b,c,d,e,f,g\n" + rows)
+    write_sst2(place / "sst2")
+    return place
+
+
+def options_of(name, folder):
+    """What the command line of this recipe has beside the recipe."""
+    from transformer.training.overrides import load_recipe_file
+
+    recipe = load_recipe_file(ROOT / "configs" / f"{name}.py")[0]
+    words = list(WORDS)
+    if name == "finetune_classifier":
+        return [*words, "--init", str(bert_directory(folder / "bert")), "--data.manual-dir", str(folder / "sst2")]
+    if name != "etth1":
+        words += SMALL
+    if recipe.model.num_kv_heads is not None:
+        words += ["--model.num-kv-heads", "2"]
+    if recipe.model.d_ff is not None and name != "digits_vit":  # else it stays 4 d_model, which convert fills in
+        words += ["--model.d-ff", "40"]
+    if recipe.model.max_length is not None and recipe.task == "causal_lm":
+        words += ["--model.max-length", "16"]
+    if recipe.model.vocab_size is not None:
+        words += ["--model.vocab-size", "None"]
+    if recipe.lora is not None:
+        words += ["--lora", "None"]
+    if recipe.task == "causal_lm":
+        words += ["--data.sequence-length", "16", "--data.eval-batch-size", "4"]
+    if getattr(recipe.data, "batch_tokens", None) is not None:
+        words += ["--data.batch-tokens", "None"]
+    if (vocabulary := getattr(recipe.data, "tokenizer", None)) is not None and vocabulary.vocab_size is not None:
+        words += ["--data.tokenizer.vocab-size", "300"]
+    match type(recipe.data).__name__:
+        case "TextFile":
+            words += ["--data.path", str(folder / "text.txt")]
+        case "ParallelText":
+            words += ["--data.source-path", str(folder / "text.txt"), "--data.target-path", str(folder / "text.txt")]
+        case "NumberWords":
+            words += ["--data.max-digits", "2", "--data.train-examples", "200", "--data.data-dir", str(folder / "tfds")]
+    return words
+
+
+def recipe_file(name, folder):
+    """The recipe, or one that differs from it in its data."""
+    from transformer.training.overrides import load_recipe_file
+
+    path = ROOT / "configs" / f"{name}.py"
+    data = type(load_recipe_file(path)[0].data).__name__
+    if data not in STAND_INS:
+        return path
+    written = folder / f"{name}.py"
+    stand_in = STAND_INS[data].format(folder=folder)
+    # The name is that of the file; all else is the recipe's.
+    written.write_text(RECIPE.format(path=str(path), data=stand_in, stand_in=stand_in.partition("(")[0]))
+    return written
+
+
+def converted(name, folder, tmp_path, capsys):
+    """(exit code of convert, workdir, where convert wrote, what it said)."""
+    if name == "digits_vit":
+        pytest.importorskip("sklearn")
+    run, out = tmp_path / "run", tmp_path / "out"
+    words = [str(recipe_file(name, folder)), "--workdir", str(run), *options_of(name, folder)]
+    assert main(["train", *words]) == 0, capsys.readouterr().err
+    capsys.readouterr()
+    with warnings.catch_warnings():  # its prompts are normalized in a way that tokenizer.json cannot say
+        warnings.filterwarnings("ignore", "the tokenizer was not written: prompts are normalized by 'english_number")
+        code = main(["convert", str(run), str(out)])
+    return code, run, out, capsys.readouterr()
+
+
+def test_every_recipe_says_what_it_exports_as():
+    """A new recipe is added to the table above, and to that of the documentation."""
+    assert set(EXPORTS) == {path.stem for path in (ROOT / "configs").glob("*.py")}
+    page = (ROOT / "docs" / "pretrained.md").read_text(encoding="utf-8")
+    told = dict(re.findall(r"^\| `(\w+)` \| (?:`(\w+)`|none:.*) \|$", page, flags=re.M))
+    assert told == {name: "" if name in BLOCKED else said for name, said in EXPORTS.items()}
+
+
+def inputs_of(model):
+    """Two inputs of a model, as NumPy arrays, and their names in the reference."""
+    config, random = model.config, np.random.default_rng(1)
+    if isinstance(model, Forecaster):
+        shape = (2, config.series.context_length, config.series.channels)
+        return {"past_values": random.standard_normal(shape).astype(np.float32)}
+    if isinstance(model, VisionClassifier):
+        patches = config.patches
+        shape = (2, patches.image_height, patches.image_width, patches.channels)
+        return {"pixel_values": random.standard_normal(shape).astype(np.float32)}
+    tokens = {"input_ids": random.integers(4, config.vocab_size, (2, 13)).astype(np.int32)}
+    if isinstance(model, Seq2Seq):
+        tokens["decoder_input_ids"] = random.integers(4, config.vocab_size, (2, 7)).astype(np.int32)
+    return tokens
+
+
+@pytest.mark.parametrize("name", OPENED)
+def test_a_recipe_s_export_computes_the_same_there(transformers, folder, tmp_path, capsys, name):
+    import torch
+
+    code, run, out, said = converted(name, folder, tmp_path, capsys)
+    assert code == 0, said.err
+    architecture = json.loads((out / "config.json").read_text())["architectures"][0]
+    assert architecture == EXPORTS[name]
+    opener = next(opener for end, opener in AUTO.items() if architecture.endswith(end))
+    theirs, info = getattr(transformers, opener).from_pretrained(
+        out, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+    )
+    assert type(theirs).__name__ == architecture
+    assert not {kind: found for kind, found in info.items() if found}, info
+
+    opened = open_model(run, step="newest")
+    inputs = inputs_of(opened.model)
+    expected = jax.jit(opened.model.apply)({"params": opened.params}, *map(jnp.asarray, inputs.values()))
+    given = {name: torch.tensor(array) for name, array in inputs.items()}
+    given = {name: array.long() if name.endswith("_ids") else array for name, array in given.items()}
+    if "pixel_values" in given:
+        given["pixel_values"] = given["pixel_values"].permute(0, 3, 1, 2)
+    with torch.no_grad():
+        output = theirs.eval()(**given)
+    got = getattr(output, "prediction_outputs", getattr(output, "logits", None)).numpy()
+    np.testing.assert_allclose(got, expected, rtol=0, atol=2e-5 * np.abs(expected).max())
+
+    if opened.vocabulary is not None and name != "number_words":
+        text = "a good film" if name == "finetune_classifier" else "line 7"
+        tokenizer = transformers.AutoTokenizer.from_pretrained(out)
+        assert tokenizer(text, add_special_tokens=False).input_ids == opened.tokenizer.encode(text)
+    if name in ("number_words", "shakespeare_cpu"):
+        assert_writes_the_same(theirs, opened, torch)
+
+
+def assert_writes_the_same(theirs, opened, torch):
+    """Greedily, by the settings that are in the directory."""
+    text = opened.tokenizer.encode("forty two" if isinstance(opened.model, Seq2Seq) else "line 4")
+    arguments = {"prompts": [text]}
+    if isinstance(opened.model, Seq2Seq):
+        arguments = {"sources": [text], "bos_id": opened.bos_id}
+    ours = generate(opened.model, opened.params, **arguments, max_new_tokens=9, sampling=Sampling(temperature=0.0))
+    written = theirs.generate(torch.tensor([text]), do_sample=False, max_new_tokens=9, num_beams=1, eos_token_id=-1)
+    assert written[0, 1 if isinstance(opened.model, Seq2Seq) else len(text) :].tolist() == ours[0]
+
+
+@pytest.mark.parametrize("name", BLOCKED)
+def test_a_recipe_that_no_architecture_computes_is_refused_in_one_sentence(folder, tmp_path, capsys, name):
+    code, _, out, said = converted(name, folder, tmp_path, capsys)
+    assert code == 2
+    assert re.search(EXPORTS[name], said.err)
+    assert "the model can't be saved as an architecture of the transformers library that is known here" in said.err
+    assert len(said.err) < 800
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(("family", "field"), sorted(NULLABLE))
+def test_the_reference_accepts_the_nulls_that_are_written(transformers, family, field):
+    transformers.AutoConfig.for_model(family, **{field: None})

@@ -1,0 +1,37 @@
+"""What the README shows: its Python blocks run, what it names is there. For shell blocks see test_shell_blocks.py."""
+
+import pathlib
+import re
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+
+
+def test_there_is_something_to_test():
+    assert len(BLOCKS) >= 2
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=range(len(BLOCKS)))
+def test_python_blocks_run(block):
+    exec(compile(block, "README.md", "exec"), {"__name__": "readme"})
+
+
+def test_files_it_points_to_are_there():
+    for target in re.findall(r"\]\(([^)#]+)\)", TEXT):
+        assert (ROOT / target).exists(), target
+
+
+def test_every_recipe_is_in_the_table():
+    names = {path.stem for path in (ROOT / "configs").glob("*.py")}
+    rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|", TEXT, re.MULTILINE)
+    assert names <= set(re.findall(r"`(\w+)`", " ".join(rows)))
+
+
+def test_the_table_of_families_is_the_generated_one():
+    from transformer.cli.families import markdown
+
+    table = TEXT.partition("<!-- families -->\n")[2].partition("\n<!-- end of families -->")[0]
+    assert table == markdown(), "write it anew: .venv/bin/python -m transformer list --markdown"

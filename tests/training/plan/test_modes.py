@@ -1,0 +1,254 @@
+"""Plans beside that of a step on a mesh: pmap, generation, and steps measured on the devices that are here.
+
+The compiler is the CPU's, for its eight simulated devices with the figures of a TPU; test_planning.py has the TPU's.
+"""
+
+import dataclasses
+import json
+import re
+import types
+
+import jax
+import numpy as np
+import pytest
+from plan_recipes import CHIPS, PAIRS, SMALL, TEXT, parallel
+
+from transformer.__main__ import main
+from transformer.cli.plan_print import decode_lines, duration, here_lines
+from transformer.config import MLA, ConfigError, Execution, LayerKind, MoE
+from transformer.training.chips import DEVICE_KINDS
+from transformer.training.plan import (
+    Generation,
+    Measured,
+    decoding,
+    hlo,
+    make_decode_plan,
+    make_plan,
+    parse_generation,
+    present_topology,
+)
+from transformer.training.plan.measuring import made_up_batch
+
+
+@pytest.mark.slow
+class TestPmap:
+    def test_it_is_the_same_work_as_over_a_mesh(self):
+        one, other = (make_plan(parallel(SMALL, kind=kind), CHIPS, jax.devices()) for kind in ("pmap", "mesh"))
+        assert (one.fits, one.mesh, other.mesh) == (True, "pmap: data 8", "mesh: data 8")
+        assert one.memory["parameters"] == other.memory["parameters"] == 4 * one.num_parameters
+        assert one.memory["batch"] == other.memory["batch"]
+        assert one.computed_flops == pytest.approx(other.computed_flops, rel=0.01)
+        assert {talk.kind for talk in one.collectives} == {"all-reduce"}
+
+    def test_rows_that_the_devices_can_not_share(self):
+        uneven = dataclasses.replace(TEXT, data=dataclasses.replace(TEXT.data, batch_size=12))
+        with pytest.raises(ConfigError, match="must be a multiple of the 8 parts"):
+            make_plan(parallel(uneven, kind="pmap"), CHIPS, jax.devices())
+
+    def test_fewer_devices_are_the_peak_of_fewer(self):
+        whole = make_plan(parallel(SMALL, kind="pmap"), CHIPS, jax.devices())
+        half = make_plan(parallel(SMALL, kind="pmap", devices=4), CHIPS, jax.devices())
+        assert half.estimate.compute_seconds == pytest.approx(2 * whole.estimate.compute_seconds, rel=0.01)
+
+
+class TestDecode:
+    def test_what_is_asked_for(self):
+        assert parse_generation("8:1024:256", TEXT) == Generation(8, 1024, 256)
+        assert parse_generation(None, TEXT) == Generation(8, 12, 12)
+        assert parse_generation(None, PAIRS) == Generation(8, 12, 10)
+        assert str(Generation(3, 5, 7)) == "3:5:7"
+
+    @pytest.mark.parametrize("text", ["8", "8:1024", "8:0:1", "a:b:c", "8:16:4:2", "configs/x.py"])
+    def test_what_is_none(self, text):
+        with pytest.raises(ConfigError, match=r"ROWS:PROMPT:NEW.*such as 8:1024:256, got"):
+            parse_generation(text, TEXT)
+
+    def test_more_than_there_are_positions(self):
+        learned = dataclasses.replace(TEXT, model=TEXT.model.replace(position="learned", max_length=30))
+        assert parse_generation("1:20:10", learned)
+        with pytest.raises(ConfigError, match="the model has 30 positions"):
+            parse_generation("1:20:11", learned)
+        sources = PAIRS.model.replace(position="learned", max_length=30, **{"embedding.source_max_length": 90})
+        pairs = dataclasses.replace(PAIRS, model=sources)
+        assert parse_generation("1:90:30", pairs)
+        for text, longest in (("1:91:30", 90), ("1:90:31", 30)):
+            with pytest.raises(ConfigError, match=f"the model has {longest} positions"):
+                parse_generation(text, pairs)
+
+    @pytest.mark.parametrize("scan", [True, False])
+    def test_a_token_reads_parameters_and_cache(self, scan):
+        recipe = dataclasses.replace(parallel(TEXT, data=4, tensor=2), execution=Execution(scan=scan))
+        plan = make_decode_plan(recipe, Generation(8, 16, 8), CHIPS, jax.devices())
+        assert (plan.fits, plan.mesh) == (True, "mesh: data 4 x tensor 2")
+        keys = 3 * 2 * 8 * 24 * 2 * 8 * 4  # layers, keys and values, rows, slots, heads, size of a head, bytes
+        assert keys / 8 <= plan.cache_bytes < 1.2 * keys / 8  # beside them positions and lengths
+        assert 2 * plan.num_parameters < plan.memory["parameters"] < 2.2 * plan.num_parameters
+        needed = plan.memory["parameters"] + plan.cache_bytes
+        assert plan.token.memory_seconds >= needed / CHIPS.chip.hbm_bandwidth
+        assert plan.prefill.compute_seconds > 8 * plan.token.compute_seconds > 0
+        assert plan.tokens_per_second == 8 / plan.token.seconds
+
+    def test_devices_that_split_heads_hold_latents_whole(self):
+        mla = MLA(kv_lora_rank=6, qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=4)
+        model = SMALL.model.replace(num_kv_heads=None, **{"attention.mla": mla})
+        recipe = dataclasses.replace(parallel(SMALL, data=4, tensor=2), model=model)
+        plan = make_decode_plan(recipe, Generation(8, 16, 8), CHIPS, jax.devices())
+        latents = 8 * 24 * (6 + 4) * 4  # rows, slots, numbers of a token, bytes
+        assert latents / 4 <= plan.cache_bytes < 1.2 * latents / 4
+
+    def test_a_kernel_for_whole_sequences_is_not_that_of_writing(self):
+        recipe = dataclasses.replace(parallel(TEXT, devices=1), execution=Execution(attention="splash"))
+        assert make_decode_plan(recipe, Generation(2, 8, 8), CHIPS, jax.devices()).fits
+
+    def test_a_longer_text_has_a_larger_cache(self):
+        short, long = (
+            make_decode_plan(parallel(TEXT, devices=1), Generation(2, 8, new), CHIPS, jax.devices()) for new in (8, 56)
+        )
+        assert long.cache_bytes == pytest.approx(4 * short.cache_bytes, rel=0.01)
+        assert long.token.memory_seconds > short.token.memory_seconds
+
+    def test_of_a_translation(self):
+        plan = make_decode_plan(PAIRS, Generation(8, 12, 10), CHIPS, jax.devices())
+        text = "\n".join(decode_lines("x", CHIPS, ["y"], plan))
+        assert "generation (--decode 8:12:10): 8 rows, 12 tokens of each read, 10 written" in text
+        assert re.search(
+            r"(?m)^estimate, not a measurement: [\d.e-]+ ms in all; once prompts are read, [\d,]+ new tokens/s$", text
+        )
+        assert "  a token of each row " in text
+        assert "bound" not in text
+
+    @pytest.mark.parametrize("mesh", [{"devices": 1}, {"data": 2, "expert": 4}], ids=str)
+    def test_of_experts_all_blocks_are_read(self, mesh):
+        """One block for each of 8 x 2 copies of tokens; of a device's experts it may be all."""
+        experts = TEXT.model.replace(num_layers=1, **{"stack.period": (LayerKind(moe=MoE(num_experts=4, d_ff=512)),)})
+        recipe = dataclasses.replace(parallel(TEXT, **mesh), model=experts)
+        plan = make_decode_plan(recipe, Generation(8, 16, 8), CHIPS, jax.devices())
+        blocks = 16 // mesh.get("data", 1)
+        kernels = 2 * 4 * 32 * 512
+        assert plan.token.memory_seconds > blocks * kernels / CHIPS.chip.hbm_bandwidth
+        assert plan.token.compute_seconds > blocks * 2 * kernels / 4 / CHIPS.chip.flops
+        assert not plan.loops_known
+        assert "\n  an upper bound: a loop over experts counts as often" in "\n".join(
+            decode_lines("x", CHIPS, [], plan)
+        )
+
+    @pytest.mark.parametrize(
+        ("name", "value", "why"),
+        [
+            ("_turns_at_most", lambda loop: None, "the turns of a loop are not known"),
+            ("LOOP", "jit(other)/while", "the loop over new tokens is not to be found"),
+        ],
+    )
+    def test_no_estimate_where_a_loop_is_not_understood(self, monkeypatch, name, value, why):
+        monkeypatch.setattr(hlo if name == "_turns_at_most" else decoding, name, value)
+        model = SMALL.model.replace(**{"stack.period": (LayerKind(moe=MoE(num_experts=4)),)})
+        recipe = dataclasses.replace(parallel(SMALL, devices=1), model=model)
+        plan = make_decode_plan(recipe, Generation(2, 8, 8), CHIPS, jax.devices())
+        assert (plan.fits, plan.prefill, plan.token, plan.tokens_per_second) == (True, None, None, 0)
+        text = "\n".join(decode_lines("x", CHIPS, [], plan))
+        assert f"\nno estimate: {why}" in text
+        assert f"collectives: not available, {why}" in text
+
+    def test_a_token_computes_with_each_matrix(self, monkeypatch):
+        """Also where the compiler writes no products, as of a single row."""
+        monkeypatch.setattr(hlo.Program, "_flops", lambda *given: 0)
+        plan = make_decode_plan(parallel(SMALL, devices=1), Generation(1, 8, 8), CHIPS, jax.devices())
+        matrices = 32 * 32 + 2 * 32 * 16 + 32 * 32 + 2 * 32 * 64 + 32 * 96
+        assert plan.token.compute_seconds == pytest.approx(2 * matrices / CHIPS.chip.flops)
+        assert plan.prefill.compute_seconds == 0
+
+    @pytest.mark.parametrize(
+        ("recipe", "rows", "message"),
+        [
+            (TEXT, 6, r"--decode 6:8:8: rows must be a multiple of the 8 parts.*Give 8 rows, or --parallel.tensor 8"),
+            (parallel(TEXT, kind="pmap"), 8, r"Leave --parallel\.kind out"),
+            (parallel(TEXT, tensor=8, data=1), 8, "num_heads"),
+        ],
+    )
+    def test_what_can_not_be(self, recipe, rows, message):
+        with pytest.raises(ConfigError, match=message):
+            make_decode_plan(recipe, Generation(rows, 8, 8), CHIPS, jax.devices())
+
+
+class TestHere:
+    def test_figures_of_these_devices_are_timed(self, monkeypatch):
+        monkeypatch.setattr("transformer.training.plan.measuring.MATRIX", 128)
+        monkeypatch.setattr("transformer.training.plan.measuring.COPIED", 2**16)
+        topology, told = present_topology(jax.devices())
+        assert (str(topology), topology.unit) == ("cpu:8", "device")
+        assert min(topology.chip.flops, topology.chip.hbm_bandwidth, topology.hbm) > 0
+        assert "timed now, a device of 8 at once" in told
+
+    @pytest.mark.parametrize(("kind", "count", "name"), [("TPU v5 lite", 4, "v5e:4"), ("TPU v2", 8, "v2:4")])
+    def test_figures_of_known_ones_are_published(self, kind, count, name):
+        topology, told = present_topology([types.SimpleNamespace(device_kind=kind)] * count)
+        assert (str(topology), told) == (name, f"published figures of {name.partition(':')[0]}")
+        assert set(DEVICE_KINDS.values()) == {"v2", "v3", "v4", "v5e", "v5p", "v6e", "tpu7x"}
+
+    @pytest.mark.parametrize("recipe", [TEXT, PAIRS])
+    def test_made_up_tokens(self, recipe):
+        batch = made_up_batch(recipe)
+        assert batch["tokens"].shape == batch["weights"].shape
+        assert 0 <= batch["tokens"].min() <= batch["tokens"].max() < 96
+        assert batch["weights"].min() == 1
+        if recipe is PAIRS:
+            np.testing.assert_array_equal(batch["source_lengths"], 12)
+
+    def test_what_is_printed(self):
+        plan = types.SimpleNamespace(estimate=types.SimpleNamespace(seconds=0.25))
+        measured = Measured(step_seconds=0.5, steps=7, peak_bytes=3 * 2**20)
+        told = "\n".join(here_lines(plan, measured, "of a test"))
+        assert "measured: 500 ms a step, the median of 7, at most 3.00 MiB held" in told
+        assert "measured / estimated: 2.00" in told
+
+
+def test_durations():
+    assert [duration(seconds) for seconds in (12.345, 1, 0.9996, 2e-7)] == ["12.3 s", "1 s", "1 s", "0.0002 ms"]
+
+
+TINY = "--model.num-layers 1 --model.d-model 32 --data.sequence-length 16 --execution.scan False --parallel.devices 1"
+
+
+class TestVerb:
+    @pytest.mark.parametrize(
+        ("words", "message"),
+        [
+            ("--topology v5e:1x1 --decode 3", "--decode takes ROWS:PROMPT:NEW"),
+            ("--topology v5e:1x1 --search 0", "--search takes how many to compile.*got '0'"),
+            ("--topology v5e:1x1 --search many", "got 'many'"),
+            ("--topology v5e:1x1 --search --decode", "--decode and --search are plans of their own"),
+            ("--topology v5e:1x1 --here", "Leave --topology out"),
+        ],
+    )
+    def test_what_is_wrong_is_one_line(self, words, message, capsys, monkeypatch):
+        monkeypatch.setattr("transformer.training.plan.topology_devices", lambda topology: jax.devices())
+        code = main(["plan", "shakespeare_cpu", *words.split()])
+        out, err = capsys.readouterr()
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        assert re.search(message, err)
+
+    def test_here(self, capsys, monkeypatch):
+        monkeypatch.setattr("transformer.training.plan.measuring.MATRIX", 128)
+        monkeypatch.setattr("transformer.training.plan.measuring.COPIED", 2**16)
+        code = main(["plan", "shakespeare_cpu", "--here", *TINY.split()])
+        out, _ = capsys.readouterr()
+        assert code == 0
+        assert "shakespeare_cpu on cpu:1: 1 device, " in out
+        assert "measured / estimated: " in out
+
+    def test_here_nothing_is_run_that_does_not_fit(self, capsys, monkeypatch):
+        monkeypatch.setattr("transformer.training.plan.measuring.MATRIX", 128)
+        monkeypatch.setattr("transformer.training.plan.measuring.COPIED", 2**16)
+        monkeypatch.setattr("transformer.training.plan.measuring.device_bytes", lambda devices: 1e5)
+        code = main(["plan", "shakespeare_cpu", "--here", *TINY.split()])
+        out, err = capsys.readouterr()
+        assert (code, err) == (1, "")
+        assert re.search(r"does not fit: it needs [\d.]+ MiB of 97.66 KiB a device", out)
+        assert "measured" not in out.replace("not a measurement", "")
+
+    def test_search_as_json(self, capsys, monkeypatch):
+        monkeypatch.setattr("transformer.training.plan.topology_devices", lambda topology: jax.devices())
+        code = main(["plan", "shakespeare_cpu", "--topology", "v5e:2x4", "--search", "1", "--json", *TINY.split()])
+        values = json.loads(capsys.readouterr().out)
+        assert (code, values["topology"], len(values["ranked"])) == (0, "v5e:2x4", 1)
+        assert values["ranked"][0]["flags"].startswith("--parallel.data 1 --data.batch-size ")

@@ -1,0 +1,330 @@
+"""What a run shows and leaves behind; signals whenever they come; numbers that are not finite."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from training_recipes import change, text_recipe, xla_flags
+
+import transformer
+from transformer.config import Execution, TransformerConfig
+from transformer.config.invocation import python
+from transformer.data import NumberWords
+from transformer.nn.sharding import ParallelConfig
+from transformer.training import EvaluationConfig, LoggingConfig, OptimizerConfig, Recipe, TrainingConfig, loop
+from transformer.training.evaluation import evaluate_loss
+from transformer.training.journal import Journal
+from transformer.training.loop import train
+from transformer.training.metrics import read_metrics
+from transformer.training.parallel import MeshPlacement
+from transformer.training.report import append_samples, cut_samples
+from transformer.training.runs import load_run
+from transformer.training.step import NonFiniteError
+from transformer.training.summary import Score, Summary, read_summary, render, save_summary
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+pytestmark = pytest.mark.usefixtures("compile_once")
+
+
+# A run of translations
+
+
+@pytest.fixture(scope="module")
+def translated(tmp_path_factory):
+    """Numbers of two digits, a few steps: nothing is learnt, everything is done."""
+    folder = tmp_path_factory.mktemp("pairs")
+    recipe = Recipe(
+        name="pairs",
+        model=TransformerConfig(d_model=6, num_heads=3, num_layers=1, d_ff=5),
+        data=NumberWords(max_digits=2, train_examples=200, batch_size=8, data_dir=str(folder / "tfds")),
+        execution=Execution(scan=False),
+        parallel=ParallelConfig(devices=1),
+        optimizer=OptimizerConfig(warmup_steps=2),
+        training=TrainingConfig(steps=3),
+        evaluation=EvaluationConfig(samples=2, exact_match_examples=5, translations=3),
+        logging=LoggingConfig(every=1, progress="lines"),
+    )
+    return train(recipe, folder / "run", command="python train.py pairs")
+
+
+def test_a_run_leaves_what_the_documents_say(translated):
+    workdir = Path(translated.workdir)
+    left = {path.name for path in workdir.iterdir()}
+    expected = {"recipe.json", "tokenizer", "checkpoints", "metrics.jsonl", "tensorboard", "samples.txt", "loss.png"}
+    assert expected | {"summary.json"} <= left
+    assert ".lock" not in left or not (workdir / ".lock").read_text().strip()
+    assert (workdir / "loss.png").read_bytes().startswith(b"\x89PNG")
+    names = {name for line in read_metrics(workdir / "metrics.jsonl") for name in line}
+    assert {"train/loss", "train/grad_norm", "train/learning_rate", "perf/tokens_per_s", "perf/step_time_s"} <= names
+    assert {"eval/loss", "eval/accuracy", "eval/exact_match", "eval/exact_match/2"} <= names
+
+
+def test_the_last_screen_says_everything(translated):
+    screen = render(translated)
+    workdir = Path(translated.workdir)
+    assert len(translated.translations) == 3
+    for source, _, output in translated.translations:
+        assert f"  {source}\n    -> {output}" in screen
+    assert translated.exact_match[""].total == translated.exact_match["2"].total == 5
+    assert "exact match on unseen examples: 0 of 5 (0.0 %)" in screen
+    assert "digits 2: 0 of 5" in screen
+    assert translated.basics.total == 28  # 0 to 20, and 30 to 90 in tens
+    assert f"eval loss: {translated.eval_loss:.4f}, best {translated.best_loss:.4f} at step 3" in screen
+    assert f"loss curve: {workdir / 'loss.png'}   checkpoints: {workdir / 'checkpoints'}" in screen
+    assert screen.splitlines()[-1] == f"  {python()} -m transformer generate {workdir} --prompt {translated.prompt}"
+    assert len(screen.splitlines()) < 50
+
+
+def test_the_summary_is_read_again(translated):
+    assert read_summary(translated.workdir) == translated
+    assert translated.exit_code == 0
+    assert translated.finished
+
+
+def test_translations_of_the_summary_are_those_of_the_loaded_model(translated):
+    from transformer.training.translating import translate
+
+    run = load_run(translated.workdir)
+    model, params = transformer.load(translated.workdir)
+    assert model == run.model
+    jax.tree.map(np.testing.assert_array_equal, params, run.params)
+    sources = [source for source, _, _ in translated.translations]
+    again = translate(run.model, run.params, run.tokenizer, sources, max_new_tokens=4)
+    assert again == [output for _, _, output in translated.translations]
+
+
+def test_samples_are_written_at_each_evaluation(translated):
+    text = (Path(translated.workdir) / "samples.txt").read_text()
+    assert text.startswith("=== step 3 ===\n")
+    assert text.count(" -> ") == 2
+
+
+# Summaries of their own
+
+
+def test_best_earlier_than_last_is_said(tmp_path):
+    summary = Summary(
+        name="x",
+        workdir=str(tmp_path),
+        command="c",
+        step=9,
+        steps=9,
+        shown_step=6,
+        text="a\nb",
+        prompt="it's",
+        skipped=2,
+    )
+    screen = render(summary)
+    assert "what follows is of step 6, of those that are kept the one of the lowest eval loss" in screen
+    assert "  | a\n  | b" in screen
+    assert "not finite: 2" in screen
+    assert """--prompt 'it'"'"'s'""" in screen
+    save_summary(summary, tmp_path)
+    assert read_summary(tmp_path) == summary
+    (tmp_path / "summary.json").write_text("{")
+    assert read_summary(tmp_path) is None
+
+
+def test_a_score_says_numbers_and_share():
+    assert str(Score(2, 3)) == "2 of 3 (66.7 %)"
+    assert Score(0, 0).rate == 0.0
+
+
+def test_samples_of_later_steps_are_cut(tmp_path):
+    for step in (2, 4, 6):
+        append_samples(tmp_path, step, f"text {step}\n=== step by step ===")
+    cut_samples(tmp_path, 4)
+    assert (tmp_path / "samples.txt").read_text() == (
+        "=== step 2 ===\ntext 2\n=== step by step ===\n=== step 4 ===\ntext 4\n=== step by step ===\n"
+    )
+    cut_samples(tmp_path, 4)
+    cut_samples(tmp_path / "nowhere", 4)
+
+
+def test_evaluation_weighs_each_target_once():
+    batches = [{"loss_sum": 6.0, "correct": 1.0, "weight": 3.0}, {"loss_sum": 1.0, "correct": 1.0, "weight": 1.0}]
+    result = evaluate_loss(lambda params, batch: batch, None, batches)
+    assert (result.loss, result.accuracy, result.targets) == (7 / 4, 0.5, 4.0)
+    assert evaluate_loss(lambda params, batch: batch, None, batches, should_stop=lambda: True) is None
+    with pytest.raises(ValueError, match="nothing to evaluate on"):
+        evaluate_loss(lambda params, batch: batch, None, [])
+
+
+# Numbers that are not finite
+
+
+def spoil(monkeypatch, *numbers):
+    """The weights of these batches become NaN."""
+    original, count = loop.check_batch, [0]
+
+    def check(batch, *sizes):
+        original(batch, *sizes)
+        count[0] += 1
+        if count[0] in numbers:
+            batch["weights"][:] = np.nan
+
+    monkeypatch.setattr(loop, "check_batch", check)
+
+
+def test_stop_ends_the_run_with_step_and_place(tmp_path, monkeypatch):
+    spoil(monkeypatch, 6)
+    with pytest.raises(NonFiniteError, match=r"^step 6: the loss is nan, the first bad gradient is that of decoder/"):
+        train(text_recipe(tmp_path), tmp_path / "run")
+    assert load_run(tmp_path / "run", "newest").step == 4  # checkpoints of before are there
+
+
+def test_skip_counts_and_goes_on(tmp_path, monkeypatch):
+    spoil(monkeypatch, 6, 7)
+    summary = train(text_recipe(tmp_path, training={"nan_policy": "skip"}), tmp_path / "run")
+    assert summary.finished
+    assert summary.skipped == 2
+    lines = [line for line in read_metrics(tmp_path / "run" / "metrics.jsonl") if "train/loss" in line]
+    assert [line["train/skipped"] for line in lines] == [0, 2, 2]
+    assert all(np.isfinite(line["train/loss"]) for line in lines)
+
+
+def test_the_next_batch_is_on_its_way_before_a_step_is_read(tmp_path, monkeypatch):
+    """The host is a step ahead of the devices: it waits for the numbers of a step after the next was dispatched."""
+    events = []
+
+    def spy_on(of, name):
+        original = getattr(of, name)
+        monkeypatch.setattr(of, name, lambda *args: (events.append(name), original(*args))[1])
+
+    spy_on(MeshPlacement, "train_step")
+    spy_on(Journal, "_line")
+    train(text_recipe(tmp_path, training={"steps": 3}, logging={"every": 1}), tmp_path / "run")
+    assert events == ["train_step", "train_step", "_line", "train_step", "_line", "_line"]
+
+
+def test_ids_out_of_range_never_reach_the_model(tmp_path):
+    recipe = text_recipe(tmp_path)
+    original = loop.open_run
+
+    def with_small_vocabulary(*args, **kwargs):
+        recipe, dataset = original(*args, **kwargs)
+        return change(recipe, model={"vocab_size": 9}), dataset
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "open_run", with_small_vocabulary)
+        with pytest.raises(ValueError, match=r"token id \d+ in tokens\[\d+, \d+\] is out of range: expected 0 to 8"):
+            train(recipe, tmp_path / "run")
+
+
+@pytest.mark.parametrize("seed", [4_295, 2**31])
+def test_texts_are_drawn_whatever_the_seed(tmp_path, seed):
+    """A generation takes 32 bits of the number made of seed, step and piece of the text."""
+    train(change(text_recipe(tmp_path), training={"seed": seed}), tmp_path / "run")
+    assert (tmp_path / "run" / "samples.txt").read_text()
+
+
+def test_a_learned_table_too_short_for_the_data_is_said(tmp_path):
+    pairs = NumberWords(max_digits=2, train_examples=200, data_dir=str(tmp_path / "tfds"))
+    model = TransformerConfig(d_model=6, num_heads=3, num_layers=1, position="learned", max_length=2)
+    with pytest.raises(ValueError, match=r"model.max_length \(2\) is below the longest sequence of the data"):
+        train(Recipe(name="pairs", model=model, data=pairs), tmp_path / "run")
+    sources = model.replace(max_length=50, **{"embedding.source_max_length": 1})
+    with pytest.raises(
+        ValueError, match=r"model.embedding.source_max_length \(1\) is below the longest sequence of the data"
+    ):
+        train(Recipe(name="pairs", model=sources, data=pairs), tmp_path / "run")
+    longer = model.replace(**{"embedding.source_max_length": 50})
+    with pytest.raises(ValueError, match=r"model.max_length \(2\) is below"):
+        train(Recipe(name="pairs", model=longer, data=pairs), tmp_path / "run")
+
+
+# Signals, as a user sends them
+
+
+RECIPE = """
+import pathlib, sys
+sys.path.insert(0, {tests!r})
+from training_recipes import text_recipe
+def get_config():
+    return text_recipe(
+        pathlib.Path({folder!r}),
+        training={{"steps": 2100}},
+        data={{"sequence_length": 1, "eval_batch_size": 1, "validation_share": 0.9}},
+        evaluation={{"every": 2000, "batches": None}},
+        checkpoint={{"every": None}},
+        logging={{"every": 50}},
+    )
+"""
+
+
+class Process:
+    """A call of train.py whose output is read as it comes."""
+
+    def __init__(self, command, folder):
+        cache = {"JAX_COMPILATION_CACHE_DIR": str(folder / "compiled")}
+        cache["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+        environment = os.environ | cache | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": xla_flags(1)}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        command = [sys.executable, "-u", *command.split()[1:]]
+        self.process = subprocess.Popen(command, text=True, cwd=ROOT, env=environment, **pipes)
+
+    def signal_at(self, words, number):
+        """Sends a signal as soon as a line has these words."""
+        lines = []
+        for line in self.process.stdout:
+            lines.append(line)
+            if words in line:
+                self.process.send_signal(number)
+                return
+        raise AssertionError(f"{words!r} did not come:\n{''.join(lines)}")
+
+    def end(self):
+        """What it said since, and its exit code."""
+        return self.process.communicate(timeout=600)[0], self.process.returncode
+
+
+@pytest.fixture
+def stopped(tmp_path):
+    """The command of a run that got a signal while its step was compiled."""
+    (tmp_path / "mine.py").write_text(RECIPE.format(tests=str(ROOT / "tests"), folder=str(tmp_path)))
+    command = f"{python()} train.py {tmp_path}/mine.py --workdir {tmp_path}/run"
+    run = Process(command, tmp_path)
+    run.signal_at("compiling the training step", signal.SIGTERM)
+    said, code = run.end()
+    assert code == 143, said
+    assert "compiled in" in said  # the compiler can't be interrupted: its first step is done, and saved
+    assert "stopped at step 1 of 2100, everything is saved" in said
+    assert said.splitlines()[-1].strip() == command
+    return command
+
+
+def test_a_signal_in_compilation_saves_and_says_how_to_go_on(stopped, tmp_path):
+    assert load_run(tmp_path / "run", "newest").step == 1
+
+
+@pytest.mark.slow
+def test_signals_in_step_and_evaluation_and_the_same_command_goes_on(stopped, tmp_path):
+    workdir, command = tmp_path / "run", stopped
+    run = Process(command, tmp_path)
+    run.signal_at("step 50/", signal.SIGINT)
+    said, code = run.end()
+    assert code == 130, said
+    step = int(re.search(r"stopped at step (\d+) of 2100, everything is saved", said)[1])
+    assert 50 < step < 2000
+
+    run = Process(command, tmp_path)
+    run.signal_at("step 2000/", signal.SIGTERM)
+    said, code = run.end()
+    assert code == 143, said
+    assert "stopped at step 2000 of 2100" in said
+    assert "eval loss" not in said
+
+    said, code = Process(command, tmp_path).end()
+    assert code == 0, said
+    assert "going on from step 2000, to step 2100" in said
+    assert "step 2000: eval loss" in said
+    steps = [line["step"] for line in read_metrics(workdir / "metrics.jsonl") if "train/loss" in line]
+    assert steps == list(range(50, 2101, 50))

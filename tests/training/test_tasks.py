@@ -1,0 +1,105 @@
+"""All differences between tasks are on the task: no code compares names of tasks, and each task is complete."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import pytest
+
+from transformer.data import DATA
+from transformer.training.flops import step_flops
+from transformer.training.overrides import load_recipe_file
+from transformer.training.plan import batch_shapes, without_data
+from transformer.training.recipe import build_model
+from transformer.training.state import initial_params
+from transformer.training.tasks import TASKS, Task, ValuesTask
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "transformer"
+
+
+def task_comparisons(source: str) -> Iterator[int]:
+    """Yield the lines on which a program compares something with the name of a task, or a `task` with anything."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Compare):
+            compared = [node.left, *node.comparators]
+        elif isinstance(node, ast.MatchValue):
+            compared = [node.value]
+        else:
+            continue
+        names = {part.value for side in compared for part in ast.walk(side) if isinstance(part, ast.Constant)}
+        tasks = [side for side in compared if getattr(side, "attr", getattr(side, "id", "")) == "task"]
+        if tasks or names & TASKS.keys():
+            yield node.lineno
+
+
+def test_no_code_compares_names_of_tasks():
+    found = {
+        f"{path.relative_to(PACKAGE.parent)}:{line}"
+        for path in sorted(PACKAGE.rglob("*.py"))
+        for line in task_comparisons(path.read_text(encoding="utf-8"))
+    }
+    assert not found, f"put what differs on the task, in transformer/training/tasks.py: {', '.join(sorted(found))}"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        'if recipe.task == "forecaster": pass',
+        'if recipe.task in ("classifier", "masked_lm"): pass',
+        "layers = 2 if task != other else 1",
+        'match name:\n    case "seq2seq":\n        pass',
+    ],
+)
+def test_a_comparison_of_tasks_is_seen(source):
+    assert len([*task_comparisons(source)]) == 1
+
+
+def test_other_comparisons_are_allowed():
+    assert [*task_comparisons('if kind == "mesh" or TASKS[recipe.task].source: told = {"task": recipe.task}')] == []
+
+
+def test_every_kind_of_data_has_a_task_and_every_task_has_data():
+    assert {kind.task for kind in DATA.values()} == TASKS.keys()
+    assert {name: task.name for name, task in TASKS.items()} == {name: name for name in TASKS}
+
+
+@pytest.mark.parametrize("task", TASKS.values(), ids=TASKS.keys())
+def test_a_task_defines_what_its_base_class_leaves_open(task):
+    for method in ("forward", "shapes", *([] if task.tokens else ["sizes"])):
+        assert getattr(type(task), method) is not getattr(Task, method, ValuesTask.sizes), f"{task.name}: {method}"
+    assert bool(task.lengths) == task.tokens
+    assert bool(task.try_it) >= task.writes
+
+
+RECIPES = {
+    "causal_lm": "shakespeare_cpu",
+    "seq2seq": "number_words",
+    "classifier": "sst2",
+    "masked_lm": "mlm",
+    "image_classifier": "digits_vit",
+    "forecaster": "etth1",
+}
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_the_batch_the_model_and_the_loss_of_a_task_fit_together(name):
+    """By shapes alone: the model reads what `shapes` promises, and the loss weighs each of its targets once."""
+    recipe, _ = without_data(load_recipe_file(ROOT / "configs" / f"{RECIPES[name]}.py")[0])
+    task, batch = TASKS[recipe.task], batch_shapes(recipe)
+    assert task.name == name
+    sizes = {} if task.tokens else task.sizes(batch)
+    assert sizes == {field: getattr(getattr(recipe.model, task.part), field) for field in sizes}
+
+    def computed(params, batch):
+        outputs = task.forward(build_model(recipe), {"params": params}, batch, deterministic=True)
+        return outputs, *task.loss(outputs, batch, recipe.training), task.measures(outputs, batch)
+
+    params = jax.eval_shape(lambda: initial_params(recipe))
+    outputs, loss, weight, measures = jax.eval_shape(computed, params, batch)
+    rows = batch["weights"].shape
+    assert outputs.shape[: len(rows)] == rows
+    assert (loss.shape, weight.shape) == ((), ())
+    assert all(measure.shape == () for measure in measures.values())
+    assert step_flops(recipe).matrices > 0

@@ -1,0 +1,138 @@
+"""Directories that nobody means well with, or that fell apart: an error soon, and no model."""
+
+import json
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from golden import case as golden_case
+from golden import ours
+
+from transformer.config import LayerKind
+from transformer.zoo import load_pretrained
+from transformer.zoo.fields import fold
+from transformer.zoo.weights import SAME, TensorInfo, WeightFiles, check_complete, write_weights
+from transformer.zoo.weights.rules import Link, Target
+
+
+@pytest.fixture
+def load_with(tmp_path):
+    """Loads a family's tiny model after fields of its config.json were changed."""
+
+    def load(changes, family="llama", case="lm", **options):
+        record = golden_case.golden(family)[case]
+        directory = ours.write(tmp_path / "theirs", record | {"config": record["config"] | changes})
+        return load_pretrained(directory, **options)
+
+    return load
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": 3}, r"architectures in config.json must be a list of names such as LlamaForCausalLM, got 3"),
+        ({"architectures": "LlamaModel"}, r"must be a list of names .* got 'LlamaModel'"),
+        ({"architectures": [["LlamaModel"]]}, r"must be a list of names .* got \[\['LlamaModel'\]\]"),
+        ({"model_type": ["llama"]}, r"model_type is \['llama'\] in config.json, which no family here reads"),
+        ({"num_hidden_layers": 10**9}, "config.json asks for 1000000000 layers: expected at most 1024"),
+        ({"hidden_size": 10**9}, r"d_model is 1000000000, but the largest tensor has \d+ numbers"),
+        ({"attention.head_dim": 10**9}, r"num_heads x head_dim is 3000000000, but the largest"),
+        ({"vocab_size": 10**12}, "vocab_size is above 2147483647, which no model has"),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps is above 2147483647"),
+        ({"rope_parameters": {"factor": [10**400]}}, "rope_parameters is above"),
+        ({"rope_parameters": {"rope_theta": 0}}, "rotary.base must be a number of at least 5e-324, got 0.0"),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "factor": 2, "truncate": "no"}},
+            "truncate must be true or false, got 'no'",
+        ),
+        ({"quantization_config": {"quant_method": [3]}}, r"quantized by \[3\], of which there are mxfp4, fp8 here"),
+        ({f"wonder{i}": 1 for i in range(103)}, "; 3 more are not known"),
+        ({"tie_word_embeddings": "false"}, "embedding.tie must be true or false, got 'false'"),
+    ],
+)
+def test_values_that_can_t_be_are_errors_at_once(load_with, changes, message):
+    with pytest.raises(ValueError, match=message):
+        load_with(changes)
+
+
+@pytest.mark.parametrize(
+    ("family", "case", "changes", "message"),
+    [
+        ("gemma3_text", "lm", {"num_hidden_layers": 10**9, "layer_types": None}, "asks for 1000000000 layers"),
+        ("qwen3_moe", "lm", {"num_experts": 10**9}, "asks for [0-9]+ experts in all layers together"),
+        # No image of this size is made to find out.
+        ("vit", "classifier", {"image_size": 2**20, "patch_size": 2**20}, "patch_embeddings.projection.weight"),
+    ],
+)
+def test_no_memory_is_taken_for_sizes_that_only_config_json_has(load_with, family, case, changes, message):
+    with pytest.raises(ValueError, match=message):
+        load_with(changes, family, case)
+
+
+def test_many_layers_without_a_pattern_are_folded_soon():
+    kinds = [LayerKind(window=1 + i * i % 97) for i in range(150)]
+    ends = fold(kinds)
+    repeats = (len(kinds) - len(ends["stack.prefix"]) - len(ends["stack.suffix"])) // len(ends["stack.period"])
+    assert [*ends["stack.prefix"], *ends["stack.period"] * repeats, *ends["stack.suffix"]] == kinds
+    assert fold([LayerKind()] * 1024) == {"stack.prefix": (), "stack.period": (LayerKind(),), "stack.suffix": ()}
+
+
+def test_many_missing_and_many_strange_names_are_told_of_soon():
+    """Hours, were each compared with each: a file of another model with many experts."""
+    links = [Link((f"layers.{i}.expert.w1",), (Target(f"w{i}"),), SAME) for i in range(4000)]
+    tensors = {f"layers.{i}.experts.w1": TensorInfo(f"{i}", np.dtype("f4"), (2,), None, 0) for i in range(4000)}
+    files = types.SimpleNamespace(directory="here", tensors=tensors)
+    with pytest.raises(
+        ValueError, match=r"layers.0.expert.w1 \(there is layers.0.experts.w1\).* and 3980 more"
+    ) as error:
+        check_complete(files, links, {f"w{i}": (2,) for i in range(4000)})
+    assert len(str(error.value)) < 5000
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float64", "bf16", 3])
+def test_types_that_parameters_may_have(load_with, dtype):
+    with pytest.raises(ValueError, match=f"dtype must be one of float32, bfloat16, float16, got {dtype!r}"):
+        load_with({}, dtype=dtype)
+
+
+def changed(directory, name, change):
+    """The same directory with one tensor changed."""
+    files = WeightFiles(directory)
+    tensors = {one: files.read(one) for one in files.tensors}
+    tensors[name] = change(tensors[name])
+    write_weights(directory.with_name("changed"), files.config, tensors)
+    return directory.with_name("changed")
+
+
+GATE = "model.layers.1.mlp.gate_proj.weight"
+
+
+def test_what_a_dtype_can_t_hold_is_named(load_with):
+    directory = changed(load_with({}).directory, GATE, lambda tensor: tensor * np.float32(1e6))
+    with pytest.raises(ValueError, match=rf"numbers that this dtype can't: {GATE} \(float16\)"):
+        load_pretrained(directory, dtype="float16")
+    params = load_pretrained(directory, dtype="bfloat16").params
+    assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(params))
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.bool_, np.complex64])
+def test_weights_are_real_numbers(load_with, dtype):
+    directory = changed(load_with({}).directory, GATE, lambda tensor: tensor.astype(dtype))
+    with pytest.raises(ValueError, match=f"1 no real numbers: {GATE} of {np.dtype(dtype)}"):
+        load_pretrained(directory)
+
+
+def test_a_tokenizer_is_no_link_to_another_place(load_with, tmp_path):
+    directory = load_with({}).directory
+    (tmp_path / "elsewhere.json").write_text(json.dumps({}))
+    (directory / "tokenizer.json").write_text("{}")
+    (directory / "tokenizer_config.json").symlink_to(tmp_path / "elsewhere.json")
+    with pytest.raises(ValueError, match=r"tokenizer_config.json is a link to .*, outside of the directory"):
+        load_pretrained(directory)
+
+
+def test_a_mesh_has_all_axes(load_with):
+    with pytest.raises(ValueError, match=r"mesh must have the axes data, fsdp, .* got rows: data, fsdp, expert"):
+        load_with({}, mesh=jax.make_mesh((2,), ("rows",)))

@@ -1,0 +1,23 @@
+"""Loading takes the memory of the parameters and little more, measured on a checkpoint of a gigabyte."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_peak_host_memory(dtype):
+    """At most 1.2 times the size of the file, parameters included."""
+    command = [sys.executable, "-m", "benchmarks.loading", "--gigabytes", "1", "--dtype", dtype]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["bytes"] > 0.9e9
+    assert found["ratio"] <= 1.2
