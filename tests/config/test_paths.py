@@ -24,42 +24,42 @@ from transformer.training.overrides import override
 from transformer.training.serial import decode, encode
 
 CONFIG = TransformerConfig(d_model=8, num_heads=2)
-LATENT = {"kv_rank": 5, "plain_dim": 3, "rotary.dim": 4, "attention.value_dim": 2, "query_rank": 6}
+LATENT = {"kv_rank": 5, "plain_dim": 3, "rotary_dim": 4, "value_dim": 2, "query_rank": 6}
 # Values other than the defaults, for every former name.
 FORMER = {
-    "attention.head_dim": 6,
-    "attention.value_dim": 3,
-    "attention.qk_norm": True,
-    "attention.qk_norm_scope": "all",
-    "attention.causal": True,
-    "attention.biases": ("key",),
-    "attention.scale": 0.5,
-    "attention.softcap": 3.0,
-    "attention.sinks": True,
-    "attention.dropout_rate": 0.25,
-    "rotary.base": 5.0,
-    "rotary.dim": 4,
-    "rotary.scaling": RotaryScaling(kind="linear", factor=2.0),
-    "t5_bias.buckets": 512,
-    "t5_bias.max_distance": 700,
-    "embedding.scale": False,
-    "embedding.norm": True,
-    "embedding.tie": False,
-    "embedding.token_types": 2,
-    "embedding.source_vocab_size": 7,
-    "stack.num_encoder_layers": 7,
-    "stack.num_decoder_layers": 8,
-    "stack.final_norm": False,
-    "stack.prefix": (LayerKind(window=2),),
-    "stack.period": (LayerKind(window=5),),
-    "stack.suffix": (LayerKind(window=3),),
-    "output.num_classes": 3,
-    "output.pooling": "last",
-    "output.normalize": True,
-    "output.transform": HeadTransform(activation="tanh", norm=False),
-    "output.bias": True,
-    "output.scale": 2.0,
-    "output.softcap": 4.0,
+    "head_dim": 6,
+    "value_dim": 3,
+    "qk_norm": True,
+    "qk_norm_scope": "all",
+    "causal": True,
+    "attention_biases": ("key",),
+    "attention_scale": 0.5,
+    "attention_softcap": 3.0,
+    "attention_sinks": True,
+    "attention_dropout_rate": 0.25,
+    "rotary_base": 5.0,
+    "rotary_dim": 4,
+    "rotary_scaling": RotaryScaling(kind="linear", factor=2.0),
+    "relative_buckets": 512,
+    "relative_max_distance": 700,
+    "scale_embeddings": False,
+    "embedding_norm": True,
+    "tie_embeddings": False,
+    "token_types": 2,
+    "source_vocab_size": 7,
+    "num_encoder_layers": 7,
+    "num_decoder_layers": 8,
+    "final_norm": False,
+    "prefix": (LayerKind(window=2),),
+    "period": (LayerKind(window=5),),
+    "suffix": (LayerKind(window=3),),
+    "num_classes": 3,
+    "pooling": "last",
+    "normalize_embeddings": True,
+    "head_transform": HeadTransform(activation="tanh", norm=False),
+    "output_bias": True,
+    "logit_scale": 2.0,
+    "logit_softcap": 4.0,
 }
 OLD = pytest.mark.filterwarnings("ignore:.*The former name works")
 
@@ -83,19 +83,19 @@ def test_no_former_name_is_forgotten():
 def test_a_former_name_keeps_the_other_fields_of_its_part():
     config = dataclasses.replace(CONFIG.replace(**{"rotary.dim": 2}), rotary_base=7.0)
     assert config.rotary == RotaryOptions(base=7.0, dim=2)
-    assert CONFIG.replace(**{"rotary.base": 7.0}).rotary.base == 7.0
+    assert CONFIG.replace(rotary_base=7.0).rotary.base == 7.0
 
 
 @OLD
 def test_former_inputs_are_the_input():
     patches = Patches(image_height=4, image_width=4, patch_size=2)
-    config = TransformerConfig(input=patches)
+    config = TransformerConfig(patches=patches, series=None, mel_bins=None)
     assert config.input == config.patches == patches
     assert config.series is None
     assert config.speech is None
-    assert config.replace(input=None).input is None
-    assert config.replace(input=None).input == patches
-    assert TransformerConfig(input=Speech(mel_bins=3)).input == Speech(mel_bins=3)
+    assert config.replace(patches=None).input is None
+    assert config.replace(series=None).input == patches
+    assert TransformerConfig(mel_bins=3).input == Speech(mel_bins=3)
 
 
 @OLD
@@ -103,7 +103,7 @@ def test_former_names_of_parts():
     new = MLA(kv_lora_rank=5, qk_nope_head_dim=3, qk_rope_head_dim=4, v_head_dim=2, q_lora_rank=6)
     assert MLA(**LATENT) == new
     assert {name: getattr(new, name) for name in LATENT} == LATENT
-    moe = MoE(num_experts=4, e_score_correction_bias=True, routed_scaling_factor=2.5)
+    moe = MoE(num_experts=4, selection_bias=True, weights_scale=2.5)
     assert moe.e_score_correction_bias
     assert moe.routed_scaling_factor == 2.5
 
@@ -149,7 +149,7 @@ def test_a_file_of_an_earlier_version_is_read_without_a_warning():
     new = encode(config)
     assert decode(TransformerConfig, json.loads(json.dumps(new)), "model") == config
     old = {name: value for name, value in new.items() if not isinstance(value, dict)} | {
-        "input": None,
+        "patches": None,
         "mel_bins": None,
     }
     for name, path in TransformerConfig.former_names.items():

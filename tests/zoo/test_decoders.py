@@ -25,7 +25,7 @@ SIZES = {
     "num_hidden_layers": 2,
     "num_attention_heads": 3,
     "num_key_value_heads": 3,
-    "attention.head_dim": 4,
+    "head_dim": 4,
 }
 FULL, SLIDING = "full_attention", "sliding_attention"
 

@@ -13,7 +13,7 @@ PUBLISHED = {
     "attention_dropout": 0.0,
     "eos_token_id": 200002,
     "experts_per_token": 4,
-    "attention.head_dim": 64,
+    "head_dim": 64,
     "hidden_act": "silu",
     "hidden_size": 2880,
     "initial_context_length": 4096,

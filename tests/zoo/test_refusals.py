@@ -38,7 +38,7 @@ def load_with(tmp_path):
         ({"model_type": ["llama"]}, r"model_type is \['llama'\] in config.json, which no family here reads"),
         ({"num_hidden_layers": 10**9}, "config.json asks for 1000000000 layers: expected at most 1024"),
         ({"hidden_size": 10**9}, r"d_model is 1000000000, but the largest tensor has \d+ numbers"),
-        ({"attention.head_dim": 10**9}, r"num_heads x head_dim is 3000000000, but the largest"),
+        ({"head_dim": 10**9}, r"num_heads x head_dim is 3000000000, but the largest"),
         ({"vocab_size": 10**12}, "vocab_size is above 2147483647, which no model has"),
         ({"rms_norm_eps": 10**400}, "rms_norm_eps is above 2147483647"),
         ({"rope_parameters": {"factor": [10**400]}}, "rope_parameters is above"),

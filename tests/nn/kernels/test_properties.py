@@ -93,10 +93,10 @@ def calls(draw, *kernels: str) -> Call:
         "num_keys": keys,
         "dtype": jnp.bfloat16 if kernel in GPU_KERNELS else jnp.float32,
         "length_shards": 4 if split else 1,
-        "attention.head_dim": head_size,
-        "attention.value_dim": head_size,
+        "head_dim": head_size,
+        "value_dim": head_size,
     }
-    if refused(kernel, request | {"attention.value_dim": value_size}):
+    if refused(kernel, request | {"value_dim": value_size}):
         value_size = head_size
     if window is not None and not causal and refused(kernel, request | {"has_two_sided_window": True}):
         window = None

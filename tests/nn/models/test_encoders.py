@@ -167,10 +167,8 @@ def test_token_types_are_added_and_zero_without_a_word():
     params = make(model, TOKENS)
     assert params["params"]["token_type_embedding"]["embedding"].shape == (2, 12)
     types = jnp.array([[0, 0, 1, 1, 1]] * 2)
-    typed = run(model, params, TOKENS, **{"embedding.token_types": types})
-    np.testing.assert_array_equal(
-        run(model, params, TOKENS, **{"embedding.token_types": 0 * types}), run(model, params, TOKENS)
-    )
+    typed = run(model, params, TOKENS, token_types=types)
+    np.testing.assert_array_equal(run(model, params, TOKENS, token_types=0 * types), run(model, params, TOKENS))
     assert np.abs(typed - run(model, params, TOKENS)).max() > 1e-3
     # Without positions and scaling, a type is one more table of tokens: all types 1 is a shift of the token table.
     plain = MaskedLM(model.config.replace(**{"embedding.token_types": None, "embedding.scale": False}))
@@ -179,7 +177,7 @@ def test_token_types_are_added_and_zero_without_a_word():
     moved = {name: leaf for name, leaf in params["params"].items() if name != "token_type_embedding"}
     moved["embedding"] = {"embedding": moved["embedding"]["embedding"] + rows[1][None]}
     np.testing.assert_allclose(
-        run(unscaled, params, TOKENS, **{"embedding.token_types": jnp.ones_like(TOKENS)}, method="hidden"),
+        run(unscaled, params, TOKENS, token_types=jnp.ones_like(TOKENS), method="hidden"),
         run(plain, {"params": moved}, TOKENS, method="hidden"),
         rtol=1e-4,
         atol=1e-5,
