@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from parity_tools import EPSILON, SCALINGS, compare, ids, llama_config, randomize
 
-from transformer.config import RotaryScaling, TransformerConfig
+from transformer.config import RotaryScaling, TransformerConfig, gpt2_decoder, llama_decoder
 from transformer.nn.masks import Mask
 from transformer.nn.models import CausalLM, Seq2Seq
 
@@ -46,18 +46,7 @@ def test_gpt2_is_transformers(torch, transformers):
     theirs = transformers.GPT2Config(**sizes, **dropout, **special, attn_implementation="eager")
     assert theirs.layer_norm_epsilon == 1e-5
     theirs = randomize(torch, transformers.GPT2LMHeadModel(theirs))
-    ours = TransformerConfig(
-        vocab_size=29,
-        max_length=13,
-        d_model=15,
-        num_layers=2,
-        num_heads=3,
-        d_ff=17,
-        activation="gelu_tanh",
-        norm_epsilon=1e-5,
-        position="learned",
-        scale_embeddings=False,
-    )
+    ours = gpt2_decoder(vocab_size=29, max_length=13, d_model=15, num_layers=2, num_heads=3, d_ff=17)
     compare(
         torch,
         theirs,
@@ -97,25 +86,9 @@ def test_llama_is_transformers(torch, transformers, case):
     heads = {"num_attention_heads": 6, "num_key_value_heads": 2}
     theirs = llama_config(transformers, base, {"rope_type": case, **theirs}, **sizes, **heads, rms_norm_eps=EPSILON)
     theirs = randomize(torch, transformers.LlamaForCausalLM(theirs))
-    ours = TransformerConfig(
-        vocab_size=29,
-        d_model=18,
-        num_layers=2,
-        num_heads=6,
-        num_kv_heads=2,
-        head_dim=4,
-        d_ff=17,
-        activation="silu",
-        gated=True,
-        use_bias=False,
-        norm="rms_norm",
-        norm_epsilon=EPSILON,
-        position="rotary",
-        rotary_base=base,
-        rotary_scaling=None if ours is None else RotaryScaling(**ours),
-        scale_embeddings=False,
-        tie_embeddings=False,
-    )
+    sizes = {"vocab_size": 29, "d_model": 18, "num_layers": 2, "num_heads": 6, "num_kv_heads": 2, "head_dim": 4}
+    scaling = None if ours is None else RotaryScaling(**ours)
+    ours = llama_decoder(**sizes, d_ff=17, norm_epsilon=EPSILON, rotary_base=base, rotary_scaling=scaling)
     compare(
         torch,
         theirs,

@@ -13,7 +13,7 @@ from transformer.config.model import Pooling as Pooling
 from transformer.config.model import Position as Position
 from transformer.config.model import Projection as Projection
 from transformer.config.model import Remat as Remat
-from transformer.config.papers import transformer_base, transformer_big
+from transformer.config.papers import gpt2_decoder, llama_decoder, transformer_base, transformer_big
 from transformer.config.parts import MLA, HeadTransform, LayerKind, MoE, Patches, RotaryScaling, Series
 from transformer.config.parts import Activation as Activation
 from transformer.config.parts import FeedForwardActivation as FeedForwardActivation
@@ -30,6 +30,8 @@ __all__ = [
     "RotaryScaling",
     "Series",
     "TransformerConfig",
+    "gpt2_decoder",
+    "llama_decoder",
     "transformer_base",
     "transformer_big",
 ]
