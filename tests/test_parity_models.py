@@ -9,18 +9,7 @@ from transformer.config import RotaryScaling, TransformerConfig, gpt2_decoder, l
 from transformer.nn.masks import Mask
 from transformer.nn.models import CausalLM, Seq2Seq
 
-pytestmark = pytest.mark.parity
-
-
-# Imported by fixtures and not above: the tests are collected, and counted, where neither package is installed.
-@pytest.fixture(scope="module", autouse=True)
-def torch():
-    return pytest.importorskip("torch")
-
-
-@pytest.fixture(scope="module")
-def transformers(torch):
-    return pytest.importorskip("transformers")
+pytestmark = [pytest.mark.parity, pytest.mark.usefixtures("torch")]
 
 
 GPT2 = {
@@ -132,24 +121,10 @@ def test_t5_is_transformers(torch, transformers):
         attn_implementation="eager",
     )
     theirs = randomize(torch, transformers.T5ForConditionalGeneration(theirs))
-    ours = TransformerConfig(
-        vocab_size=29,
-        d_model=15,
-        num_layers=2,
-        num_heads=3,
-        head_dim=4,
-        d_ff=17,
-        activation="gelu_tanh",
-        gated=True,
-        use_bias=False,
-        norm="rms_norm",
-        norm_epsilon=EPSILON,
-        position="t5",
-        relative_buckets=8,
-        relative_max_distance=10,
-        attention_scale=1.0,
-        scale_embeddings=False,
-    )
+    sizes = {"vocab_size": 29, "d_model": 15, "num_layers": 2, "num_heads": 3, "head_dim": 4, "d_ff": 17}
+    position = {"position": "t5", "relative_buckets": 8, "relative_max_distance": 10, "attention_scale": 1.0}
+    layers = {"activation": "gelu_tanh", "gated": True, "use_bias": False, "norm": "rms_norm"}
+    ours = TransformerConfig(**sizes, **position, **layers, norm_epsilon=EPSILON, scale_embeddings=False)
     lengths = np.array([13, 6], np.int32)
     compare(
         torch,

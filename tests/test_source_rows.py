@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jaxprs import operations
 
 from transformer.config import LayerKind, RotaryScaling, TransformerConfig
 from transformer.nn.attention import MultiHeadAttention, dot_product_attention
@@ -57,22 +58,6 @@ def watched(attention, params, x, **options):
     """Output and weights (B, N, T, S)."""
     (out, _), seen = attention.apply(params, x, sow_weights=True, mutable=["intermediates"], **options)
     return out, seen["intermediates"]["weights"][0]
-
-
-def operations(function, *args):
-    """Name and operand shapes of every primitive, those inside loops and calls included."""
-    found = []
-
-    def walk(jaxpr):
-        for eqn in jaxpr.eqns:
-            found.append((eqn.primitive.name, tuple(v.aval.shape for v in eqn.invars)))
-            for value in jax.tree.leaves(eqn.params, is_leaf=lambda v: hasattr(v, "eqns") or hasattr(v, "jaxpr")):
-                inner = getattr(value, "jaxpr", value)
-                if hasattr(inner, "eqns"):
-                    walk(inner)
-
-    walk(jax.make_jaxpr(function)(*args).jaxpr)
-    return found
 
 
 @pytest.mark.parametrize("scale", [None, 1.0])
