@@ -12,7 +12,7 @@ On an accelerator: at least 25 minutes for 328M tokens on one v5e chip, by the T
 measured on hardware; the loss depends on the text. Largest batches for other TPUs: docs/colab.md.
 """
 
-from transformer.config import EmbeddingOptions, Execution, TransformerConfig
+from transformer.config import Execution, gpt2_decoder
 from transformer.data import TextFile, TokenizerConfig
 from transformer.training import EvaluationConfig, LoggingConfig, OptimizerConfig, Recipe, TrainingConfig
 
@@ -20,18 +20,7 @@ from transformer.training import EvaluationConfig, LoggingConfig, OptimizerConfi
 def get_config() -> Recipe:
     return Recipe(
         name="gpt2_124m",
-        model=TransformerConfig(
-            d_model=768,
-            num_layers=12,
-            num_heads=12,
-            activation="gelu_tanh",
-            norm_epsilon=1e-5,
-            position="learned",
-            max_length=1024,
-            embedding=EmbeddingOptions(scale=False),
-            initializer_range=0.02,
-            dtype="bfloat16",
-        ),
+        model=gpt2_decoder(d_model=768, num_layers=12, num_heads=12, dtype="bfloat16"),
         data=TextFile(
             path="your-text.txt",
             sequence_length=1024,

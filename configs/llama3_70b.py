@@ -2,51 +2,24 @@
 
 Usage: python train.py configs/llama3_70b.py --data.path my-text.txt --workdir runs/my-llama
 
-Shapes, vocabulary and learning rate of arXiv 2407.21783, table 3; the rest of AdamW is Llama 2's (arXiv 2307.09288).
-Context 8,192, products in bfloat16, layers in a loop and computed again in the backward pass; parameters and optimizer
-state are split over all devices. The vocabulary is trained on the text, which must be large enough for it.
+The same as configs/llama3_8b.py, except for the shapes, the learning rate (both of arXiv 2407.21783, table 3) and the
+batch size. The vocabulary is trained on the text, which must be large enough for it.
 For accelerators with 1.1 TB or more in all; 70,553,706,496 parameters. Expected: not trained here; what it takes is in
 docs/scaling.md. Before it is started: python -m transformer plan llama3_70b --topology v5p:8x8x8
 """
 
-from transformer.config import EmbeddingOptions, Execution, RotaryOptions, TransformerConfig
-from transformer.data import TextFile, TokenizerConfig
-from transformer.nn.sharding import ParallelConfig
-from transformer.training import EvaluationConfig, LoggingConfig, OptimizerConfig, Recipe, TrainingConfig
+from dataclasses import replace
+
+from configs.llama3_8b import get_config as llama3_8b
+from transformer.training import Recipe
 
 
 def get_config() -> Recipe:
-    return Recipe(
+    recipe = llama3_8b()
+    return replace(
+        recipe,
         name="llama3_70b",
-        model=TransformerConfig(
-            vocab_size=128_256,
-            d_model=8192,
-            num_layers=80,
-            num_heads=64,
-            num_kv_heads=8,
-            d_ff=28_672,
-            activation="silu",
-            gated=True,
-            use_bias=False,
-            norm="rms_norm",
-            norm_epsilon=1e-5,
-            position="rotary",
-            rotary=RotaryOptions(base=500_000.0),
-            embedding=EmbeddingOptions(scale=False, tie=False),
-            initializer_range=0.02,
-            dtype="bfloat16",
-        ),
-        data=TextFile(
-            path="your-text.txt",
-            sequence_length=8192,
-            batch_size=512,
-            eval_batch_size=512,
-            tokenizer=TokenizerConfig(kind="bpe", vocab_size=128_256),
-        ),
-        execution=Execution(remat="full"),
-        parallel=ParallelConfig(data=1, fsdp=-1),
-        optimizer=OptimizerConfig(learning_rate=1.5e-4, warmup_steps=2000, beta2=0.95, weight_decay=0.1),
-        training=TrainingConfig(steps=100_000),
-        evaluation=EvaluationConfig(every=2000, batches=16),
-        logging=LoggingConfig(every=10),
+        model=recipe.model.replace(d_model=8192, num_layers=80, num_heads=64, d_ff=28_672),
+        data=replace(recipe.data, batch_size=512, eval_batch_size=512),
+        optimizer=replace(recipe.optimizer, learning_rate=1.5e-4),
     )

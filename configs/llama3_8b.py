@@ -9,7 +9,7 @@ For accelerators with 128 GB or more in all; 8,030,261,248 parameters. Expected:
 docs/scaling.md. Before it is started: python -m transformer plan llama3_8b --topology v5p:4x4x4
 """
 
-from transformer.config import EmbeddingOptions, Execution, RotaryOptions, TransformerConfig
+from transformer.config import Execution, llama_decoder
 from transformer.data import TextFile, TokenizerConfig
 from transformer.nn.sharding import ParallelConfig
 from transformer.training import EvaluationConfig, LoggingConfig, OptimizerConfig, Recipe, TrainingConfig
@@ -18,22 +18,14 @@ from transformer.training import EvaluationConfig, LoggingConfig, OptimizerConfi
 def get_config() -> Recipe:
     return Recipe(
         name="llama3_8b",
-        model=TransformerConfig(
+        model=llama_decoder(
             vocab_size=128_256,
             d_model=4096,
             num_layers=32,
             num_heads=32,
             num_kv_heads=8,
             d_ff=14_336,
-            activation="silu",
-            gated=True,
-            use_bias=False,
-            norm="rms_norm",
-            norm_epsilon=1e-5,
-            position="rotary",
-            rotary=RotaryOptions(base=500_000.0),
-            embedding=EmbeddingOptions(scale=False, tie=False),
-            initializer_range=0.02,
+            rotary_base=500_000.0,
             dtype="bfloat16",
         ),
         data=TextFile(

@@ -18,7 +18,7 @@ On an accelerator: at least 26 minutes for 2,000 steps of 16,384 tokens on one v
 Expected: not measured on hardware; the loss depends on the text. Largest batches: docs/colab.md.
 """
 
-from transformer.config import EmbeddingOptions, Execution, RotaryOptions, RotaryScaling, TransformerConfig
+from transformer.config import Execution, RotaryScaling, llama_decoder
 from transformer.data import TextFile, TokenizerConfig
 from transformer.nn.sharding import ParallelConfig
 from transformer.training import EvaluationConfig, LoggingConfig, OptimizerConfig, Recipe, TrainingConfig
@@ -28,21 +28,15 @@ from transformer.training.lora import LoRA
 def get_config() -> Recipe:
     return Recipe(
         name="llama_1b",
-        model=TransformerConfig(
+        model=llama_decoder(
             d_model=2048,
             num_layers=16,
             num_heads=32,
             num_kv_heads=8,
             d_ff=8192,
-            activation="silu",
-            gated=True,
-            use_bias=False,
-            norm="rms_norm",
-            norm_epsilon=1e-5,
-            position="rotary",
-            rotary=RotaryOptions(base=500_000.0, scaling=RotaryScaling(kind="llama3", factor=32.0)),
-            embedding=EmbeddingOptions(scale=False),
-            initializer_range=0.02,
+            rotary_base=500_000.0,
+            rotary_scaling=RotaryScaling(kind="llama3", factor=32.0),
+            tie_embeddings=True,
             dtype="bfloat16",
         ),
         data=TextFile(

@@ -19,13 +19,7 @@ from transformer.training import EvaluationConfig, LoggingConfig, OptimizerConfi
 def get_config() -> Recipe:
     return Recipe(
         name="mlm",
-        model=TransformerConfig(
-            d_model=64,
-            num_layers=1,
-            num_heads=4,
-            activation="gelu_tanh",
-            dropout_rate=0.1,
-        ),
+        model=TransformerConfig(d_model=64, num_layers=1, num_heads=4, activation="gelu_tanh", dropout_rate=0.1),
         data=MaskedSST2(
             max_length=48, batch_size=64, eval_batch_size=128, tokenizer=TokenizerConfig(kind="word", vocab_size=8000)
         ),

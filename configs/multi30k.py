@@ -19,13 +19,7 @@ def get_config() -> Recipe:
     return Recipe(
         name="multi30k",
         model=TransformerConfig(
-            d_model=128,
-            num_layers=4,
-            num_heads=4,
-            d_ff=512,
-            dropout_rate=0.3,
-            norm="rms_norm",
-            position="rotary",
+            d_model=128, num_layers=4, num_heads=4, d_ff=512, dropout_rate=0.3, norm="rms_norm", position="rotary"
         ),
         data=Multi30k(
             tokenizer=TokenizerConfig(kind="bpe", vocab_size=6_000),

@@ -10,22 +10,19 @@ configs/wmt14_base.py. Little data: fewer --training.steps, a smaller --data.tok
 pairs; docs/translation.md has what was measured on Multi30k, configs/wmt14_base.py what the paper has on WMT 2014.
 """
 
-from transformer.config import transformer_base
+from dataclasses import replace
+
+from configs.wmt14_base import get_config as wmt14_base
 from transformer.data import ParallelText, TokenizerConfig
-from transformer.training import (
-    CheckpointConfig,
-    EvaluationConfig,
-    LoggingConfig,
-    OptimizerConfig,
-    Recipe,
-    TrainingConfig,
-)
+from transformer.training import EvaluationConfig, Recipe
 
 
 def get_config() -> Recipe:
-    return Recipe(
+    # The model, optimizer, steps and checkpoints of the paper.
+    recipe = wmt14_base()
+    return replace(
+        recipe,
         name="sentence_pairs",
-        model=transformer_base(dtype="bfloat16"),
         data=ParallelText(
             source_path="your-source.txt",
             tokenizer=TokenizerConfig(kind="bpe", vocab_size=32_000),
@@ -34,17 +31,5 @@ def get_config() -> Recipe:
             batch_tokens=25_000,
             eval_batch_size=64,
         ),
-        optimizer=OptimizerConfig(
-            learning_rate=1.0,
-            schedule="noam",
-            warmup_steps=4000,
-            beta2=0.98,
-            epsilon=1e-9,
-            weight_decay=0.0,
-            clip_norm=None,
-        ),
-        training=TrainingConfig(steps=100_000, label_smoothing=0.1),
         evaluation=EvaluationConfig(every=2000, beam_size=4),
-        checkpoint=CheckpointConfig(keep_last=5),
-        logging=LoggingConfig(every=100),
     )

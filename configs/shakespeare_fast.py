@@ -8,26 +8,18 @@ docs/shakespeare-fast.md. On 2 CPU cores: about 5 minutes. Expected: eval loss 1
 Without network: --data.manual-dir FOLDER, with input.txt in it.
 """
 
-from transformer.config import AttentionOptions, Execution, TransformerConfig
-from transformer.data import TinyShakespeare
-from transformer.training import EvaluationConfig, LoggingConfig, OptimizerConfig, Recipe, TrainingConfig
+from dataclasses import replace
+
+from configs.shakespeare_cpu import get_config as shakespeare_cpu
+from transformer.training import OptimizerConfig, Recipe
 
 
 def get_config() -> Recipe:
-    return Recipe(
+    recipe = shakespeare_cpu()
+    return replace(
+        recipe,
         name="shakespeare_fast",
-        model=TransformerConfig(
-            d_model=128,
-            num_layers=4,
-            num_heads=4,
-            activation="relu2",
-            use_bias=False,
-            norm="rms_norm",
-            position="rotary",
-            attention=AttentionOptions(qk_norm=True),
-        ),
-        data=TinyShakespeare(sequence_length=64, batch_size=12, eval_batch_size=64),
-        execution=Execution(scan=False),
+        model=recipe.model.replace(activation="relu2", use_bias=False, norm="rms_norm", qk_norm=True),
         optimizer=OptimizerConfig(
             name="muon",
             learning_rate=1e-2,
@@ -37,7 +29,4 @@ def get_config() -> Recipe:
             final_fraction=0.0,
             weight_decay=0.1,
         ),
-        training=TrainingConfig(steps=2000),
-        evaluation=EvaluationConfig(every=500),
-        logging=LoggingConfig(every=50),
     )

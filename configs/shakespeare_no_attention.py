@@ -7,25 +7,14 @@ The model reads one character to guess the next, so its loss stays above the big
 Without network: --data.manual-dir FOLDER, with input.txt in it.
 """
 
-from transformer.config import Execution, LayerKind, StackOptions, TransformerConfig
-from transformer.data import TinyShakespeare
-from transformer.training import EvaluationConfig, OptimizerConfig, Recipe, TrainingConfig
+from dataclasses import replace
+
+from configs.shakespeare import get_config as shakespeare
+from transformer.config import LayerKind
+from transformer.training import Recipe
 
 
 def get_config() -> Recipe:
-    return Recipe(
-        name="shakespeare_no_attention",
-        model=TransformerConfig(
-            d_model=128,
-            num_layers=2,
-            num_heads=2,
-            activation="gelu_tanh",
-            position="rotary",
-            stack=StackOptions(period=(LayerKind(self_attention=False),)),
-        ),
-        data=TinyShakespeare(sequence_length=128, batch_size=16, eval_batch_size=64),
-        execution=Execution(scan=False),
-        optimizer=OptimizerConfig(learning_rate=2e-3, warmup_steps=100),
-        training=TrainingConfig(steps=2000),
-        evaluation=EvaluationConfig(every=500),
-    )
+    recipe = shakespeare()
+    model = recipe.model.replace(period=(LayerKind(self_attention=False),))
+    return replace(recipe, name="shakespeare_no_attention", model=model)

@@ -10,43 +10,20 @@ For accelerators; 214 M parameters. Expected: the paper has BLEU 28.4 on newstes
 trained here.
 """
 
+from dataclasses import replace
+
+from configs.wmt14_base import get_config as wmt14_base
 from transformer.config import transformer_big
-from transformer.data import TFDSTranslation, TokenizerConfig
-from transformer.training import (
-    CheckpointConfig,
-    EvaluationConfig,
-    LoggingConfig,
-    OptimizerConfig,
-    Recipe,
-    TrainingConfig,
-)
+from transformer.training import CheckpointConfig, Recipe
 
 
 def get_config() -> Recipe:
-    return Recipe(
+    recipe = wmt14_base()
+    return replace(
+        recipe,
         name="wmt14_big",
         model=transformer_big(dtype="bfloat16"),
-        data=TFDSTranslation(
-            name="wmt14_translate/de-en",
-            source_language="en",
-            target_language="de",
-            tokenizer=TokenizerConfig(kind="bpe", vocab_size=37_000),
-            max_source_length=256,
-            max_target_length=256,
-            batch_tokens=25_000,
-            eval_batch_size=64,
-        ),
-        optimizer=OptimizerConfig(
-            learning_rate=1.0,
-            schedule="noam",
-            warmup_steps=4000,
-            beta2=0.98,
-            epsilon=1e-9,
-            weight_decay=0.0,
-            clip_norm=None,
-        ),
-        training=TrainingConfig(steps=300_000, label_smoothing=0.1),
-        evaluation=EvaluationConfig(every=3000, exact_match_examples=3003, beam_size=4, beam_alpha=0.6),
+        training=replace(recipe.training, steps=300_000),
+        evaluation=replace(recipe.evaluation, every=3000),
         checkpoint=CheckpointConfig(every=600, keep_last=20),
-        logging=LoggingConfig(every=100),
     )

@@ -17,6 +17,7 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
         flags += " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + flags
 
+import jaxtyping
 from jaxtyping import install_import_hook
 
 # Arrays are what the types are checked for. Where a user's own values arrive, the code's message is the check.
@@ -72,6 +73,26 @@ def test_data() -> pathlib.Path:
     if not folder:
         pytest.skip("TRANSFORMER_TEST_DATA names no folder with real data (docs: CONTRIBUTING.md, 'Tests')")
     return pathlib.Path(folder)
+
+
+@pytest.fixture
+def without_type_checks():
+    """Turns the checker of shapes off, whose error would come before the message that a user sees."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture(scope="session")
+def torch():
+    """PyTorch. Not imported above: the tests are collected, and counted, where it is not installed."""
+    return pytest.importorskip("torch")
+
+
+@pytest.fixture(scope="session")
+def transformers(torch):
+    """Hugging Face transformers, likewise."""
+    return pytest.importorskip("transformers")
 
 
 @pytest.fixture(scope="module")

@@ -6,19 +6,11 @@ import json
 import jax
 import numpy as np
 import tokenizers
+from training_recipes import short_recipe
 
-from transformer.config import Execution, OutputOptions, TransformerConfig
+from transformer.config import TransformerConfig
 from transformer.data import SST2
 from transformer.nn.models import MaskedLM
-from transformer.nn.sharding import ParallelConfig
-from transformer.training import (
-    CheckpointConfig,
-    EvaluationConfig,
-    LoggingConfig,
-    OptimizerConfig,
-    Recipe,
-    TrainingConfig,
-)
 from transformer.training.lora import LoRA
 from transformer.zoo import abstract_params, save_pretrained
 from transformer.zoo.bert import BERT
@@ -83,20 +75,17 @@ def write_sst2(folder, train=48, dev=16):
 
 def finetuning(data, *, lora=None, steps=30, **groups):
     """A recipe that learns these texts in 30 steps."""
-    recipe = Recipe(
-        name="tiny",
-        model=TransformerConfig(output=OutputOptions(num_classes=2), dropout_rate=0.05),
-        data=SST2(manual_dir=str(data), max_length=9, batch_size=8, eval_batch_size=16),
-        execution=Execution(scan=False),
-        parallel=ParallelConfig(devices=1),
-        optimizer=OptimizerConfig(learning_rate=2e-2, warmup_steps=2, schedule="constant"),
-        training=TrainingConfig(steps=steps),
-        evaluation=EvaluationConfig(every=10),
-        checkpoint=CheckpointConfig(every=10),
-        logging=LoggingConfig(every=10, tensorboard=False, progress="lines"),
-        lora=lora,
+    recipe = short_recipe(
+        "tiny",
+        TransformerConfig(num_classes=2, dropout_rate=0.05),
+        SST2(manual_dir=str(data), max_length=9, batch_size=8, eval_batch_size=16),
+        optimizer={"learning_rate": 2e-2, "warmup_steps": 2, "schedule": "constant"},
+        training={"steps": steps},
+        evaluation={"every": 10},
+        checkpoint={"every": 10},
+        logging={"every": 10},
     )
-    return dataclasses.replace(recipe, **groups)
+    return dataclasses.replace(recipe, lora=lora, **groups)
 
 
 SMALL_LORA = LoRA(rank=3, alpha=6.0, targets=("query", "value", "out", "up"))

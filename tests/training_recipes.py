@@ -13,15 +13,7 @@ import numpy as np
 from transformer.config import Execution, TransformerConfig
 from transformer.data import NumberWords, TextFile, prepare
 from transformer.nn.sharding import ParallelConfig
-from transformer.training import (
-    CheckpointConfig,
-    EvaluationConfig,
-    LoggingConfig,
-    OptimizerConfig,
-    Recipe,
-    TrainingConfig,
-    to_json,
-)
+from transformer.training import LoggingConfig, OptimizerConfig, Recipe, TrainingConfig, to_json
 from transformer.training.checkpoint import Checkpointer
 from transformer.training.loop import train
 from transformer.training.optimizers import make_optimizer
@@ -113,6 +105,39 @@ def change(recipe, **groups):
     )
 
 
+def short_recipe(name, model, data, **groups):
+    """A recipe that compiles quickly, on one device, and writes no event files; `groups` as `change` takes them."""
+    recipe = Recipe(
+        name=name,
+        model=model,
+        data=data,
+        execution=Execution(scan=False),
+        parallel=ParallelConfig(devices=1),
+        logging=LoggingConfig(tensorboard=False, progress="lines"),
+    )
+    return change(recipe, **groups)
+
+
+def six_steps(name, model, data, **groups):
+    """A short recipe of six steps, with an average of the parameters; `groups` as `change` takes them."""
+    recipe = short_recipe(
+        name,
+        model,
+        data,
+        optimizer={"warmup_steps": 0, "learning_rate": 1e-2, "schedule": "constant"},
+        training={"steps": 6, "ema_decay": 0.9},
+        evaluation={"every": 3},
+        logging={"every": 2},
+    )
+    return change(recipe, **groups)
+
+
+def few_number_words(folder, **fields):
+    """Numbers of two digits, prepared in `folder`; fields of `NumberWords` replace these, or add to them."""
+    sizes = {"max_digits": 2, "train_examples": 200, "test_examples": 10, "validation_examples": 5, "batch_size": 8}
+    return NumberWords(data_dir=str(folder), **sizes | fields)
+
+
 def record_drawn_run(recipe, workdir, steps, *, dtype=None, seed=3, known=("fingerprint", "tokenizer")):
     """A workdir as a run leaves it, with a checkpoint of parameters drawn at random at each of `steps`, which records
     the `known` fingerprints of data and tokenizer; nothing is trained, little is compiled.
@@ -154,16 +179,14 @@ def text_recipe(folder, **groups):
     path = folder / "text.txt"
     if not path.exists():
         path.write_text("".join(f"line {number} of {number * number}, no more.\n" for number in range(90)))
-    recipe = Recipe(
-        name="tiny",
-        model=TransformerConfig(d_model=6, num_heads=3, num_layers=1, d_ff=5, dropout_rate=0.2),
-        data=TextFile(path=str(path), sequence_length=8, batch_size=4, eval_batch_size=16),
-        execution=Execution(scan=False),
-        parallel=ParallelConfig(devices=1),
-        optimizer=OptimizerConfig(warmup_steps=3, learning_rate=1e-2, decay_steps=12),
-        training=TrainingConfig(steps=12, ema_decay=0.9),
-        evaluation=EvaluationConfig(every=3, batches=3, samples=1, sample_tokens=5),
-        checkpoint=CheckpointConfig(every=4, keep_last=2),
-        logging=LoggingConfig(every=5, tensorboard=False, progress="lines"),
+    recipe = short_recipe(
+        "tiny",
+        TransformerConfig(d_model=6, num_heads=3, num_layers=1, d_ff=5, dropout_rate=0.2),
+        TextFile(path=str(path), sequence_length=8, batch_size=4, eval_batch_size=16),
+        optimizer={"warmup_steps": 3, "learning_rate": 1e-2, "decay_steps": 12},
+        training={"steps": 12, "ema_decay": 0.9},
+        evaluation={"every": 3, "batches": 3, "samples": 1, "sample_tokens": 5},
+        checkpoint={"every": 4, "keep_last": 2},
+        logging={"every": 5},
     )
     return change(recipe, **groups)

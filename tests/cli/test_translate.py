@@ -16,14 +16,12 @@ import tokenizers
 from golden import case as golden_case
 from golden import ours
 from tokenizers import models, pre_tokenizers, processors
+from training_recipes import few_number_words, short_recipe
 
 from transformer.__main__ import main
-from transformer.config import ConfigError, Execution, TransformerConfig
-from transformer.data import NumberWords
+from transformer.config import ConfigError, TransformerConfig
 from transformer.generate import Beam, Hypothesis, beam_search
 from transformer.inference import open_model, translate_lines, translating
-from transformer.nn.sharding import ParallelConfig
-from transformer.training import EvaluationConfig, LoggingConfig, OptimizerConfig, Recipe, TrainingConfig
 from transformer.training.loop import train
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,25 +35,14 @@ SPEED = re.compile(r"(\d+) lines in [\d.]+ s, [\d.]+ a second(; \d+ cut at their
 def workdir(tmp_path_factory):
     """What a short run left."""
     root = tmp_path_factory.mktemp("runs")
-    recipe = Recipe(
-        name="pairs",
-        model=TransformerConfig(d_model=8, num_heads=2, num_layers=1, d_ff=8),
-        data=NumberWords(
-            max_digits=2,
-            train_examples=200,
-            test_examples=10,
-            validation_examples=5,
-            batch_size=8,
-            eval_batch_size=5,
-            max_source_length=3,
-            data_dir=str(root / "prepared"),
-        ),
-        execution=Execution(scan=False),
-        parallel=ParallelConfig(devices=1),
-        training=TrainingConfig(steps=12),
-        optimizer=OptimizerConfig(learning_rate=3e-2, warmup_steps=5),
-        evaluation=EvaluationConfig(every=None, samples=0, batches=1, exact_match_examples=0),
-        logging=LoggingConfig(tensorboard=False, progress="none"),
+    recipe = short_recipe(
+        "pairs",
+        TransformerConfig(d_model=8, num_heads=2, num_layers=1, d_ff=8),
+        few_number_words(root / "prepared", eval_batch_size=5, max_source_length=3),
+        training={"steps": 12},
+        optimizer={"learning_rate": 3e-2, "warmup_steps": 5},
+        evaluation={"every": None, "samples": 0, "batches": 1, "exact_match_examples": 0},
+        logging={"progress": "none"},
     )
     with contextlib.redirect_stdout(io.StringIO()):
         train(recipe, root / "pairs")

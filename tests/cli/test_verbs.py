@@ -14,10 +14,11 @@ import warnings
 from pathlib import Path
 
 import pytest
+from training_recipes import few_number_words
 
 from transformer.__main__ import VERBS, main
 from transformer.config import Execution, LayerKind, TransformerConfig
-from transformer.data import NumberWords, TextFile
+from transformer.data import TextFile
 from transformer.nn.sharding import ParallelConfig
 from transformer.training import EvaluationConfig, LoggingConfig, OptimizerConfig, Recipe, TrainingConfig
 from transformer.training.loop import train
@@ -39,15 +40,7 @@ def workdirs(tmp_path_factory):
         "evaluation": EvaluationConfig(every=None, samples=0, sample_tokens=4, batches=1, exact_match_examples=0),
         "logging": LoggingConfig(tensorboard=False, progress="none"),
     }
-    pairs = NumberWords(
-        max_digits=2,
-        train_examples=200,
-        test_examples=10,
-        validation_examples=5,
-        batch_size=8,
-        eval_batch_size=10,
-        data_dir=str(root / "prepared"),
-    )
+    pairs = few_number_words(root / "prepared", eval_batch_size=10)
     common["execution"], common["parallel"] = Execution(scan=False), ParallelConfig(devices=1)  # quick to compile
     text = TextFile(path=str(root / "text.txt"), sequence_length=24, batch_size=8, eval_batch_size=4)
     sizes = {"d_model": 8, "num_heads": 2, "num_layers": 1, "d_ff": 8}

@@ -17,16 +17,9 @@ TEXT = "".join(chr(ord("a") + i % 23) for i in range(211))
 
 @pytest.fixture(scope="module")
 def numbers(tmp_path_factory):
-    config = NumberWords(
-        max_digits=4,
-        train_examples=600,
-        test_examples=60,
-        validation_examples=30,
-        batch_size=12,
-        eval_batch_size=7,
-        data_dir=str(tmp_path_factory.mktemp("tfds")),
-    )
-    return data.prepare(config)
+    examples = {"train_examples": 600, "test_examples": 60, "validation_examples": 30}
+    folder = str(tmp_path_factory.mktemp("tfds"))
+    return data.prepare(NumberWords(max_digits=4, **examples, batch_size=12, eval_batch_size=7, data_dir=folder))
 
 
 def text_dataset(**changes) -> TextDataset:

@@ -6,14 +6,13 @@ import shutil
 
 import numpy as np
 import pytest
-from training_recipes import assert_equals_one_gone_on_with, change
+from training_recipes import assert_equals_one_gone_on_with, six_steps
 
 from transformer.config import ConfigError, Execution, Patches, TransformerConfig
 from transformer.data import Digits, ImageFile, prepare
 from transformer.data.images import ImageDataset, Images
 from transformer.nn.models import VisionClassifier
 from transformer.nn.sharding import ParallelConfig
-from transformer.training import EvaluationConfig, LoggingConfig, OptimizerConfig, Recipe, TrainingConfig
 from transformer.training.loop import train
 from transformer.training.numbers import measured
 from transformer.training.parallel import place
@@ -43,25 +42,10 @@ def image_recipe(folder, **groups):
     if not path.exists():
         images, labels = bars()
         np.savez(path, images=images, labels=labels)
-    recipe = Recipe(
-        name="bars",
-        model=TransformerConfig(
-            d_model=6,
-            num_heads=3,
-            num_layers=1,
-            d_ff=5,
-            dropout_rate=0.2,
-            input=Patches(image_height=HEIGHT, image_width=WIDTH, patch_size=2, channels=1),
-        ),
-        data=ImageFile(path=str(path), max_shift=1, batch_size=8, eval_batch_size=16),
-        execution=Execution(scan=False),
-        parallel=ParallelConfig(devices=1),
-        optimizer=OptimizerConfig(warmup_steps=0, learning_rate=1e-2, schedule="constant"),
-        training=TrainingConfig(steps=6, ema_decay=0.9),
-        evaluation=EvaluationConfig(every=3),
-        logging=LoggingConfig(every=2, tensorboard=False, progress="lines"),
-    )
-    return change(recipe, **groups)
+    patches = Patches(image_height=HEIGHT, image_width=WIDTH, patch_size=2, channels=1)
+    model = TransformerConfig(d_model=6, num_heads=3, num_layers=1, d_ff=5, dropout_rate=0.2, patches=patches)
+    data = ImageFile(path=str(path), max_shift=1, batch_size=8, eval_batch_size=16)
+    return six_steps("bars", model, data, **groups)
 
 
 @pytest.fixture(scope="module")

@@ -7,9 +7,9 @@ import chex
 import numpy as np
 import pytest
 from finetune_parts import write_tokenizer
-from training_recipes import assert_equals_one_gone_on_with, change
+from training_recipes import assert_equals_one_gone_on_with, change, short_recipe
 
-from transformer.config import ConfigError, Execution, OutputOptions, TransformerConfig
+from transformer.config import ConfigError, TransformerConfig
 from transformer.data import LabeledText, MaskedText, TokenizerConfig, load_tokenizer, prepare
 from transformer.data.masked import hide
 from transformer.data.pretrained_tokenizer import load_pretrained_tokenizer
@@ -17,15 +17,6 @@ from transformer.data.tokenizer_files import as_pretrained
 from transformer.data.tokenizer_kinds import build_tokenizer
 from transformer.inference import classify, open_model, start_from
 from transformer.nn.models import Classifier, MaskedLM
-from transformer.nn.sharding import ParallelConfig
-from transformer.training import (
-    CheckpointConfig,
-    EvaluationConfig,
-    LoggingConfig,
-    OptimizerConfig,
-    Recipe,
-    TrainingConfig,
-)
 from transformer.training.loop import train
 from transformer.training.recipe import from_json, load_recipe, to_json
 from transformer.training.runs import load_run
@@ -201,17 +192,15 @@ def test_impossible_masked_data_says_what_to_change(path):
 
 def filling_in(path, **groups):
     """A recipe of twelve steps, with all that has to survive being stopped."""
-    recipe = Recipe(
-        name="tiny",
-        model=TransformerConfig(d_model=6, num_heads=3, num_layers=1, d_ff=5, dropout_rate=0.2),
-        data=masked(path),
-        execution=Execution(scan=False),
-        parallel=ParallelConfig(devices=1),
-        optimizer=OptimizerConfig(warmup_steps=2, learning_rate=3e-2, decay_steps=12),
-        training=TrainingConfig(steps=12),
-        evaluation=EvaluationConfig(every=6),
-        checkpoint=CheckpointConfig(every=4),
-        logging=LoggingConfig(every=4, tensorboard=False, progress="lines"),
+    recipe = short_recipe(
+        "tiny",
+        TransformerConfig(d_model=6, num_heads=3, num_layers=1, d_ff=5, dropout_rate=0.2),
+        masked(path),
+        optimizer={"warmup_steps": 2, "learning_rate": 3e-2, "decay_steps": 12},
+        training={"steps": 12},
+        evaluation={"every": 6},
+        checkpoint={"every": 4},
+        logging={"every": 4},
     )
     return change(recipe, **groups)
 

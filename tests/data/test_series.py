@@ -8,23 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from training_recipes import assert_equals_one_gone_on_with, change
+from training_recipes import assert_equals_one_gone_on_with, change, six_steps
 
-from transformer.config import ConfigError, Execution, Series, TransformerConfig
+from transformer.config import ConfigError, Series, TransformerConfig
 from transformer.data import ETTh1, SeriesFile, check_batch, prepare
 from transformer.data.series import Series as Steps
 from transformer.data.series import SeriesDataset, from_model
 from transformer.inference import open_model
 from transformer.nn.models import Forecaster
 from transformer.nn.sharding import ParallelConfig
-from transformer.training import (
-    CheckpointConfig,
-    EvaluationConfig,
-    LoggingConfig,
-    OptimizerConfig,
-    Recipe,
-    TrainingConfig,
-)
 from transformer.training.evaluation import evaluate_loss
 from transformer.training.flops import step_flops
 from transformer.training.loop import train
@@ -60,26 +52,10 @@ def series_recipe(folder, **groups):
     if not path.exists():
         write_csv(path, waves())
     sizes = {"context_length": CONTEXT, "horizon": HORIZON}
-    recipe = Recipe(
-        name="waves",
-        model=TransformerConfig(
-            d_model=4,
-            num_heads=2,
-            num_layers=1,
-            d_ff=5,
-            dropout_rate=0.2,
-            input=Series(channels=2, patch_length=4, patch_stride=4, **sizes),
-        ),
-        data=SeriesFile(path=str(path), batch_size=8, eval_batch_size=16, **sizes),
-        execution=Execution(scan=False),
-        parallel=ParallelConfig(devices=1),
-        optimizer=OptimizerConfig(warmup_steps=0, learning_rate=1e-2, schedule="constant"),
-        training=TrainingConfig(steps=6, ema_decay=0.9),
-        evaluation=EvaluationConfig(every=3),
-        checkpoint=CheckpointConfig(every=3),
-        logging=LoggingConfig(every=2, tensorboard=False, progress="lines"),
-    )
-    return change(recipe, **groups)
+    series = Series(channels=2, patch_length=4, patch_stride=4, **sizes)
+    model = TransformerConfig(d_model=4, num_heads=2, num_layers=1, d_ff=5, dropout_rate=0.2, series=series)
+    data = SeriesFile(path=str(path), batch_size=8, eval_batch_size=16, **sizes)
+    return change(six_steps("waves", model, data, checkpoint={"every": 3}), **groups)
 
 
 @pytest.fixture(scope="module")

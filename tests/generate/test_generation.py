@@ -22,18 +22,9 @@ PROMPTS = [[3, 1, 4, 1, 5, 9, 2], [6], [5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8]]
 NEW = 6
 
 # Untied and widely spread: the likeliest token is not the one just read, and no two come near each other.
-BASE = TransformerConfig(
-    vocab_size=31,
-    d_model=22,
-    num_layers=2,
-    num_heads=6,
-    num_kv_heads=3,
-    attention=AttentionOptions(head_dim=4, value_dim=5),
-    d_ff=13,
-    position="none",
-    embedding=EmbeddingOptions(tie=False),
-    initializer_range=0.4,
-)
+HEADS = {"num_heads": 6, "num_kv_heads": 3, "head_dim": 4, "value_dim": 5}
+SIZES = {"vocab_size": 31, "d_model": 22, "num_layers": 2, "d_ff": 13} | HEADS
+BASE = TransformerConfig(**SIZES, position="none", tie_embeddings=False, initializer_range=0.4)
 CONFIGS = {
     "none, window": BASE.replace(**{"stack.period": (LayerKind(window=3), LayerKind())}),
     "t5, one layer without attention": BASE.replace(

@@ -55,6 +55,55 @@ class Case:
     """names and shapes of tensors in its file that a new model of the reference would tie to others"""
 
 
+@dataclass(frozen=True)
+class Family:
+    """The cases of one family: they share the start of the reference's class names, and the sizes."""
+
+    name: str
+    """with what its classes begin, such as Llama"""
+    sizes: dict[str, Any]
+    """config fields of every case that does not change them"""
+    config: str = ""
+    """class of the config, where it is not `name` and Config"""
+
+    def case(
+        self,
+        head: str,
+        *,
+        golden: bool = True,
+        left_padding: bool = True,
+        options: dict[str, Any] | None = None,
+        more: dict[str, tuple[int, ...]] | None = None,
+        **fields: Any,
+    ) -> Case:
+        """The model whose class name ends with `head`; config fields replace those of `sizes` or add to them."""
+        return Case(
+            self.name + head,
+            self.config or f"{self.name}Config",
+            self.sizes | fields,
+            options=options or {},
+            left_padding=left_padding,
+            golden=golden,
+            more=more or {},
+        )
+
+    def causal_lm(self, **changes: Any) -> Case:
+        """A decoder with its language-model head; takes what `case` takes."""
+        return self.case("ForCausalLM", **changes)
+
+    def masked_lm(self, **changes: Any) -> Case:
+        """An encoder with its masked-language-model head; takes what `case` takes."""
+        return self.case("ForMaskedLM", **changes)
+
+    def classifier(self, *, num_labels: int = 3, **changes: Any) -> Case:
+        """A classifier of texts; takes what `case` takes."""
+        return self.case("ForSequenceClassification", num_labels=num_labels, **changes)
+
+    def seq2seq(self, *, left_padding: bool = False, **changes: Any) -> Case:
+        """An encoder and a decoder with a language-model head; takes what `case` takes."""
+        return self.case("ForConditionalGeneration", left_padding=left_padding, **changes)
+
+
 def families() -> list[str]:
     """Families with cases: one file each."""
     return sorted(module.name for module in pkgutil.iter_modules([str(HERE / "cases")]))

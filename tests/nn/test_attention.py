@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jaxprs import operations
 
 from transformer.nn.attention import MultiHeadAttention, dot_product_attention
 from transformer.nn.caches import ContextCache, KVCache, cache_length, set_cache_length
@@ -127,19 +128,7 @@ def test_what_can_not_be_computed_says_why(options, message):
 
 def products(function, *args):
     """Shapes of both operands of each matrix product, all loops and calls included."""
-    found = []
-
-    def walk(jaxpr):
-        for eqn in jaxpr.eqns:
-            if eqn.primitive.name == "dot_general":
-                found.append(tuple(v.aval.shape for v in eqn.invars))
-            for value in jax.tree.leaves(eqn.params, is_leaf=lambda v: hasattr(v, "eqns") or hasattr(v, "jaxpr")):
-                inner = getattr(value, "jaxpr", value)
-                if hasattr(inner, "eqns"):
-                    walk(inner)
-
-    walk(jax.make_jaxpr(function)(*args).jaxpr)
-    return found
+    return [shapes for name, shapes in operations(function, *args) if name == "dot_general"]
 
 
 def test_all_heads_of_a_projection_are_one_product():

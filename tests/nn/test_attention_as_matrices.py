@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from teaching_texts import KEYS, SMALL, B, D, T, X, kernels, softmax, start, watched
+from jaxprs import operations
 
 from transformer.config import RotaryScaling
 from transformer.nn.attention import MultiHeadAttention, dot_product_attention
@@ -33,20 +33,21 @@ def matrices(*shape):
     return dict(zip(("query", "key", "value"), numbers(3, *shape) / np.sqrt(shape[0]), strict=True))
 
 
-def operations(function, *args):
-    """Name and operand shapes of every primitive, those inside loops and calls included."""
-    found = []
+def kernels(**arrays):
+    """Parameters of an attention without biases."""
+    return {"params": {name: {"kernel": jnp.asarray(array, jnp.float32)} for name, array in arrays.items()}}
 
-    def walk(jaxpr):
-        for eqn in jaxpr.eqns:
-            found.append((eqn.primitive.name, tuple(v.aval.shape for v in eqn.invars)))
-            for value in jax.tree.leaves(eqn.params, is_leaf=lambda v: hasattr(v, "eqns") or hasattr(v, "jaxpr")):
-                inner = getattr(value, "jaxpr", value)
-                if hasattr(inner, "eqns"):
-                    walk(inner)
 
-    walk(jax.make_jaxpr(function)(*args).jaxpr)
-    return found
+def start(module, *inputs):
+    """Random parameters of a module: biases and gammas that show, and nothing to compile."""
+    shapes, rng = jax.eval_shape(module.init, KEYS[1], *inputs), np.random.default_rng(1)
+    return jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=leaf.shape) / 3, leaf.dtype), shapes)
+
+
+def watched(attention, params, x, **options):
+    """Output and weights (B, N, T, S)."""
+    (out, _), seen = attention.apply(params, x, sow_weights=True, mutable=["intermediates"], **options)
+    return out, seen["intermediates"]["weights"][0]
 
 
 @pytest.mark.parametrize("scale", [None, 1.0])

@@ -2,7 +2,6 @@
 
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import pytest
 from attention_specs import attention_spec
@@ -29,12 +28,7 @@ KEY = jax.random.key(0)
 CONFIG = TransformerConfig(vocab_size=7, d_model=12, num_layers=1, num_heads=3, d_ff=5)
 
 
-@pytest.fixture(autouse=True)
-def _as_a_user_has_it(monkeypatch):
-    """Without the type checker of these tests, which would speak first."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
+pytestmark = pytest.mark.usefixtures("without_type_checks")
 
 
 @pytest.mark.parametrize(

@@ -18,18 +18,7 @@ from transformer.nn.masks import Mask
 from transformer.nn.positions import ALiBi, Rotary, Sinusoidal, T5Bias
 from transformer.nn.stacks import Decoder, Encoder
 
-pytestmark = pytest.mark.parity
-
-
-# Imported by fixtures and not above: the tests are collected, and counted, where neither package is installed.
-@pytest.fixture(scope="module", autouse=True)
-def torch():
-    return pytest.importorskip("torch")
-
-
-@pytest.fixture(scope="module")
-def transformers(torch):
-    return pytest.importorskip("transformers")
+pytestmark = [pytest.mark.parity, pytest.mark.usefixtures("torch")]
 
 
 # Attention.

@@ -31,6 +31,7 @@ from notebook_parts import (
 )
 
 import transformer
+from transformer.config import gpt2_decoder
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 COLAB_PAGE = (ROOT / "docs" / "colab.md").read_text(encoding="utf-8")
@@ -143,17 +144,7 @@ def gpt2_directory(folder):
     """A tiny model in GPT-2's form with random weights; its tokens are bytes."""
     letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {letter: number for number, letter in enumerate(letters)} | {"<|endoftext|>": 256}
-    config = transformer.TransformerConfig(
-        vocab_size=257,
-        d_model=16,
-        num_layers=2,
-        num_heads=2,
-        activation="gelu_tanh",
-        position="learned",
-        max_length=128,
-        norm_epsilon=1e-5,
-        embedding=transformer.EmbeddingOptions(scale=False),
-    )
+    config = gpt2_decoder(vocab_size=257, d_model=16, num_layers=2, num_heads=2, max_length=128)
     model = transformer.CausalLM(config)
     params = model.init(jax.random.key(0), jax.numpy.zeros((1, 1), int))["params"]
     transformer.save(model, params, folder)

@@ -88,12 +88,6 @@ SMALL = ["--model.d-model", "24", "--model.num-heads", "4", "--model.num-layers"
 
 
 @pytest.fixture(scope="module")
-def transformers():
-    pytest.importorskip("torch")
-    return pytest.importorskip("transformers")
-
-
-@pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """The few lines of data."""
     place = tmp_path_factory.mktemp("data")

@@ -10,14 +10,13 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from training_recipes import change, text_recipe, xla_flags
+from training_recipes import change, short_recipe, text_recipe, xla_flags
 
 import transformer
-from transformer.config import Execution, TransformerConfig
+from transformer.config import TransformerConfig
 from transformer.config.invocation import python
 from transformer.data import NumberWords
-from transformer.nn.sharding import ParallelConfig
-from transformer.training import EvaluationConfig, LoggingConfig, OptimizerConfig, Recipe, TrainingConfig, loop
+from transformer.training import Recipe, loop
 from transformer.training.evaluation import evaluate_loss
 from transformer.training.journal import Journal
 from transformer.training.loop import train
@@ -41,16 +40,14 @@ pytestmark = pytest.mark.usefixtures("compile_once")
 def translated(tmp_path_factory):
     """Numbers of two digits, a few steps: nothing is learnt, everything is done."""
     folder = tmp_path_factory.mktemp("pairs")
-    recipe = Recipe(
-        name="pairs",
-        model=TransformerConfig(d_model=6, num_heads=3, num_layers=1, d_ff=5),
-        data=NumberWords(max_digits=2, train_examples=200, batch_size=8, data_dir=str(folder / "tfds")),
-        execution=Execution(scan=False),
-        parallel=ParallelConfig(devices=1),
-        optimizer=OptimizerConfig(warmup_steps=2),
-        training=TrainingConfig(steps=3),
-        evaluation=EvaluationConfig(samples=2, exact_match_examples=5, translations=3),
-        logging=LoggingConfig(every=1, progress="lines"),
+    recipe = short_recipe(
+        "pairs",
+        TransformerConfig(d_model=6, num_heads=3, num_layers=1, d_ff=5),
+        NumberWords(max_digits=2, train_examples=200, batch_size=8, data_dir=str(folder / "tfds")),
+        optimizer={"warmup_steps": 2},
+        training={"steps": 3},
+        evaluation={"samples": 2, "exact_match_examples": 5, "translations": 3},
+        logging={"every": 1, "tensorboard": True},
     )
     return train(recipe, folder / "run", command="python train.py pairs")
 

@@ -15,6 +15,22 @@ def transformer_big(**changes: object) -> TransformerConfig:
     return _PAPER.replace(**{"d_model": 1024, "num_heads": 16, "d_ff": 4096, "dropout_rate": 0.3} | changes)
 
 
+def gpt2_decoder(**fields: object) -> TransformerConfig:
+    """The decoder of GPT-2 (Radford et al. 2019): learned positions for 1,024 tokens. Pass its sizes as `fields`."""
+    alike = {"activation": "gelu_tanh", "norm_epsilon": 1e-5, "position": "learned", "max_length": 1024}
+    return TransformerConfig(**alike | {"scale_embeddings": False, "initializer_range": 0.02} | fields)
+
+
+def llama_decoder(**fields: object) -> TransformerConfig:
+    """The decoder of Llama (Touvron et al. 2023, arXiv 2302.13971): RMSNorm, rotary positions, gated SiLU, no biases,
+    untied embeddings. Pass its sizes as `fields`.
+    """
+    layers = {"norm": "rms_norm", "norm_epsilon": 1e-5, "position": "rotary", "use_bias": False}
+    layers |= {"activation": "silu", "gated": True}
+    embeddings = {"scale_embeddings": False, "tie_embeddings": False, "initializer_range": 0.02}
+    return TransformerConfig(**layers | embeddings | fields)
+
+
 _PAPER = TransformerConfig(
     d_model=512,
     num_layers=6,

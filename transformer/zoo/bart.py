@@ -10,7 +10,7 @@ from transformer.config import TransformerConfig
 from transformer.nn.models import Seq2Seq
 from transformer.zoo.family import Family, Head, Variant
 from transformer.zoo.fields import ACTIVATIONS, Codec, Field, FieldError, Fixed, Unread
-from transformer.zoo.weights.rules import MERGED, Row, Rule, WithoutFirst, linear, norm
+from transformer.zoo.weights.rules import Row, Rule, WithoutFirst, modules, norm
 
 UNUSED_ROWS = 2
 """of a position table: the first position is row 2"""
@@ -26,21 +26,19 @@ def stack_rules() -> list[Rule]:
             *norm(f"{layer}self_attn_layer_norm", f"{ours}attention_norm"),
             *attention_rules(f"{layer}encoder_attn", f"{ours}cross_attention"),
             *norm(f"{layer}encoder_attn_layer_norm", f"{ours}cross_attention_norm"),
-            *linear(f"{layer}fc1", f"{ours}feed_forward/up"),
-            *linear(f"{layer}fc2", f"{ours}feed_forward/down"),
-            *norm(f"{layer}final_layer_norm", f"{ours}feed_forward_norm"),
+            *modules(layer, ours, FEED_FORWARD),
         ]
     return rules
 
 
 def attention_rules(tensor: str, parameter: str) -> list[Rule]:
     """Rules of attention with the names q_proj, k_proj, v_proj and out_proj."""
-    return [
-        *linear(f"{tensor}.q_proj", f"{parameter}/query"),
-        *linear(f"{tensor}.k_proj", f"{parameter}/key"),
-        *linear(f"{tensor}.v_proj", f"{parameter}/value"),
-        *linear(f"{tensor}.out_proj", f"{parameter}/out", MERGED),
-    ]
+    names = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "out": "out_proj"}
+    return modules(f"{tensor}.", f"{parameter}/", names)
+
+
+FEED_FORWARD = {"feed_forward/up": "fc1", "feed_forward/down": "fc2", "feed_forward_norm": "final_layer_norm"}
+"""modules of a layer, and what BART and OPT call their tensors"""
 
 
 def _rules(config: TransformerConfig) -> Sequence[Rule]:

@@ -11,7 +11,7 @@ from transformer.config import HeadTransform
 from transformer.nn.models import Classifier, Embedder, MaskedLM
 from transformer.zoo.family import Family, Head, Variant
 from transformer.zoo.fields import ACTIVATIONS, Codec, Field, Fixed, Labels, Unread
-from transformer.zoo.weights.rules import MATRIX, MERGED, SAME, Relation, Rule, Shape, linear, norm
+from transformer.zoo.weights.rules import MATRIX, SAME, Relation, Rule, Shape, linear, modules, norm
 
 
 @dataclass(frozen=True)
@@ -54,15 +54,20 @@ def encoder_rules(prefix: str, positions: Relation = SAME) -> list[Rule]:
         Rule(f"{embeddings}position_embeddings.weight", "encoder/position_table", positions),
         Rule(f"{embeddings}token_type_embeddings.weight", "token_type_embedding/embedding"),
         *norm(f"{embeddings}LayerNorm", "encoder/embedding_norm"),
-        *linear(f"{layer}attention.self.query", f"{ours}self_attention/query"),
-        *linear(f"{layer}attention.self.key", f"{ours}self_attention/key"),
-        *linear(f"{layer}attention.self.value", f"{ours}self_attention/value"),
-        *linear(f"{layer}attention.output.dense", f"{ours}self_attention/out", MERGED),
-        *norm(f"{layer}attention.output.LayerNorm", f"{ours}attention_norm"),
-        *linear(f"{layer}intermediate.dense", f"{ours}feed_forward/up"),
-        *linear(f"{layer}output.dense", f"{ours}feed_forward/down"),
-        *norm(f"{layer}output.LayerNorm", f"{ours}feed_forward_norm"),
+        *modules(layer, ours, _LAYER),
     ]
+
+
+_LAYER = {
+    "self_attention/query": "attention.self.query",
+    "self_attention/key": "attention.self.key",
+    "self_attention/value": "attention.self.value",
+    "self_attention/out": "attention.output.dense",
+    "attention_norm": "attention.output.LayerNorm",
+    "feed_forward/up": "intermediate.dense",
+    "feed_forward/down": "output.dense",
+    "feed_forward_norm": "output.LayerNorm",
+}
 
 
 def masked_lm_rules(head: str, transform: str, layer_norm: str) -> tuple[Rule, ...]:
@@ -73,6 +78,19 @@ def masked_lm_rules(head: str, transform: str, layer_norm: str) -> tuple[Rule, .
         Rule(f"{head}bias", "output_bias"),
         Rule(f"{head}decoder.weight", "output/kernel", MATRIX),
         Rule((f"{head}decoder.bias", f"{head}bias"), "output/bias", Repeated()),
+    )
+
+
+def first_token_head(
+    dense: str, output: str, *, transform: HeadTransform = TANH_POOLER, ignored: tuple[str, ...] = ()
+) -> Head:
+    """A classifier of the first token: its vector goes through the map `dense`, and then `output`."""
+    return Head(
+        model=Classifier,
+        constants={"pooling": "first", "head_transform": transform},
+        fields=(Labels(),),
+        rules=(*linear(dense, "head_transform/dense"), *linear(output, "output")),
+        ignored=ignored,
     )
 
 
@@ -129,13 +147,7 @@ BERT = Family(
             fields=(masked_transform("hidden_act"),),
             rules=masked_lm_rules("cls.predictions.", "transform.dense", "transform.LayerNorm"),
         ),
-        "BertForSequenceClassification": Head(
-            model=Classifier,
-            constants={"output.pooling": "first", "output.transform": TANH_POOLER},
-            fields=(Labels(),),
-            rules=(*linear("bert.pooler.dense", "head_transform/dense"), *linear("classifier", "output")),
-            ignored=_MASKED_LM,
-        ),
+        "BertForSequenceClassification": first_token_head("bert.pooler.dense", "classifier", ignored=_MASKED_LM),
         "BertModel": Head(model=Embedder, base=True, ignored=(*_MASKED_LM, r"classifier\.(weight|bias)")),
     },
     constants=BERT_CONSTANTS,

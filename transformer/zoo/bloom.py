@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from transformer.config import TransformerConfig
-from transformer.nn.models import CausalLM
-from transformer.zoo.family import Family, Head, Variant
+from transformer.zoo.family import Family, Variant
 from transformer.zoo.fields import Codec, Field, FieldError, Fixed, Unread
-from transformer.zoo.llama import LAST_TOKEN
-from transformer.zoo.weights.rules import MATRIX, MERGED, VECTOR, FusedByHead, Rule, linear, norm
+from transformer.zoo.gpt_neox import megatron_layer_rules
+from transformer.zoo.llama import decoder_heads
+from transformer.zoo.weights.rules import Rule, norm
 
 
 @dataclass(frozen=True)
@@ -40,19 +40,10 @@ class OneOf(Codec):
 
 
 def _rules(config: TransformerConfig) -> Sequence[Rule]:
-    layer, ours = "transformer.h.{layer}.", "decoder/{layer}/"
-    fused, heads = f"{layer}self_attention.query_key_value", f"{ours}self_attention/"
-    maps = ("query", "key", "value")
     return [
         Rule("transformer.word_embeddings.weight", "embedding/embedding"),
         *norm("transformer.word_embeddings_layernorm", "decoder/embedding_norm"),
-        *norm(f"{layer}input_layernorm", f"{ours}attention_norm"),
-        Rule(f"{fused}.weight", tuple(f"{heads}{name}/kernel" for name in maps), FusedByHead(MATRIX)),
-        Rule(f"{fused}.bias", tuple(f"{heads}{name}/bias" for name in maps), FusedByHead(VECTOR)),
-        *linear(f"{layer}self_attention.dense", f"{heads}out", MERGED),
-        *norm(f"{layer}post_attention_layernorm", f"{ours}feed_forward_norm"),
-        *linear(f"{layer}mlp.dense_h_to_4h", f"{ours}feed_forward/up"),
-        *linear(f"{layer}mlp.dense_4h_to_h", f"{ours}feed_forward/down"),
+        *megatron_layer_rules("transformer.h.{layer}.", "self_attention"),
         *norm("transformer.ln_f", "decoder/final_norm"),
     ]
 
@@ -66,12 +57,9 @@ BLOOM = Family(
     name="bloom",
     title="BLOOM",
     citation="BigScience Workshop 2022, arXiv 2211.05100",
-    heads={
-        "BloomForCausalLM": Head(model=CausalLM, rules=(Rule("lm_head.weight", "output/kernel", MATRIX),)),
-        "BloomForSequenceClassification": LAST_TOKEN,
-    },
-    constants={"norm": "layer_norm", "position": "alibi", "embedding.norm": True, "use_bias": True}
-    | {"activation": "gelu_tanh", "embedding.scale": False},
+    heads=decoder_heads("Bloom"),
+    constants={"norm": "layer_norm", "position": "alibi", "embedding_norm": True, "use_bias": True}
+    | {"activation": "gelu_tanh", "scale_embeddings": False},
     fields=(
         Field("vocab_size", "vocab_size"),
         OneOf(("hidden_size", "n_embed"), "d_model"),

@@ -10,17 +10,9 @@ from typing import Any
 import numpy as np
 
 from transformer.config import MLA, LayerKind, MoE, TransformerConfig
-from transformer.zoo.family import Family, Variant
+from transformer.zoo.family import Variant
 from transformer.zoo.fields import Biases, Codec, FieldError, Fixed, Rope, Unread, fold
-from transformer.zoo.llama import (
-    COPIES,
-    DECODER_CONSTANTS,
-    ROTARY_BUFFERS,
-    decoder_fields,
-    decoder_heads,
-    feed_forward_rules,
-    norm_rules,
-)
+from transformer.zoo.llama import ROTARY_BUFFERS, decoder_family, decoder_fields, feed_forward_rules, norm_rules
 from transformer.zoo.mixtral import expert_rules
 from transformer.zoo.weights.rules import (
     MATRIX,
@@ -30,6 +22,7 @@ from transformer.zoo.weights.rules import (
     Relation,
     Rule,
     Shape,
+    fused,
     layer_kinds,
     linear,
     norm,
@@ -205,16 +198,19 @@ class RoutedBehindDense(Codec):
 def _rules(config: TransformerConfig) -> Sequence[Rule]:
     theirs, ours = "model.layers.{layer}.self_attn.", "decoder/{layer}/self_attention/"
     mlp, feed_forward = "model.layers.{layer}.mlp.", "decoder/{layer}/feed_forward/"
-    turned = config.attention.mla.qk_rope_head_dim
-    query = "q_proj" if config.attention.mla.q_lora_rank is None else "q_b_proj"
-    latents = {kind: (f"{ours}latent/{kind}", f"{ours}rotary_key/{kind}") for kind in ("kernel", "bias")}
+    turned = config.mla.rotary_dim
+    query = "q_proj" if config.mla.query_rank is None else "q_b_proj"
     return [
         Rule("model.embed_tokens.weight", "embedding/embedding"),
         *linear(f"{theirs}q_a_proj", f"{ours}query_latent"),
         *norm(f"{theirs}q_a_layernorm", f"{ours}query_norm"),
         Rule(f"{theirs}{query}.weight", f"{ours}query/kernel", Interleaved(MATRIX, turned)),
-        Rule(f"{theirs}kv_a_proj_with_mqa.weight", latents["kernel"], Interleaved(Fused(), turned)),
-        Rule(f"{theirs}kv_a_proj_with_mqa.bias", latents["bias"], Interleaved(Fused(each=VECTOR), turned)),
+        *fused(
+            f"{theirs}kv_a_proj_with_mqa",
+            (f"{ours}latent", f"{ours}rotary_key"),
+            Interleaved(Fused(), turned),
+            Interleaved(Fused(each=VECTOR), turned),
+        ),
         *norm(f"{theirs}kv_a_layernorm", f"{ours}latent_norm"),
         Rule(f"{theirs}kv_b_proj.weight", (f"{ours}key/kernel", f"{ours}value/kernel"), FusedHeads()),
         *linear(f"{theirs}o_proj", f"{ours}out", MERGED),
@@ -230,12 +226,11 @@ def _rules(config: TransformerConfig) -> Sequence[Rule]:
     ]
 
 
-DEEPSEEK_V3 = Family(
+DEEPSEEK_V3 = decoder_family(
+    "DeepseekV3",
     name="deepseek_v3",
     title="DeepSeek-V3",
     citation="DeepSeek-AI 2024, arXiv 2412.19437",
-    heads=decoder_heads("DeepseekV3"),
-    constants=DECODER_CONSTANTS,
     fields=(
         *decoder_fields(),
         LatentSizes(),
@@ -253,7 +248,6 @@ DEEPSEEK_V3 = Family(
     rules=_rules,
     # Behind the 61 layers of the published model comes one that predicts the token after the next.
     ignored=(ROTARY_BUFFERS, r"model\.layers\.61\..*"),
-    copies=COPIES,
     variants={
         "deepseek-v3": Variant(
             hub="deepseek-ai/DeepSeek-V3",

@@ -5,28 +5,33 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from transformer.config import HeadTransform, TransformerConfig
-from transformer.nn.models import Classifier, Embedder, MaskedLM
-from transformer.zoo.bert import BERT_CONSTANTS, OLD_NORMS, masked_transform
+from transformer.nn.models import Embedder, MaskedLM
+from transformer.zoo.bert import BERT_CONSTANTS, OLD_NORMS, first_token_head, masked_transform
 from transformer.zoo.family import Family, Head, Variant
-from transformer.zoo.fields import ACTIVATIONS, Field, Labels, Unread
-from transformer.zoo.weights.rules import MERGED, Rule, linear, norm
+from transformer.zoo.fields import ACTIVATIONS, Field, Unread
+from transformer.zoo.weights.rules import Rule, linear, modules, norm
 
 
 def _rules(config: TransformerConfig) -> Sequence[Rule]:
-    embeddings, layer, ours = "distilbert.embeddings.", "distilbert.transformer.layer.{layer}.", "encoder/{layer}/"
+    embeddings = "distilbert.embeddings."
     return [
         Rule(f"{embeddings}word_embeddings.weight", "embedding/embedding"),
         Rule(f"{embeddings}position_embeddings.weight", "encoder/position_table"),
         *norm(f"{embeddings}LayerNorm", "encoder/embedding_norm"),
-        *linear(f"{layer}attention.q_lin", f"{ours}self_attention/query"),
-        *linear(f"{layer}attention.k_lin", f"{ours}self_attention/key"),
-        *linear(f"{layer}attention.v_lin", f"{ours}self_attention/value"),
-        *linear(f"{layer}attention.out_lin", f"{ours}self_attention/out", MERGED),
-        *norm(f"{layer}sa_layer_norm", f"{ours}attention_norm"),
-        *linear(f"{layer}ffn.lin1", f"{ours}feed_forward/up"),
-        *linear(f"{layer}ffn.lin2", f"{ours}feed_forward/down"),
-        *norm(f"{layer}output_layer_norm", f"{ours}feed_forward_norm"),
+        *modules("distilbert.transformer.layer.{layer}.", "encoder/{layer}/", _LAYER),
     ]
+
+
+_LAYER = {
+    "self_attention/query": "attention.q_lin",
+    "self_attention/key": "attention.k_lin",
+    "self_attention/value": "attention.v_lin",
+    "self_attention/out": "attention.out_lin",
+    "attention_norm": "sa_layer_norm",
+    "feed_forward/up": "ffn.lin1",
+    "feed_forward/down": "ffn.lin2",
+    "feed_forward_norm": "output_layer_norm",
+}
 
 
 def _variant(name: str, parameters: int, vocab_size: int = 30_522, architecture: str | None = None) -> Variant:
@@ -52,11 +57,10 @@ DISTILBERT = Family(
                 Rule("vocab_projector.bias", "output_bias"),
             ),
         ),
-        "DistilBertForSequenceClassification": Head(
-            model=Classifier,
-            constants={"output.pooling": "first", "output.transform": HeadTransform(activation="relu", norm=False)},
-            fields=(Labels(),),
-            rules=(*linear("pre_classifier", "head_transform/dense"), *linear("classifier", "output")),
+        "DistilBertForSequenceClassification": first_token_head(
+            "pre_classifier",
+            "classifier",
+            transform=HeadTransform(activation="relu", norm=False),
             ignored=_MASKED_LM,
         ),
         "DistilBertModel": Head(model=Embedder, base=True, ignored=(*_MASKED_LM, r"(pre_)?classifier\.(weight|bias)")),

@@ -177,9 +177,7 @@ class Unread(Codec):
 class Labels(Codec):
     """Number of classes: `id2label`, or `num_labels`; two where neither is there."""
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        return ("id2label", "label2id", "num_labels")
+    names = ("id2label", "label2id", "num_labels")
 
     def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
         labels = values.get("id2label")

@@ -7,19 +7,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from transformer.config import LayerKind, TransformerConfig
-from transformer.zoo.family import Family, Variant
+from transformer.zoo.family import Variant
 from transformer.zoo.fields import ACTIVATIONS, Biases, Codec, Field, Fixed, Rope, Unread, fold
 from transformer.zoo.llama import (
-    COPIES,
     DECODER_CONSTANTS,
     ROTARY_BUFFERS,
     attention_rules,
+    decoder_family,
     decoder_fields,
-    decoder_heads,
+    decoder_variant,
     feed_forward_rules,
 )
 from transformer.zoo.qwen2 import FULL, SLIDING, check_layer_types, layer_types, layer_windows
-from transformer.zoo.weights.rules import Rule, norm
+from transformer.zoo.weights.rules import Rule, modules
 
 GEMMA_CONSTANTS = DECODER_CONSTANTS | {
     "norm": "zero_centered_rms_norm",
@@ -35,9 +35,7 @@ GELU = Field("hidden_activation", "activation", "gelu_pytorch_tanh", {"gelu_pyto
 class QueryScale(Codec):
     """`query_pre_attn_scalar` n: scores are divided by sqrt(n), whatever the size of heads."""
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        return ("query_pre_attn_scalar",)
+    names = ("query_pre_attn_scalar",)
 
     def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
         return {"attention.scale": values.get("query_pre_attn_scalar", 256) ** -0.5}
@@ -51,9 +49,7 @@ class QueryScale(Codec):
 class AlternatingWindows(Codec):
     """Layers 0, 2, 4, ... have `sliding_window`; or those that `layer_types` names."""
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        return ("sliding_window", "layer_types")
+    names = ("sliding_window", "layer_types")
 
     def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
         layers, window = changes["num_layers"], values.get("sliding_window", 4096)
@@ -66,30 +62,33 @@ class AlternatingWindows(Codec):
         return {"sliding_window": max(filter(None, windows), default=4096), "layer_types": layer_types(windows)}
 
 
+_NORMS = {
+    "attention_norm": "input_layernorm",
+    "attention_post_norm": "post_attention_layernorm",
+    "feed_forward_norm": "pre_feedforward_layernorm",
+    "feed_forward_post_norm": "post_feedforward_layernorm",
+}
+
+
 def gemma_rules(config: TransformerConfig) -> Sequence[Rule]:
     """Rules of Gemma 2: Llama's names for maps, its own for the four norms of a layer."""
-    layer, ours = "model.layers.{layer}.", "decoder/{layer}/"
     return [
         *attention_rules(),
         *feed_forward_rules(),
-        *norm(f"{layer}input_layernorm", f"{ours}attention_norm"),
-        *norm(f"{layer}post_attention_layernorm", f"{ours}attention_post_norm"),
-        *norm(f"{layer}pre_feedforward_layernorm", f"{ours}feed_forward_norm"),
-        *norm(f"{layer}post_feedforward_layernorm", f"{ours}feed_forward_post_norm"),
+        *modules("model.layers.{layer}.", "decoder/{layer}/", _NORMS),
     ]
 
 
 def _variant(name: str, parameters: int, width: int, inner: int, layers: int, heads: int, **more) -> Variant:
-    sizes = {"hidden_size": width, "intermediate_size": inner, "num_hidden_layers": layers}
-    sizes |= {"num_attention_heads": heads, "num_key_value_heads": heads // 2, "vocab_size": 256_000}
-    return Variant(hub=f"google/{name}", parameters=parameters, fields=sizes | more)
+    sizes = (width, inner, layers, heads, heads // 2)
+    return decoder_variant(f"google/{name}", parameters, *sizes, vocab_size=256_000, **more)
 
 
-GEMMA2 = Family(
+GEMMA2 = decoder_family(
+    "Gemma2",
     name="gemma2",
     title="Gemma 2",
     citation="Gemma Team 2024, arXiv 2408.00118",
-    heads=decoder_heads("Gemma2"),
     constants=GEMMA_CONSTANTS,
     fields=(
         *decoder_fields(tied=True, kv_heads=4, head_dim=256, activation=GELU),
@@ -105,7 +104,6 @@ GEMMA2 = Family(
     ),
     rules=gemma_rules,
     ignored=(ROTARY_BUFFERS,),
-    copies=COPIES,
     variants={
         "gemma-2-2b": _variant("gemma-2-2b", 2_614_341_888, 2304, 9216, 26, 8),
         "gemma-2-9b": _variant("gemma-2-9b", 9_241_705_984, 3584, 14_336, 42, 16),

@@ -7,13 +7,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from transformer.config import LayerKind, TransformerConfig
-from transformer.nn.models import CausalLM
-from transformer.zoo.family import Family, Head, Variant
+from transformer.zoo.family import Variant
 from transformer.zoo.fields import Biases, Codec, Field, FieldError, Fixed, Unread, fold, read_rotary, write_rotary
 from transformer.zoo.gemma2 import GELU, GEMMA_CONSTANTS, QueryScale, gemma_rules
-from transformer.zoo.llama import COPIES, LAST_TOKEN, decoder_fields, qk_norm_rules
+from transformer.zoo.llama import (
+    LANGUAGE_MODEL,
+    LAST_TOKEN,
+    decoder_family,
+    decoder_fields,
+    decoder_variant,
+    qk_norm_rules,
+)
 from transformer.zoo.qwen2 import FULL, SLIDING, check_layer_types, layer_types, layer_windows
-from transformer.zoo.weights.rules import MATRIX, Rule, layer_kinds
+from transformer.zoo.weights.rules import Rule, layer_kinds
 
 _BASES = {FULL: 1_000_000.0, SLIDING: 10_000.0}
 _KINDS = ", ".join(_BASES)
@@ -82,21 +88,18 @@ def _rules(config: TransformerConfig) -> Sequence[Rule]:
     return [*gemma_rules(config), *qk_norm_rules()]
 
 
-def _variant(name: str, parameters: int, width: int, inner: int, layers: int, **more) -> Variant:
-    sizes = {"hidden_size": width, "intermediate_size": inner, "num_hidden_layers": layers, "vocab_size": 262_144}
-    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256, "sliding_window": 512}
-    return Variant(hub=f"google/{name}", parameters=parameters, fields=sizes | more)
+def _variant(name: str, parameters: int, width: int, inner: int, layers: int) -> Variant:
+    alike = {"vocab_size": 262_144, "head_dim": 256, "sliding_window": 512}
+    return decoder_variant(f"google/{name}", parameters, width, inner, layers, 4, 1, **alike)
 
 
-GEMMA3 = Family(
+GEMMA3 = decoder_family(
+    "Gemma3",
     name="gemma3_text",
     title="Gemma 3 (text)",
     citation="Gemma Team 2025, arXiv 2503.19786",
-    heads={
-        "Gemma3ForCausalLM": Head(model=CausalLM, rules=(Rule("lm_head.weight", "output/kernel", MATRIX),)),
-        "Gemma3TextForSequenceClassification": LAST_TOKEN,
-    },
-    constants=GEMMA_CONSTANTS | {"attention.qk_norm": True},
+    heads={"Gemma3ForCausalLM": LANGUAGE_MODEL, "Gemma3TextForSequenceClassification": LAST_TOKEN},
+    constants=GEMMA_CONSTANTS | {"qk_norm": True},
     fields=(
         *decoder_fields(tied=True, kv_heads=4, head_dim=256, activation=GELU),
         Biases("attention_bias"),
@@ -109,7 +112,6 @@ GEMMA3 = Family(
         Unread(("hidden_act",)),
     ),
     rules=_rules,
-    copies=COPIES,
     variants={
         "gemma-3-270m": _variant("gemma-3-270m", 268_098_176, 640, 2048, 18),
         "gemma-3-1b": _variant("gemma-3-1b-pt", 999_885_952, 1152, 6912, 26),

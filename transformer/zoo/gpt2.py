@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from transformer.config import TransformerConfig
-from transformer.nn.models import CausalLM, Classifier
-from transformer.zoo.family import Family, Head, Variant
-from transformer.zoo.fields import ACTIVATIONS, Field, Fixed, Labels, Unread
-from transformer.zoo.weights.rules import MATRIX, SAME, VECTOR, Fused, Reshaped, Rule, norm
+from transformer.zoo.family import Family, Variant
+from transformer.zoo.fields import ACTIVATIONS, Field, Fixed, Unread
+from transformer.zoo.llama import LANGUAGE_MODEL, LAST_TOKEN
+from transformer.zoo.weights.rules import SAME, VECTOR, Fused, Reshaped, Rule, fused, linear, norm
 
 _ROWS = Reshaped(1)
 _ROWS_MERGED = Reshaped(2)
@@ -17,21 +17,15 @@ _HEADS = tuple(f"decoder/{{layer}}/self_attention/{name}" for name in ("query", 
 
 def _rules(config: TransformerConfig) -> Sequence[Rule]:
     layer, ours = "transformer.h.{layer}.", "decoder/{layer}/"
-
-    def rows(tensor: str, parameter: str, relation: Reshaped = _ROWS) -> list[Rule]:
-        weight = Rule(f"{layer}{tensor}.weight", f"{ours}{parameter}/kernel", relation)
-        return [weight, Rule(f"{layer}{tensor}.bias", f"{ours}{parameter}/bias", VECTOR)]
-
     return [
         Rule("transformer.wte.weight", "embedding/embedding", SAME),
         Rule("transformer.wpe.weight", "decoder/position_table", SAME),
         *norm(f"{layer}ln_1", f"{ours}attention_norm"),
-        Rule(f"{layer}attn.c_attn.weight", tuple(f"{name}/kernel" for name in _HEADS), Fused(1, _ROWS)),
-        Rule(f"{layer}attn.c_attn.bias", tuple(f"{name}/bias" for name in _HEADS), Fused(0, VECTOR)),
-        *rows("attn.c_proj", "self_attention/out", _ROWS_MERGED),
+        *fused(f"{layer}attn.c_attn", _HEADS, Fused(1, _ROWS), Fused(0, VECTOR)),
+        *linear(f"{layer}attn.c_proj", f"{ours}self_attention/out", _ROWS_MERGED),
         *norm(f"{layer}ln_2", f"{ours}feed_forward_norm"),
-        *rows("mlp.c_fc", "feed_forward/up"),
-        *rows("mlp.c_proj", "feed_forward/down"),
+        *linear(f"{layer}mlp.c_fc", f"{ours}feed_forward/up", _ROWS),
+        *linear(f"{layer}mlp.c_proj", f"{ours}feed_forward/down", _ROWS),
         *norm("transformer.ln_f", "decoder/final_norm"),
     ]
 
@@ -45,16 +39,8 @@ GPT2 = Family(
     name="gpt2",
     title="GPT-2",
     citation="Radford et al. 2019, Language Models are Unsupervised Multitask Learners",
-    heads={
-        "GPT2LMHeadModel": Head(model=CausalLM, rules=(Rule("lm_head.weight", "output/kernel", MATRIX),)),
-        "GPT2ForSequenceClassification": Head(
-            model=Classifier,
-            constants={"attention.causal": True, "output.pooling": "last", "output.bias": False},
-            fields=(Labels(),),
-            rules=(Rule("score.weight", "output/kernel", MATRIX),),
-        ),
-    },
-    constants={"norm": "layer_norm", "position": "learned", "use_bias": True, "embedding.scale": False},
+    heads={"GPT2LMHeadModel": LANGUAGE_MODEL, "GPT2ForSequenceClassification": LAST_TOKEN},
+    constants={"norm": "layer_norm", "position": "learned", "use_bias": True, "scale_embeddings": False},
     fields=(
         Field("vocab_size", "vocab_size", 50257),
         Field("n_positions", "max_length", 1024),

@@ -9,22 +9,32 @@ from transformer.nn.models import CausalLM
 from transformer.zoo.family import Family, Head, Variant
 from transformer.zoo.fields import ACTIVATIONS, Field, Rope, Unread
 from transformer.zoo.llama import LAST_TOKEN
-from transformer.zoo.weights.rules import MATRIX, MERGED, VECTOR, FusedByHead, Rule, linear, norm
+from transformer.zoo.weights.rules import MATRIX, VECTOR, FusedByHead, Rule, fused, modules, norm
+
+
+def megatron_layer_rules(layer: str, attention: str) -> list[Rule]:
+    """Rules of the layers of GPT-NeoX and BLOOM, both trained with Megatron-LM: tensors begin with `layer`, those of
+    attention with `attention` after it.
+    """
+    ours = "decoder/{layer}/"
+    maps = [f"{ours}self_attention/{name}" for name in ("query", "key", "value")]
+    behind = {
+        "self_attention/out": f"{attention}.dense",
+        "feed_forward_norm": "post_attention_layernorm",
+        "feed_forward/up": "mlp.dense_h_to_4h",
+        "feed_forward/down": "mlp.dense_4h_to_h",
+    }
+    return [
+        *norm(f"{layer}input_layernorm", f"{ours}attention_norm"),
+        *fused(f"{layer}{attention}.query_key_value", maps, FusedByHead(MATRIX), FusedByHead(VECTOR)),
+        *modules(layer, ours, behind),
+    ]
 
 
 def _rules(config: TransformerConfig) -> Sequence[Rule]:
-    layer, ours = "gpt_neox.layers.{layer}.", "decoder/{layer}/"
-    maps = [f"{ours}self_attention/{name}" for name in ("query", "key", "value")]
-    fused = f"{layer}attention.query_key_value"
     return [
         Rule("gpt_neox.embed_in.weight", "embedding/embedding"),
-        *norm(f"{layer}input_layernorm", f"{ours}attention_norm"),
-        Rule(f"{fused}.weight", tuple(f"{name}/kernel" for name in maps), FusedByHead(MATRIX)),
-        Rule(f"{fused}.bias", tuple(f"{name}/bias" for name in maps), FusedByHead(VECTOR)),
-        *linear(f"{layer}attention.dense", f"{ours}self_attention/out", MERGED),
-        *norm(f"{layer}post_attention_layernorm", f"{ours}feed_forward_norm"),
-        *linear(f"{layer}mlp.dense_h_to_4h", f"{ours}feed_forward/up"),
-        *linear(f"{layer}mlp.dense_4h_to_h", f"{ours}feed_forward/down"),
+        *megatron_layer_rules("gpt_neox.layers.{layer}.", "attention"),
         *norm("gpt_neox.final_layer_norm", "decoder/final_norm"),
     ]
 

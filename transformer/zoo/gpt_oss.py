@@ -9,16 +9,9 @@ from typing import Any
 import numpy as np
 
 from transformer.config import LayerKind, MoE, TransformerConfig
-from transformer.zoo.family import Family, Variant
+from transformer.zoo.family import Variant
 from transformer.zoo.fields import Biases, Codec, Fixed, Rope, Unread, fold
-from transformer.zoo.llama import (
-    COPIES,
-    DECODER_CONSTANTS,
-    attention_rules,
-    decoder_fields,
-    decoder_heads,
-    norm_rules,
-)
+from transformer.zoo.llama import DECODER_CONSTANTS, attention_rules, decoder_family, decoder_fields, norm_rules
 from transformer.zoo.mixtral import balance_coefficient, balance_weight
 from transformer.zoo.qwen2 import FULL, SLIDING, check_layer_types, layer_types, layer_windows
 from transformer.zoo.weights.rules import Relation, Rule, Shape, layer_kinds, linear
@@ -122,12 +115,12 @@ def _variant(hub: str, parameters: int, layers: int, experts: int) -> Variant:
     return Variant(hub=f"openai/{hub}", parameters=parameters, fields=sizes)
 
 
-GPT_OSS = Family(
+GPT_OSS = decoder_family(
+    "GptOss",
     name="gpt_oss",
     title="gpt-oss",
     citation="OpenAI 2025, arXiv 2508.10925",
-    heads=decoder_heads("GptOss"),
-    constants=DECODER_CONSTANTS | {"activation": "swiglu_clamped", "attention.sinks": True},
+    constants=DECODER_CONSTANTS | {"activation": "swiglu_clamped", "attention_sinks": True},
     fields=(
         # The reference's experts read no hidden_act.
         *decoder_fields(epsilon=1e-5, kv_heads=8, head_dim=64, activation=Unread(("hidden_act",))),
@@ -140,7 +133,6 @@ GPT_OSS = Family(
         Unread(("experts_per_token", "initial_context_length")),
     ),
     rules=_rules,
-    copies=COPIES,
     variants={
         "gpt-oss-20b": _variant("gpt-oss-20b", 20_914_757_184, layers=24, experts=32),
         "gpt-oss-120b": _variant("gpt-oss-120b", 116_829_156_672, layers=36, experts=128),

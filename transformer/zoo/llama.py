@@ -10,7 +10,7 @@ from transformer.config import TransformerConfig
 from transformer.nn.models import CausalLM, Classifier
 from transformer.zoo.family import Family, Head, Variant
 from transformer.zoo.fields import ACTIVATIONS, Biases, Codec, Field, Labels, Rope
-from transformer.zoo.weights.rules import MATRIX, MERGED, Rule, linear, norm
+from transformer.zoo.weights.rules import MATRIX, Rule, modules, norm
 
 DECODER_CONSTANTS = {
     "norm": "rms_norm",
@@ -33,10 +33,7 @@ def attention_rules() -> list[Rule]:
     layer, ours = "model.layers.{layer}.self_attn.", "decoder/{layer}/self_attention/"
     return [
         Rule("model.embed_tokens.weight", "embedding/embedding"),
-        *linear(f"{layer}q_proj", f"{ours}query"),
-        *linear(f"{layer}k_proj", f"{ours}key"),
-        *linear(f"{layer}v_proj", f"{ours}value"),
-        *linear(f"{layer}o_proj", f"{ours}out", MERGED),
+        *modules(layer, ours, {"query": "q_proj", "key": "k_proj", "value": "v_proj", "out": "o_proj"}),
         *norm("model.norm", "decoder/final_norm"),
     ]
 
@@ -44,26 +41,19 @@ def attention_rules() -> list[Rule]:
 def feed_forward_rules() -> list[Rule]:
     """Rules of a gated feed-forward by Llama's names."""
     layer, ours = "model.layers.{layer}.mlp.", "decoder/{layer}/feed_forward/"
-    return [
-        *linear(f"{layer}gate_proj", f"{ours}gate"),
-        *linear(f"{layer}up_proj", f"{ours}up"),
-        *linear(f"{layer}down_proj", f"{ours}down"),
-    ]
+    return modules(layer, ours, {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"})
 
 
 def norm_rules() -> list[Rule]:
     """Rules of the two norms of a pre-norm layer by Llama's names."""
-    layer, ours = "model.layers.{layer}.", "decoder/{layer}/"
-    return [
-        *norm(f"{layer}input_layernorm", f"{ours}attention_norm"),
-        *norm(f"{layer}post_attention_layernorm", f"{ours}feed_forward_norm"),
-    ]
+    names = {"attention_norm": "input_layernorm", "feed_forward_norm": "post_attention_layernorm"}
+    return modules("model.layers.{layer}.", "decoder/{layer}/", names)
 
 
 def qk_norm_rules() -> list[Rule]:
     """Rules of norms on queries and keys by the names that Qwen3, Gemma 3 and OLMo 2 share."""
     layer, ours = "model.layers.{layer}.self_attn.", "decoder/{layer}/self_attention/"
-    return [*norm(f"{layer}q_norm", f"{ours}query_norm"), *norm(f"{layer}k_norm", f"{ours}key_norm")]
+    return modules(layer, ours, {"query_norm": "q_norm", "key_norm": "k_norm"})
 
 
 def decoder_rules(config: TransformerConfig) -> Sequence[Rule]:
@@ -82,9 +72,7 @@ class Heads(Codec):
     head_dim: int | None
     """None: as null"""
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        return ("num_key_value_heads", "head_dim")
+    names = ("num_key_value_heads", "head_dim")
 
     def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
         width, heads = changes["d_model"], changes["num_heads"]
@@ -136,12 +124,28 @@ LAST_TOKEN = Head(
 """a decoder's classifier of the last real token"""
 
 
+LANGUAGE_MODEL = Head(model=CausalLM, rules=(Rule("lm_head.weight", "output/kernel", MATRIX),))
+"""a decoder with an output map by the reference's usual name"""
+
+
 def decoder_heads(name: str) -> dict[str, Head]:
     """A language model and a classifier of the last token, with the reference's names."""
-    return {
-        f"{name}ForCausalLM": Head(model=CausalLM, rules=(Rule("lm_head.weight", "output/kernel", MATRIX),)),
-        f"{name}ForSequenceClassification": LAST_TOKEN,
-    }
+    return {f"{name}ForCausalLM": LANGUAGE_MODEL, f"{name}ForSequenceClassification": LAST_TOKEN}
+
+
+def decoder_family(reference: str, **facts: Any) -> Family:
+    """A family like Llama but for these fields of `Family`; class names of the reference begin with `reference`."""
+    alike = {"heads": decoder_heads(reference), "constants": DECODER_CONSTANTS, "rules": decoder_rules}
+    return Family(**alike | {"copies": COPIES} | facts)
+
+
+def decoder_variant(
+    hub: str, parameters: int, width: int, inner: int, layers: int, heads: int, kv_heads: int, **fields: Any
+) -> Variant:
+    """Published weights, with their sizes by Llama's names; `fields` are the others in config.json."""
+    sizes = {"hidden_size": width, "intermediate_size": inner, "num_hidden_layers": layers}
+    sizes |= {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    return Variant(hub=hub, parameters=parameters, fields=sizes | fields)
 
 
 _LLAMA3 = {
@@ -153,43 +157,35 @@ _LLAMA3 = {
 }
 
 
-def _variant(hub: str, parameters: int, width: int, inner: int, layers: int, heads: int, kv: int, **more) -> Variant:
-    sizes = {"hidden_size": width, "intermediate_size": inner, "num_hidden_layers": layers}
-    sizes |= {"num_attention_heads": heads, "num_key_value_heads": kv, "rms_norm_eps": 1e-5}
-    return Variant(hub=hub, parameters=parameters, fields=sizes | more)
-
-
-_THREE = {"vocab_size": 128_256, "rope_theta": 500_000.0}
+_TWO = {"vocab_size": 32_000, "rms_norm_eps": 1e-5}
+_THREE = {"vocab_size": 128_256, "rms_norm_eps": 1e-5, "rope_theta": 500_000.0}
 _THREE_ONE = _THREE | {"rope_scaling": _LLAMA3, "max_position_embeddings": 131_072}
 _THREE_TWO = _THREE_ONE | {"rope_scaling": _LLAMA3 | {"factor": 32.0}, "tie_word_embeddings": True}
 
-LLAMA = Family(
+LLAMA = decoder_family(
+    "Llama",
     name="llama",
     title="Llama",
     citation="Touvron et al. 2023, arXiv 2302.13971 and 2307.09288; Llama Team 2024, arXiv 2407.21783",
-    heads=decoder_heads("Llama"),
-    constants=DECODER_CONSTANTS,
     fields=(
         *decoder_fields(),
         Rope(),
         Biases(attention="attention_bias", feed_forward="mlp_bias"),
     ),
-    rules=decoder_rules,
     ignored=(ROTARY_BUFFERS,),
-    copies=COPIES,
     variants={
-        "llama-2-7b": _variant("meta-llama/Llama-2-7b-hf", 6_738_415_616, 4096, 11008, 32, 32, 32, vocab_size=32_000),
-        "llama-2-13b": _variant(
-            "meta-llama/Llama-2-13b-hf", 13_015_864_320, 5120, 13824, 40, 40, 40, vocab_size=32_000
+        "llama-2-7b": decoder_variant("meta-llama/Llama-2-7b-hf", 6_738_415_616, 4096, 11008, 32, 32, 32, **_TWO),
+        "llama-2-13b": decoder_variant("meta-llama/Llama-2-13b-hf", 13_015_864_320, 5120, 13824, 40, 40, 40, **_TWO),
+        "llama-2-70b": decoder_variant("meta-llama/Llama-2-70b-hf", 68_976_648_192, 8192, 28672, 80, 64, 8, **_TWO),
+        "llama-3-8b": decoder_variant("meta-llama/Meta-Llama-3-8B", 8_030_261_248, 4096, 14336, 32, 32, 8, **_THREE),
+        "llama-3.1-8b": decoder_variant("meta-llama/Llama-3.1-8B", 8_030_261_248, 4096, 14336, 32, 32, 8, **_THREE_ONE),
+        "llama-3.1-70b": decoder_variant(
+            "meta-llama/Llama-3.1-70B", 70_553_706_496, 8192, 28672, 80, 64, 8, **_THREE_ONE
         ),
-        "llama-2-70b": _variant("meta-llama/Llama-2-70b-hf", 68_976_648_192, 8192, 28672, 80, 64, 8, vocab_size=32_000),
-        "llama-3-8b": _variant("meta-llama/Meta-Llama-3-8B", 8_030_261_248, 4096, 14336, 32, 32, 8, **_THREE),
-        "llama-3.1-8b": _variant("meta-llama/Llama-3.1-8B", 8_030_261_248, 4096, 14336, 32, 32, 8, **_THREE_ONE),
-        "llama-3.1-70b": _variant("meta-llama/Llama-3.1-70B", 70_553_706_496, 8192, 28672, 80, 64, 8, **_THREE_ONE),
-        "llama-3.2-1b": _variant(
+        "llama-3.2-1b": decoder_variant(
             "meta-llama/Llama-3.2-1B", 1_235_814_400, 2048, 8192, 16, 32, 8, head_dim=64, **_THREE_TWO
         ),
-        "llama-3.2-3b": _variant(
+        "llama-3.2-3b": decoder_variant(
             "meta-llama/Llama-3.2-3B", 3_212_749_824, 3072, 8192, 28, 24, 8, head_dim=128, **_THREE_TWO
         ),
     },

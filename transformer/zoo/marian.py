@@ -20,9 +20,7 @@ class Vocabularies(Codec):
     `share_encoder_decoder_embeddings` says so. FieldError: one table, two sizes.
     """
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        return ("vocab_size", "decoder_vocab_size", "share_encoder_decoder_embeddings")
+    names = ("vocab_size", "decoder_vocab_size", "share_encoder_decoder_embeddings")
 
     def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
         source = values["vocab_size"]
@@ -49,9 +47,7 @@ class Positions(Codec):
     it does not.
     """
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        return ("static_position_embeddings", "max_position_embeddings")
+    names = ("static_position_embeddings", "max_position_embeddings")
 
     def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
         static = values.get("static_position_embeddings", True)

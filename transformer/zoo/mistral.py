@@ -7,16 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from transformer.config import LayerKind, TransformerConfig
-from transformer.zoo.family import Family, Variant
+from transformer.zoo.family import Variant
 from transformer.zoo.fields import Codec, Rope
-from transformer.zoo.llama import (
-    COPIES,
-    DECODER_CONSTANTS,
-    ROTARY_BUFFERS,
-    decoder_fields,
-    decoder_heads,
-    decoder_rules,
-)
+from transformer.zoo.llama import ROTARY_BUFFERS, decoder_family, decoder_fields, decoder_variant
 from transformer.zoo.weights.rules import layer_kinds
 
 
@@ -27,9 +20,7 @@ class SameWindow(Codec):
     default: int | None
     """where the file doesn't say"""
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        return ("sliding_window",)
+    names = ("sliding_window",)
 
     def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
         return {"stack.period": (LayerKind(window=values.get("sliding_window", self.default)),)}
@@ -38,34 +29,25 @@ class SameWindow(Codec):
         return {"sliding_window": layer_kinds(config, config.num_layers)[0].window}
 
 
-def _variant(hub: str, **changes: Any) -> Variant:
-    sizes = {"vocab_size": 32_000, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32}
-    sizes |= {"num_attention_heads": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-5}
-    return Variant(hub=hub, parameters=changes.pop("parameters", 7_241_732_096), fields=sizes | changes)
+def _variant(name: str, parameters: int, **fields: Any) -> Variant:
+    return decoder_variant(f"mistralai/{name}", parameters, 4096, 14_336, 32, 32, 8, rms_norm_eps=1e-5, **fields)
 
 
-MISTRAL = Family(
+_SMALL = {"vocab_size": 32_000}
+_WHOLE = {"sliding_window": None, "rope_theta": 1_000_000.0}
+
+
+MISTRAL = decoder_family(
+    "Mistral",
     name="mistral",
     title="Mistral",
     citation="Jiang et al. 2023, arXiv 2310.06825",
-    heads=decoder_heads("Mistral"),
-    constants=DECODER_CONSTANTS,
     fields=(*decoder_fields(kv_heads=8), Rope(), SameWindow(4096)),
-    rules=decoder_rules,
     ignored=(ROTARY_BUFFERS,),
-    copies=COPIES,
     variants={
-        "mistral-7b-v0.1": _variant("mistralai/Mistral-7B-v0.1", sliding_window=4096),
-        "mistral-7b-instruct-v0.2": _variant(
-            "mistralai/Mistral-7B-Instruct-v0.2", sliding_window=None, rope_theta=1_000_000.0
-        ),
-        "mistral-7b-v0.3": _variant(
-            "mistralai/Mistral-7B-v0.3",
-            parameters=7_248_023_552,
-            vocab_size=32_768,
-            sliding_window=None,
-            rope_theta=1_000_000.0,
-        ),
+        "mistral-7b-v0.1": _variant("Mistral-7B-v0.1", 7_241_732_096, **_SMALL, sliding_window=4096),
+        "mistral-7b-instruct-v0.2": _variant("Mistral-7B-Instruct-v0.2", 7_241_732_096, **_SMALL, **_WHOLE),
+        "mistral-7b-v0.3": _variant("Mistral-7B-v0.3", 7_248_023_552, vocab_size=32_768, **_WHOLE),
     },
 )
 """Mistral 7B"""

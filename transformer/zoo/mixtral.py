@@ -7,15 +7,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from transformer.config import MoE, TransformerConfig
-from transformer.zoo.family import Family, Variant
 from transformer.zoo.fields import Codec, Rope, Unread
 from transformer.zoo.llama import (
-    COPIES,
-    DECODER_CONSTANTS,
     ROTARY_BUFFERS,
     attention_rules,
+    decoder_family,
     decoder_fields,
-    decoder_heads,
+    decoder_variant,
     norm_rules,
 )
 from transformer.zoo.mistral import SameWindow
@@ -49,9 +47,7 @@ def expert_rules(tensors: str, gate: str, up: str, down: str) -> list[Rule]:
 class Experts(Codec):
     """Every layer is routed, its experts as wide as `intermediate_size`. Read after the window, written like it."""
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        return ("num_local_experts", "num_experts_per_tok", "router_aux_loss_coef")
+    names = ("num_local_experts", "num_experts_per_tok", "router_aux_loss_coef")
 
     def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
         top_k = values.get("num_experts_per_tok", 2)
@@ -80,17 +76,15 @@ def _rules(config: TransformerConfig) -> Sequence[Rule]:
     return [*attention_rules(), *norm_rules(), *expert_rules(layer, gate="w1", up="w3", down="w2")]
 
 
-def _variant(hub: str, parameters: int, **sizes: Any) -> Variant:
-    alike = {"num_key_value_heads": 8, "rope_theta": 1_000_000.0, "rms_norm_eps": 1e-5, "num_local_experts": 8}
-    return Variant(hub=f"mistralai/{hub}", parameters=parameters, fields=alike | {"num_experts_per_tok": 2} | sizes)
+_ALIKE = {"vocab_size": 32_000, "rope_theta": 1_000_000.0, "rms_norm_eps": 1e-5}
+_ALIKE |= {"num_local_experts": 8, "num_experts_per_tok": 2}
 
 
-MIXTRAL = Family(
+MIXTRAL = decoder_family(
+    "Mixtral",
     name="mixtral",
     title="Mixtral",
     citation="Jiang et al. 2024, arXiv 2401.04088",
-    heads=decoder_heads("Mixtral"),
-    constants=DECODER_CONSTANTS,
     fields=(
         *decoder_fields(epsilon=1e-5, kv_heads=8),
         Rope(default_base=1_000_000.0),
@@ -100,25 +94,12 @@ MIXTRAL = Family(
     ),
     rules=_rules,
     ignored=(ROTARY_BUFFERS,),
-    copies=COPIES,
     variants={
-        "mixtral-8x7b": _variant(
-            "Mixtral-8x7B-v0.1",
-            46_702_792_704,
-            vocab_size=32_000,
-            hidden_size=4096,
-            intermediate_size=14_336,
-            num_hidden_layers=32,
-            num_attention_heads=32,
+        "mixtral-8x7b": decoder_variant(
+            "mistralai/Mixtral-8x7B-v0.1", 46_702_792_704, 4096, 14_336, 32, 32, 8, **_ALIKE
         ),
-        "mixtral-8x22b": _variant(
-            "Mixtral-8x22B-v0.1",
-            140_620_634_112,
-            vocab_size=32_000,
-            hidden_size=6144,
-            intermediate_size=16_384,
-            num_hidden_layers=56,
-            num_attention_heads=48,
+        "mixtral-8x22b": decoder_variant(
+            "mistralai/Mixtral-8x22B-v0.1", 140_620_634_112, 6144, 16_384, 56, 48, 8, **_ALIKE
         ),
     },
 )

@@ -22,7 +22,7 @@ from transformer.zoo.fields import (
     read_rotary,
     write_rotary,
 )
-from transformer.zoo.weights.rules import MATRIX, MERGED, VECTOR, Fused, Rule, layer_kinds, linear, norm
+from transformer.zoo.weights.rules import MATRIX, MERGED, VECTOR, Fused, Rule, fused, layer_kinds, linear, norm
 
 # Sorts of layers, as `layer_types` has them, and where older files have the base of each.
 _FULL, _SLIDING = "full_attention", "sliding_attention"
@@ -86,9 +86,7 @@ def _turning(values: Mapping[str, Any], name: str) -> Any:
 class PredictionHead(Codec):
     """The map in front of tokens or classes, and the norm behind it."""
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        return ("classifier_activation", "classifier_bias")
+    names = ("classifier_activation", "classifier_bias")
 
     def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
         activation = Field("classifier_activation", "activation", "gelu", ACTIVATIONS).read(values, changes)
@@ -109,19 +107,15 @@ def _rules(config: TransformerConfig) -> Sequence[Rule]:
     layer, ours = "model.layers.{layer}.", "encoder/{layer}/"
     heads = tuple(f"{ours}self_attention/{name}" for name in ("query", "key", "value"))
     halves = tuple(f"{ours}feed_forward/{name}" for name in ("gate", "up"))
-
-    def fused(tensor: str, parameters: tuple[str, ...]) -> list[Rule]:
-        weights = Rule(f"{tensor}.weight", tuple(f"{name}/kernel" for name in parameters), Fused(0, MATRIX))
-        return [weights, Rule(f"{tensor}.bias", tuple(f"{name}/bias" for name in parameters), Fused(0, VECTOR))]
-
+    joined = (Fused(0, MATRIX), Fused(0, VECTOR))
     return [
         Rule("model.embeddings.tok_embeddings.weight", "embedding/embedding"),
         *norm("model.embeddings.norm", "encoder/embedding_norm"),
         *norm(f"{layer}attn_norm", f"{ours}attention_norm"),
-        *fused(f"{layer}attn.Wqkv", heads),
+        *fused(f"{layer}attn.Wqkv", heads, *joined),
         *linear(f"{layer}attn.Wo", f"{ours}self_attention/out", MERGED),
         *norm(f"{layer}mlp_norm", f"{ours}feed_forward_norm"),
-        *fused(f"{layer}mlp.Wi", halves),
+        *fused(f"{layer}mlp.Wi", halves, *joined),
         *linear(f"{layer}mlp.Wo", f"{ours}feed_forward/down"),
         *norm("model.final_norm", "encoder/final_norm"),
     ]

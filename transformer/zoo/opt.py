@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from transformer.config import TransformerConfig
-from transformer.nn.models import CausalLM
-from transformer.zoo.bart import UNUSED_ROWS, attention_rules
-from transformer.zoo.family import Family, Head, Variant
+from transformer.zoo.bart import FEED_FORWARD, UNUSED_ROWS, attention_rules
+from transformer.zoo.family import Family, Variant
 from transformer.zoo.fields import ACTIVATIONS, Codec, Field, FieldError, Fixed, Unread
-from transformer.zoo.llama import LAST_TOKEN
-from transformer.zoo.weights.rules import MATRIX, Rule, WithoutFirst, linear, norm
+from transformer.zoo.llama import decoder_heads
+from transformer.zoo.weights.rules import Rule, WithoutFirst, modules, norm
 
 
 @dataclass(frozen=True)
@@ -41,9 +40,7 @@ def _rules(config: TransformerConfig) -> Sequence[Rule]:
         Rule("model.decoder.embed_positions.weight", "decoder/position_table", WithoutFirst(UNUSED_ROWS)),
         *attention_rules(f"{layer}self_attn", f"{ours}self_attention"),
         *norm(f"{layer}self_attn_layer_norm", f"{ours}attention_norm"),
-        *linear(f"{layer}fc1", f"{ours}feed_forward/up"),
-        *linear(f"{layer}fc2", f"{ours}feed_forward/down"),
-        *norm(f"{layer}final_layer_norm", f"{ours}feed_forward_norm"),
+        *modules(layer, ours, FEED_FORWARD),
         *norm("model.decoder.final_layer_norm", "decoder/final_norm"),
     ]
 
@@ -62,11 +59,8 @@ OPT = Family(
     name="opt",
     title="OPT",
     citation="Zhang et al. 2022, arXiv 2205.01068",
-    heads={
-        "OPTForCausalLM": Head(model=CausalLM, rules=(Rule("lm_head.weight", "output/kernel", MATRIX),)),
-        "OPTForSequenceClassification": LAST_TOKEN,
-    },
-    constants={"norm": "layer_norm", "norm_epsilon": 1e-5, "position": "learned", "embedding.scale": False},
+    heads=decoder_heads("OPT"),
+    constants={"norm": "layer_norm", "norm_epsilon": 1e-5, "position": "learned", "scale_embeddings": False},
     fields=(
         Field("vocab_size", "vocab_size"),
         Field("hidden_size", "d_model"),

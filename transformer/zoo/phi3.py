@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from transformer.config import TransformerConfig
-from transformer.zoo.family import Family, Variant
 from transformer.zoo.fields import Field, FieldError, Fixed, Rope, Unread
-from transformer.zoo.llama import COPIES, DECODER_CONSTANTS, decoder_fields, decoder_heads, norm_rules
+from transformer.zoo.llama import decoder_family, decoder_fields, decoder_variant, norm_rules
 from transformer.zoo.mistral import SameWindow
 from transformer.zoo.weights.rules import MERGED, Fused, Rule, linear, norm
 
@@ -47,18 +46,14 @@ def _rules(config: TransformerConfig) -> Sequence[Rule]:
     ]
 
 
-def _variant(hub: str, parameters: int, width: int, inner: int, layers: int, heads: int, kv: int, **more) -> Variant:
-    sizes = {"hidden_size": width, "intermediate_size": inner, "num_hidden_layers": layers, "vocab_size": 32_064}
-    sizes |= {"num_attention_heads": heads, "num_key_value_heads": kv}
-    return Variant(hub=f"microsoft/{hub}", parameters=parameters, fields=sizes | more)
+_THREE = {"vocab_size": 32_064, "sliding_window": 2047}
+_FOUR = {"vocab_size": 100_352, "rope_theta": 250_000.0}
 
-
-PHI3 = Family(
+PHI3 = decoder_family(
+    "Phi3",
     name="phi3",
     title="Phi-3 and Phi-4",
     citation="Abdin et al. 2024, arXiv 2404.14219 and 2412.08905",
-    heads=decoder_heads("Phi3"),
-    constants=DECODER_CONSTANTS,
     fields=(
         *decoder_fields(epsilon=1e-5),
         UnscaledRope(default_share=1.0),
@@ -69,13 +64,14 @@ PHI3 = Family(
         Unread(("embd_pdrop", "original_max_position_embeddings")),
     ),
     rules=_rules,
-    copies=COPIES,
     variants={
-        "phi-3-mini-4k": _variant("Phi-3-mini-4k-instruct", 3_821_079_552, 3072, 8192, 32, 32, 32, sliding_window=2047),
-        "phi-3-medium-4k": _variant(
-            "Phi-3-medium-4k-instruct", 13_960_238_080, 5120, 17_920, 40, 40, 10, sliding_window=2047
+        "phi-3-mini-4k": decoder_variant(
+            "microsoft/Phi-3-mini-4k-instruct", 3_821_079_552, 3072, 8192, 32, 32, 32, **_THREE
         ),
-        "phi-4": _variant("phi-4", 14_659_507_200, 5120, 17_920, 40, 40, 10, vocab_size=100_352, rope_theta=250_000.0),
+        "phi-3-medium-4k": decoder_variant(
+            "microsoft/Phi-3-medium-4k-instruct", 13_960_238_080, 5120, 17_920, 40, 40, 10, **_THREE
+        ),
+        "phi-4": decoder_variant("microsoft/phi-4", 14_659_507_200, 5120, 17_920, 40, 40, 10, **_FOUR),
     },
 )
 """Phi-3 and Phi-4 without longrope"""

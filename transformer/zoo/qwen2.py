@@ -7,16 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from transformer.config import LayerKind, TransformerConfig
-from transformer.zoo.family import Family, Variant
+from transformer.zoo.family import Variant
 from transformer.zoo.fields import Codec, FieldError, Rope, fold
-from transformer.zoo.llama import (
-    COPIES,
-    DECODER_CONSTANTS,
-    ROTARY_BUFFERS,
-    decoder_fields,
-    decoder_heads,
-    decoder_rules,
-)
+from transformer.zoo.llama import DECODER_CONSTANTS, ROTARY_BUFFERS, decoder_family, decoder_fields, decoder_variant
 from transformer.zoo.weights.rules import layer_kinds
 
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -47,9 +40,7 @@ def layer_windows(config: TransformerConfig) -> list[int | None]:
 class UpperWindows(Codec):
     """Layers from `max_window_layers` on have `sliding_window` if `use_sliding_window`; or as `layer_types` says."""
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        return ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
+    names = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
 
     def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
         layers, first = changes["num_layers"], values.get("max_window_layers", 28)
@@ -72,24 +63,21 @@ class UpperWindows(Codec):
         }
 
 
-def _variant(name: str, parameters: int, width: int, inner: int, layers: int, heads: int, kv: int, **more) -> Variant:
-    sizes = {"hidden_size": width, "intermediate_size": inner, "num_hidden_layers": layers}
-    sizes |= {"num_attention_heads": heads, "num_key_value_heads": kv, "vocab_size": 151_936, "rms_norm_eps": 1e-6}
-    return Variant(hub=f"Qwen/{name}", parameters=parameters, fields=sizes | {"rope_theta": 1_000_000.0} | more)
+def _variant(name: str, *sizes: int, **fields: Any) -> Variant:
+    alike = {"vocab_size": 151_936, "rms_norm_eps": 1e-6, "rope_theta": 1_000_000.0}
+    return decoder_variant(f"Qwen/{name}", *sizes, **alike | fields)
 
 
 _TIED = {"tie_word_embeddings": True}
 
-QWEN2 = Family(
+QWEN2 = decoder_family(
+    "Qwen2",
     name="qwen2",
     title="Qwen 2 and 2.5",
     citation="Yang et al. 2024, arXiv 2407.10671; Qwen Team 2024, arXiv 2412.15115",
-    heads=decoder_heads("Qwen2"),
-    constants=DECODER_CONSTANTS | {"attention.biases": ("query", "key", "value")},
+    constants=DECODER_CONSTANTS | {"attention_biases": ("query", "key", "value")},
     fields=(*decoder_fields(kv_heads=32), Rope(), UpperWindows()),
-    rules=decoder_rules,
     ignored=(ROTARY_BUFFERS,),
-    copies=COPIES,
     variants={
         "qwen2-0.5b": _variant("Qwen2-0.5B", 494_032_768, 896, 4864, 24, 14, 2, **_TIED),
         "qwen2-1.5b": _variant("Qwen2-1.5B", 1_543_714_304, 1536, 8960, 28, 12, 2, **_TIED),

@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from transformer.config import LayerKind, MoE, TransformerConfig
-from transformer.zoo.family import Family, Variant
 from transformer.zoo.fields import Biases, Codec, Rope, Unread, fold
 from transformer.zoo.llama import (
-    COPIES,
     DECODER_CONSTANTS,
+    decoder_family,
     decoder_fields,
-    decoder_heads,
     decoder_rules,
+    decoder_variant,
     qk_norm_rules,
 )
 from transformer.zoo.mixtral import balance_coefficient, balance_weight, expert_rules
@@ -79,19 +78,15 @@ def _rules(config: TransformerConfig) -> Sequence[Rule]:
     return [*decoder_rules(config), *qk_norm_rules(), *experts]
 
 
-def _variant(hub: str, parameters: int, width: int, inner: int, layers: int, heads: int, experts: int) -> Variant:
-    sizes = {"hidden_size": width, "intermediate_size": inner, "num_hidden_layers": layers, "vocab_size": 151_936}
-    sizes |= {"num_attention_heads": heads, "num_key_value_heads": 4, "head_dim": 128, "rope_theta": 1_000_000.0}
-    sizes |= {"moe_intermediate_size": experts, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True}
-    return Variant(hub=f"Qwen/{hub}", parameters=parameters, fields=sizes)
+_ALIKE = {"vocab_size": 151_936, "head_dim": 128, "rope_theta": 1_000_000.0}
+_ALIKE |= {"num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True}
 
-
-QWEN3_MOE = Family(
+QWEN3_MOE = decoder_family(
+    "Qwen3Moe",
     name="qwen3_moe",
     title="Qwen 3 (routed)",
     citation="Qwen Team 2025, arXiv 2505.09388",
-    heads=decoder_heads("Qwen3Moe"),
-    constants=DECODER_CONSTANTS | {"attention.qk_norm": True},
+    constants=DECODER_CONSTANTS | {"qk_norm": True},
     fields=(
         *decoder_fields(kv_heads=4),
         Rope(),
@@ -101,10 +96,13 @@ QWEN3_MOE = Family(
         Unread(("max_window_layers",)),
     ),
     rules=_rules,
-    copies=COPIES,
     variants={
-        "qwen3-30b-a3b": _variant("Qwen3-30B-A3B", 30_532_122_624, 2048, 6144, 48, 32, 768),
-        "qwen3-235b-a22b": _variant("Qwen3-235B-A22B", 235_093_634_560, 4096, 12_288, 94, 64, 1536),
+        "qwen3-30b-a3b": decoder_variant(
+            "Qwen/Qwen3-30B-A3B", 30_532_122_624, 2048, 6144, 48, 32, 4, **_ALIKE, moe_intermediate_size=768
+        ),
+        "qwen3-235b-a22b": decoder_variant(
+            "Qwen/Qwen3-235B-A22B", 235_093_634_560, 4096, 12_288, 94, 64, 4, **_ALIKE, moe_intermediate_size=1536
+        ),
     },
 )
 """Qwen 3, the routed ones"""

@@ -7,11 +7,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from transformer.config import HeadTransform, TransformerConfig
-from transformer.nn.models import Classifier, Embedder, MaskedLM
-from transformer.zoo.bert import BERT_CONSTANTS, OLD_NORMS, TANH_POOLER, encoder_fields, encoder_rules, masked_lm_rules
+from transformer.nn.models import Embedder, MaskedLM
+from transformer.zoo.bert import (
+    BERT_CONSTANTS,
+    OLD_NORMS,
+    encoder_fields,
+    encoder_rules,
+    first_token_head,
+    masked_lm_rules,
+)
 from transformer.zoo.family import Family, Head, Variant
-from transformer.zoo.fields import Codec, Fixed, Labels
-from transformer.zoo.weights.rules import Rule, WithoutFirst, linear
+from transformer.zoo.fields import Codec, Fixed
+from transformer.zoo.weights.rules import Rule, WithoutFirst
 
 UNUSED_ROWS = 2
 """of a position table: positions count from the padding id, which is 1, plus 1"""
@@ -61,12 +68,8 @@ ROBERTA = Family(
             constants={"output.bias": True, "output.transform": HeadTransform(activation="gelu_erf", norm=True)},
             rules=masked_lm_rules("lm_head.", "dense", "layer_norm"),
         ),
-        "RobertaForSequenceClassification": Head(
-            model=Classifier,
-            constants={"output.pooling": "first", "output.transform": TANH_POOLER},
-            fields=(Labels(),),
-            rules=(*linear("classifier.dense", "head_transform/dense"), *linear("classifier.out_proj", "output")),
-            ignored=_MASKED_LM,
+        "RobertaForSequenceClassification": first_token_head(
+            "classifier.dense", "classifier.out_proj", ignored=_MASKED_LM
         ),
         "RobertaModel": Head(
             model=Embedder, base=True, ignored=(*_MASKED_LM, r"classifier\.(dense|out_proj)\.(weight|bias)")

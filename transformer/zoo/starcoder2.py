@@ -5,31 +5,30 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from transformer.config import TransformerConfig
-from transformer.zoo.family import Family, Variant
+from transformer.zoo.family import Variant
 from transformer.zoo.fields import ACTIVATIONS, Field, Fixed, Rope, Unread
-from transformer.zoo.llama import COPIES, Heads, attention_rules, decoder_heads, norm_rules
+from transformer.zoo.llama import Heads, attention_rules, decoder_family, decoder_variant, norm_rules
 from transformer.zoo.mistral import SameWindow
-from transformer.zoo.weights.rules import Rule, linear
+from transformer.zoo.weights.rules import Rule, modules
 
 
 def _rules(config: TransformerConfig) -> Sequence[Rule]:
     layer, ours = "model.layers.{layer}.mlp.", "decoder/{layer}/feed_forward/"
-    feed_forward = [*linear(f"{layer}c_fc", f"{ours}up"), *linear(f"{layer}c_proj", f"{ours}down")]
-    return [*attention_rules(), *norm_rules(), *feed_forward]
+    return [*attention_rules(), *norm_rules(), *modules(layer, ours, {"up": "c_fc", "down": "c_proj"})]
 
 
 def _variant(name: str, parameters: int, width: int, layers: int, heads: int, kv_heads: int, **more) -> Variant:
-    sizes = {"vocab_size": 49_152, "hidden_size": width, "intermediate_size": 4 * width, "num_hidden_layers": layers}
-    sizes |= {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "sliding_window": 4096}
-    return Variant(hub=f"bigcode/{name}", parameters=parameters, fields=sizes | more)
+    sizes = (width, 4 * width, layers, heads, kv_heads)
+    alike = {"vocab_size": 49_152, "sliding_window": 4096}
+    return decoder_variant(f"bigcode/{name}", parameters, *sizes, **alike, **more)
 
 
-STARCODER2 = Family(
+STARCODER2 = decoder_family(
+    "Starcoder2",
     name="starcoder2",
     title="StarCoder 2",
     citation="Lozhkov et al. 2024, arXiv 2402.19173",
-    heads=decoder_heads("Starcoder2"),
-    constants={"norm": "layer_norm", "position": "rotary", "embedding.scale": False},
+    constants={"norm": "layer_norm", "position": "rotary", "scale_embeddings": False},
     fields=(
         Field("vocab_size", "vocab_size", 49_152),
         Field("hidden_size", "d_model", 3072),
@@ -51,7 +50,6 @@ STARCODER2 = Family(
         Unread(("embedding_dropout",)),
     ),
     rules=_rules,
-    copies=COPIES,
     variants={
         "starcoder2-3b": _variant("starcoder2-3b", 3_030_371_328, 3072, 30, 24, 2, rope_theta=999_999.4420358813),
         "starcoder2-7b": _variant("starcoder2-7b", 7_173_923_840, 4608, 32, 36, 4, rope_theta=1_000_000.0),

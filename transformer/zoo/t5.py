@@ -10,7 +10,7 @@ from transformer.config import TransformerConfig
 from transformer.nn.models import Embedder, Seq2Seq
 from transformer.zoo.family import Family, Head, Variant
 from transformer.zoo.fields import ACTIVATIONS, Codec, Field, FieldError, Fixed, Unread
-from transformer.zoo.weights.rules import MATRIX, MERGED, Rule, linear, norm
+from transformer.zoo.weights.rules import MATRIX, Rule, linear, modules, norm
 
 T5_CONSTANTS = {
     "norm": "rms_norm",
@@ -54,12 +54,7 @@ def t5_rules(config: TransformerConfig) -> Sequence[Rule]:
 
 
 def _attention(tensor: str, parameter: str) -> list[Rule]:
-    maps = {"q": ("query", MATRIX), "k": ("key", MATRIX), "v": ("value", MATRIX), "o": ("out", MERGED)}
-    return [
-        rule
-        for theirs, (ours, relation) in maps.items()
-        for rule in linear(f"{tensor}.{theirs}", f"{parameter}/{ours}", relation)
-    ]
+    return modules(f"{tensor}.", f"{parameter}/", {"query": "q", "key": "k", "value": "v", "out": "o"})
 
 
 @dataclass(frozen=True)
@@ -70,9 +65,7 @@ class FeedForwardKind(Codec):
 
     default: str
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        return ("feed_forward_proj", "dense_act_fn", "is_gated_act")
+    names = ("feed_forward_proj", "dense_act_fn", "is_gated_act")
 
     def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
         kind = values.get("feed_forward_proj", self.default)

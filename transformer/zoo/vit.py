@@ -12,7 +12,7 @@ from transformer.config import Patches, TransformerConfig
 from transformer.nn.models import VisionClassifier
 from transformer.zoo.family import Family, Head, Variant
 from transformer.zoo.fields import ACTIVATIONS, Codec, Field, FieldError, Labels, Unread
-from transformer.zoo.weights.rules import MERGED, Relation, Row, Rule, Shape, linear, norm
+from transformer.zoo.weights.rules import Relation, Row, Rule, Shape, linear, modules, norm
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,7 @@ class Convolution(Relation):
 class PatchSizes(Codec):
     """Sizes of images and patches, one number or (height, width); patches must be square."""
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        return ("image_size", "patch_size", "num_channels")
+    names = ("image_size", "patch_size", "num_channels")
 
     def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
         height, width = _pair(values.get("image_size", 224))
@@ -64,9 +62,7 @@ def _pair(size: Any) -> tuple[int, int]:
 class InputBiases(Codec):
     """Whether queries, keys and values have a bias; the map behind attention always has one."""
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        return ("qkv_bias",)
+    names = ("qkv_bias",)
 
     def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
         return {"attention.biases": None if values.get("qkv_bias", True) else ("out",)}
@@ -76,22 +72,27 @@ class InputBiases(Codec):
 
 
 def _rules(config: TransformerConfig) -> Sequence[Rule]:
-    embeddings, layer, ours = "vit.embeddings.", "vit.encoder.layer.{layer}.", "encoder/{layer}/"
+    embeddings = "vit.embeddings."
     return [
         Rule(f"{embeddings}cls_token", "class_token", Row(2)),
         Rule(f"{embeddings}position_embeddings", "encoder/position_table", Row(1)),
         *linear(f"{embeddings}patch_embeddings.projection", "patch_embedding", Convolution()),
-        *norm(f"{layer}layernorm_before", f"{ours}attention_norm"),
-        *linear(f"{layer}attention.attention.query", f"{ours}self_attention/query"),
-        *linear(f"{layer}attention.attention.key", f"{ours}self_attention/key"),
-        *linear(f"{layer}attention.attention.value", f"{ours}self_attention/value"),
-        *linear(f"{layer}attention.output.dense", f"{ours}self_attention/out", MERGED),
-        *norm(f"{layer}layernorm_after", f"{ours}feed_forward_norm"),
-        *linear(f"{layer}intermediate.dense", f"{ours}feed_forward/up"),
-        *linear(f"{layer}output.dense", f"{ours}feed_forward/down"),
+        *modules("vit.encoder.layer.{layer}.", "encoder/{layer}/", _LAYER),
         *norm("vit.layernorm", "encoder/final_norm"),
         *linear("classifier", "output"),
     ]
+
+
+_LAYER = {
+    "attention_norm": "layernorm_before",
+    "self_attention/query": "attention.attention.query",
+    "self_attention/key": "attention.attention.key",
+    "self_attention/value": "attention.attention.value",
+    "self_attention/out": "attention.output.dense",
+    "feed_forward_norm": "layernorm_after",
+    "feed_forward/up": "intermediate.dense",
+    "feed_forward/down": "output.dense",
+}
 
 
 def _variant(name: str, parameters: int, image_size: int, patch_size: int) -> Variant:

@@ -1,24 +1,14 @@
 """Tiny models of BERT."""
 
-from golden.case import Case
+from golden.case import Family
+from golden.sizes import ENCODER
 
-SIZES = {
-    "vocab_size": 37,
-    "hidden_size": 12,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 3,
-    "intermediate_size": 17,
-    "max_position_embeddings": 13,
-}
+bert = Family("Bert", ENCODER | {"vocab_size": 37, "max_position_embeddings": 13})
+OTHER = {"type_vocab_size": 5, "hidden_act": "gelu_new", "layer_norm_eps": 0.03}
 
 CASES = {
-    "masked_lm": Case("BertForMaskedLM", "BertConfig", SIZES),
-    "untied": Case(
-        "BertForMaskedLM",
-        "BertConfig",
-        SIZES | {"tie_word_embeddings": False, "type_vocab_size": 5, "hidden_act": "gelu_new", "layer_norm_eps": 0.03},
-        golden=False,
-    ),
-    "classifier": Case("BertForSequenceClassification", "BertConfig", SIZES | {"num_labels": 3}),
-    "base": Case("BertModel", "BertConfig", SIZES, options={"add_pooling_layer": False}),
+    "masked_lm": bert.masked_lm(),
+    "untied": bert.masked_lm(tie_word_embeddings=False, **OTHER, golden=False),
+    "classifier": bert.classifier(),
+    "base": bert.case("Model", options={"add_pooling_layer": False}),
 }

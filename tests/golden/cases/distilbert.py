@@ -1,17 +1,16 @@
 """Tiny models of DistilBERT."""
 
-from golden.case import Case
+from golden.case import Family
 
-SIZES = {"vocab_size": 37, "dim": 12, "n_layers": 2, "n_heads": 3, "hidden_dim": 17, "max_position_embeddings": 13}
+distilbert = Family(
+    "DistilBert",
+    {"vocab_size": 37, "dim": 12, "n_layers": 2, "n_heads": 3, "hidden_dim": 17, "max_position_embeddings": 13},
+)
+OTHER = {"activation": "relu", "sinusoidal_pos_embds": True}
 
 CASES = {
-    "masked_lm": Case("DistilBertForMaskedLM", "DistilBertConfig", SIZES),
-    "untied": Case(
-        "DistilBertForMaskedLM",
-        "DistilBertConfig",
-        SIZES | {"tie_word_embeddings": False, "activation": "relu", "sinusoidal_pos_embds": True},
-        golden=False,
-    ),
-    "classifier": Case("DistilBertForSequenceClassification", "DistilBertConfig", SIZES | {"num_labels": 3}),
-    "base": Case("DistilBertModel", "DistilBertConfig", SIZES, golden=False),
+    "masked_lm": distilbert.masked_lm(),
+    "untied": distilbert.masked_lm(tie_word_embeddings=False, **OTHER, golden=False),
+    "classifier": distilbert.classifier(),
+    "base": distilbert.case("Model", golden=False),
 }

@@ -1,19 +1,14 @@
 """Tiny models of gpt-oss."""
 
-from golden.case import Case
+from golden.case import Family
+from golden.sizes import DECODER
 
-SIZES = {
-    "vocab_size": 37,
-    "hidden_size": 12,
-    "intermediate_size": 8,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 10,
-    "sliding_window": 4,
-    "num_local_experts": 5,
-    "num_experts_per_tok": 3,
-}
+gpt_oss = Family(
+    "GptOss",
+    DECODER
+    | {"intermediate_size": 8, "num_key_value_heads": 2, "head_dim": 10, "sliding_window": 4}
+    | {"num_local_experts": 5, "num_experts_per_tok": 3},
+)
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 30.0,
@@ -25,25 +20,16 @@ YARN = {
 }
 
 CASES = {
-    "lm": Case(
-        "GptOssForCausalLM",
-        "GptOssConfig",
-        SIZES | {"num_hidden_layers": 2, "rope_parameters": YARN, "max_position_embeddings": 28},
-    ),
-    "published": Case("GptOssForCausalLM", "GptOssConfig", SIZES | {"num_hidden_layers": 3}, golden=False),
-    "layer_types": Case(
-        "GptOssForCausalLM",
-        "GptOssConfig",
-        SIZES
-        | {"layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]}
-        | {"attention_bias": False, "tie_word_embeddings": True, "router_aux_loss_coef": 0.9}
-        | {"rope_parameters": YARN | {"truncate": True}},
+    "lm": gpt_oss.causal_lm(rope_parameters=YARN, max_position_embeddings=28),
+    "published": gpt_oss.causal_lm(num_hidden_layers=3, golden=False),
+    "layer_types": gpt_oss.causal_lm(
+        num_hidden_layers=4,
+        layer_types=["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+        attention_bias=False,
+        tie_word_embeddings=True,
+        router_aux_loss_coef=0.9,
+        rope_parameters=YARN | {"truncate": True},
         golden=False,
     ),
-    "classifier": Case(
-        "GptOssForSequenceClassification",
-        "GptOssConfig",
-        SIZES | {"num_hidden_layers": 2, "num_labels": 3, "pad_token_id": 0},
-        golden=False,
-    ),
+    "classifier": gpt_oss.classifier(pad_token_id=0, golden=False),
 }

@@ -1,28 +1,14 @@
 """Tiny models of Qwen 3."""
 
-from golden.case import Case
+from golden.case import Family
+from golden.sizes import DECODER
 
-SIZES = {
-    "vocab_size": 37,
-    "hidden_size": 12,
-    "intermediate_size": 19,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 3,
-    "head_dim": 8,
-}
+qwen3 = Family("Qwen3", DECODER | {"head_dim": 8})
+BIASES = {"attention_bias": True, "tie_word_embeddings": True, "rms_norm_eps": 0.01}
+WINDOWS = {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1}
 
 CASES = {
-    "lm": Case("Qwen3ForCausalLM", "Qwen3Config", SIZES),
-    "biases_windows": Case(
-        "Qwen3ForCausalLM",
-        "Qwen3Config",
-        SIZES
-        | {"attention_bias": True, "tie_word_embeddings": True, "rms_norm_eps": 0.01}
-        | {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1},
-        golden=False,
-    ),
-    "classifier": Case(
-        "Qwen3ForSequenceClassification", "Qwen3Config", SIZES | {"num_labels": 3, "pad_token_id": 0}, golden=False
-    ),
+    "lm": qwen3.causal_lm(),
+    "biases_windows": qwen3.causal_lm(**BIASES, **WINDOWS, golden=False),
+    "classifier": qwen3.classifier(pad_token_id=0, golden=False),
 }

@@ -1,6 +1,6 @@
 """Tiny models of T5."""
 
-from golden.case import Case
+from golden.case import Family
 
 SIZES = {
     "vocab_size": 37,
@@ -13,24 +13,19 @@ SIZES = {
     "relative_attention_max_distance": 9,
     "decoder_start_token_id": 2,
 }
-SECOND = SIZES | {
+SECOND = {
     "feed_forward_proj": "gated-gelu",
     "tie_word_embeddings": False,
     "num_layers": 3,
     "num_decoder_layers": 2,
 }
-OUTPUT = {"lm_head.weight": (37, 12)}
+
+t5 = Family("T5", SIZES)
 
 CASES = {
-    "lm": Case("T5ForConditionalGeneration", "T5Config", SIZES, left_padding=False),
-    "second": Case("T5ForConditionalGeneration", "T5Config", SECOND, left_padding=False, more=OUTPUT),
-    "encoder": Case("T5EncoderModel", "T5Config", SIZES | {"feed_forward_proj": "gated-silu"}, golden=False),
-    "tied_unscaled": Case("T5ForConditionalGeneration", "T5Config", SECOND, left_padding=False, golden=False),
-    "exact_gelu": Case(
-        "T5ForConditionalGeneration",
-        "T5Config",
-        SIZES | {"feed_forward_proj": "gelu"},
-        left_padding=False,
-        golden=False,
-    ),
+    "lm": t5.seq2seq(),
+    "second": t5.seq2seq(**SECOND, more={"lm_head.weight": (37, 12)}),
+    "encoder": t5.case("EncoderModel", feed_forward_proj="gated-silu", golden=False),
+    "tied_unscaled": t5.seq2seq(**SECOND, golden=False),
+    "exact_gelu": t5.seq2seq(feed_forward_proj="gelu", golden=False),
 }

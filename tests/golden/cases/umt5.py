@@ -1,9 +1,11 @@
 """Tiny models of umT5."""
 
-from golden.case import Case
+from golden.case import Family
 from golden.cases.t5 import SIZES
 
+umt5 = Family("UMT5", SIZES)
+
 CASES = {
-    "lm": Case("UMT5ForConditionalGeneration", "UMT5Config", SIZES, left_padding=False),
-    "encoder": Case("UMT5EncoderModel", "UMT5Config", SIZES | {"feed_forward_proj": "relu"}, golden=False),
+    "lm": umt5.seq2seq(),
+    "encoder": umt5.case("EncoderModel", feed_forward_proj="relu", golden=False),
 }

@@ -2,7 +2,6 @@
 
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
@@ -240,15 +239,7 @@ def test_a_vision_classifier_is_a_class_token_and_patches(pooling):
 # What can't be
 
 
-@pytest.fixture
-def _as_a_user_has_it():
-    """Without the type checker of these tests, which would speak first."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
-
-
-@pytest.mark.usefixtures("_as_a_user_has_it")
+@pytest.mark.usefixtures("without_type_checks")
 @pytest.mark.parametrize(
     ("model", "inputs", "message"),
     [

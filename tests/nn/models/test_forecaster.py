@@ -6,7 +6,6 @@ import functools
 import flax.traverse_util
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import optax
 import pytest
@@ -170,15 +169,7 @@ def test_without_final_norm_there_is_none():
     assert encoder.keys() == abstract_params(Forecaster(CONFIG))["encoder"].keys() - {"final_norm"}
 
 
-@pytest.fixture
-def _as_a_user_has_it():
-    """Without the type checker of these tests, which would speak first."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
-
-
-@pytest.mark.usefixtures("_as_a_user_has_it")
+@pytest.mark.usefixtures("without_type_checks")
 @pytest.mark.parametrize(
     ("config", "values", "message"),
     [

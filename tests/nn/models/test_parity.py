@@ -5,29 +5,11 @@ import numpy as np
 import pytest
 from parity_tools import EPSILON, SCALINGS, compare, ids, llama_config, randomize
 
-from transformer.config import (
-    AttentionOptions,
-    EmbeddingOptions,
-    RotaryOptions,
-    RotaryScaling,
-    T5BiasOptions,
-    TransformerConfig,
-)
+from transformer.config import RotaryScaling, TransformerConfig, gpt2_decoder, llama_decoder
 from transformer.nn.masks import Mask
 from transformer.nn.models import CausalLM, Seq2Seq
 
-pytestmark = pytest.mark.parity
-
-
-# Imported by fixtures and not above: the tests are collected, and counted, where neither package is installed.
-@pytest.fixture(scope="module", autouse=True)
-def torch():
-    return pytest.importorskip("torch")
-
-
-@pytest.fixture(scope="module")
-def transformers(torch):
-    return pytest.importorskip("transformers")
+pytestmark = [pytest.mark.parity, pytest.mark.usefixtures("torch")]
 
 
 GPT2 = {
@@ -53,18 +35,7 @@ def test_gpt2_is_transformers(torch, transformers):
     theirs = transformers.GPT2Config(**sizes, **dropout, **special, attn_implementation="eager")
     assert theirs.layer_norm_epsilon == 1e-5
     theirs = randomize(torch, transformers.GPT2LMHeadModel(theirs))
-    ours = TransformerConfig(
-        vocab_size=29,
-        max_length=13,
-        d_model=15,
-        num_layers=2,
-        num_heads=3,
-        d_ff=17,
-        activation="gelu_tanh",
-        norm_epsilon=1e-5,
-        position="learned",
-        embedding=EmbeddingOptions(scale=False),
-    )
+    ours = gpt2_decoder(vocab_size=29, max_length=13, d_model=15, num_layers=2, num_heads=3, d_ff=17)
     compare(
         torch,
         theirs,
@@ -104,23 +75,9 @@ def test_llama_is_transformers(torch, transformers, case):
     heads = {"num_attention_heads": 6, "num_key_value_heads": 2}
     theirs = llama_config(transformers, base, {"rope_type": case, **theirs}, **sizes, **heads, rms_norm_eps=EPSILON)
     theirs = randomize(torch, transformers.LlamaForCausalLM(theirs))
-    ours = TransformerConfig(
-        vocab_size=29,
-        d_model=18,
-        num_layers=2,
-        num_heads=6,
-        num_kv_heads=2,
-        attention=AttentionOptions(head_dim=4),
-        d_ff=17,
-        activation="silu",
-        gated=True,
-        use_bias=False,
-        norm="rms_norm",
-        norm_epsilon=EPSILON,
-        position="rotary",
-        rotary=RotaryOptions(base=base, scaling=None if ours is None else RotaryScaling(**ours)),
-        embedding=EmbeddingOptions(scale=False, tie=False),
-    )
+    sizes = {"vocab_size": 29, "d_model": 18, "num_layers": 2, "num_heads": 6, "num_kv_heads": 2, "head_dim": 4}
+    scaling = None if ours is None else RotaryScaling(**ours)
+    ours = llama_decoder(**sizes, d_ff=17, norm_epsilon=EPSILON, rotary_base=base, rotary_scaling=scaling)
     compare(
         torch,
         theirs,
@@ -164,22 +121,10 @@ def test_t5_is_transformers(torch, transformers):
         attn_implementation="eager",
     )
     theirs = randomize(torch, transformers.T5ForConditionalGeneration(theirs))
-    ours = TransformerConfig(
-        vocab_size=29,
-        d_model=15,
-        num_layers=2,
-        num_heads=3,
-        attention=AttentionOptions(head_dim=4, scale=1.0),
-        d_ff=17,
-        activation="gelu_tanh",
-        gated=True,
-        use_bias=False,
-        norm="rms_norm",
-        norm_epsilon=EPSILON,
-        position="t5",
-        t5_bias=T5BiasOptions(buckets=8, max_distance=10),
-        embedding=EmbeddingOptions(scale=False),
-    )
+    sizes = {"vocab_size": 29, "d_model": 15, "num_layers": 2, "num_heads": 3, "head_dim": 4, "d_ff": 17}
+    position = {"position": "t5", "relative_buckets": 8, "relative_max_distance": 10, "attention_scale": 1.0}
+    layers = {"activation": "gelu_tanh", "gated": True, "use_bias": False, "norm": "rms_norm"}
+    ours = TransformerConfig(**sizes, **position, **layers, norm_epsilon=EPSILON, scale_embeddings=False)
     lengths = np.array([13, 6], np.int32)
     compare(
         torch,

@@ -5,7 +5,6 @@ import functools
 import flax.traverse_util
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import pytest
 from golden import case as golden_case
@@ -89,15 +88,7 @@ def test_text_from_frames_is_what_the_uncached_model_would_write(variables):
     assert generate(MODEL, params, prompts, sources=turned, max_new_tokens=5, sampling=GREEDY) != rows
 
 
-@pytest.fixture
-def _as_a_user_has_it():
-    """Without the type checker of these tests, which would speak first."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
-
-
-@pytest.mark.usefixtures("_as_a_user_has_it")
+@pytest.mark.usefixtures("without_type_checks")
 @pytest.mark.parametrize(
     ("model", "frames", "message"),
     [

@@ -188,6 +188,31 @@ def norm(tensor: str, parameter: str) -> list[Rule]:
     return [Rule(f"{tensor}.weight", f"{parameter}/scale"), Rule(f"{tensor}.bias", f"{parameter}/bias")]
 
 
+def modules(tensors: str, parameters: str, names: Mapping[str, str]) -> list[Rule]:
+    """Rules of several norms and linear layers.
+
+    `names` maps the path of each module, without `parameters` in front, to the name of its tensors, without `tensors`
+    in front. A path that ends in `norm` is a normalization, one that ends in `out` a linear layer whose inputs are
+    heads; all others are linear layers.
+    """
+    rules = []
+    for ours, theirs in names.items():
+        tensor, parameter = f"{tensors}{theirs}", f"{parameters}{ours}"
+        if ours.endswith("norm"):
+            rules += norm(tensor, parameter)
+        else:
+            rules += linear(tensor, parameter, MERGED if ours.endswith("out") else MATRIX)
+    return rules
+
+
+def fused(tensor: str, parameters: Sequence[str], weight: Relation, bias: Relation) -> list[Rule]:
+    """Rules of several linear layers that are one in the file; `weight` and `bias` relate its two tensors to them."""
+    return [
+        Rule(f"{tensor}.weight", tuple(f"{name}/kernel" for name in parameters), weight),
+        Rule(f"{tensor}.bias", tuple(f"{name}/bias" for name in parameters), bias),
+    ]
+
+
 @dataclass(frozen=True)
 class Target:
     """The parameter at a `path`, or a part of one that is stacked: `index` on its first axes."""
