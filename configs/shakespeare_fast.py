@@ -19,7 +19,7 @@ def get_config() -> Recipe:
     return replace(
         recipe,
         name="shakespeare_fast",
-        model=recipe.model.replace(activation="relu2", use_bias=False, norm="rms_norm", qk_norm=True),
+        model=recipe.model.replace(activation="relu2", use_bias=False, norm="rms_norm", **{"attention.qk_norm": True}),
         optimizer=OptimizerConfig(
             name="muon",
             learning_rate=1e-2,

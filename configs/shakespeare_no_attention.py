@@ -16,5 +16,5 @@ from transformer.training import Recipe
 
 def get_config() -> Recipe:
     recipe = shakespeare()
-    model = recipe.model.replace(period=(LayerKind(self_attention=False),))
+    model = recipe.model.replace(**{"stack.period": (LayerKind(self_attention=False),)})
     return replace(recipe, name="shakespeare_no_attention", model=model)

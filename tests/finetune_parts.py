@@ -8,7 +8,7 @@ import numpy as np
 import tokenizers
 from training_recipes import short_recipe
 
-from transformer.config import TransformerConfig
+from transformer.config import OutputOptions, TransformerConfig
 from transformer.data import SST2
 from transformer.nn.models import MaskedLM
 from transformer.training.lora import LoRA
@@ -77,7 +77,7 @@ def finetuning(data, *, lora=None, steps=30, **groups):
     """A recipe that learns these texts in 30 steps."""
     recipe = short_recipe(
         "tiny",
-        TransformerConfig(num_classes=2, dropout_rate=0.05),
+        TransformerConfig(output=OutputOptions(num_classes=2), dropout_rate=0.05),
         SST2(manual_dir=str(data), max_length=9, batch_size=8, eval_batch_size=16),
         optimizer={"learning_rate": 2e-2, "warmup_steps": 2, "schedule": "constant"},
         training={"steps": steps},

@@ -43,7 +43,7 @@ def image_recipe(folder, **groups):
         images, labels = bars()
         np.savez(path, images=images, labels=labels)
     patches = Patches(image_height=HEIGHT, image_width=WIDTH, patch_size=2, channels=1)
-    model = TransformerConfig(d_model=6, num_heads=3, num_layers=1, d_ff=5, dropout_rate=0.2, patches=patches)
+    model = TransformerConfig(d_model=6, num_heads=3, num_layers=1, d_ff=5, dropout_rate=0.2, input=patches)
     data = ImageFile(path=str(path), max_shift=1, batch_size=8, eval_batch_size=16)
     return six_steps("bars", model, data, **groups)
 

@@ -53,7 +53,7 @@ def series_recipe(folder, **groups):
         write_csv(path, waves())
     sizes = {"context_length": CONTEXT, "horizon": HORIZON}
     series = Series(channels=2, patch_length=4, patch_stride=4, **sizes)
-    model = TransformerConfig(d_model=4, num_heads=2, num_layers=1, d_ff=5, dropout_rate=0.2, series=series)
+    model = TransformerConfig(d_model=4, num_heads=2, num_layers=1, d_ff=5, dropout_rate=0.2, input=series)
     data = SeriesFile(path=str(path), batch_size=8, eval_batch_size=16, **sizes)
     return change(six_steps("waves", model, data, checkpoint={"every": 3}), **groups)
 

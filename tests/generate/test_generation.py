@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from transformer.config import AttentionOptions, EmbeddingOptions, Execution, LayerKind, TransformerConfig
+from transformer.config import EmbeddingOptions, Execution, LayerKind, TransformerConfig
 from transformer.generate import Sampling, generate
 from transformer.generate.decoding import decode, decode_step, prefill
 from transformer.generate.prompts import bucket, pad
@@ -22,9 +22,9 @@ PROMPTS = [[3, 1, 4, 1, 5, 9, 2], [6], [5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8]]
 NEW = 6
 
 # Untied and widely spread: the likeliest token is not the one just read, and no two come near each other.
-HEADS = {"num_heads": 6, "num_kv_heads": 3, "head_dim": 4, "value_dim": 5}
+HEADS = {"num_heads": 6, "num_kv_heads": 3, "attention.head_dim": 4, "attention.value_dim": 5}
 SIZES = {"vocab_size": 31, "d_model": 22, "num_layers": 2, "d_ff": 13} | HEADS
-BASE = TransformerConfig(**SIZES, position="none", tie_embeddings=False, initializer_range=0.4)
+BASE = TransformerConfig(**SIZES, position="none", embedding=EmbeddingOptions(tie=False), initializer_range=0.4)
 CONFIGS = {
     "none, window": BASE.replace(**{"stack.period": (LayerKind(window=3), LayerKind())}),
     "t5, one layer without attention": BASE.replace(

@@ -204,7 +204,9 @@ def test_biases_of_a_router_lie_whole():
 def test_writing_leaves_room_for_every_token():
     """With a share of the length, a row would depend on padding, on what a draft guesses, and on other hypotheses."""
     tight = (LayerKind(moe=MoE(num_experts=8, top_k=2, capacity_factor=0.5)),)
-    config = TransformerConfig(vocab_size=11, d_model=8, num_layers=2, num_heads=2, d_ff=12, period=tight)
+    config = TransformerConfig(
+        vocab_size=11, d_model=8, num_layers=2, num_heads=2, d_ff=12, stack=StackOptions(period=tight)
+    )
     kinds = (LayerKind(moe=MoE(num_experts=8, top_k=2)),)
     model, roomy = (CausalLM(one, Execution(scan=False)) for one in (config, config.replace(**{"stack.period": kinds})))
     params = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 3), int))["params"]

@@ -81,8 +81,10 @@ def test_flops_follow_a_declaration():
 
 
 def test_muon_and_int8_take_all_maps_of_latent_attention():
-    mla = MLA(kv_rank=6, plain_dim=4, rotary_dim=2, value_dim=4, query_rank=5)
-    config = TransformerConfig(vocab_size=9, d_model=8, num_layers=1, num_heads=2, position="rotary", mla=mla)
+    mla = MLA(kv_lora_rank=6, qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=4, q_lora_rank=5)
+    config = TransformerConfig(
+        vocab_size=9, d_model=8, num_layers=1, num_heads=2, position="rotary", attention=AttentionOptions(mla=mla)
+    )
     params = CausalLM(config).init(jax.random.key(0), jnp.zeros((1, 3), jnp.int32))["params"]
     attention = params["decoder"]["layers"]["slot_0"]["self_attention"]
     names = {"query_latent", "query", "latent", "rotary_key", "key", "value", "out"}

@@ -179,9 +179,11 @@ def test_dropout_is_where_the_paper_puts_it():
     np.testing.assert_array_equal(out, jnp.zeros_like(X))
 
 
-LAYERS = {"period": (LayerKind(window=2), LayerKind(rotary_base=99.0)), "suffix": (LayerKind(window=3),)}
+LAYERS = {"stack.period": (LayerKind(window=2), LayerKind(rotary_base=99.0)), "stack.suffix": (LayerKind(window=3),)}
 SIZES = {"d_model": 12, "num_layers": 6, "num_heads": 3, "d_ff": 7}
-PATTERN = TransformerConfig(**SIZES, position="rotary", dropout_rate=0.2, prefix=(LayerKind(),), **LAYERS)
+PATTERN = TransformerConfig(
+    **SIZES, position="rotary", dropout_rate=0.2, stack=StackOptions(prefix=(LayerKind(),)), **LAYERS
+)
 
 
 def test_parameter_paths_are_the_layout():

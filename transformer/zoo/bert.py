@@ -87,7 +87,7 @@ def first_token_head(
     """A classifier of the first token: its vector goes through the map `dense`, and then `output`."""
     return Head(
         model=Classifier,
-        constants={"pooling": "first", "head_transform": transform},
+        constants={"output.pooling": "first", "output.transform": transform},
         fields=(Labels(),),
         rules=(*linear(dense, "head_transform/dense"), *linear(output, "output")),
         ignored=ignored,

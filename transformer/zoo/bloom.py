@@ -58,8 +58,8 @@ BLOOM = Family(
     title="BLOOM",
     citation="BigScience Workshop 2022, arXiv 2211.05100",
     heads=decoder_heads("Bloom"),
-    constants={"norm": "layer_norm", "position": "alibi", "embedding_norm": True, "use_bias": True}
-    | {"activation": "gelu_tanh", "scale_embeddings": False},
+    constants={"norm": "layer_norm", "position": "alibi", "embedding.norm": True, "use_bias": True}
+    | {"activation": "gelu_tanh", "embedding.scale": False},
     fields=(
         Field("vocab_size", "vocab_size"),
         OneOf(("hidden_size", "n_embed"), "d_model"),

@@ -198,8 +198,8 @@ class RoutedBehindDense(Codec):
 def _rules(config: TransformerConfig) -> Sequence[Rule]:
     theirs, ours = "model.layers.{layer}.self_attn.", "decoder/{layer}/self_attention/"
     mlp, feed_forward = "model.layers.{layer}.mlp.", "decoder/{layer}/feed_forward/"
-    turned = config.mla.rotary_dim
-    query = "q_proj" if config.mla.query_rank is None else "q_b_proj"
+    turned = config.attention.mla.qk_rope_head_dim
+    query = "q_proj" if config.attention.mla.q_lora_rank is None else "q_b_proj"
     return [
         Rule("model.embed_tokens.weight", "embedding/embedding"),
         *linear(f"{theirs}q_a_proj", f"{ours}query_latent"),

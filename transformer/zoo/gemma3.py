@@ -99,7 +99,7 @@ GEMMA3 = decoder_family(
     title="Gemma 3 (text)",
     citation="Gemma Team 2025, arXiv 2503.19786",
     heads={"Gemma3ForCausalLM": LANGUAGE_MODEL, "Gemma3TextForSequenceClassification": LAST_TOKEN},
-    constants=GEMMA_CONSTANTS | {"qk_norm": True},
+    constants=GEMMA_CONSTANTS | {"attention.qk_norm": True},
     fields=(
         *decoder_fields(tied=True, kv_heads=4, head_dim=256, activation=GELU),
         Biases("attention_bias"),

@@ -40,7 +40,7 @@ GPT2 = Family(
     title="GPT-2",
     citation="Radford et al. 2019, Language Models are Unsupervised Multitask Learners",
     heads={"GPT2LMHeadModel": LANGUAGE_MODEL, "GPT2ForSequenceClassification": LAST_TOKEN},
-    constants={"norm": "layer_norm", "position": "learned", "use_bias": True, "scale_embeddings": False},
+    constants={"norm": "layer_norm", "position": "learned", "use_bias": True, "embedding.scale": False},
     fields=(
         Field("vocab_size", "vocab_size", 50257),
         Field("n_positions", "max_length", 1024),

@@ -60,7 +60,7 @@ OPT = Family(
     title="OPT",
     citation="Zhang et al. 2022, arXiv 2205.01068",
     heads=decoder_heads("OPT"),
-    constants={"norm": "layer_norm", "norm_epsilon": 1e-5, "position": "learned", "scale_embeddings": False},
+    constants={"norm": "layer_norm", "norm_epsilon": 1e-5, "position": "learned", "embedding.scale": False},
     fields=(
         Field("vocab_size", "vocab_size"),
         Field("hidden_size", "d_model"),

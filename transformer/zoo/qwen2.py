@@ -75,7 +75,7 @@ QWEN2 = decoder_family(
     name="qwen2",
     title="Qwen 2 and 2.5",
     citation="Yang et al. 2024, arXiv 2407.10671; Qwen Team 2024, arXiv 2412.15115",
-    constants=DECODER_CONSTANTS | {"attention_biases": ("query", "key", "value")},
+    constants=DECODER_CONSTANTS | {"attention.biases": ("query", "key", "value")},
     fields=(*decoder_fields(kv_heads=32), Rope(), UpperWindows()),
     ignored=(ROTARY_BUFFERS,),
     variants={

@@ -22,7 +22,7 @@ def _rules(config: TransformerConfig) -> Sequence[Rule]:
     return [*decoder_rules(config), *qk_norm_rules()]
 
 
-_UNTIED = {"head_dim": 128, "vocab_size": 151_936, "rope_theta": 1_000_000.0, "rms_norm_eps": 1e-6}
+_UNTIED = {"attention.head_dim": 128, "vocab_size": 151_936, "rope_theta": 1_000_000.0, "rms_norm_eps": 1e-6}
 _UNTIED |= {"tie_word_embeddings": False}
 _TIED = _UNTIED | {"tie_word_embeddings": True}
 
@@ -31,7 +31,7 @@ QWEN3 = decoder_family(
     name="qwen3",
     title="Qwen 3",
     citation="Qwen Team 2025, arXiv 2505.09388",
-    constants=DECODER_CONSTANTS | {"qk_norm": True},
+    constants=DECODER_CONSTANTS | {"attention.qk_norm": True},
     fields=(*decoder_fields(kv_heads=32, head_dim=128), Rope(), Biases("attention_bias"), UpperWindows()),
     rules=_rules,
     variants={

@@ -28,7 +28,7 @@ STARCODER2 = decoder_family(
     name="starcoder2",
     title="StarCoder 2",
     citation="Lozhkov et al. 2024, arXiv 2402.19173",
-    constants={"norm": "layer_norm", "position": "rotary", "scale_embeddings": False},
+    constants={"norm": "layer_norm", "position": "rotary", "embedding.scale": False},
     fields=(
         Field("vocab_size", "vocab_size", 49_152),
         Field("hidden_size", "d_model", 3072),

@@ -85,7 +85,7 @@ def test_the_head_reads_what_pooling_says():
         "class_token": hidden[:, :, 0],
     }
     for name, read in wanted.items():
-        model = forecaster(**({name: True} if name == "class_token" else {"pooling": name}))
+        model = forecaster(**({name: True} if name == "class_token" else {"output.pooling": name}))
         kernel, bias = jax.random.normal(KEY, (read.shape[-1], 5)), jnp.arange(5.0)
         params = {"params": {"output": {"kernel": kernel, "bias": bias}, "class_token": bias[:1].repeat(12)}}
         got = model.apply(params, hidden, method=Forecaster.head)

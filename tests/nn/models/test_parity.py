@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from parity_tools import EPSILON, SCALINGS, compare, ids, llama_config, randomize
 
-from transformer.config import RotaryScaling, TransformerConfig, gpt2_decoder, llama_decoder
+from transformer.config import EmbeddingOptions, RotaryScaling, TransformerConfig, gpt2_decoder, llama_decoder
 from transformer.nn.masks import Mask
 from transformer.nn.models import CausalLM, Seq2Seq
 
@@ -122,9 +122,11 @@ def test_t5_is_transformers(torch, transformers):
     )
     theirs = randomize(torch, transformers.T5ForConditionalGeneration(theirs))
     sizes = {"vocab_size": 29, "d_model": 15, "num_layers": 2, "num_heads": 3, "head_dim": 4, "d_ff": 17}
-    position = {"position": "t5", "relative_buckets": 8, "relative_max_distance": 10, "attention_scale": 1.0}
+    position = {"position": "t5", "t5_bias.buckets": 8, "t5_bias.max_distance": 10, "attention.scale": 1.0}
     layers = {"activation": "gelu_tanh", "gated": True, "use_bias": False, "norm": "rms_norm"}
-    ours = TransformerConfig(**sizes, **position, **layers, norm_epsilon=EPSILON, scale_embeddings=False)
+    ours = TransformerConfig(
+        **sizes, **position, **layers, norm_epsilon=EPSILON, embedding=EmbeddingOptions(scale=False)
+    )
     lengths = np.array([13, 6], np.int32)
     compare(
         torch,
