@@ -126,7 +126,7 @@ class TestVerbs:
             (("evaluate", "x", "--examples", "-1"), "--examples must be at least 0, got -1"),
             (
                 ("generate", "x", "--prompt", "a", "--draft-tokens", "3"),
-                "--draft-tokens is of a --draft, and there is none",
+                "--draft-tokens needs --draft",
             ),
             (("classify", "x", "--text", "--qqqqqq"), "begins with dashes is given as --text='--qqqqqq'"),
             (("average", "x", "--qqqqqq"), "average has no option --qqqqqq. --help shows them all."),

@@ -21,8 +21,7 @@ from transformer.nn.moe import RoutedFeedForward, grouped_linear, router_losses,
 from transformer.nn.stacks import Decoder
 from transformer.training import recipe as recipes
 from transformer.training.losses import cross_entropy
-from transformer.training.objectives import training_loss
-from transformer.training.step import make_eval_step
+from transformer.training.step import make_eval_step, training_loss
 
 FIVE = MoE(num_experts=5, top_k=2, load_balance_weight=1.0, router_z_weight=1.0)
 losses = jax.jit(router_losses)

@@ -136,7 +136,7 @@ def test_many_logits_are_made_in_parts_by_themselves(monkeypatch):
     calls = []
     for name in ("loss_in_chunks", "sum_in_chunks"):
         original = getattr(chunked_loss, name)
-        monkeypatch.setattr(f"transformer.training.objectives.{name}", _counted(original, calls))
+        monkeypatch.setattr(f"transformer.training.step.{name}", _counted(original, calls))
     by_itself = change(recipe, training={"loss_tokens": None})
     compiled_step.cache_clear()
     parts = [compiled_step(by_itself)(state, batch)[1], jax.jit(make_eval_step(by_itself))(state.params, batch)]

@@ -15,7 +15,12 @@ from transformer.cli.models import ModelCommand
 from transformer.config import ConfigError
 
 if TYPE_CHECKING:
+    from transformer.cli.texts import Written
+    from transformer.generate import Sampling
     from transformer.inference import Opened
+
+FILTERS = ("top_k", "top_p", "min_p")
+"""options that restrict the tokens to sample from"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,64 +58,90 @@ class Generate(ModelCommand):
 def main(arguments: Sequence[str]) -> None:
     """Prints what the model writes."""
     command = parse(Generate, "generate", arguments)
-    if command.max_new_tokens is not None and command.max_new_tokens < 1:
-        raise ConfigError(f"--max-new-tokens must be at least 1, got {command.max_new_tokens}.")
-    if not 0 <= command.seed < 2**32:
-        raise ConfigError(f"--seed must be from 0 to {2**32 - 1}, got {command.seed}.")
+    _check(command)
     from transformer.cli import texts
-    from transformer.generate import Sampling
     from transformer.nn.models import Seq2Seq
 
-    if command.slots is not None and command.slots < 1:
-        raise ConfigError(f"--slots must be at least 1, got {command.slots}.")
-    if command.draft_tokens is not None and command.draft_tokens < 1:
-        raise ConfigError(f"--draft-tokens must be at least 1, got {command.draft_tokens}.")
-    if command.draft_tokens is not None and command.draft is None:
-        raise ConfigError("--draft-tokens is of a --draft, and there is none. Give one, or leave it out.")
-    texts.check_prompts(command.prompt)  # before a model is read
-    if command.slots is not None and command.draft is not None:
-        raise ConfigError("--slots and --draft can't be used together: leave one of them out.")
-    filters = {name: getattr(command, name) for name in ("top_k", "top_p", "min_p")}
-    with told_as_options(**{name: name for name in ("temperature", *filters)}):  # wrong: soon
-        Sampling(temperature=1.0 if command.temperature is None else command.temperature, **filters)
+    texts.check_prompts(command.prompt)  # before loading the model, which takes seconds
+    _check_sampling(command)
     run = command.load_writer()
     translates = isinstance(run.model, Seq2Seq)
-    ways = _ways(command, translates)
+    options = _decoding_options(command, translates)
     if command.int8:
         run = _in_8_bits(run)
     prompts = texts.read_prompts(command.prompt, lines=translates)
     texts.warn_of_unknown(run, prompts)
-    usual = 1.0 if any(value is not None for value in filters.values()) else 0.0 if translates else 0.8
-    sampling = Sampling(temperature=usual if command.temperature is None else command.temperature, **filters)
     written = (texts.translate if translates else texts.continue_texts)(
         run,
         prompts,
         max_new_tokens=command.max_new_tokens or (128 if translates else 200),
-        sampling=sampling,
+        sampling=_sampling(command, greedy=translates),
         seed=command.seed,
-        **ways,
+        **options,
     )
     if command.json:
         command.print_json(run, results=[dataclasses.asdict(one) for one in written])
-    elif translates:
-        for one in written:
-            print(texts.shown(one.output))
     else:
-        print("\n---\n".join(texts.shown(one.prompt + one.output) for one in written))
+        _print(written, translates)
 
 
-def _ways(command: Generate, translates: bool) -> dict[str, Any]:
-    """How rows are written, as `generate` takes it."""
+def _check(command: Generate) -> None:
+    """Raises ConfigError for option values and combinations that are invalid with any model."""
+    if command.max_new_tokens is not None and command.max_new_tokens < 1:
+        raise ConfigError(f"--max-new-tokens must be at least 1, got {command.max_new_tokens}.")
+    if not 0 <= command.seed < 2**32:
+        raise ConfigError(f"--seed must be from 0 to {2**32 - 1}, got {command.seed}.")
+    if command.slots is not None and command.slots < 1:
+        raise ConfigError(f"--slots must be at least 1, got {command.slots}.")
+    if command.slots is not None and command.draft is not None:
+        raise ConfigError("--slots and --draft can't be used together: leave one of them out.")
+    if command.draft_tokens is not None and command.draft_tokens < 1:
+        raise ConfigError(f"--draft-tokens must be at least 1, got {command.draft_tokens}.")
+    if command.draft_tokens is not None and command.draft is None:
+        raise ConfigError("--draft-tokens needs --draft. Pass --draft, or remove --draft-tokens.")
+
+
+def _check_sampling(command: Generate) -> None:
+    """Raises ConfigError, naming the option, for sampling parameters that are invalid with any model."""
+    with told_as_options(**{name: name for name in ("temperature", *FILTERS)}):
+        _sampling(command, greedy=False)
+
+
+def _sampling(command: Generate, *, greedy: bool) -> Sampling:
+    """The sampling parameters; without a temperature or a filter, `greedy` selects the default temperature."""
+    from transformer.generate import Sampling
+
+    filters = {name: getattr(command, name) for name in FILTERS}
+    temperature = command.temperature
+    if temperature is None:
+        filtered = any(value is not None for value in filters.values())
+        temperature = 1.0 if filtered else 0.0 if greedy else 0.8
+    return Sampling(temperature=temperature, **filters)
+
+
+def _print(written: Sequence[Written], translates: bool) -> None:
+    """Prints one line for each translation, or each prompt with its continuation."""
+    from transformer.cli.texts import shown
+
+    if translates:
+        for one in written:
+            print(shown(one.output))
+    else:
+        print("\n---\n".join(shown(one.prompt + one.output) for one in written))
+
+
+def _decoding_options(command: Generate, translates: bool) -> dict[str, Any]:
+    """Keyword arguments of `generate` for continuous batching (--slots) and speculative decoding (--draft)."""
     if translates and (command.slots is not None or command.draft is not None):
         raise ConfigError("--slots and --draft are for a model that goes on with a text. Leave them out.")
-    ways: dict[str, Any] = {} if command.slots is None else {"slots": command.slots}
+    options: dict[str, Any] = {} if command.slots is None else {"slots": command.slots}
     if command.draft is not None:
         from transformer.generate import Draft
         from transformer.inference import open_model
 
         draft = open_model(command.draft)
-        ways["draft"] = Draft(model=draft.model, params=draft.params, tokens=command.draft_tokens or 4)
-    return ways
+        options["draft"] = Draft(model=draft.model, params=draft.params, tokens=command.draft_tokens or 4)
+    return options
 
 
 def _in_8_bits(run: Opened) -> Opened:

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from transformer.inference import Opened
 
 
+ROW_SUM = 0.99
+"""rows of weights that sum to less than this have a sink; 1 less the rounding of weights in bfloat16"""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Inspect(ModelCommand):
     """Draws the attention weights of every layer and head for one text, with words on both axes: into PNG files, or
@@ -267,7 +271,7 @@ def _save_page(
     if asked not in ("auto", "reference"):
         kernel += f" The model's own kernel, {asked}, computes the same and keeps no weights."
     facts["Kernel"] = kernel
-    if any(run.model.config.attention.sinks for run in shown.values()):
+    if any(one.weights.sum(-1).min() < ROW_SUM for panel in panels for one in panel.maps):
         facts["Sinks"] = "Each head has a sink, which takes weight and is not drawn: rows sum to less than 1."
     facts["Tokens"] = ", ".join(f"{len(row)} ({name})" for name, row in text.rows.items())
     facts["Command"] = f"{program('inspect')} {shlex.join(arguments)}"

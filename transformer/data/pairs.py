@@ -129,48 +129,54 @@ class PairDataset(Dataset):
         self._places: dict[str, np.ndarray] = {}  # those that are kept, of all pairs of a split
         self._sources: dict[str, Ragged] = {}
         self._targets: dict[str, Ragged] = {}
-        texts = {}
-        for split, pairs in splits.items():
-            digest, places, sources, targets = hashlib.sha256(), [], [], []
-            for start, block in _blocks(pairs):
-                for pair in block:
-                    for text in (pair.source, pair.target):
-                        digest.update(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest())
-                read = _each_once(tokenizer.encode_sources, [pair.source for pair in block])
-                write = _each_once(tokenizer.encode_all, [pair.target for pair in block])
-                kept = [
-                    place
-                    for place in range(len(block))
-                    if 0 < len(read[place]) <= (config.max_source_length or np.inf)
-                    and 0 < len(write[place]) < (config.max_target_length or np.inf)
-                ]
-                places.append(start + np.array(kept, np.int64))
-                sources.append(Ragged(read[place] for place in kept))
-                targets.append(Ragged([*write[place], tokenizer.eos_id] for place in kept))
-            texts[split] = [digest.hexdigest()]
-            self._places[split] = np.concatenate([np.zeros(0, np.int64), *places])
-            if not len(self._places[split]):
-                most = (config.max_source_length or "any number of", config.max_target_length or "any number of")
-                raise ValueError(
-                    f"no {split} pair is left of {len(pairs)}: expected some with text on both sides, sources of at "
-                    f"most {most[0]} and targets of at most {most[1]} tokens. Give larger --data.max-source-length and "
-                    "--data.max-target-length, or other data."
-                )
-            self._skipped += len(pairs) - len(self._places[split])
-            self._sources[split], self._targets[split] = Ragged.joined(sources), Ragged.joined(targets)
+        digests = {split: [self._encode(split, pairs)] for split, pairs in splits.items()}
         self.max_source_length = config.max_source_length or max(r.longest for r in self._sources.values())
         self.max_target_length = config.max_target_length or max(r.longest for r in self._targets.values())
         self._check_packing()
-        self._batches: TokenBatches | None = None
-        if config.batch_tokens is not None and config.packed_length is None:
-            self._batches = TokenBatches(
-                self._sources["train"].lengths,
-                self._targets["train"].lengths,
-                batch_tokens=config.batch_tokens,
-                buckets=config.buckets,
-                row_multiple=config.row_multiple,
+        self._batches = self._token_batches()
+        self.fingerprint = self._fingerprint(digests)
+
+    def _encode(self, split: str, pairs: Sequence[Example]) -> str:
+        """Encode a split and keep the pairs that fit the lengths; returns a hash of all its texts."""
+        longest_source = self.config.max_source_length or np.inf
+        longest_target = self.config.max_target_length or np.inf
+        digest, places, sources, targets = hashlib.sha256(), [], [], []
+        for start, block in _blocks(pairs):
+            for text in itertools.chain.from_iterable((pair.source, pair.target) for pair in block):
+                digest.update(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest())
+            read = _each_once(self.tokenizer.encode_sources, [pair.source for pair in block])
+            write = _each_once(self.tokenizer.encode_all, [pair.target for pair in block])
+            kept = [
+                place
+                for place in range(len(block))
+                if 0 < len(read[place]) <= longest_source and 0 < len(write[place]) < longest_target
+            ]
+            places.append(start + np.array(kept, np.int64))
+            sources.append(Ragged(read[place] for place in kept))
+            targets.append(Ragged([*write[place], self.tokenizer.eos_id] for place in kept))
+        self._places[split] = np.concatenate([np.zeros(0, np.int64), *places])
+        if not len(self._places[split]):
+            raise ValueError(
+                f"no {split} pair is left of {len(pairs)}: expected some with text on both sides, sources of at most "
+                f"{self.config.max_source_length or 'any number of'} and targets of at most "
+                f"{self.config.max_target_length or 'any number of'} tokens. Give larger --data.max-source-length and "
+                "--data.max-target-length, or other data."
             )
-        self.fingerprint = self._fingerprint(texts)
+        self._skipped += len(pairs) - len(self._places[split])
+        self._sources[split], self._targets[split] = Ragged.joined(sources), Ragged.joined(targets)
+        return digest.hexdigest()
+
+    def _token_batches(self) -> TokenBatches | None:
+        """The buckets of pairs of like length; None if a batch has a fixed number of pairs, or packed rows."""
+        if self.config.batch_tokens is None or self.config.packed_length is not None:
+            return None
+        return TokenBatches(
+            self._sources["train"].lengths,
+            self._targets["train"].lengths,
+            batch_tokens=self.config.batch_tokens,
+            buckets=self.config.buckets,
+            row_multiple=self.config.row_multiple,
+        )
 
     def is_known_as(self, fingerprint: str) -> bool:
         """Whether a fingerprint is of this data. The first versions took all texts in one list: read again for that."""

@@ -37,28 +37,37 @@ def check_batch(
     are labels of `num_classes`, floating ones are to be forecast; all others are token ids.
     """
     for name in ("values", "targets"):
-        numbers = batch.get(name)
-        if numbers is not None and np.issubdtype(numbers.dtype, np.floating) and not np.isfinite(numbers).all():
-            place = np.argwhere(~np.isfinite(numbers))[0].tolist()
-            raise ValueError(f"{name}{place} is {numbers[tuple(place)]}: expected a finite number. Mend the data.")
-    labels = "targets" in batch and batch["targets"].ndim == 1
-    if labels and num_classes is None:
-        raise ValueError("a batch whose targets are labels needs num_classes to be checked. Give it.")
-    limits = {
-        "source": source_vocab_size or vocab_size,
-        "tokens": vocab_size,
-        "targets": num_classes if labels else vocab_size,
-    }
-    for name, limit in limits.items():
-        if name not in batch or (name == "targets" and vocab_size is None and not labels):
-            continue
-        values = np.asarray(batch[name])
-        if not np.issubdtype(values.dtype, np.integer):
-            raise ValueError(f"{name} must be whole numbers, got {values.dtype}.")
-        if values.size and (values.min() < 0 or values.max() >= limit):
-            place = tuple(int(i) for i in np.argwhere((values < 0) | (values >= limit))[0])
-            what, fix = ("label", "num_classes") if labels and name == "targets" else ("token id", "vocab_size")
-            raise ValueError(
-                f"{what} {values[place]} in {name}{list(place)} is out of range: expected 0 to {limit - 1}. Use the "
-                f"tokenizer and data the model was made for, or change {fix}."
-            )
+        if name in batch and np.issubdtype(batch[name].dtype, np.floating):
+            _check_finite(name, batch[name])
+    if "source" in batch:
+        _check_range("source", batch["source"], source_vocab_size or vocab_size, "token id", "vocab_size")
+    if "tokens" in batch:
+        _check_range("tokens", batch["tokens"], vocab_size, "token id", "vocab_size")
+    if "targets" in batch and batch["targets"].ndim == 1:
+        if num_classes is None:
+            raise ValueError("a batch whose targets are labels needs num_classes to be checked. Give it.")
+        _check_range("targets", batch["targets"], num_classes, "label", "num_classes")
+    elif "targets" in batch and vocab_size is not None:  # without a vocabulary the targets are values to forecast
+        _check_range("targets", batch["targets"], vocab_size, "token id", "vocab_size")
+
+
+def _check_finite(name: str, numbers: np.ndarray) -> None:
+    """Raises ValueError with the index of the first number that is NaN or infinite."""
+    if not np.isfinite(numbers).all():
+        place = np.argwhere(~np.isfinite(numbers))[0].tolist()
+        raise ValueError(f"{name}{place} is {numbers[tuple(place)]}: expected a finite number. Mend the data.")
+
+
+def _check_range(name: str, numbers: np.ndarray, limit: int | None, what: str, field: str) -> None:
+    """Raises ValueError with the index of the first number outside 0 to `limit` - 1, the value of a config `field`."""
+    values = np.asarray(numbers)
+    if not np.issubdtype(values.dtype, np.integer):
+        raise ValueError(f"{name} must be whole numbers, got {values.dtype}.")
+    if limit is None:
+        raise ValueError(f"a batch with {name} needs {field} to be checked. Give it.")
+    if values.size and (values.min() < 0 or values.max() >= limit):
+        place = tuple(int(i) for i in np.argwhere((values < 0) | (values >= limit))[0])
+        raise ValueError(
+            f"{what} {values[place]} in {name}{list(place)} is out of range: expected 0 to {limit - 1}. Use the "
+            f"tokenizer and data the model was made for, or change {field}."
+        )

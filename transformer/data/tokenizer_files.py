@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformer.data.bpe import BPETokenizer
 from transformer.data.pretrained_tokenizer import PretrainedTokenizer
 from transformer.data.tokenizer import TOKENIZER_FILE, Tokenizer
 from transformer.data.vocabularies import ByteTokenizer, CharTokenizer, WordTokenizer
+
+if TYPE_CHECKING:
+    import tokenizers
 
 
 def as_pretrained(tokenizer: Tokenizer) -> PretrainedTokenizer:
@@ -19,7 +22,6 @@ def as_pretrained(tokenizer: Tokenizer) -> PretrainedTokenizer:
             its words.
     """
     import tokenizers
-    from tokenizers import decoders, models, pre_tokenizers
 
     if isinstance(tokenizer, PretrainedTokenizer):
         return tokenizer
@@ -29,14 +31,30 @@ def as_pretrained(tokenizer: Tokenizer) -> PretrainedTokenizer:
             f"{TOKENIZER_FILE} can't say."
         )
     special = tokenizer.special_tokens
-    unknown = None if tokenizer.unk_id is None else special[tokenizer.unk_id]
+    library = _pipeline(tokenizer, _ids(tokenizer))
+    library.add_special_tokens([tokenizers.AddedToken(token, special=True, normalized=False) for token in special])
+    files = {TOKENIZER_FILE: library.to_str(), "tokenizer_config.json": json.dumps(_settings(tokenizer))}
+    return PretrainedTokenizer({name: text.encode() for name, text in files.items()}, tokenizer.vocab_size)
+
+
+def _ids(tokenizer: Tokenizer) -> dict[str, int]:
+    """The id of each entry of the vocabulary and of each special token. ValueError if a word is both."""
+    special = tokenizer.special_tokens
     ids = {entry: len(special) + i for i, entry in enumerate(_entries(tokenizer))}
     if twice := [token for token in special if token in ids]:
         raise ValueError(
             f"its vocabulary has the word {twice[0]}, which is also the name of a special token: in a {TOKENIZER_FILE} "
             f"the word would become that token."
         )
-    ids |= {token: i for i, token in enumerate(special)}
+    return ids | {token: i for i, token in enumerate(special)}
+
+
+def _pipeline(tokenizer: Tokenizer, ids: dict[str, int]) -> tokenizers.Tokenizer:
+    """The model, pre-tokenizer and decoder of the library that compute what `tokenizer` does."""
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers
+
+    unknown = {} if tokenizer.unk_id is None else {"unk_token": tokenizer.special_tokens[tokenizer.unk_id]}
     before: Any
     after: Any
     match tokenizer:
@@ -47,10 +65,10 @@ def as_pretrained(tokenizer: Tokenizer) -> PretrainedTokenizer:
             model = models.BPE(vocab=ids, merges=[])
             before, after = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False), decoders.ByteLevel()
         case CharTokenizer():
-            model = models.WordLevel(ids, **({} if unknown is None else {"unk_token": unknown}))
+            model = models.WordLevel(ids, **unknown)
             before, after = pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated"), decoders.Fuse()
         case WordTokenizer():
-            model = models.WordLevel(ids, **({} if unknown is None else {"unk_token": unknown}))
+            model = models.WordLevel(ids, **unknown)
             before, after = pre_tokenizers.WhitespaceSplit(), None
         case _:
             raise ValueError(f"a tokenizer of the kind {tokenizer.kind!r} has no form in a {TOKENIZER_FILE}.")
@@ -58,12 +76,16 @@ def as_pretrained(tokenizer: Tokenizer) -> PretrainedTokenizer:
     library.pre_tokenizer = before
     if after is not None:
         library.decoder = after
-    library.add_special_tokens([tokenizers.AddedToken(token, special=True, normalized=False) for token in special])
+    return library
+
+
+def _settings(tokenizer: Tokenizer) -> dict[str, Any]:
+    """The contents of tokenizer_config.json: the roles of the special tokens."""
+    special = tokenizer.special_tokens
+    unknown = None if tokenizer.unk_id is None else special[tokenizer.unk_id]
     names = {"pad_token": special[0], "bos_token": special[1], "eos_token": special[2], "unk_token": unknown}
     names |= {} if tokenizer.mask_id is None else {"mask_token": special[tokenizer.mask_id]}
-    names |= {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-    files = {TOKENIZER_FILE: library.to_str(), "tokenizer_config.json": json.dumps(names)}
-    return PretrainedTokenizer({name: text.encode() for name, text in files.items()}, tokenizer.vocab_size)
+    return names | {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
 
 
 def _entries(tokenizer: Tokenizer) -> list[str]:

@@ -12,15 +12,30 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
 
-from transformer.nn.axes import Array, Context, DType, Float, Hidden, Int, Positions, PRNGKey
+from transformer.nn.axes import (
+    Array,
+    Attended,
+    Context,
+    DType,
+    Float,
+    Hidden,
+    Int,
+    Key,
+    Positions,
+    PRNGKey,
+    Query,
+    Value,
+    Weights,
+)
 from transformer.nn.caches import ContextCache, KVCache
-from transformer.nn.kernels import ALL_KERNELS, AttentionShapes, AttentionSpec, BiasFunction, choose
+from transformer.nn.kernels import ALL_KERNELS, AttentionShapes, AttentionSpec, BiasFunction, Kernel, choose
 from transformer.nn.kernels.contract import bias_block
 from transformer.nn.layers import NORMS, Initializer, Linear, is_deterministic
 from transformer.nn.masks import Mask
 from transformer.nn.parameter_axes import declare
-from transformer.nn.partitioning import constrain
+from transformer.nn.partitioning import constrain, explicit_spec, in_auto_axes
 from transformer.nn.positions import NoPosition
 
 
@@ -101,7 +116,7 @@ def dot_product_attention(
     kernel = ALL_KERNELS[choose(implementation, spec)]
     length = "length" if kernel.split_keys else None  # most kernels need all keys of a row on each device
     key, value = (constrain(array, "batch", length, "kv_heads", "head_dim") for array in (key, value))
-    out, weights = kernel.attend(query, key, value, spec)
+    out, weights = _run(kernel, query, key, value, spec)
 
     # The shape and the weights that the caller asked for
     if len(lead) != 1:
@@ -109,6 +124,25 @@ def dot_product_attention(
     if module is not None:
         module.sow("intermediates", "attention_weights", weights.astype(query.dtype))
     return (out, weights) if return_weights else out
+
+
+def _run(kernel: Kernel, query: Query, key: Key, value: Value, spec: AttentionSpec) -> tuple[Attended, Weights | None]:
+    """Call the kernel; inside a mesh with Explicit axes too, where the result (B, T, N, Hv) is split as the query is.
+
+    There a bias that reads arrays must be a pytree with these arrays as leaves.
+    """
+
+    def attended(query, key, value, spec):
+        out, weights = kernel.run(query, key, value, spec)
+        return (out, weights) if spec.return_weights else (out,)
+
+    sharding = explicit_spec(query)
+    if sharding is not None:
+        rows, length, heads, _ = sharding
+        specs = PartitionSpec(rows, length, heads, None), PartitionSpec(rows, heads, length, None)
+        attended = in_auto_axes(attended, specs if spec.return_weights else specs[:1])
+    out, *weights = attended(query, key, value, spec)
+    return out, weights[0] if weights else None
 
 
 def _check_shapes(query: Array, key: Array, value: Array, sinks: Array | None) -> None:

@@ -15,9 +15,8 @@ import numpy as np
 from transformer.data import Batch, Tokenizer
 from transformer.generate import Sampling, generate
 from transformer.training.finite import first_bad_parameter
-from transformer.training.objectives import evaluation_sums
 from transformer.training.recipe import Recipe, build_model
-from transformer.training.step import EvalStep, Metrics, NonFiniteError
+from transformer.training.step import EvalStep, Metrics, NonFiniteError, evaluation_sums
 
 
 @dataclass(frozen=True)

@@ -99,7 +99,7 @@ def decay_mask(config: OptimizerConfig, params: Any) -> Any:
     """True for the leaves that weight decay shrinks: matrices; tables of token embeddings when the config says so.
 
     By declared axes and name, not by rank: norms and biases of a stack of layers have a second axis, too. Vectors
-    (scales, biases, sinks) and position tables never decay. A tied embedding is one leaf, and an embedding.
+    (scales, biases, logits per head) and position tables never decay. A tied embedding is one leaf, and an embedding.
     """
     decaying = {"kernel", "embedding"} if config.decay_embeddings else {"kernel"}
 

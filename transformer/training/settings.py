@@ -73,7 +73,7 @@ class OptimizerConfig:
     momentum: float = 0.95
     """muon: decay of the momentum"""
     weight_decay: float = 0.01
-    """decoupled, times the rate; never on norms, biases, position tables and sinks"""
+    """decoupled, times the rate; never on norms, biases, position tables and other vectors"""
     decay_embeddings: bool = False
     """weight decay on token embeddings, too"""
     clip_norm: float | None = 1.0

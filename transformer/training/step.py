@@ -5,16 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from transformer.training.losses import Batch
-from transformer.training.objectives import evaluation_sums, training_loss
+from transformer.nn.axes import PRNGKey
+from transformer.training.chunked_loss import loss_in_chunks, sum_in_chunks, tokens_at_once
+from transformer.training.losses import Batch, Scalar
 from transformer.training.optimizers import make_optimizer, make_schedule
 from transformer.training.recipe import Recipe, build_model
+from transformer.training.settings import TrainingConfig
 from transformer.training.state import TrainState, model_params
+from transformer.training.tasks import TASKS, Outputs, Sums
 
 Metrics = dict[str, jax.Array]
 """scalars by name"""
@@ -108,6 +112,53 @@ def _summed_loss(recipe: Recipe) -> Callable[..., tuple[jax.Array, Metrics]]:
     return loss
 
 
+def training_loss(
+    task: str, model: nn.Module, params: Any, batch: Batch, training: TrainingConfig, dropout_key: PRNGKey | None
+) -> tuple[Scalar, Scalar, Scalar | None]:
+    """(loss sum, weight, router loss) of a batch with a tree of parameters, dropout when a key is given. The last is
+    what routed layers add to the loss: a sum over tokens, as `cross_entropy`'s, in nats (Fedus et al. 2021, arXiv
+    2101.03961, section 2.2); None without such layers. Rows of weight 0 add nothing.
+    """
+    kind, weights = TASKS[task], batch["weights"]
+    variables, inputs = {"params": params}, kind.inputs(model.config, batch)
+    options = {
+        "deterministic": dropout_key is None,
+        "rngs": None if dropout_key is None else {"dropout": dropout_key},
+    }
+    if kind.each_token:
+        # Only the hidden states: the logits of all tokens at once may not fit into memory
+        hidden, _, aux = model.apply(variables, **inputs, **options, method=type(model).run_stacks)
+        loss_sum, weight = _token_loss(kind, model, params, hidden, batch, training)
+    else:
+        outputs, aux = model.apply(variables, **inputs, **options, method=type(model).with_aux)
+        loss_sum, weight = kind.loss(outputs, batch, training)
+    if not aux:
+        return loss_sum, weight, None
+    counts = (weights > 0).any(tuple(range(1, weights.ndim)))
+    return loss_sum, weight, jnp.where(counts, sum(aux.values()), 0.0).sum()
+
+
+def _head(model: nn.Module, params: Any) -> tuple[Callable[..., Outputs], Any]:
+    """(parameters, hidden (B, T, D)) -> logits (B, T, V), and the parameters."""
+    method = type(model).head
+    return lambda params, hidden: model.apply({"params": params}, hidden, method=method), model.head_parameters(params)
+
+
+def _token_loss(kind, model, params, hidden, batch, training):
+    head, parameters = _head(model, params)
+    tokens = training.loss_tokens
+    if tokens is None:
+        tokens = tokens_at_once(hidden, model.config.vocab_size)
+    if not tokens:
+        return kind.loss(head(parameters, hidden), batch, training)
+
+    def part(parameters, hidden, targets, weights):
+        return kind.loss(head(parameters, hidden), {"targets": targets, "weights": weights}, training)[0]
+
+    loss_sum = loss_in_chunks(part, parameters, hidden, batch["targets"], batch["weights"], tokens)
+    return loss_sum, batch["weights"].sum().astype(jnp.float32)
+
+
 def _summed_gradients(
     loss: Callable[..., tuple[jax.Array, Metrics]], state: TrainState, batch: Batch, key: jax.Array, accumulation: int
 ) -> tuple[tuple[jax.Array, Metrics], Any]:
@@ -174,6 +225,29 @@ def make_eval_step(recipe: Recipe) -> EvalStep:
     """
     model = build_model(recipe)
     return lambda params, batch: dict(evaluation_sums(recipe.task, model, params, batch))
+
+
+def evaluation_sums(task: str, model: nn.Module, params: Any, batch: Batch) -> Sums:
+    """Sums over a batch: `loss_sum` (without what training adds to it), `weight`, and the task's measures."""
+    kind = TASKS[task]
+
+    def sums(outputs, batch):
+        loss_sum, weight = kind.loss(outputs, batch, None)
+        return {"loss_sum": loss_sum, "weight": weight, **kind.measures(outputs, batch)}
+
+    variables = {"params": params}
+    if not kind.each_token:
+        return sums(kind.forward(model, variables, batch, deterministic=True, method=type(model).with_aux)[0], batch)
+    hidden, *_ = kind.forward(model, variables, batch, deterministic=True, method=type(model).run_stacks)
+    head, parameters = _head(model, params)
+    tokens = tokens_at_once(hidden, model.config.vocab_size)
+    if tokens is None:
+        return sums(head(parameters, hidden), batch)
+
+    def part(parameters, hidden, targets, weights):
+        return sums(head(parameters, hidden), {"targets": targets, "weights": weights})
+
+    return sum_in_chunks(part, parameters, hidden, batch["targets"], batch["weights"], tokens)
 
 
 def check_finite(step: int, metrics: Mapping[str, np.ndarray], paths: Sequence[str], why: str = "") -> None:

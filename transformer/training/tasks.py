@@ -52,8 +52,12 @@ class Task(ABC):
     """fields of the data that bound the length of its sequences"""
 
     @abstractmethod
+    def inputs(self, config: TransformerConfig, batch: Batch) -> dict[str, Any]:
+        """Return the arguments of the model, by name, that a batch contains or implies (such as its masks)."""
+
     def forward(self, model: nn.Module, variables: Any, batch: Batch, **arguments: Any) -> Any:
         """Apply the model, with its tree of variables, to a batch. Returns the outputs, or what `method` returns."""
+        return model.apply(variables, **self.inputs(model.config, batch), **arguments)
 
     def example(self, config: TransformerConfig) -> tuple[jax.Array, ...]:
         """Return the smallest arguments, such as (1, 1) tokens, that initialize the model: parameters depend on neither
@@ -143,9 +147,9 @@ class LanguageModeling(Task):
     writes = True
     try_it = ("generate", "--prompt")
 
-    def forward(self, model: nn.Module, variables: Any, batch: Batch, **arguments: Any) -> Any:
+    def inputs(self, config: TransformerConfig, batch: Batch) -> dict[str, Any]:
         mask = Mask.segments(batch["segment_ids"]) if "segment_ids" in batch else None
-        return model.apply(variables, batch["tokens"], positions=batch.get("positions"), mask=mask, **arguments)
+        return {"tokens": batch["tokens"], "positions": batch.get("positions"), "mask": mask}
 
     def shapes(self, config: TransformerConfig, data: DataKind, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
         return _target_shapes((rows, data.sequence_length))
@@ -165,27 +169,23 @@ class Translation(Task):
     writes = True
     try_it = ("generate", "--prompt")
 
-    def forward(self, model: nn.Module, variables: Any, batch: Batch, **arguments: Any) -> Any:
+    def inputs(self, config: TransformerConfig, batch: Batch) -> dict[str, Any]:
+        texts = {"source": batch["source"], "target": batch["tokens"]}
         if "segment_ids" not in batch:
             masks = {"source_mask": Mask.lengths(batch["source_lengths"])}
-            config = model.config
             if any(kind.moe is not None for kind in config.kinds):
                 # The causal mask hides padding from every target with a weight, but routers would count it.
                 places = jnp.arange(1, 1 + batch["weights"].shape[1])[None, :]
                 masks["mask"] = Mask.lengths(jnp.where(batch["weights"] > 0, places, 0).max(1))
-            return model.apply(variables, batch["source"], batch["tokens"], **masks, **arguments)
+            return texts | masks
         source, target = batch["source_segment_ids"], batch["segment_ids"]
-        return model.apply(
-            variables,
-            batch["source"],
-            batch["tokens"],
-            source_positions=batch["source_positions"],
-            positions=batch["positions"],
-            source_mask=Mask.segments(source),
-            mask=Mask.segments(target),
-            context_mask=Mask.segments(target, source),
-            **arguments,
-        )
+        return texts | {
+            "source_positions": batch["source_positions"],
+            "positions": batch["positions"],
+            "source_mask": Mask.segments(source),
+            "mask": Mask.segments(target),
+            "context_mask": Mask.segments(target, source),
+        }
 
     def example(self, config: TransformerConfig) -> tuple[jax.Array, ...]:
         return super().example(config) * 2
@@ -206,10 +206,9 @@ class EncoderTask(Task):
 
     lengths = "data.max_length"
 
-    def forward(self, model: nn.Module, variables: Any, batch: Batch, **arguments: Any) -> Any:
-        types = None if model.config.embedding.token_types is None else batch.get("token_types")
-        mask = Mask.lengths(batch["lengths"])
-        return model.apply(variables, batch["tokens"], mask=mask, token_types=types, **arguments)
+    def inputs(self, config: TransformerConfig, batch: Batch) -> dict[str, Any]:
+        types = None if config.token_types is None else batch.get("token_types")
+        return {"tokens": batch["tokens"], "mask": Mask.lengths(batch["lengths"]), "token_types": types}
 
     def shapes(self, config: TransformerConfig, data: DataKind, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
         shapes = {
@@ -253,9 +252,6 @@ class ValuesTask(Task):
     part: ClassVar[str]
     remedy: ClassVar[str]
 
-    def forward(self, model: nn.Module, variables: Any, batch: Batch, **arguments: Any) -> Any:
-        return model.apply(variables, batch["values"], **arguments)
-
     def shapes(self, config: TransformerConfig, data: DataKind, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
         (example,) = self.example(config)
         return {
@@ -279,6 +275,9 @@ class ImageClassification(ValuesTask):
     unit = "nats per image"
     part = "patches"
     remedy = "images of its size"
+
+    def inputs(self, config: TransformerConfig, batch: Batch) -> dict[str, Any]:
+        return {"images": batch["values"]}
 
     def example(self, config: TransformerConfig) -> tuple[jax.Array, ...]:
         patches = config.patches
@@ -310,6 +309,9 @@ class Forecasting(ValuesTask):
     def baseline(batch: Batch) -> np.ndarray:
         """Repeat the last step of each look-back: the forecast (B, 1, channels) that everything stays as it is."""
         return batch["values"][:, -1:]
+
+    def inputs(self, config: TransformerConfig, batch: Batch) -> dict[str, Any]:
+        return {"values": batch["values"]}
 
     def example(self, config: TransformerConfig) -> tuple[jax.Array, ...]:
         return (jnp.zeros((1, config.series.context_length, config.series.channels)),)

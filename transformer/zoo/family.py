@@ -128,6 +128,25 @@ class Family:
 
     def read(self, values: Mapping[str, Any], head: Head) -> TransformerConfig:
         """The TransformerConfig that a config.json describes."""
+        changes, faults, known = self._read_fields(values, head)
+        for name, choices in FIXED_EVERYWHERE.items():
+            if name not in known and values.get(name, choices[0]) not in choices:
+                faults.append(f"{name} is {values[name]!r}, which changes what is computed and is not built here")
+        faults += _unknown_fields(values, known)
+        if faults:
+            raise ConfigError(
+                f"config.json of {self.title} is not understood: {'; '.join(faults)}. Fields that are known to change "
+                f"nothing can be taken out of config.json, or named in ignore_fields=."
+            )
+        try:
+            config = TransformerConfig(**changes)
+        except (ConfigError, TypeError, ValueError) as error:
+            raise ConfigError(f"config.json of {self.title} describes no model: {error}") from error
+        self._check_experts(config)
+        return config
+
+    def _read_fields(self, values: Mapping[str, Any], head: Head) -> tuple[dict[str, Any], list[str], set[str]]:
+        """Fields of the TransformerConfig, what is wrong with config.json, and the names in it that have a meaning."""
         changes: dict[str, Any] = dict(self.constants) | dict(head.constants)
         faults: list[str] = []
         known = set(NEUTRAL)
@@ -141,32 +160,19 @@ class Family:
             except FieldError as error:
                 faults.append(str(error))
             except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
-                faults.append(
-                    f"{', '.join(n for n in codec.names if n in values) or codec.names[0]} can't be read ({error})"
-                )
+                given = ", ".join(name for name in codec.names if name in values)
+                faults.append(f"{given or codec.names[0]} can't be read ({error})")
             _check_layers(changes)
-        for name, choices in FIXED_EVERYWHERE.items():
-            if name not in known and values.get(name, choices[0]) not in choices:
-                faults.append(f"{name} is {values[name]!r}, which changes what is computed and is not built here")
-        unknown = sorted(values.keys() - known - FIXED_EVERYWHERE.keys())
-        faults += [f"{name} is not known{nearest(name, known)}" for name in unknown[:MAX_UNKNOWN]]
-        faults += [f"{len(unknown) - MAX_UNKNOWN} more are not known"] if len(unknown) > MAX_UNKNOWN else []
-        if faults:
-            raise ConfigError(
-                f"config.json of {self.title} is not understood: {'; '.join(faults)}. Fields that are known to change "
-                f"nothing can be taken out of config.json, or named in ignore_fields=."
-            )
-        try:
-            config = TransformerConfig(**changes)
-        except (ConfigError, TypeError, ValueError) as error:
-            raise ConfigError(f"config.json of {self.title} describes no model: {error}") from error
+        return changes, faults, known
+
+    def _check_experts(self, config: TransformerConfig) -> None:
+        """Raises ConfigError for more experts than any model has: each has tensors, which are listed by name."""
         kinds = layer_kinds(config, config.num_layers)
         if (experts := sum(kind.moe.num_experts for kind in kinds if kind.moe is not None)) > MAX_EXPERTS:
             raise ConfigError(
                 f"config.json of {self.title} asks for {experts} experts in all layers together: expected at most "
                 f"{MAX_EXPERTS}. Correct it."
             )
-        return config
 
     def write(self, config: TransformerConfig, architecture: str) -> dict[str, Any]:
         """A config.json for a model of this family. NoCounterpart names the fields that it has no word for."""
@@ -306,6 +312,13 @@ def _kind(config: TransformerConfig, kind: LayerKind) -> LayerKind:
         changes["rotary_base"] = kind.rotary_base or config.rotary.base
         changes["rotary_scaling"] = kind.rotary_scaling or config.rotary.scaling
     return replace(kind, **changes)
+
+
+def _unknown_fields(values: Mapping[str, Any], known: Collection[str]) -> list[str]:
+    """One sentence for each field of config.json that has no meaning here, with the known name that it resembles."""
+    unknown = sorted(values.keys() - set(known) - FIXED_EVERYWHERE.keys())
+    sentences = [f"{name} is not known{nearest(name, known)}" for name in unknown[:MAX_UNKNOWN]]
+    return sentences + ([f"{len(unknown) - MAX_UNKNOWN} more are not known"] if len(unknown) > MAX_UNKNOWN else [])
 
 
 def _is_too_large(value: Any) -> bool:

@@ -9,7 +9,7 @@ import pytest
 
 from transformer.config import Execution, LayerKind, MoE, StackOptions, TransformerConfig
 from transformer.training import TrainingConfig
-from transformer.training.objectives import training_loss
+from transformer.training.step import training_loss
 from transformer.training.tasks import TASKS
 
 VOCABULARY, ROW = 17, 13

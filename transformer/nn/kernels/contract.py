@@ -8,11 +8,10 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
-from transformer.nn.axes import Array, Attended, DType, Float, Key, Leaf, PRNGKey, Query, Value, Weights
+from transformer.nn.axes import Array, DType, Float, Key, Leaf, PRNGKey, Query, Value
 from transformer.nn.masks import Mask
-from transformer.nn.partitioning import explicit_spec, in_auto_axes, ways
+from transformer.nn.partitioning import ways
 
 BiasFunction: TypeAlias = Callable[[jax.Array, jax.Array], jax.Array]
 """(query indices (t,), key indices (s,)) -> what is added to that block of scores, broadcast to (B, N, t, s)"""
@@ -49,6 +48,10 @@ class AttentionShapes:
             length_shards=ways("length"),
         )
 
+
+NO_WEIGHT = -1e30
+"""logit of a key that takes no weight. Finite: the difference of two is a number, and a row that sees no key divides
+by exp(0) = 1 and gives zeros"""
 
 _UNKNOWN = AttentionShapes(num_queries=1, num_keys=1)
 
@@ -87,6 +90,13 @@ class AttentionSpec:
         """
         scores = products * self.scale
         return scores if self.softcap is None else self.softcap * jnp.tanh(scores / self.softcap)
+
+    def sink_logits(self, num_heads: int) -> Float[Array, " N"]:
+        """The sinks in float32 (Xiao et al. 2023, arXiv 2309.17453); without sinks, logits that take no weight.
+
+        For kernels whose running softmax starts at a sink: one key seen before all others, which has no value.
+        """
+        return jnp.full(num_heads, NO_WEIGHT) if self.sinks is None else self.sinks.astype(jnp.float32)
 
     def drop(self, weights: Float[Array, "... t s"], key: PRNGKey | None) -> Float[Array, "... t s"]:
         """Weights with some set to zero and the rest scaled up, of the same shape (Srivastava et al. 2014)."""
@@ -166,23 +176,6 @@ class Kernel:
                 reason = self.reasons.get(name)
                 return OPTIONS[name].words + (f": {reason}" if reason else "")
         return None
-
-    def attend(self, query: Query, key: Key, value: Value, spec: AttentionSpec) -> tuple[Attended, Weights | None]:
-        """`run`, inside a mesh with Explicit axes too: there the result (B, T, N, Hv) is split as the query is, and a
-        bias that reads arrays must be a pytree with them as leaves.
-        """
-
-        def attended(query, key, value, spec):
-            out, weights = self.run(query, key, value, spec)
-            return (out, weights) if spec.return_weights else (out,)
-
-        sharding = explicit_spec(query)
-        if sharding is not None:
-            rows, length, heads, _ = sharding
-            specs = PartitionSpec(rows, length, heads, None), PartitionSpec(rows, heads, length, None)
-            attended = in_auto_axes(attended, specs if spec.return_weights else specs[:1])
-        out, *weights = attended(query, key, value, spec)
-        return out, weights[0] if weights else None
 
 
 def bias_block(bias: BiasFunction, queries: jax.Array, keys: jax.Array) -> jax.Array:

@@ -19,13 +19,9 @@ import jax.numpy as jnp
 
 from transformer.nn.axes import Array, Attended, Key, Query, Value
 from transformer.nn.kernels import chunked
-from transformer.nn.kernels.contract import AttentionSpec
+from transformer.nn.kernels.contract import NO_WEIGHT, AttentionSpec
 from transformer.nn.masks import Mask
 from transformer.nn.partitioning import constrain, mapped, mesh_axes, ways
-
-NOTHING = -1e30
-"""logarithm of the weight of no key at all; finite, so that the difference of two is a number"""
-
 
 _NO_MESH = (
     "run here: no mesh is in force (jax.set_mesh) that splits the length, over the axis context or one of axis_rules"
@@ -73,8 +69,7 @@ def ring_attention(
     plan = chunked.Blocks(spec, chunk, chunk, min(block, chunk))
     ring = _Ring(plan, mesh_axes("length"), devices, zigzag=mask.is_causal)
 
-    # A sink is a key seen before all others, with no value; where there is none, its weight is nothing.
-    start = jnp.full(num_heads, NOTHING) if spec.sinks is None else spec.sinks.astype(jnp.float32)
+    start = spec.sink_logits(num_heads)
     arrays, structure = jax.tree.flatten(mask)
     rows = [("batch" if a.ndim and a.shape[0] == batch else None, *[None] * (a.ndim - 1))[: a.ndim] for a in arrays]
 
@@ -183,11 +178,11 @@ def _forward(ring, query, key, value, start, mask):
     """Output (2, B, t, K, G, Hv) float32, and what the backward pass needs."""
     plan = ring.plan
     norm = jnp.broadcast_to(start, query.shape[:-1])
-    nothing = jnp.full(start.shape, NOTHING)
+    nothing = jnp.full(start.shape, NO_WEIGHT)
 
     def add(a, b, keys, values, part, carry):
         out, norm = carry
-        # A sink without weight gives a row that sees nothing in this pair the norm NOTHING.
+        # A sink without weight gives a row that sees nothing in this pair the norm NO_WEIGHT.
         more, (*_, blocks) = chunked.forward(plan, query[a], keys[b], values[b], [], nothing, part, None)
         more_norm = plan.join(blocks.transpose(0, 1, 4, 2, 3), plan.num_queries)
         new_norm = jnp.logaddexp(norm[a], more_norm)

@@ -33,9 +33,6 @@ HEAD_SIZE = 256
 FLOAT32_ALONE = ("TPU v2", "TPU v3")
 """kinds of TPU for which the compiler of kernels refuses products of bfloat16"""
 
-NOTHING = -1e30
-"""the logit of a sink without weight. A row that sees no key then divides by 1 and gives zeros, and not a mean"""
-
 HIDDEN = -(2**31)
 """the segment of keys that no query attends"""
 
@@ -113,20 +110,20 @@ def splash_attention(
     key, value = _filled(key, blocks[1]), _filled(value, blocks[1])
     lengths = query.shape[1], key.shape[1]
     ids = _segment_ids(spec.mask, batch, (num_queries, num_keys), lengths)
-    sinks = spec.sinks
-    sinks = jnp.full(num_heads, NOTHING) if sinks is None else _with_gradient_in_float32(sinks.astype(jnp.float32))
+    # The kernel takes the logits even where the call has none: a row that sees no key then gives zeros, not a mean
+    logits = _with_gradient_in_float32(spec.sink_logits(num_heads))
     kernel = _kernel(
         lengths, blocks, parts, spec.mask.is_causal, spec.mask.window_size, spec.softcap, platform() != "tpu"
     )
     # Which blocks to compute, (1, query blocks, key blocks), and indices of queries, (T,): each device takes its part.
     arrays, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, kernel))
 
-    def on_each_device(query, key, value, sinks, *arrays):
+    def on_each_device(query, key, value, logits, *arrays):
         rows, length, kv_heads, groups, _ = query.shape
         kernel = jax.tree.unflatten(structure, arrays[len(ids) :])
 
         def row(query, key, value, *ids):
-            return kernel(query, key, value, library.SegmentIds(*ids) if ids else None, sinks.reshape(-1))
+            return kernel(query, key, value, library.SegmentIds(*ids) if ids else None, logits.reshape(-1))
 
         heads = query.reshape(rows, length, kv_heads * groups, head_dim)
         heads = [array.swapaxes(1, 2) for array in (heads, key, value)]
@@ -137,7 +134,7 @@ def splash_attention(
     names = [grouped, whole, whole, ("kv_heads", None)] + [("batch", "length"), ("batch", None)][: len(ids)]
     names += [(None, "length", None) if array.ndim == 3 else ("length",) for array in arrays]
     query = query.reshape(batch, -1, kv_heads, num_heads // kv_heads, head_dim)
-    out = mapped(on_each_device, names, grouped)(query, key, value, sinks.reshape(kv_heads, -1), *ids, *arrays)
+    out = mapped(on_each_device, names, grouped)(query, key, value, logits.reshape(kv_heads, -1), *ids, *arrays)
     return out.reshape(batch, -1, num_heads, value_dim)[:, :num_queries].astype(value.dtype), None
 
 
@@ -148,12 +145,12 @@ def _device_kind() -> str:
 
 
 @jax.custom_vjp
-def _with_gradient_in_float32(sinks):
-    """The same: the library gives the gradient in the dtype of the output."""
-    return sinks
+def _with_gradient_in_float32(logits):
+    """Return the logits; their gradient, which the library gives in the dtype of the output, in float32."""
+    return logits
 
 
-_with_gradient_in_float32.defvjp(lambda sinks: (sinks, None), lambda _, grad: (grad.astype(jnp.float32),))
+_with_gradient_in_float32.defvjp(lambda logits: (logits, None), lambda _, grad: (grad.astype(jnp.float32),))
 
 
 def _block(length: int) -> int:

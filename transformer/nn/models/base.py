@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -81,12 +82,13 @@ class Model(nn.Module):
         """What a call without a cache takes -> logits (B, T, V), and aux, what the layers report to the training
         loss.
         """
-        x, aux = self.hidden_with_aux(*inputs, **options)
+        x, _, aux = self.run_stacks(*inputs, **options)
         return self.head(x), aux
 
     def hidden_with_aux(self, *inputs: Any, **options: Any) -> tuple[Hidden, Aux]:
-        """The same up to the hidden states (B, T, D) that `head` takes, and aux."""
-        x, _, aux = self._run(*inputs, **options)
+        """Deprecated: use `run_stacks`, which also returns the cache. Removed in the next minor release."""
+        warnings.warn("hidden_with_aux is deprecated, use run_stacks.", DeprecationWarning, stacklevel=2)
+        x, _, aux = self.run_stacks(*inputs, **options)
         return x, aux
 
     @nn.nowrap
@@ -141,9 +143,21 @@ class TokenEncoder(Model):
             ValueError: ids or types outside their tables (only where values are known: not inside jit, which gives
                 NaN), or types for a model without any.
         """
-        return self._run(tokens, positions, mask, deterministic, token_types)[0]
+        return self.run_stacks(tokens, positions, mask, deterministic, token_types)[0]
 
-    def _run(self, tokens, positions=None, mask=None, deterministic=True, token_types=None):
+    def run_stacks(
+        self,
+        tokens: Tokens,
+        positions: Positions | None = None,
+        mask: Mask | None = None,
+        deterministic: bool = True,
+        token_types: Int[Array, "B T"] | None = None,
+    ) -> tuple[Hidden, None, Aux]:
+        """Return hidden states (B, T, D), None for the cache, and aux, the layers' terms of the training loss.
+
+        Raises:
+            ValueError: `token_types` for a model without token types.
+        """
         x = self._embed(self.embedding, tokens)
         if self.config.embedding.token_types is not None:
             token_types = jnp.zeros_like(tokens) if token_types is None else token_types

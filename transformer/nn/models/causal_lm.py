@@ -7,6 +7,7 @@ from typing import Any
 import flax.linen as nn
 
 from transformer.nn.axes import Hidden, Logits, Positions, Tokens
+from transformer.nn.blocks import Aux
 from transformer.nn.masks import Mask
 from transformer.nn.models.base import Model
 from transformer.nn.stacks import Decoder
@@ -39,7 +40,7 @@ class CausalLM(Model):
         Raises:
             ValueError: ids outside the vocabulary (only where values are known: not inside jit, which gives NaN).
         """
-        x, cache, _ = self._run(tokens, positions, mask, cache, deterministic)
+        x, cache, _ = self.run_stacks(tokens, positions, mask, cache, deterministic)
         return self.head(x) if cache is None else (self.head(x), cache)
 
     def hidden(
@@ -51,10 +52,18 @@ class CausalLM(Model):
         deterministic: bool = True,
     ) -> Hidden | tuple[Hidden, Any]:
         """As a call, up to the hidden states (B, T, D) that `head` takes; a pair with the cache when one is given."""
-        x, cache, _ = self._run(tokens, positions, mask, cache, deterministic)
+        x, cache, _ = self.run_stacks(tokens, positions, mask, cache, deterministic)
         return x if cache is None else (x, cache)
 
-    def _run(self, tokens, positions=None, mask=None, cache=None, deterministic=True):
+    def run_stacks(
+        self,
+        tokens: Tokens,
+        positions: Positions | None = None,
+        mask: Mask | None = None,
+        cache: Any = None,
+        deterministic: bool = True,
+    ) -> tuple[Hidden, Any, Aux]:
+        """Return hidden states (B, T, D), the cache, and aux, the layers' terms of the training loss."""
         x = self._embed(self.embedding, tokens)
         return self.decoder(x, positions=positions, mask=mask, cache=cache, deterministic=deterministic)
 

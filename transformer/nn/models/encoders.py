@@ -60,7 +60,7 @@ class PooledEncoder(TokenEncoder):
         token_types: Int[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B ..."], Aux]:
         """What a call takes -> what it gives, and aux, what the layers report to the training loss."""
-        x, _, aux = self._run(tokens, positions, mask, deterministic, token_types)
+        x, _, aux = self.run_stacks(tokens, positions, mask, deterministic, token_types)
         return self.head(self.pool(x, mask)), aux
 
     def pool(self, hidden: Hidden, mask: Mask | None = None) -> Float[Array, "B D"]:

@@ -7,6 +7,7 @@ from typing import Any
 import flax.linen as nn
 
 from transformer.nn.axes import Array, Context, Hidden, Int, Logits, Positions, Tokens
+from transformer.nn.blocks import Aux
 from transformer.nn.masks import Mask
 from transformer.nn.models.base import Model
 from transformer.nn.stacks import Decoder, Encoder, sum_aux
@@ -56,7 +57,7 @@ class Seq2Seq(Model):
             mask: of the target, beyond causality.
             context_mask: which source tokens a target token may attend to; None: as `source_mask` says.
         """
-        x, cache, _ = self._run(
+        x, cache, _ = self.run_stacks(
             source, target, source_positions, positions, source_mask, mask, cache, deterministic, context_mask
         )
         return self.head(x) if cache is None else (self.head(x), cache)
@@ -76,7 +77,7 @@ class Seq2Seq(Model):
         """As a call: source (B, S) and target (B, T) -> the hidden states (B, T, D) for `head`; a pair with the cache
         when one is given.
         """
-        x, cache, _ = self._run(
+        x, cache, _ = self.run_stacks(
             source, target, source_positions, positions, source_mask, mask, cache, deterministic, context_mask
         )
         return x if cache is None else (x, cache)
@@ -96,18 +97,23 @@ class Seq2Seq(Model):
         x, _, aux = self.encoder(x, positions=source_positions, mask=source_mask, deterministic=deterministic)
         return x, aux
 
-    def _run(
+    def run_stacks(
         self,
-        source,
-        target,
-        source_positions=None,
-        positions=None,
-        source_mask=None,
-        mask=None,
-        cache=None,
-        deterministic=True,
-        context_mask=None,
-    ):
+        source: Array | None,
+        target: Tokens,
+        source_positions: Int[Array, "B S"] | None = None,
+        positions: Positions | None = None,
+        source_mask: Mask | None = None,
+        mask: Mask | None = None,
+        cache: Any = None,
+        deterministic: bool = True,
+        context_mask: Mask | None = None,
+    ) -> tuple[Hidden, Any, Aux]:
+        """Return hidden states (B, T, D), the cache, and aux, the layers' terms of the training loss.
+
+        Raises:
+            ValueError: a source mask with segments, without a context mask.
+        """
         if context_mask is None and isinstance(source_mask, Mask) and source_mask.query_segments is not None:
             raise ValueError(
                 "source_mask has segments, and says of the source alone which positions are of one. Say which of the "

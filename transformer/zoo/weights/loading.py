@@ -52,30 +52,13 @@ def check_complete(
         expected |= zip(one.tensors, one.relation.tensor_shapes(one.shapes(shapes)), strict=True)
     known = re.compile("|".join(f"(?:{pattern})" for pattern in ignored) or "(?!)")
     copies = {copy: of for copy, of in (copies or {}).items() if copy not in expected and not known.fullmatch(copy)}
-    missing = [name for name in expected if name not in files.tensors]
     unexpected = [name for name in files.tensors if name not in expected and name not in copies]
     unexpected = [name for name in unexpected if not known.fullmatch(name)]
-    misshapen = [
-        f"{name}: expected {shape}, got {files.tensors[name].shape}"
-        for name, shape in expected.items()
-        if name in files.tensors and files.tensors[name].shape != shape
-    ]
-    unequal = [
-        f"{copy} differs from {of}, to which it is tied"
-        for copy, of in copies.items()
-        if copy in files.tensors and of in files.tensors and not np.array_equal(files.read(copy), files.read(of))
-    ]
     faults = {
-        # Only of those that are shown: to compare each with each takes hours where there are many experts.
-        "missing": [name + _nearest(name, unexpected[:1000]) for name in missing[:SHOWN]] + missing[SHOWN:],
+        "missing": _missing(files, expected, unexpected),
         "not understood": unexpected,
-        "of a wrong shape": misshapen,
-        "no real numbers": [
-            f"{name} of {files.tensors[name].dtype}"
-            for name, shape in expected.items()  # one number by itself may be a count
-            if shape and name in files.tensors and files.tensors[name].dtype.kind in "biuc"
-        ],
-        "not what config.json says": unequal,
+        **_wrong_contents(files, expected),
+        "not what config.json says": _unequal_copies(files, copies),
     }
     told = [f"{len(found)} {what}: {_listed(found)}" for what, found in faults.items() if found]
     if told:
@@ -83,6 +66,37 @@ def check_complete(
             f"the tensors in {files.directory} don't fit its config.json. {'. '.join(told)}. Check that the files "
             f"belong together; nothing was loaded."
         )
+
+
+def _missing(files: WeightFiles, expected: Mapping[str, Shape], unexpected: Sequence[str]) -> list[str]:
+    """Expected tensors that no file has, each with the unexpected tensor whose name is closest."""
+    missing = [name for name in expected if name not in files.tensors]
+    # Only for the names that the error shows: comparing every pair takes hours for a model with many experts.
+    return [name + _nearest(name, unexpected[:1000]) for name in missing[:SHOWN]] + missing[SHOWN:]
+
+
+def _wrong_contents(files: WeightFiles, expected: Mapping[str, Shape]) -> dict[str, list[str]]:
+    """Expected tensors that have another shape, or that hold integers or complex numbers."""
+    found = [(name, shape, files.tensors[name]) for name, shape in expected.items() if name in files.tensors]
+    return {
+        "of a wrong shape": [
+            f"{name}: expected {shape}, got {tensor.shape}" for name, shape, tensor in found if tensor.shape != shape
+        ],
+        "no real numbers": [
+            f"{name} of {tensor.dtype}"
+            for name, shape, tensor in found
+            if shape and tensor.dtype.kind in "biuc"  # a scalar may be a counter
+        ],
+    }
+
+
+def _unequal_copies(files: WeightFiles, copies: Mapping[str, str]) -> list[str]:
+    """Tensors that differ from the tensor to which the config ties them."""
+    return [
+        f"{copy} differs from {of}, to which it is tied"
+        for copy, of in copies.items()
+        if copy in files.tensors and of in files.tensors and not np.array_equal(files.read(copy), files.read(of))
+    ]
 
 
 def _nearest(name: str, choices: Sequence[str]) -> str:

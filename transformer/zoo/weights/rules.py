@@ -254,24 +254,40 @@ def link(
 def _links(rule: Rule, parameters: Mapping[str, Shape], stacks: Mapping[str, Any]) -> Iterator[Link]:
     names = (rule.tensors,) if isinstance(rule.tensors, str) else rule.tensors
     paths = (rule.parameters,) if isinstance(rule.parameters, str) else rule.parameters
+    for one in _by_layer(names, paths, rule.relation, stacks):
+        if any(target.path not in parameters for target in one.targets):
+            continue
+        if any("{expert}" in name for name in names):
+            first = one.targets[0]
+            yield from _by_expert(one, num_experts=parameters[first.path][len(first.index)])
+        else:
+            yield one
+
+
+def _by_layer(
+    names: Sequence[str], paths: Sequence[str], relation: Relation, stacks: Mapping[str, Any]
+) -> Iterator[Link]:
+    """One link for each layer of the stack that the paths begin with; one in all where they name no `{layer}`."""
     stack, in_layers, _ = paths[0].partition("/{layer}/")
-    for number, place in enumerate(stacks.get(stack, ()) if in_layers else [None]):
-        targets, tensors = [Target(path) for path in paths], names
-        if place is not None:
-            inside, index = place
-            targets = [Target(path.replace("{layer}", inside), () if index is None else (index,)) for path in paths]
-            tensors = tuple(name.replace("{layer}", str(number)) for name in names)
-        if any(target.path not in parameters for target in targets):
-            continue
-        if not any("{expert}" in name for name in names):
-            yield Link(tensors, tuple(targets), rule.relation)
-            continue
-        for expert in range(parameters[targets[0].path][len(targets[0].index)]):
-            yield Link(
-                tuple(name.replace("{expert}", str(expert)) for name in tensors),
-                tuple(Target(target.path, (*target.index, expert)) for target in targets),
-                rule.relation,
-            )
+    if not in_layers:
+        yield Link(tuple(names), tuple(Target(path) for path in paths), relation)
+        return
+    for number, (inside, index) in enumerate(stacks.get(stack, ())):
+        yield Link(
+            tuple(name.replace("{layer}", str(number)) for name in names),
+            tuple(Target(path.replace("{layer}", inside), () if index is None else (index,)) for path in paths),
+            relation,
+        )
+
+
+def _by_expert(one: Link, num_experts: int) -> Iterator[Link]:
+    """One link for each expert: its index is the first axis of the parameter of a layer."""
+    for expert in range(num_experts):
+        yield Link(
+            tuple(name.replace("{expert}", str(expert)) for name in one.tensors),
+            tuple(Target(target.path, (*target.index, expert)) for target in one.targets),
+            one.relation,
+        )
 
 
 def uncovered(links: Iterable[Link], parameters: Mapping[str, Shape]) -> list[str]:
