@@ -9,7 +9,7 @@ For accelerators with 128 GB or more in all; 8,030,261,248 parameters. Expected:
 docs/scaling.md. Before it is started: python -m transformer plan llama3_8b --topology v5p:4x4x4
 """
 
-from transformer.config import Execution, llama_decoder
+from transformer.config import Execution, RotaryOptions, llama_decoder
 from transformer.data import TextFile, TokenizerConfig
 from transformer.nn.sharding import ParallelConfig
 from transformer.training import EvaluationConfig, LoggingConfig, OptimizerConfig, Recipe, TrainingConfig
@@ -25,8 +25,8 @@ def get_config() -> Recipe:
             num_heads=32,
             num_kv_heads=8,
             d_ff=14_336,
-            rotary_base=500_000.0,
             dtype="bfloat16",
+            rotary=RotaryOptions(base=500_000.0),
         ),
         data=TextFile(
             path="your-text.txt",

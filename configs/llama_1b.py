@@ -18,7 +18,7 @@ On an accelerator: at least 26 minutes for 2,000 steps of 16,384 tokens on one v
 Expected: not measured on hardware; the loss depends on the text. Largest batches: docs/colab.md.
 """
 
-from transformer.config import Execution, RotaryScaling, llama_decoder
+from transformer.config import EmbeddingOptions, Execution, RotaryOptions, RotaryScaling, llama_decoder
 from transformer.data import TextFile, TokenizerConfig
 from transformer.nn.sharding import ParallelConfig
 from transformer.training import EvaluationConfig, LoggingConfig, OptimizerConfig, Recipe, TrainingConfig
@@ -34,10 +34,9 @@ def get_config() -> Recipe:
             num_heads=32,
             num_kv_heads=8,
             d_ff=8192,
-            rotary_base=500_000.0,
-            rotary_scaling=RotaryScaling(kind="llama3", factor=32.0),
-            tie_embeddings=True,
             dtype="bfloat16",
+            rotary=RotaryOptions(base=500_000.0, scaling=RotaryScaling(kind="llama3", factor=32.0)),
+            embedding=EmbeddingOptions(scale=False),
         ),
         data=TextFile(
             path="your-text.txt",

@@ -10,6 +10,18 @@ from transformer.config.model import Norm as Norm
 from transformer.config.model import NormPosition as NormPosition
 from transformer.config.model import Position as Position
 from transformer.config.model import Remat as Remat
+from transformer.config.options import (
+    AttentionOptions,
+    EmbeddingOptions,
+    OutputOptions,
+    RotaryOptions,
+    Speech,
+    StackOptions,
+    T5BiasOptions,
+)
+from transformer.config.options import NormScope as NormScope
+from transformer.config.options import Pooling as Pooling
+from transformer.config.options import Projection as Projection
 from transformer.config.papers import gpt2_decoder, llama_decoder, transformer_base, transformer_big
 from transformer.config.parts import MLA, HeadTransform, LayerKind, MoE, Patches, RotaryScaling, Series
 from transformer.config.parts import Activation as Activation

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from transformer.config.model import TransformerConfig
+from transformer.config.options import EmbeddingOptions
 
 
 def transformer_base(**changes: object) -> TransformerConfig:
@@ -15,20 +16,16 @@ def transformer_big(**changes: object) -> TransformerConfig:
     return _PAPER.replace(**{"d_model": 1024, "num_heads": 16, "d_ff": 4096, "dropout_rate": 0.3} | changes)
 
 
-def gpt2_decoder(**fields: object) -> TransformerConfig:
-    """The decoder of GPT-2 (Radford et al. 2019): learned positions for 1,024 tokens. Pass its sizes as `fields`."""
-    alike = {"activation": "gelu_tanh", "norm_epsilon": 1e-5, "position": "learned", "max_length": 1024}
-    return TransformerConfig(**alike | {"scale_embeddings": False, "initializer_range": 0.02} | fields)
+def gpt2_decoder(**changes: object) -> TransformerConfig:
+    """The decoder of GPT-2 (Radford et al. 2019): learned positions for 1,024 tokens. Pass its sizes as `changes`."""
+    return _GPT2.replace(**changes)
 
 
-def llama_decoder(**fields: object) -> TransformerConfig:
+def llama_decoder(**changes: object) -> TransformerConfig:
     """The decoder of Llama (Touvron et al. 2023, arXiv 2302.13971): RMSNorm, rotary positions, gated SiLU, no biases,
-    untied embeddings. Pass its sizes as `fields`.
+    untied embeddings. Pass its sizes as `changes`.
     """
-    layers = {"norm": "rms_norm", "norm_epsilon": 1e-5, "position": "rotary", "use_bias": False}
-    layers |= {"activation": "silu", "gated": True}
-    embeddings = {"scale_embeddings": False, "tie_embeddings": False, "initializer_range": 0.02}
-    return TransformerConfig(**layers | embeddings | fields)
+    return _LLAMA.replace(**changes)
 
 
 _PAPER = TransformerConfig(
@@ -41,4 +38,24 @@ _PAPER = TransformerConfig(
     norm_position="post",
     position="sinusoidal",
     dropout_rate=0.1,
+)
+
+_GPT2 = TransformerConfig(
+    activation="gelu_tanh",
+    norm_epsilon=1e-5,
+    position="learned",
+    max_length=1024,
+    initializer_range=0.02,
+    embedding=EmbeddingOptions(scale=False),
+)
+
+_LLAMA = TransformerConfig(
+    activation="silu",
+    gated=True,
+    use_bias=False,
+    norm="rms_norm",
+    norm_epsilon=1e-5,
+    position="rotary",
+    initializer_range=0.02,
+    embedding=EmbeddingOptions(scale=False, tie=False),
 )

@@ -77,7 +77,7 @@ def test_llama_is_transformers(torch, transformers, case):
     theirs = randomize(torch, transformers.LlamaForCausalLM(theirs))
     sizes = {"vocab_size": 29, "d_model": 18, "num_layers": 2, "num_heads": 6, "num_kv_heads": 2, "head_dim": 4}
     scaling = None if ours is None else RotaryScaling(**ours)
-    ours = llama_decoder(**sizes, d_ff=17, norm_epsilon=EPSILON, rotary_base=base, rotary_scaling=scaling)
+    ours = llama_decoder(**sizes, d_ff=17, norm_epsilon=EPSILON, **{"rotary.base": base, "rotary.scaling": scaling})
     compare(
         torch,
         theirs,
