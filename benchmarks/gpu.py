@@ -37,7 +37,7 @@ PUBLISHED = 1.4697
 
 def config(work: str) -> Any:
     """The model of a work."""
-    from transformer.config import TransformerConfig
+    from transformer.config import EmbeddingOptions, TransformerConfig
 
     if work == "gpt2":
         return TransformerConfig(

@@ -142,8 +142,8 @@ def routers(capacity: bool) -> st.SearchStrategy[MoE]:
         capacity_factor=st.sampled_from([None, 0.5, 1.0]) if capacity else st.none(),
         router_bias=st.booleans(),
         scoring=st.sampled_from(["softmax", "sigmoid"]),
-        selection_bias=st.booleans(),
-        weights_scale=st.sampled_from([1.0, 2.5]),
+        e_score_correction_bias=st.booleans(),
+        routed_scaling_factor=st.sampled_from([1.0, 2.5]),
     )
 
 
@@ -204,7 +204,7 @@ def configs(draw, kind: str, repeats: int = 0, capacity: bool = False) -> Transf
     ends = prefix + suffix
     stacks = {"num_layers": ends + period * times}
     if kind == "encoder-decoder" and flag():
-        stacks["num_encoder_layers"] = max(period, ends) + period
+        stacks["stack.num_encoder_layers"] = max(period, ends) + period
 
     width = one(6, 10)
     if latent:

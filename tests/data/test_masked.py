@@ -9,7 +9,7 @@ import pytest
 from finetune_parts import write_tokenizer
 from training_recipes import assert_equals_one_gone_on_with, change, short_recipe
 
-from transformer.config import ConfigError, TransformerConfig
+from transformer.config import ConfigError, OutputOptions, TransformerConfig
 from transformer.data import LabeledText, MaskedText, TokenizerConfig, load_tokenizer, prepare
 from transformer.data.masked import hide
 from transformer.data.pretrained_tokenizer import load_pretrained_tokenizer

@@ -262,7 +262,7 @@ def test_evaluate_tells_the_errors_of_forecasts(trained, capsys):
 
 def test_a_model_for_other_windows_is_refused(tmp_path):
     recipe = series_recipe(tmp_path, data={"horizon": HORIZON + 1})
-    with pytest.raises(ConfigError, match=r"model\.series must be as the data is, but has horizon 5 where .* has 6\."):
+    with pytest.raises(ConfigError, match=r"model\.input must be as the data is, but has horizon 5 where .* has 6\."):
         train(recipe, tmp_path / "run")
     there = recipe.model.replace(input=dataclasses.replace(recipe.model.series, channels=3))
     start = Start("other", "Forecaster", there, {}, tokenizer=None)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jaxprs import operations
+from teaching_texts import KEYS, SMALL, B, D, T, X, kernels, softmax, start, watched
 
 from transformer.config import RotaryScaling
 from transformer.nn.attention import MultiHeadAttention, dot_product_attention
@@ -31,23 +32,6 @@ def numbers(*shape):
 def matrices(*shape):
     """One random matrix (or stack of them) for each of Q, K and V."""
     return dict(zip(("query", "key", "value"), numbers(3, *shape) / np.sqrt(shape[0]), strict=True))
-
-
-def kernels(**arrays):
-    """Parameters of an attention without biases."""
-    return {"params": {name: {"kernel": jnp.asarray(array, jnp.float32)} for name, array in arrays.items()}}
-
-
-def start(module, *inputs):
-    """Random parameters of a module: biases and gammas that show, and nothing to compile."""
-    shapes, rng = jax.eval_shape(module.init, KEYS[1], *inputs), np.random.default_rng(1)
-    return jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=leaf.shape) / 3, leaf.dtype), shapes)
-
-
-def watched(attention, params, x, **options):
-    """Output and weights (B, N, T, S)."""
-    (out, _), seen = attention.apply(params, x, sow_weights=True, mutable=["intermediates"], **options)
-    return out, seen["intermediates"]["weights"][0]
 
 
 @pytest.mark.parametrize("scale", [None, 1.0])

@@ -225,11 +225,13 @@ def test_a_dependency_of_training_in_the_core_is_seen():
 
 
 def test_nothing_imports_the_entry_points():
-    """train.py and the recipes are where a run starts; what they offer to others would belong into the package."""
+    """train.py and the recipes are where a run starts; code that others share belongs into the package. A recipe may
+    build on another one.
+    """
     for path in python_files():
         if "tests" not in path.parts:
             tops = {name.partition(".")[0] for _, name in imports(path.read_text(), package_of(path))}
-            assert not tops & {"train", "configs"}, path
+            assert not tops & ({"train"} if path.parent.name == "configs" else {"train", "configs"}), path
 
 
 def test_torch_and_tensorflow_stay_out():

@@ -36,7 +36,7 @@ RECIPES = [
     Recipe(name="pairs", model=MODEL, data=Multi30k()),
     Recipe(
         name="images",
-        model=dataclasses.replace(MODEL, position="none", patches=Patches(image_height=8, image_width=8, patch_size=4)),
+        model=dataclasses.replace(MODEL, position="none", input=Patches(image_height=8, image_width=8, patch_size=4)),
         data=ImageFile(path="a.npz"),
     ),
 ]

@@ -60,7 +60,7 @@ def random_map(stack="decoder", kind="self", *, layer=0, heads=3, queries=5, key
 
 def test_layers_come_in_the_order_data_flows():
     """Each kind of layer has its own window, and the second pass over the period attends evenly."""
-    kinds = {"prefix": (1,), "period": (2, 3), "suffix": (4,)}
+    kinds = {"stack.prefix": (1,), "stack.period": (2, 3), "stack.suffix": (4,)}
     pattern = {name: tuple(LayerKind(window=size) for size in sizes) for name, sizes in kinds.items()}
     model = CausalLM(TransformerConfig(num_layers=6, **SIZES, **pattern))
     tokens = jnp.arange(7)[None]

@@ -82,7 +82,11 @@ class RotaryOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class T5BiasOptions:
-    """T5's relative position bias (Raffel et al. 2019, arXiv 1910.10683, section 2.1); only for position=t5."""
+    """T5's relative position bias (Raffel et al. 2019, arXiv 1910.10683, section 2.1); only for position=t5.
+
+    Raises:
+        ConfigError: a value out of range, or a max_distance of at most half of the buckets.
+    """
 
     section: ClassVar[str] = "t5_bias"
     buckets: int = 32
@@ -128,7 +132,11 @@ class EmbeddingOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class StackOptions:
-    """How layers are arranged: `prefix`, then `period` repeated, then `suffix`, as many as num_layers in total."""
+    """How layers are arranged: `prefix`, then `period` repeated, then `suffix`, as many as num_layers in total.
+
+    Raises:
+        ConfigError: a value out of range, or an empty period.
+    """
 
     section: ClassVar[str] = "stack"
     num_encoder_layers: int | None = None

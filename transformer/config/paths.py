@@ -37,6 +37,10 @@ def with_paths(former: Mapping[str, str], convert: Mapping[str, Convert] | None 
     Args:
         former: former name -> path of the field that replaces it.
         convert: former name -> conversion of its values, where they have changed too.
+
+    Raises:
+        TypeError: from the constructor, for a field that does not exist.
+        AttributeError: from an instance, for an attribute that does not exist.
     """
     convert = {} if convert is None else convert
 

@@ -207,7 +207,7 @@ class EncoderTask(Task):
     lengths = "data.max_length"
 
     def inputs(self, config: TransformerConfig, batch: Batch) -> dict[str, Any]:
-        types = None if config.token_types is None else batch.get("token_types")
+        types = None if config.embedding.token_types is None else batch.get("token_types")
         return {"tokens": batch["tokens"], "mask": Mask.lengths(batch["lengths"]), "token_types": types}
 
     def shapes(self, config: TransformerConfig, data: DataKind, rows: int) -> dict[str, jax.ShapeDtypeStruct]:

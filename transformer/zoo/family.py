@@ -262,6 +262,15 @@ def canonical(config: TransformerConfig) -> dict[str, Any]:
     kinds = {}
     for stack, layers in {"encoder": encoder, "decoder": decoder}.items():
         kinds[stack] = [_kind(config, kind) for kind in layer_kinds(config, layers)]
+    values |= _without_unread(config)
+    if all(kind.moe is not None for layers in kinds.values() for kind in layers):
+        values["d_ff"] = None  # the experts' own
+    return values | {"layers": kinds}
+
+
+def _without_unread(config: TransformerConfig) -> dict[str, Any]:
+    """Values for the fields that this config does not read, or that its layers say for themselves."""
+    values: dict[str, Any] = {}
     if config.position != "rotary":
         values |= dict.fromkeys(("rotary.base", "rotary.dim", "rotary.scaling"))
     else:
@@ -277,9 +286,7 @@ def canonical(config: TransformerConfig) -> dict[str, Any]:
         values["embedding.source_max_length"] = None
     if config.output.num_classes is None and not config.output.normalize:
         values["output.pooling"] = None
-    if all(kind.moe is not None for layers in kinds.values() for kind in layers):
-        values["d_ff"] = None  # the experts' own
-    return values | {"layers": kinds}
+    return values
 
 
 def _difference(mine: Any, theirs: Any, title: str) -> str:

@@ -22,7 +22,7 @@ def _rules(config: TransformerConfig) -> Sequence[Rule]:
     return [*decoder_rules(config), *qk_norm_rules()]
 
 
-_UNTIED = {"attention.head_dim": 128, "vocab_size": 151_936, "rope_theta": 1_000_000.0, "rms_norm_eps": 1e-6}
+_UNTIED = {"head_dim": 128, "vocab_size": 151_936, "rope_theta": 1_000_000.0, "rms_norm_eps": 1e-6}
 _UNTIED |= {"tie_word_embeddings": False}
 _TIED = _UNTIED | {"tie_word_embeddings": True}
 

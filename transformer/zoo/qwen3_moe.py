@@ -78,7 +78,7 @@ def _rules(config: TransformerConfig) -> Sequence[Rule]:
     return [*decoder_rules(config), *qk_norm_rules(), *experts]
 
 
-_ALIKE = {"vocab_size": 151_936, "attention.head_dim": 128, "rope_theta": 1_000_000.0}
+_ALIKE = {"vocab_size": 151_936, "head_dim": 128, "rope_theta": 1_000_000.0}
 _ALIKE |= {"num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True}
 
 QWEN3_MOE = decoder_family(

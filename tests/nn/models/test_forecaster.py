@@ -85,7 +85,7 @@ def test_the_head_reads_what_pooling_says():
         "class_token": hidden[:, :, 0],
     }
     for name, read in wanted.items():
-        model = forecaster(**({name: True} if name == "class_token" else {"output.pooling": name}))
+        model = forecaster(**({name: True} if name == "class_token" else {"pooling": name}))
         kernel, bias = jax.random.normal(KEY, (read.shape[-1], 5)), jnp.arange(5.0)
         params = {"params": {"output": {"kernel": kernel, "bias": bias}, "class_token": bias[:1].repeat(12)}}
         got = model.apply(params, hidden, method=Forecaster.head)
@@ -176,7 +176,7 @@ def test_without_final_norm_there_is_none():
         (CONFIG, VALUES[0], r"of shape \(batch, 13, 3\): batch, steps, channels; got float32 of shape \(13, 3\)"),
         (CONFIG, VALUES[:, 1:], r"got float32 of shape \(2, 12, 3\). Of a longer series give the last 13 steps"),
         (CONFIG, VALUES.astype(int), r"series must be floating numbers .* got int32"),
-        (CONFIG.replace(input=None), VALUES, r"series is not set: a Forecaster needs it"),
+        (CONFIG.replace(input=None), VALUES, r"input is not a series: a Forecaster needs"),
     ],
 )
 def test_what_cannot_be_forecast_says_so(config, values, message):

@@ -98,9 +98,9 @@ def test_text_from_frames_is_what_the_uncached_model_would_write(variables):
         (MODEL, FRAMES.astype(int), r"frames must be floating numbers .* got int32"),
         (SpeechToText(CONFIG), FRAMES[:, :, :3], r"of shape \(batch, any, 5\)"),
         (
-            SpeechToText(CONFIG.replace(input=Speech(mel_bins=None))),
+            SpeechToText(CONFIG.replace(input=None)),
             FRAMES,
-            r"mel_bins is not set: a SpeechToText needs to know",
+            r"input is not speech: a SpeechToText needs input=Speech",
         ),
         (
             SpeechToText(CONFIG.replace(**{"embedding.source_vocab_size": 9})),

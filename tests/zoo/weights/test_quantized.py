@@ -22,7 +22,7 @@ OSS = {
     "num_hidden_layers": 2,
     "num_attention_heads": 3,
     "num_key_value_heads": 1,
-    "attention.head_dim": 4,
+    "head_dim": 4,
     "num_local_experts": 3,
     "num_experts_per_tok": 2,
 }
