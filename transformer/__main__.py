@@ -1,6 +1,6 @@
 """The command line, `transformer-zoo VERB ...` or `python -m transformer VERB ...`.
 
-Only what the verb needs is imported: `--help` and `--version` need no JAX.
+Each verb imports only the modules that it needs: `--help` and `--version` do not import JAX.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def _devices(arguments: Sequence[str]) -> int | None:
 
 @dataclass(frozen=True)
 class Verb:
-    """One command: `run` takes the words after the verb and returns the exit code (None: 0); `help` says what for."""
+    """One command: `run` takes the arguments after the verb and returns the exit code (None: 0); `help` is one line."""
 
     run: Callable[[Sequence[str]], int | None]
     help: str
@@ -112,25 +112,25 @@ class Verb:
 
 VERBS = {
     "train": Verb(_train, "train a recipe, or resume its run"),
-    "generate": Verb(_generate, "translate or continue a text with a trained or pretrained model"),
-    "translate": Verb(_translate, "a stream of lines into a stream of translations, by beam search"),
-    "embed": Verb(_embed, "one vector a text"),
-    "classify": Verb(_classify, "the likeliest class of a text"),
-    "score": Verb(_score, "log-likelihood and perplexity of a text"),
-    "convert": Verb(_convert, "a trained or pretrained model as config.json and safetensors, for everybody to read"),
-    "list": Verb(_list, "pretrained families that are read and written, and their published sizes"),
-    "evaluate": Verb(_evaluate, "loss of a trained model on held-out data; of translations BLEU, or exact matches"),
-    "report": Verb(_report, "curves, samples, recipe and commands of one run as a page, or several runs compared"),
-    "average": Verb(_average, "the mean of a run's last checkpoints, as a model of its own"),
-    "inspect": Verb(_inspect, "attention maps of a model, as PNG; what a formula does: --scale, --positions, --memory"),
-    "devices": Verb(_devices, "accelerators of this machine, and what JAX computes on"),
-    "plan": Verb(_plan, "whether a recipe fits a TPU that is not there: memory, collectives, an estimate of the time"),
+    "generate": Verb(_generate, "generate text or a translation with a trained or pretrained model"),
+    "translate": Verb(_translate, "translate lines from stdin with beam search"),
+    "embed": Verb(_embed, "text embeddings"),
+    "classify": Verb(_classify, "most likely class of each text"),
+    "score": Verb(_score, "log-likelihood and perplexity of each text"),
+    "convert": Verb(_convert, "export a model to Hugging Face format (config.json and safetensors)"),
+    "list": Verb(_list, "list the supported pretrained families and their variants"),
+    "evaluate": Verb(_evaluate, "evaluate a trained model: loss, plus BLEU or exact match for translation"),
+    "report": Verb(_report, "write an HTML report of one run, or compare several runs"),
+    "average": Verb(_average, "average the last checkpoints of a run into one model"),
+    "inspect": Verb(_inspect, "draw attention maps as PNG files; measure a formula: --scale, --positions, --memory"),
+    "devices": Verb(_devices, "list the accelerators of this machine and the devices of JAX"),
+    "plan": Verb(_plan, "estimate memory and speed on a TPU you don't have"),
 }
-"""verbs by name, in the order of usage"""
+"""verbs by name, in the order in which --help lists them"""
 
 
 def usage() -> str:
-    """What --help prints."""
+    """Return the text that --help prints."""
     width = max(map(len, VERBS))
     verbs = "\n".join(f"  {name:{width}}  {verb.help}" for name, verb in VERBS.items())
     called = program("")
@@ -141,7 +141,7 @@ def usage() -> str:
 
 
 def versions() -> str:
-    """What --version prints: this package's version, and what it computes with."""
+    """Return the text that --version prints: the versions of this package, Python and the numeric libraries."""
     from transformer import __version__
 
     lines = [f"transformer-zoo {__version__}", f"python {platform.python_version()}"]
@@ -154,19 +154,24 @@ def versions() -> str:
 
 
 def console(arguments: Sequence[str] | None = None) -> None:
-    """Runs a verb as the whole program: the process restarts once for its memory allocator (`cli/allocator.py`), and
-    ends with the exit code. `arguments` are those of the process if None; the restart repeats its whole command line.
+    """Run a verb as the whole program and exit with its exit code.
+
+    The process restarts once to set its memory allocator (`cli/allocator.py`). The restart repeats the whole command
+    line of the process.
+
+    Args:
+        arguments: the arguments after the program's name; None: those of the process.
     """
     keep_compiled()
     keep_freed_memory()
     code = main(arguments)
-    if "transformer.training.processes" in sys.modules:  # otherwise this process trains with no others
+    if "transformer.training.processes" in sys.modules:  # otherwise no other process trains together with this one
         sys.modules["transformer.training.processes"].leave(code)
     sys.exit(code)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a verb with these arguments (None: those of the process); returns the exit code."""
+    """Run a verb with these arguments (None: those of the process) and return the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     return run_command(lambda: _dispatch(words), debug="--debug" in words)
 
@@ -184,7 +189,7 @@ def _dispatch(words: Sequence[str]) -> int | None:
         return 0
     if words[0] not in VERBS:
         raise ConfigError(
-            f"there is no verb {words[0]!r}.{nearest(words[0], VERBS)} Verbs: {', '.join(VERBS)}; "
+            f"unknown verb {words[0]!r}.{nearest(words[0], VERBS)} Verbs: {', '.join(VERBS)}; "
             f"{program('')} --help explains them."
         )
     if not {"-h", "--help", "--list"} & set(words):

@@ -29,7 +29,7 @@ def test_an_empty_option_is_an_error(words, capsys):
 @pytest.mark.parametrize("words", [["generate", "", "--prompt", "a"], ["report", "run", ""], ["convert", "run", ""]])
 def test_an_empty_directory_is_an_error(words, capsys):
     assert main(words) == 2
-    assert f"error: {words[0]} needs a file or a directory, got ''. Give a path." in capsys.readouterr().err
+    assert f"error: {words[0]} needs a file or a directory, got ''. Pass a path." in capsys.readouterr().err
 
 
 def test_a_text_may_be_empty():

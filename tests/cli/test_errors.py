@@ -32,23 +32,23 @@ class TestRunCommand:
             (ValueError("x" * 9000), 2, f"error: {'x' * 7993} ... (and 1007 characters more)"),
             (FileNotFoundError("no x. Make one."), 2, "error: no x. Make one."),
             (FileNotFoundError(errno.ENOENT, "Gone", "a/b"), 2, "error: a/b: Gone. Check the name."),
-            (NotADirectoryError(errno.ENOTDIR, "No directory", "a"), 2, "error: a: No directory. Name a directory."),
+            (NotADirectoryError(errno.ENOTDIR, "No directory", "a"), 2, "error: a: No directory. Pass a directory."),
             (WorkdirInUseError("runs/x is in use."), 1, "error: runs/x is in use."),
             (
                 PermissionError(errno.EACCES, "Permission denied", "a"),
                 1,
-                "error: a: Permission denied. Change its permissions, or name another place.",
+                "error: a: Permission denied. Change its permissions, or use another path.",
             ),
             (
                 OSError(errno.ENOSPC, "No space left on device", "a"),
                 1,
-                "error: a: No space left on device. Free some space, or name another place.",
+                "error: a: No space left on device. Free some disk space, or use another path.",
             ),
             (
                 ModuleNotFoundError("No module named 'tyro'", name="tyro.conf"),
                 1,
-                "error: the package tyro is not installed. Install what this needs: `make setup`, or pip install -e "
-                "'.[train]', in the folder of this project.",
+                "error: the package tyro is not installed. Install the dependencies of this command: `make setup`, or "
+                "pip install -e '.[train]', in the folder of this checkout.",
             ),
             (
                 RuntimeError("RESOURCE_EXHAUSTED: 9 GiB\nmore"),
@@ -57,11 +57,11 @@ class TestRunCommand:
                 "once.",
             ),
             (RuntimeError("backend is away\nstack"), 1, "error: backend is away"),
-            (IndexError("x\ny"), 1, "error: IndexError: x (a fault of this program: --debug shows where)"),
+            (IndexError("x\ny"), 1, "error: IndexError: x (a bug in this program: --debug shows the traceback)"),
             (
                 NotImplementedError("z"),
                 1,
-                "error: NotImplementedError: z (a fault of this program: --debug shows where)",
+                "error: NotImplementedError: z (a bug in this program: --debug shows the traceback)",
             ),
             (
                 ImportError("libjax_common.so: failed to map segment from shared object"),
@@ -72,7 +72,8 @@ class TestRunCommand:
             (
                 RuntimeError("can't start new thread"),
                 1,
-                "error: the system refuses another thread. Raise the limits: ulimit -u unlimited, ulimit -v unlimited",
+                "error: the system cannot start another thread. Raise the limits: ulimit -u unlimited, ulimit -v "
+                "unlimited",
             ),
             (
                 ScopeParamShapeError("embedding", "/encoder", (5, 2), (5, 3)),

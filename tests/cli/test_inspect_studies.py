@@ -151,7 +151,7 @@ class TestMistakes:
         assert f"{small} is not a file" in fails("--memory", "--lengths-of", small)
 
     def test_a_folder_as_picture(self, fails, small):
-        assert "Name a file" in fails("--scale", "--output", small)
+        assert "Pass a file" in fails("--scale", "--output", small)
 
 
 class TestHelp:

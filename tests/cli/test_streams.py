@@ -99,7 +99,7 @@ def test_too_little_address_space_is_one_sentence():
     words = ["-c", 'ulimit -v 1000000; exec "$@"', "bash", sys.executable, "train.py", "number_words"]
     done = subprocess.run(["bash", *words], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.startswith("error: too little address space to start JAX: expected at least ")
+    assert done.stderr.startswith("error: address space limit too low to start JAX: expected at least ")
     assert done.stderr.endswith(
         "got 0.95 GiB, the limit of this shell. Raise the limit (ulimit -v unlimited) and try again.\n"
     )

@@ -108,7 +108,7 @@ class TestVerbs:
         ("words", "message"),
         [
             ((), "a verb is missing. Use one of train, generate, translate, embed, classify"),
-            (("generat", "x"), "there is no verb 'generat'. Did you mean 'generate'?"),
+            (("generat", "x"), "unknown verb 'generat'. Did you mean 'generate'?"),
             (("generate",), "DIR is missing"),
             (("inspect", "x"), "--prompt is missing"),
             (("generate", "x", "y"), "one word too many: y"),
@@ -128,7 +128,7 @@ class TestVerbs:
                 ("generate", "x", "--prompt", "a", "--draft-tokens", "3"),
                 "--draft-tokens needs --draft",
             ),
-            (("classify", "x", "--text", "--qqqqqq"), "begins with dashes is given as --text='--qqqqqq'"),
+            (("classify", "x", "--text", "--qqqqqq"), "starts with dashes as --text='--qqqqqq'"),
             (("average", "x", "--qqqqqq"), "average has no option --qqqqqq. --help shows them all."),
         ],
     )
@@ -149,7 +149,7 @@ class TestVerbs:
 
     def test_a_broken_recipe(self, fails, tmp_path):
         (tmp_path / "recipe.json").write_text('{"format"')
-        assert "recipe.json is not what a run wrote" in fails("generate", tmp_path, "--prompt", "one")
+        assert "recipe.json is damaged" in fails("generate", tmp_path, "--prompt", "one")
 
     def test_help_imports_no_verb(self):
         """Listing the verbs must not wait for what they need."""

@@ -101,10 +101,10 @@ def test_what_is_no_count_is_refused(field):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"batch_tokens": 512, "batch_size": 7}, r"batch_size \(7\) does nothing beside batch_tokens \(512\)"),
+        ({"batch_tokens": 512, "batch_size": 7}, r"batch_size \(7\) has no effect with batch_tokens \(512\)"),
         (
             {"batch_tokens": 512, "packed_length": 50, "buckets": 7},
-            r"buckets \(7\) does nothing beside packed_length \(50\)",
+            r"buckets \(7\) has no effect with packed_length \(50\)",
         ),
     ],
 )
@@ -265,5 +265,5 @@ def test_packing_wastes_less_and_goes_on_where_it_was(pairs):
 def test_a_row_too_short_to_pack_is_refused(pairs):
     with pytest.raises(ConfigError, match=r"packed_length \(60\) needs batch_tokens of at least row_multiple \(2\)"):
         pairs(packed_length=60, batch_tokens=100)
-    with pytest.raises(ValueError, match=r"packed_length \(9\) has no room for the longest pair, \d+ tokens"):
+    with pytest.raises(ValueError, match=r"packed_length \(9\) is shorter than the longest pair, \d+ tokens"):
         pairs(packed_length=9)

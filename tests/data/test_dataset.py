@@ -104,7 +104,7 @@ def test_pairs_too_long_are_left_out_and_counted():
     assert [example.source for example in dataset.examples("train")] == ["a b"]
     assert dataset.eval_batches()[0]["tokens"].shape == (2, 3)
     assert "4 left out" in dataset.describe()
-    with pytest.raises(ValueError, match=r"no train pair is left of 3: .* Give larger --data.max-source-length"):
+    with pytest.raises(ValueError, match=r"no train pair is left of 3: .* Use larger --data.max-source-length"):
         pair_dataset(pairs=[("a b", "c")] * 3, max_source_length=1)
 
 
@@ -305,5 +305,5 @@ def test_ids_and_labels_out_of_range_are_found():
         data.check_batch(labels, 9, num_classes=5)
     with pytest.raises(ValueError, match="needs num_classes"):
         data.check_batch(labels, 9)
-    with pytest.raises(ValueError, match="tokens must be whole numbers, got float32"):
+    with pytest.raises(ValueError, match="tokens must be integers, got float32"):
         data.check_batch({"tokens": np.zeros((2, 3), np.float32)}, 9)

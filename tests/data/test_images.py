@@ -105,18 +105,18 @@ def test_an_image_s_split_does_not_depend_on_others(tmp_path):
 @pytest.mark.parametrize(
     ("arrays", "message"),
     [
-        ({"images": np.zeros((3, 4, 4), np.uint8)}, "is no .npz file of two arrays"),
-        ({"images": np.zeros((3, 4), np.uint8), "labels": np.arange(3)}, "must be bytes or floating numbers of shape"),
+        ({"images": np.zeros((3, 4, 4), np.uint8)}, "is not an .npz file with the arrays"),
+        ({"images": np.zeros((3, 4), np.uint8), "labels": np.arange(3)}, "must be bytes or floating-point values of"),
         ({"images": np.zeros((3, 4, 4), np.int64), "labels": np.arange(3)}, "got int64 of shape"),
         ({"images": np.zeros((3, 4, 4), np.uint8), "labels": np.arange(2)}, "one for each of the 3 images"),
         (
             {"images": np.zeros((3, 4, 4), np.uint8), "labels": np.arange(3) - 1},
             "has the label -1: expected 0 and above",
         ),
-        ({"images": np.zeros((3, 4, 4), np.uint8), "labels": np.zeros(3, int)}, "has one label"),
+        ({"images": np.zeros((3, 4, 4), np.uint8), "labels": np.zeros(3, int)}, "has only the label"),
         ({"images": np.full((3, 4, 4), np.nan), "labels": np.arange(3)}, "image 0 of .* is not finite"),
-        ({"images": np.zeros((3, 4, 4), np.uint8), "labels": np.arange(3)}, "no image is left to"),
-        ({"images": np.array([{}]), "labels": np.arange(1)}, "is no .npz file of two arrays"),
+        ({"images": np.zeros((3, 4, 4), np.uint8), "labels": np.arange(3)}, "split has no image"),
+        ({"images": np.array([{}]), "labels": np.arange(1)}, "is not an .npz file with the arrays"),
     ],
 )
 def test_a_file_that_holds_no_images_says_why(tmp_path, arrays, message):
@@ -135,7 +135,7 @@ def test_files_that_are_not_there_or_something_else(tmp_path):
     (tmp_path / "damaged.npz").write_bytes(content)
     np.save(tmp_path / "array.npy", bars()[0])
     for name in ("pictures.npz", "damaged.npz", "array.npy"):
-        with pytest.raises(ValueError, match=r"is no \.npz file"):
+        with pytest.raises(ValueError, match=r"is not an \.npz file"):
             prepare(ImageFile(path=str(tmp_path / name)))
 
 
@@ -145,7 +145,7 @@ def test_files_that_are_not_there_or_something_else(tmp_path):
         (ImageFile, {"path": "x", "max_shift": -1}, "max_shift must be a whole number of at least 0, got -1"),
         (ImageFile, {"path": "x", "labels": ("a",)}, "labels must be at least two"),
         (ImageFile, {"path": "x", "test_share": 0.95}, "leave nothing to train on"),
-        (Digits, {"labels": ("a", "b")}, "labels must be ten"),
+        (Digits, {"labels": ("a", "b")}, "labels must have ten names"),
         (Digits, {"batch_size": 0}, "batch_size must be a whole number of at least 1"),
     ],
 )

@@ -94,7 +94,7 @@ def test_pairs_from_two_files(tmp_path):
 
 def test_pairs_that_do_not_pair(tmp_path):
     source, target = write(tmp_path / "a.en", "one\ntwo\nthree\n"), write(tmp_path / "a.es", "uno\ndos\n")
-    with pytest.raises(ValueError, match=r"as many lines: .*a\.en has 3, .*a\.es has 2"):
+    with pytest.raises(ValueError, match=r"the same number of lines: .*a\.en has 3, .*a\.es has 2"):
         data.prepare(ParallelText(source_path=source, target_path=target))
     tabs = write(tmp_path / "a.tsv", "one\tuno\ntwo dos\n")
     with pytest.raises(ValueError, match=r"line 2: expected source, one tab, target; got 0 tabs in 'two dos'"):

@@ -176,14 +176,14 @@ def test_bpe_counts_its_mask_token():
 
 def test_impossible_masked_data_says_what_to_change(path):
     for fields, message in [
-        ({"path": ""}, "path must name a file, got ''"),
+        ({"path": ""}, "path must be a file name, got ''"),
         ({"mask_share": 1.0}, "mask_share must be above 0 and below 1, got 1.0"),
-        ({"tokenizer": TokenizerConfig(kind="bpe", vocab_size=259)}, "must be at least 260 here, with a mask token"),
-        ({"tokenizer": TokenizerConfig(kind="word", vocab_size=5)}, "must be at least 6 here, with a mask token"),
+        ({"tokenizer": TokenizerConfig(kind="bpe", vocab_size=259)}, "must be at least 260, because the mask token"),
+        ({"tokenizer": TokenizerConfig(kind="word", vocab_size=5)}, "must be at least 6, because the mask token"),
     ]:
         with pytest.raises(ConfigError, match=message):
             masked(**({"path": path} | fields))
-    with pytest.raises(ValueError, match="the word tokenizer has no mask token to hide others with"):
+    with pytest.raises(ValueError, match="the word tokenizer has no mask token\\. Initialize"):
         prepare(masked(path), tokenizer=build_tokenizer(WORD, ["a b"]))
 
 

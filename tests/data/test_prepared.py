@@ -55,7 +55,7 @@ def test_a_manual_file_that_is_missing_or_another(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no file .*input\.txt\. Put the file input\.txt \(1,115,394 bytes"):
         data.prepare(config)
     (tmp_path / "input.txt").write_text("To be")
-    with pytest.raises(ValueError, match=r"is not the file expected: got 5 bytes, SHA-256 [0-9a-f]{64}\. Put the file"):
+    with pytest.raises(ValueError, match=r"is not the expected file: got 5 bytes, SHA-256 [0-9a-f]{64}\. Put the file"):
         data.prepare(config)
 
 

@@ -93,7 +93,7 @@ def test_a_name_that_cannot_be_written_is_told(tmp_path, name):
     library = Library(models.WordLevel({"a": 0, name: 1}, unk_token=name))
     library.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = load_pretrained_tokenizer(save(tmp_path, library, tokenizer_config={"eos_token": name}))
-    with pytest.raises(ValueError, match=r"the text has '.*', the name of a special token, .* Take it out") as caught:
+    with pytest.raises(ValueError, match=r"the text contains '.*', the name of a special token, .* Remove") as caught:
         tokenizer.encode(f"a {name}")
     assert repr(name) in str(caught.value)
 
@@ -139,14 +139,14 @@ OUTSIDE = {
     "special_tokens": {"x": {"id": "x", "ids": [999], "tokens": ["x"]}},
 }
 BROKEN = {
-    "cut": (unigram().to_str()[:200], "is no valid tokenizer: EOF"),
-    "empty": ("", "is no valid tokenizer"),
-    "list": ("[]", "is no valid tokenizer: invalid type"),
-    "deep": ("[" * 100_000, "is no valid tokenizer"),
-    "merge": (model(type="BPE", vocab={"a": 0}, merges=[["a", "b"]]), "is no valid tokenizer: Token `b` out of vocab"),
-    "minus": (model(type="BPE", vocab={"a": -1}, merges=[]), "is no valid tokenizer: invalid value: integer `-1`"),
-    "words": (model(type="BPE", vocab=["a"], merges="a"), "is no valid tokenizer"),
-    "kind": (model(type="Pickle", vocab={}), "is no valid tokenizer"),
+    "cut": (unigram().to_str()[:200], "is not a valid tokenizer: EOF"),
+    "empty": ("", "is not a valid tokenizer"),
+    "list": ("[]", "is not a valid tokenizer: invalid type"),
+    "deep": ("[" * 100_000, "is not a valid tokenizer"),
+    "merge": (model(type="BPE", vocab={"a": 0}, merges=[["a", "b"]]), "is not a valid tokenizer: Token `b` out"),
+    "minus": (model(type="BPE", vocab={"a": -1}, merges=[]), "is not a valid tokenizer: invalid value: integer `-1`"),
+    "words": (model(type="BPE", vocab=["a"], merges="a"), "is not a valid tokenizer"),
+    "kind": (model(type="Pickle", vocab={}), "is not a valid tokenizer"),
     "none": (
         model(type="WordPiece", vocab={}, unk_token="x", continuing_subword_prefix="", max_input_chars_per_word=9),
         "has no tokens",
@@ -158,7 +158,7 @@ BROKEN = {
         ),
         "no valid t",
     ),
-    "template": (changed(unigram(), post_processor=OUTSIDE), "post_processor that adds the id 999, which no token has"),
+    "template": (changed(unigram(), post_processor=OUTSIDE), "post_processor that adds the id 999, which has no token"),
 }
 
 
@@ -176,7 +176,7 @@ def test_a_broken_file_is_told(tmp_path, case):
     ("name", "content", "message"),
     [
         ("tokenizer_config", "{", r"tokenizer_config\.json is no valid JSON"),
-        ("special_tokens_map", "[]", r"special_tokens_map\.json must hold a JSON object, got list"),
+        ("special_tokens_map", "[]", r"special_tokens_map\.json must contain a JSON object, got list"),
         ("config", "[" * 100_000, r"config\.json is no valid JSON"),
         (
             "tokenizer_config",
@@ -204,14 +204,14 @@ def with_ids(vocabulary: dict[str, int], *added: tuple[str, int]) -> str:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (with_ids({"a": 0, "b": 1, "c": 1}), "an id of its own, but id 1 is 'b' and 'c'. Get"),
+        (with_ids({"a": 0, "b": 1, "c": 1}), "its own id, but id 1 is 'b' and 'c'. Download"),
         (
             with_ids({"a": 0} | {f"{kind}{i}": i for i in range(1, 8) for kind in "xy"}),
             "but id 1 is 'x1' and 'y1', 2 is .*, 5 is 'x5' and 'y5' and 2 more. Get",
         ),
         (with_ids({"a": 0, "b": 1}, ("<x>", 1)), "id 1 is 'b' and '<x>'"),
         (with_ids({"a": 0, "b": 1}, ("<x>", 2), ("<y>", 2)), "id 2 is '<x>' and '<y>'"),
-        (with_ids({"a": 0, "b": 1}, ("<x>", 7)), r"be read as others: '<x>' \(7, read as 2\). Get"),
+        (with_ids({"a": 0, "b": 1}, ("<x>", 7)), r"so that the library changes them: '<x>' \(7, read as 2\). Download"),
         (with_ids({"a": 0, "b": 1}, ("a", 2)), r"'a' \(2, read as 0\)"),
         (
             '{"version": "1.0", "model": {"type": "WordLevel", "vocab": {"a": 0, "a": 1}, "unk_token": "a"}}',
@@ -283,7 +283,7 @@ def test_without_a_tokenizer_file_it_says_how_to_make_one(tmp_path, monkeypatch)
         load_pretrained_tokenizer(tmp_path)
     (tmp_path / "vocab.json").touch()
     with pytest.raises(
-        FileNotFoundError, match=r"only vocab\.json, which is not read here\. Write it with transformers"
+        FileNotFoundError, match=r"only vocab\.json, which is not supported\. Create it with transformers"
     ):
         load_pretrained_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").mkdir()

@@ -170,11 +170,11 @@ def test_a_cell_may_hold_what_ends_a_line_elsewhere(tmp_path):
         ("a,b\n1\n", {}, "line 2: expected 2 columns as in the first line, got 1"),
         ("a,b\n\n1,2\n1,\n", {}, "line 4: expected a number in column b, got ''"),
         ("a,b\n1,nan\n", {"columns": ("b",)}, "expected a number in column b, got 'nan'"),
-        ("a\nx\n", {}, "has no column of numbers"),
-        ("a,a\n1,2\n", {}, "names a column twice"),
+        ("a\nx\n", {}, "has no numeric column"),
+        ("a,a\n1,2\n", {}, "has a column name twice"),
         ("a,b\n1," + "2" * 200_000, {}, r"bad.csv, line \d: .*field larger than field limit"),
-        ("a\n" + "1\n" * 50, {}, "column a of series_file is the same number at all steps"),
-        ("a\n" + "".join(f"{n}\n" for n in range(50)), {"context_length": 40}, "the train steps of .* hold no window"),
+        ("a\n" + "1\n" * 50, {}, "column a of series_file is constant in the training steps"),
+        ("a\n" + "".join(f"{n}\n" for n in range(50)), {"context_length": 40}, "the train steps of .* are too few"),
     ],
 )
 def test_a_file_that_is_no_series_says_why(tmp_path, text, fields, message):
@@ -189,7 +189,7 @@ def test_a_file_that_is_no_series_says_why(tmp_path, text, fields, message):
     [
         ({"horizon": 0}, "horizon must be a whole number of at least 1, got 0"),
         ({"columns": ("a", "a")}, "columns must all be different"),
-        ({"columns": ("a",), "mean": (1.0,)}, "mean and std must be given together"),
+        ({"columns": ("a",), "mean": (1.0,)}, "mean and std must be set together"),
         ({"columns": ("a",), "mean": (1.0,), "std": (0.0,)}, "std must be above 0"),
         ({"validation_share": 0.6, "test_share": 0.5}, "leave nothing to train on"),
         ({"path": ""}, "path must name a file"),
@@ -321,7 +321,7 @@ def test_a_forecaster_learns_two_waves(tmp_path):
 def test_etth1_is_split_as_in_the_literature(test_data, tmp_path):
     config = ETTh1(manual_dir=str(test_data / "data" / "manual"), data_dir=str(tmp_path))
     data = prepare(config)
-    with pytest.raises(ValueError, match=r"^etth1 has no column 'OIL': expected some of HUFL, "):
+    with pytest.raises(ValueError, match=r"^etth1 has no column 'OIL': expected names out of HUFL, "):
         prepare(dataclasses.replace(config, columns=("OIL",)))
     assert [data._size(split) for split in data.splits] == [8033, 2785, 2785]
     assert data.config.columns == ("HUFL", "HULL", "MUFL", "MULL", "LUFL", "LULL", "OT")

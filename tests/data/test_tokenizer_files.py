@@ -39,6 +39,6 @@ def test_a_normalization_that_it_cannot_say():
 def test_a_word_that_is_also_the_name_of_a_special_token():
     """In the file the two would be one, and every such word of a text another id."""
     with pytest.raises(
-        ValueError, match="its vocabulary has the word <unk>, which is also the name of a special token"
+        ValueError, match="the vocabulary has the word <unk>, which is also the name of a special token"
     ):
         as_pretrained(WordTokenizer(["be", "<unk>"], unknown=True))

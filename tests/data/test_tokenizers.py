@@ -143,11 +143,11 @@ def test_saved_and_loaded(tmp_path, kind, size):
         ("char", {"special_tokens": ["<pad>", "<bos>", "<eos>", "<unk>"]}, "special_tokens must be"),
         ("char", {"normalization": "number_word"}, r"normalization must be one of .* Did you mean 'number_words'"),
         ("char", {"normalization": ["none"]}, "normalization must be a string"),
-        ("word", {"vocabulary": ["a b"]}, "words without blanks, got 'a b'"),
+        ("word", {"vocabulary": ["a b"]}, "words without spaces, got 'a b'"),
         ("word", {"special_tokens": ["<eos>"]}, "special_tokens must be"),
-        ("bpe", {"vocabulary": ["a"], "merges": []}, "holds all 256 bytes"),
+        ("bpe", {"vocabulary": ["a"], "merges": []}, "contain all 256 bytes"),
         ("bpe", {"merges": ["q zzz"]}, "merge 0 .* 'zzz', not in the vocabulary"),
-        ("bpe", {"merges": ["a b c"]}, "merge 0 must be two parts"),
+        ("bpe", {"merges": ["a b c"]}, "merge 0 must have two parts"),
         ("bpe", {"merges": None}, "merges must be a list of strings"),
     ],
 )
@@ -163,7 +163,7 @@ def test_a_broken_file_is_an_error_that_names_it(tmp_path, kind, change, message
 @pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"\xff\xfe", b"[" * 100_000, b'{"format": 1'])
 def test_a_file_that_is_no_tokenizer(tmp_path, content):
     (tmp_path / "tokenizer.json").write_bytes(content)
-    with pytest.raises(ValueError, match=r"tokenizer\.json is no valid tokenizer: "):
+    with pytest.raises(ValueError, match=r"tokenizer\.json is not a valid tokenizer: "):
         load_tokenizer(tmp_path)
 
 
@@ -183,7 +183,7 @@ def test_a_panic_of_the_library_is_an_ordinary_error(monkeypatch, bpe):
         raise PanicException("called `Option::unwrap()` on a `None` value")
 
     monkeypatch.setattr(tokenizers.models, "BPE", panic)
-    with pytest.raises(ValueError, match="refuses these merges: called"):
+    with pytest.raises(ValueError, match="rejects these merges: called"):
         BPETokenizer(bpe.vocabulary, [])
 
     def interrupt(**_):

@@ -133,5 +133,5 @@ def test_lora_is_turned_off_by_none():
     recipe = recipe_of("llama_1b")
     assert override(recipe, ["--training.steps", "7", "--lora", "None"], program="x").lora is None
     assert override(recipe, ["--lora.rank", "7"], program="x").lora.targets == recipe.lora.targets
-    with pytest.raises(ConfigError, match=r"--lora None turns low-rank updates off\. Leave it out, or"):
+    with pytest.raises(ConfigError, match=r"--lora None turns LoRA off, but"):
         override(recipe, ["--lora.rank", "7", "--lora", "None"], program="x")

@@ -157,7 +157,7 @@ def test_a_missing_package_is_installed_by_an_extra(installed):
     code = "import sys; sys.modules['tyro'] = None; from transformer.__main__ import main; sys.exit(main(['embed']))"
     done = installed.run(sys.executable, "-c", code)
     assert done.returncode == 1
-    assert done.stderr.endswith("Install what this needs: pip install 'transformer-zoo[train]'.\n")
+    assert done.stderr.endswith("Install the dependencies of this command: pip install 'transformer-zoo[train]'.\n")
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc's allocator needs the restart")
@@ -171,7 +171,7 @@ def test_the_command_restarts_once_with_the_same_words(installed):
     first, second = [line.split(" ", 1) for line in done.stdout.splitlines()]
     assert first == [second[0], "['no such', '--debug'] None"]
     assert second[1] == f"['no such', '--debug'] {KEEP}"
-    assert "error: there is no verb 'no such'" in done.stderr
+    assert "error: unknown verb 'no such'" in done.stderr
 
 
 @pytest.mark.slow

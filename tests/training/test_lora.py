@@ -126,7 +126,7 @@ def test_an_impossible_update_says_what_to_change(fields, message):
 
 def test_muon_which_is_for_whole_matrices_is_refused():
     adapted = dataclasses.replace(tiny_recipe(), lora=LoRA())
-    with pytest.raises(ConfigError, match=r"muon is for whole matrices, and lora trains .* Take adamw"):
+    with pytest.raises(ConfigError, match=r"muon needs whole weight matrices, but lora trains .* Use adamw"):
         change(adapted, optimizer={"name": "muon"})
 
 

@@ -117,7 +117,7 @@ def test_a_workdir_keeps_its_recipe(tmp_path):
     assert save_recipe(recipe, tmp_path) == tmp_path / FILE
     assert load_recipe(tmp_path) == recipe
     (tmp_path / FILE).write_text((tmp_path / FILE).read_text()[:-40])
-    with pytest.raises(ConfigError, match=r"recipe.json is not what a run wrote"):
+    with pytest.raises(ConfigError, match=r"recipe.json is damaged"):
         load_recipe(tmp_path)
     with pytest.raises(FileNotFoundError, match=r"is not the workdir of a run"):
         load_recipe(tmp_path / "nowhere")
@@ -155,7 +155,7 @@ def test_a_workdir_keeps_its_recipe(tmp_path):
             r"data.sequence_length \(7\) must be at most model.max_length \(5\)",
         ),
         (lambda: dataclasses.replace(tiny_recipe(), name="a/b"), "name must be a plain name"),
-        (lambda: build_model(tiny_recipe(model={"vocab_size": None})), "model.vocab_size is not known yet"),
+        (lambda: build_model(tiny_recipe(model={"vocab_size": None})), "model.vocab_size is not set"),
         (lambda: with_vocabulary(tiny_recipe(), 14), r"model.vocab_size \(13\) is below the 14 tokens"),
     ],
 )
@@ -311,9 +311,9 @@ def help_entries(text):
 
 def test_a_path_that_is_empty_is_an_error():
     """An empty one would be the current directory, or silently the default."""
-    with pytest.raises(ConfigError, match=r"^data.data_dir must name a file or a folder, got ''. Leave it out"):
+    with pytest.raises(ConfigError, match=r"^data.data_dir must name a file or a folder, got ''. Remove it"):
         override(tiny_recipe("seq2seq"), ["--data.data-dir", ""], program="train.py")
-    with pytest.raises(ConfigError, match="path must name a file, got ''"):
+    with pytest.raises(ConfigError, match="path must be a file name, got ''"):
         override(tiny_recipe(), ["--data.path", ""], program="train.py")
 
 
@@ -326,7 +326,7 @@ def test_the_largest_seed_and_number_of_steps_are_allowed():
 @pytest.mark.parametrize(
     ("optimizer", "words"),
     [
-        ({"warmup_steps": 1000}, "never reaches its peak: warm-up of 1000 steps .*, run of 300"),
+        ({"warmup_steps": 1000}, "never reaches its peak: the warm-up has 1000 steps .*, the run 300"),
         ({"warmup_steps": 300}, None),
         ({"warmup_steps": 9, "schedule": "cosine", "decay_steps": 9}, "drops to its final value .* step 9 .* step 9"),
         ({"warmup_steps": 9, "schedule": "wsd", "decay_steps": 10}, None),

@@ -91,7 +91,7 @@ def test_a_long_text_is_cut_before_its_last_token(folder):
     assert batch["tokens"].shape[1] == 3
     assert set(batch["tokens"][:, 0]) == {2}
     assert set(batch["tokens"][:, 2]) == {3}
-    assert "texts were cut" in dataset.describe()
+    assert "texts truncated" in dataset.describe()
 
 
 def test_labels_are_those_of_the_training_file_in_order(tmp_path):
@@ -112,8 +112,8 @@ def test_labels_are_those_of_the_training_file_in_order(tmp_path):
         ("text\tlabel\na\tb\n", {}, "has no column 'sentence': its first line names 'text', 'label'"),
         ("sentence\tlabel\na\n", {}, "line 2: expected 2 columns as in the first line, with a sentence and a label"),
         ("sentence\tlabel\na\t \n", {}, "line 2: expected 2 columns"),
-        ("sentence\tlabel\n", {}, "has a first line and nothing below it"),
-        ("sentence\tlabel\na\tx\nb\tx\n", {}, "has one label, 'x': there is nothing to tell apart"),
+        ("sentence\tlabel\n", {}, "has only a first line"),
+        ("sentence\tlabel\na\tx\nb\tx\n", {}, "has only the label 'x'"),
         ("sentence\tlabel\na\tx\nb\ty\n", {"labels": ("x", "z")}, "has the label 'y': expected x, z"),
     ],
 )
@@ -124,23 +124,23 @@ def test_a_file_that_is_no_labeled_text_says_where(tmp_path, text, fields, messa
 
 def test_sst2_says_what_to_put_where(tmp_path):
     with pytest.raises(
-        FileNotFoundError, match=r"no folder of SST-2 is named: get SST-2\.zip .* --data.manual-dir FOLDER"
+        FileNotFoundError, match=r"the folder of SST-2 is not set: download SST-2\.zip .* --data.manual-dir FOLDER"
     ):
         prepare(SST2())
     write_sst2(tmp_path)
     (tmp_path / "dev.tsv").unlink()
-    with pytest.raises(FileNotFoundError, match=r"no dev\.tsv in .*put its train\.tsv and dev\.tsv"):
+    with pytest.raises(FileNotFoundError, match=r"no dev\.tsv in .*put train\.tsv and dev\.tsv"):
         prepare(SST2(manual_dir=str(tmp_path)))
 
 
 @pytest.mark.parametrize(
     ("kind", "fields", "message"),
     [
-        (LabeledText, {"path": "x", "labels": ("one",)}, "labels must be at least two, all different, got 'one'"),
-        (LabeledText, {"path": "x", "labels": ("a", "a")}, "all different, got 'a', 'a'"),
-        (LabeledText, {"path": "x", "text_column": "label"}, "must name two columns, got 'label' and 'label'"),
+        (LabeledText, {"path": "x", "labels": ("one",)}, "labels must be at least two different names, got 'one'"),
+        (LabeledText, {"path": "x", "labels": ("a", "a")}, "different names, got 'a', 'a'"),
+        (LabeledText, {"path": "x", "text_column": "label"}, "must be two different columns, got 'label' and 'label'"),
         (LabeledText, {"path": "x", "max_length": 1}, "max_length must be a whole number of at least 2, got 1"),
-        (SST2, {"labels": ("a", "b", "c")}, "labels must be two, for 0 and 1 in the files, got 3"),
+        (SST2, {"labels": ("a", "b", "c")}, "labels must have two names, for the classes 0 and 1 of the files, got 3"),
     ],
 )
 def test_impossible_labeled_data_says_what_to_change(kind, fields, message):
@@ -160,7 +160,7 @@ def test_a_pretrained_tokenizer_is_the_same_from_a_workdir(folder, tmp_path):
     assert (again.vocab_size, again.eos_id, again.begin_id, again.pad_id) == (17, 3, 4, 0)
     assert again.encode_model("a good film") == tokenizer.encode_model("a good film")
     (tmp_path / "alone" / "config.json").write_text('{"vocab_size": "many"}')
-    with pytest.raises(ValueError, match="expected a whole number above 0"):
+    with pytest.raises(ValueError, match="expected an integer above 0"):
         load_tokenizer(tmp_path / "alone")
 
 

@@ -1,4 +1,4 @@
-"""From words on a command line to a typed dataclass; what is wrong with them in one line."""
+"""Parse a command line into a typed dataclass; report errors in one line."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ Command = TypeVar("Command")
 
 
 def parse(command: type[Command], verb: str, arguments: Sequence[str]) -> Command:
-    """The command that the arguments ask for; its docstring and its fields' are what --help shows.
+    """Parse arguments into a command. --help shows the docstrings of the class and its fields.
 
     Raises:
-        ConfigError: an unknown option (with the nearest right one), a missing or wrong value.
-        SystemExit: --help, after it was printed (code 0).
+        ConfigError: an unknown option (the error suggests the nearest one), or a missing or wrong value.
+        SystemExit: --help was printed (code 0).
     """
     options = [f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(command)] + ["--help"]
     for word in arguments:
@@ -31,8 +31,8 @@ def parse(command: type[Command], verb: str, arguments: Sequence[str]) -> Comman
             texts = [text for text in ("--prompt", "--text") if text in options]
             hint = nearest(option, options)
             if not hint and texts:
-                hint = f" A text that begins with dashes is given as {texts[0]}='{option}'."
-            raise ConfigError(f"{verb} has no option {option}.{hint} --help shows them all.")
+                hint = f" Pass a text that starts with dashes as {texts[0]}='{option}'."
+            raise ConfigError(f"{verb} has no option {option}.{hint} --help lists all options.")
     _refuse_empty_paths(command, verb, arguments)
     captured = io.StringIO()
     try:
@@ -41,29 +41,29 @@ def parse(command: type[Command], verb: str, arguments: Sequence[str]) -> Comman
     except SystemExit as stop:
         if stop.code in (None, 0):
             raise
-        raise ConfigError(f"{boxed_message(captured.getvalue())} --help says what each option takes.") from None
+        raise ConfigError(f"{boxed_message(captured.getvalue())} --help describes each option.") from None
 
 
 def _refuse_empty_paths(command: type, verb: str, arguments: Sequence[str]) -> None:
-    """Raises ConfigError for a path that is empty: pathlib would take it for the current directory."""
+    """Raise ConfigError for an empty path: pathlib would read it as the current directory."""
     fields = [field for field in dataclasses.fields(command) if "Path" in str(field.type)]
     options = {f"--{field.name.replace('_', '-')}" for field in fields if "Positional" not in str(field.type)}
-    before, leading = "", True  # behind an option, an empty word may be one of several texts
+    before, leading = "", True  # after an option, an empty argument may be one of several texts
     for word in arguments:
         option, separator, value = word.partition("=")
         if option.replace("_", "-") in options and separator and not value:
-            raise ConfigError(f"{option} must name a file or a directory, got ''. Leave it out, or give a path.")
+            raise ConfigError(f"{option} must name a file or a directory, got ''. Remove it, or pass a path.")
         if word == "" and before.replace("_", "-") in options:
-            raise ConfigError(f"{before} must name a file or a directory, got ''. Leave it out, or give a path.")
+            raise ConfigError(f"{before} must name a file or a directory, got ''. Remove it, or pass a path.")
         leading = leading and not word.startswith("-")
         if word == "" and leading and len(fields) > len(options):
-            raise ConfigError(f"{verb} needs a file or a directory, got ''. Give a path.")
+            raise ConfigError(f"{verb} needs a file or a directory, got ''. Pass a path.")
         before = word
 
 
 @contextlib.contextmanager
 def told_as_options(**options: str) -> Iterator[None]:
-    """Inside, a ConfigError calls each of these fields by the option that sets it: `size="beam_size"`, --beam-size."""
+    """Replace field names in a ConfigError by the options that set them: `size="beam_size"`, --beam-size."""
     try:
         yield
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""How a command ends: an exit code, and one line on stderr that names what is wrong and what to do."""
+"""Exit codes and error messages of commands: one line on stderr that says what is wrong and what to do."""
 
 from __future__ import annotations
 
@@ -21,34 +21,34 @@ DONE, FAULT, BAD_INPUT, INTERRUPTED, BROKEN_PIPE = 0, 1, 2, 130, 141
 """exit codes: the last two are 128 + SIGINT and 128 + SIGPIPE, as a shell reports them"""
 
 LONGEST = 8000
-"""characters of an error's line"""
+"""longest error line, in characters"""
 
 MOST_FAULTS = 5
-"""items of a list of faults that an error's line holds"""
+"""largest number of listed faults in an error line"""
 
 _BAD_INPUT = (ValueError, FileNotFoundError, NotADirectoryError, IsADirectoryError, FileExistsError)
 _MISTAKES = (TypeError, AttributeError, LookupError, AssertionError, NameError, NotImplementedError)
 _UNMAPPED = ("failed to map segment", "annot allocate memory", "cannot create shared object descriptor")
 _REMEDIES = {
-    errno.ENOSPC: "Free some space, or name another place.",
-    errno.EDQUOT: "Free some of your quota, or name another place.",
-    errno.EROFS: "Name a place that can be written.",
-    errno.EACCES: "Change its permissions, or name another place.",
-    errno.EPERM: "Change its permissions, or name another place.",
-    errno.EEXIST: "Name another one.",
-    errno.ENOENT: "Check the name.",
-    errno.ENOTDIR: "Name a directory.",
-    errno.EISDIR: "Name a file.",
+    errno.ENOSPC: "Free some disk space, or use another path.",
+    errno.EDQUOT: "Free some of your disk quota, or use another path.",
+    errno.EROFS: "Use a path that is writable.",
+    errno.EACCES: "Change its permissions, or use another path.",
+    errno.EPERM: "Change its permissions, or use another path.",
+    errno.EEXIST: "Use another path.",
+    errno.ENOENT: "Check the path.",
+    errno.ENOTDIR: "Pass a directory.",
+    errno.EISDIR: "Pass a file.",
     errno.EMFILE: "Allow more open files: ulimit -n 4096",
 }
 
 
 def run_command(main: Callable[[], int | None], debug: bool) -> int:
-    """Runs a command and gives the exit code of the process: what `main` returns (None: 0), or that of its error.
+    """Run a command and return the exit code of the process: the result of `main` (None: 0), or that of its error.
 
-    2 is bad input (ValueError, a file that is not there), 1 the environment or a fault of this program, 130 Ctrl-C, 141
-    a reader of stdout that went away. An error is one line on stderr, after its traceback with `debug`; a warning is
-    one line, too. SystemExit goes through (argparse and tyro, after --help).
+    Exit codes: 2 for bad input (ValueError, file not found), 1 for an environment problem or a bug of this program, 130
+    for Ctrl-C, 141 if the reader of stdout is gone. An error is one line on stderr, after its traceback with `debug`; a
+    warning is one line too. SystemExit passes through (argparse and tyro raise it after --help).
     """
     try:
         with one_line_warnings():
@@ -64,37 +64,38 @@ def run_command(main: Callable[[], int | None], debug: bool) -> int:
             traceback.print_exc()
         _say(describe(error))
         try:
-            _flush_stdout()  # what was printed before, unless this is what failed
+            _flush_stdout()  # write earlier output before the error, unless stdout itself failed
         except OSError:
             _abandon_stdout()
         return exit_code(error)
 
 
 def exit_code(error: BaseException) -> int:
-    """The exit code that an error stands for."""
+    """Return the exit code of an error."""
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED
-    if _in_start_of_jax(error):  # some of its errors are ValueErrors
+    if _in_start_of_jax(error):  # checked first: some of these errors are ValueErrors
         return FAULT
     return BAD_INPUT if isinstance(error, _BAD_INPUT) or _is_unfit(error) else FAULT
 
 
 def describe(error: BaseException) -> str:
-    """One line about an error: "error: what is wrong. What to do.", without control characters, of bounded length: what
-    was wrong may be a word of a million letters.
+    """Describe an error in one line: "error: what is wrong. What to do.", without control characters.
+
+    The length is limited, because an error may quote an argument of a million characters.
     """
     line = one_line(f"error: {_joined(_message(error))}" if not isinstance(error, KeyboardInterrupt) else "interrupted")
     return line if len(line) <= LONGEST else f"{line[:LONGEST]} ... (and {len(line) - LONGEST} characters more)"
 
 
 def one_line(text: str) -> str:
-    """The text with line ends and runs of blanks as one blank, other unprintable characters as escapes."""
+    """Join lines and repeated spaces into single spaces, and escape other unprintable characters."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in " ".join(text.split()))
 
 
 @contextlib.contextmanager
 def one_line_warnings() -> Iterator[None]:
-    """Inside, a warning is one line on stderr, without the place in the code that gave it."""
+    """Print warnings as one line on stderr, without the code location, while the context is active."""
 
     def show(message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None) -> None:
         text: str | None = str(message)
@@ -104,7 +105,7 @@ def one_line_warnings() -> Iterator[None]:
             _say(one_line(f"warning: {text}"))
 
     with warnings.catch_warnings():
-        for beginning in WARNINGS:  # each is of another file, though the text may be the same
+        for beginning in WARNINGS:  # a list, because the same text may come from different files
             warnings.filterwarnings("always", message=beginning)
         warnings.showwarning = show
         yield
@@ -117,7 +118,7 @@ def _message(error: BaseException) -> str:
     if _is_unfit(error):
         return (
             f"the parameters do not fit the model of this directory: {_flax_shapes(text)} The checkpoint may belong to "
-            "another run: put back the one of this run, or use another --step."
+            "another run: put this run's checkpoint back, or choose another one with --step."
         )
     if isinstance(error, OSError) and error.errno is not None and error.strerror:
         return _of_system(error)
@@ -126,34 +127,34 @@ def _message(error: BaseException) -> str:
     if (shortage := _shortage(error, text)) is not None:
         return shortage
     if isinstance(error, _BAD_INPUT) or (text and type(error).__module__.partition(".")[0] == "transformer"):
-        return text or f"{type(error).__name__} without a message; --debug shows where"
+        return text or f"{type(error).__name__} without a message; --debug shows the traceback"
     if isinstance(error, RuntimeError | OSError | ArithmeticError) and text and not isinstance(error, _MISTAKES):
         return _first_line(text)
-    return f"{type(error).__name__}: {_first_line(text)} (a fault of this program: --debug shows where)"
+    return f"{type(error).__name__}: {_first_line(text)} (a bug in this program: --debug shows the traceback)"
 
 
 def _not_installed(package: str) -> str:
     extra = "pip install 'transformer-zoo[train]'"
     if bundled().name == "configs":  # a checkout
-        extra = "`make setup`, or pip install -e '.[train]', in the folder of this project"
-    return f"the package {package} is not installed. Install what this needs: {extra}."
+        extra = "`make setup`, or pip install -e '.[train]', in the folder of this checkout"
+    return f"the package {package} is not installed. Install the dependencies of this command: {extra}."
 
 
 def _shortage(error: BaseException, text: str) -> str | None:
-    """What to say of an error that means too little memory or too few threads; None for another error."""
+    """Describe an error that means too little memory or too few threads; None for other errors."""
     first = _first_line(text)
     if isinstance(error, ImportError) and any(sign in text for sign in _UNMAPPED):
         remedy = "Free some memory, or raise the limit: ulimit -v unlimited"
         return f"out of memory while loading a library ({first}). {remedy}"
     if isinstance(error, RuntimeError) and text == "can't start new thread":
-        return "the system refuses another thread. Raise the limits: ulimit -u unlimited, ulimit -v unlimited"
+        return "the system cannot start another thread. Raise the limits: ulimit -u unlimited, ulimit -v unlimited"
     if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in text:
         return f"out of memory{first and f' ({first})'}. Use a smaller batch or model, or fewer prompts at once."
     return None
 
 
 def _joined(text: str) -> str:
-    """A list of faults, each on a line of its own that begins with "- ", as one line: "a; b; c.", at most five."""
+    """Join a list of faults (lines that start with "- ") into one line: "a; b; c.", at most five."""
     head, *faults = re.split(r"\.?\n- ", text)
     if not faults or not head.endswith(":"):
         return text
@@ -166,8 +167,8 @@ def _joined(text: str) -> str:
 
 
 def _in_start_of_jax(error: BaseException) -> bool:
-    """Whether JAX was looking for its devices. Where a platform is missing it fails in many ways, one of them an
-    assertion without words.
+    """Return whether JAX failed while listing its devices. If a platform is missing, it fails in many ways, for example
+    with an assertion without a message.
     """
     trace = error.__traceback__
     while trace is not None:
@@ -181,18 +182,18 @@ def _in_start_of_jax(error: BaseException) -> bool:
 def _no_device(reason: str) -> str:
     platforms = os.environ.get("JAX_PLATFORMS", "")
     what = f"JAX finds no device for JAX_PLATFORMS={platforms}" if platforms else "JAX cannot start its devices"
-    remedy = "Unset JAX_PLATFORMS, or set it to cpu" if platforms else "Set JAX_PLATFORMS=cpu to compute on the CPU"
-    return f"{what}{reason and f' ({reason})'}. {remedy}; {program('devices')} shows what this machine has."
+    remedy = "Unset JAX_PLATFORMS, or set it to cpu" if platforms else "Set JAX_PLATFORMS=cpu to use the CPU"
+    return f"{what}{reason and f' ({reason})'}. {remedy}; {program('devices')} lists the devices of this machine."
 
 
 def _is_unfit(error: BaseException) -> bool:
-    """Whether Flax was given parameters of another model."""
+    """Return whether Flax received the parameters of another model."""
     names = ("ScopeParamShapeError", "ScopeParamNotFoundError")
     return type(error).__module__ == "flax.errors" and type(error).__name__ in names
 
 
 def _flax_shapes(text: str) -> str:
-    """What Flax says of a parameter, without the address of its documentation."""
+    """Shorten Flax's message about a parameter shape."""
     found = re.search(r'parameter "([^"]*)" in "([^"]*)".*?shape (\([^)]*\)).*?shape (\([^)]*\))', text, re.DOTALL)
     if found is None:
         return _first_line(text).partition(" (https:")[0]
@@ -212,7 +213,7 @@ def _first_line(text: str) -> str:
 
 
 def _say(line: str) -> None:
-    with contextlib.suppress(BrokenPipeError, ValueError):  # nobody reads stderr, or it is closed
+    with contextlib.suppress(BrokenPipeError, ValueError):  # the reader of stderr is gone, or stderr is closed
         print(line, file=sys.stderr, flush=True)
 
 
@@ -228,7 +229,7 @@ def _flush_stdout() -> None:
 
 
 def _abandon_stdout() -> None:
-    """Lets the interpreter's last flush of stdout succeed."""
+    """Let the interpreter's last flush of stdout succeed."""
     try:
         descriptor = sys.stdout.fileno()
     except (OSError, ValueError, AttributeError):

@@ -1,13 +1,13 @@
-"""Limits of the process, checked before JAX is imported: its C++ libraries abort where memory for them is missing."""
+"""Check the limits of the process before importing JAX: its C++ libraries abort if they can't allocate memory."""
 
 from __future__ import annotations
 
 import os
 
 BASE_BYTES = 1280 * 2**20
-"""address space of Python with JAX and its libraries loaded, and what a small model takes"""
+"""address space that Python needs with JAX loaded and a small model"""
 BYTES_PER_CORE = 64 * 2**20
-"""stacks of the threads that XLA starts for each core"""
+"""address space of the stacks of the threads that XLA starts for each core"""
 
 
 class LimitError(RuntimeError):
@@ -15,7 +15,7 @@ class LimitError(RuntimeError):
 
 
 def check_address_space() -> None:
-    """Raises LimitError if the limit of the address space (`ulimit -v`) is below what JAX needs to start."""
+    """Raise LimitError if the limit of the address space (`ulimit -v`) is too low for JAX to start."""
     try:
         import resource
     except ImportError:  # not Unix
@@ -24,6 +24,6 @@ def check_address_space() -> None:
     needed = BASE_BYTES + BYTES_PER_CORE * (os.cpu_count() or 1)
     if limit not in (resource.RLIM_INFINITY, -1) and limit < needed:
         raise LimitError(
-            f"too little address space to start JAX: expected at least {needed / 2**30:.1f} GiB, got "
+            f"address space limit too low to start JAX: expected at least {needed / 2**30:.1f} GiB, got "
             f"{limit / 2**30:.2f} GiB, the limit of this shell. Raise the limit (ulimit -v unlimited) and try again."
         )

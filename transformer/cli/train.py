@@ -20,28 +20,28 @@ usage: {program} RECIPE [--workdir DIR] [--init DIR] [--profile START:STOP] [--f
        {program} RECIPE --help     show every field of a recipe, with its meaning and default
        {program} --list            list all recipes
 
-RECIPE is the name of a recipe (number_words) or the path of a file (configs/number_words.py). A recipe in ./configs
-replaces a bundled recipe of the same name.
+RECIPE is the name of a recipe (number_words) or the path of a file (configs/number_words.py). Recipes in ./configs
+override bundled recipes of the same name.
   --workdir DIR   directory of the run (default: runs/NAME); an existing run is resumed
-  --init DIR      initialize from a model: a directory of weights (config.json, safetensors), a name on the hub, or the
-                  workdir of another run; not needed again to resume
+  --init DIR      initialize from a model: a directory of weights (config.json, safetensors), a name on the Hugging Face
+                  Hub, or the workdir of another run; not needed to resume
   --profile START:STOP
-                  trace the steps after START up to STOP into WORKDIR/profile, for XProf
-  --restart       begin anew in the workdir of an earlier run, whose files move to WORKDIR/previous
-  --take-over     replace the lock that a process on another host has left in the workdir, after its machine is gone
+                  write a trace of steps START + 1 to STOP to WORKDIR/profile, for XProf
+  --restart       start from step 0 in an existing workdir; the files of the old run move to WORKDIR/previous
+  --take-over     take over the workdir's lock from a process on another host that no longer exists
   --fast          run a few steps of everything (training, evaluation, checkpoint, samples) in a temporary workdir
   --debug         show the traceback of an error
 """
 
 
 def usage() -> str:
-    """What `--help` prints without a recipe."""
+    """Return the text that `--help` prints without a recipe."""
     called = program("train")
     return USAGE.format(program=called, blank=" " * len(called))
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Chooses a recipe, overrides it, runs it; returns the exit code: 0 when done, 128 + signal when stopped."""
+    """Load a recipe, override and run it; return the exit code: 0 when finished, 128 + signal when stopped."""
     own, rest = _parsed(arguments)
     if own.list:
         return list_recipes()
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str]) -> int:
     from transformer.training.start import check_options, origin_of
 
     window = None if own.profile is None else parse_window(own.profile, recipe.training.steps)
-    processes.join(recipe.parallel)  # before anything asks JAX for its devices
+    processes.join(recipe.parallel)  # must run before JAX lists its devices
     workdir = own.workdir or f"runs/{recipe.name}"
     if own.fast and not own.workdir:
         workdir = processes.first_decides(lambda: tempfile.mkdtemp(prefix=f"{recipe.name}-fast-"))
@@ -87,7 +87,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _check_given(own: argparse.Namespace, rest: Sequence[str]) -> None:
-    """Raises ConfigError if no recipe is named, or a directory is the empty string."""
+    """Raise ConfigError if the recipe is missing, or a directory is the empty string."""
     if not rest or rest[0].startswith("-"):
         got = f"got {rest[0]}" if rest else "got nothing"
         raise ConfigError(
@@ -95,26 +95,26 @@ def _check_given(own: argparse.Namespace, rest: Sequence[str]) -> None:
         )
     for option, value in (("workdir", own.workdir), ("init", own.init)):
         if value == "":
-            raise ConfigError(f"--{option} must name a directory, got ''. Leave the option out, or give a name.")
+            raise ConfigError(f"--{option} must name a directory, got ''. Remove the option, or pass a name.")
 
 
 def _command_to_resume(arguments: Sequence[str], own: argparse.Namespace, workdir: str) -> str:
-    """The command line that resumes the run in this workdir."""
-    # The next lock may belong to a running process, and the resumed run must not be restarted a second time.
+    """Return the command line that resumes the run in this workdir."""
+    # --take-over: the next lock may belong to a running process. --restart: it would discard the run, not resume it.
     again = [word for word in arguments if word not in ("--take-over", "--restart")]
     again += [] if own.workdir else ["--workdir", workdir]
     return f"{program('train')} {shlex.join(again)}"
 
 
 def list_recipes() -> int:
-    """Prints each recipe and the first line of its docstring."""
+    """Print each recipe with the first line of its docstring."""
     for name, path in recipe_files().items():
         print(f"{name:24} {_summary(path)}")
     return 0
 
 
 def _parsed(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The options of the command itself, and the rest: the recipe and its overrides."""
+    """Split the options of the command itself from the rest: the recipe and its overrides."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for flag in ("--list", "--fast", "--restart", "--take-over", "--debug"):
         parser.add_argument(flag, action="store_true")
@@ -129,7 +129,7 @@ def _parsed(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def _summary(path: Path) -> str:
-    """The first line of a file's docstring. The file is parsed, not run: that would import JAX."""
+    """Return the first line of a file's docstring. The file is parsed, not run: running it would import JAX."""
     try:
         about = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
     except (SyntaxError, ValueError, OSError) as error:

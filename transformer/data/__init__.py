@@ -1,4 +1,4 @@
-"""Data: what to train on, made ready. `prepare(config)` gives batches, a tokenizer and a fingerprint."""
+"""Training data. `prepare(config)` returns a dataset with batches, a tokenizer and a fingerprint."""
 
 from transformer.data.config import DataKind, TokenizerConfig
 from transformer.data.dataset import Batch, Dataset, Example, padding

@@ -1,4 +1,4 @@
-"""A tokenizer whose vocabulary is learned: byte-pair encoding (Sennrich et al. 2016, arXiv 1508.07909)."""
+"""Byte-pair encoding, a tokenizer with a learned vocabulary (Sennrich et al. 2016, arXiv 1508.07909)."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from transformer.data.tokenizer import VISIBLE, Tokenizer, check_vocabulary, lis
 
 
 class BPETokenizer(Tokenizer):
-    """Byte-pair encoding over bytes: knows every text, frequent parts of words are one token.
+    """Byte-pair encoding over bytes: encodes any text; frequent parts of words become one token.
 
-    The `tokenizers` library learns and applies the merges. It is given no special tokens, so none can be found in a
-    text. Files hold vocabulary and merges alone and are checked before the library sees them: it panics on broken ones.
+    The `tokenizers` library learns and applies the merges. It gets no special tokens, so that none can be found in a
+    text. Files contain only vocabulary and merges, and are checked before the library reads them: it panics on invalid
+    ones.
     """
 
     kind = "bpe"
@@ -30,7 +31,7 @@ class BPETokenizer(Tokenizer):
     def train(
         cls, texts: Iterable[str], vocab_size: int, normalization: str = "none", masked: bool = False
     ) -> BPETokenizer:
-        """Learns merges until there are `vocab_size` ids, special tokens included, or nothing left to merge."""
+        """Learn merges until there are `vocab_size` ids, including special tokens, or no pair is left to merge."""
         import tokenizers
 
         library = _byte_level()
@@ -45,11 +46,11 @@ class BPETokenizer(Tokenizer):
         return cls(vocabulary, [list(merge) for merge in model["merges"]], normalization, masked)
 
     def encode(self, text: str) -> list[int]:
-        """Ids of the learned parts."""
+        """Return the ids of a text."""
         return self.encode_all([text])[0]
 
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of each text, by all threads."""
+        """Return the ids of each text, using all threads."""
         for text in texts:
             utf8(text)
         first = len(self.special_tokens)
@@ -57,15 +58,15 @@ class BPETokenizer(Tokenizer):
         return [[first + i for i in text.ids] for text in found]
 
     def encode_sources(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of each source, likewise."""
+        """Return the ids of each source, using all threads."""
         return self.encode_all([self.normalize(text) for text in texts])
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of the parts; bytes that are no UTF-8 become U+FFFD."""
+        """Return the text of ids; bytes that are not valid UTF-8 become U+FFFD."""
         return self._library.decode(list(self._entries(ids)), skip_special_tokens=False)
 
     def state(self) -> dict[str, Any]:
-        """All that makes this tokenizer, as JSON values."""
+        """Return the complete state of this tokenizer as JSON values."""
         return super().state() | {"merges": [" ".join(merge) for merge in self.merges]}
 
     def _label(self, entry: int) -> str:
@@ -76,30 +77,30 @@ def _checked_merges(merges: list[list[str]], vocabulary: list[str]) -> list[tupl
     known = set(vocabulary)
     for number, merge in enumerate(merges):
         if len(merge) != 2:
-            raise ValueError(f"merge {number} must be two parts, got {merge!r}.")
+            raise ValueError(f"merge {number} must have two parts, got {merge!r}.")
         for part in (*merge, "".join(merge)):
             if part not in known:
                 raise ValueError(
-                    f"merge {number} ({' '.join(merge)!r}) makes or takes {part!r}, not in the vocabulary."
+                    f"merge {number} ({' '.join(merge)!r}) has or creates {part!r}, which is not in the vocabulary."
                 )
     return [(left, right) for left, right in merges]
 
 
 def _byte_level(vocabulary: list[str] | None = None, merges: list[tuple[str, str]] | None = None) -> Any:
-    """A pipeline of the `tokenizers` library: text -> bytes -> merges, with nothing normalized and nothing special."""
+    """Build a `tokenizers` pipeline: text -> bytes -> merges, without normalization and special tokens."""
     import tokenizers
 
     if vocabulary is None:
         library = tokenizers.Tokenizer(tokenizers.models.BPE())
     else:
         if missing := sorted(set(tokenizers.pre_tokenizers.ByteLevel.alphabet()) - set(vocabulary)):
-            raise ValueError(f"a bpe vocabulary holds all 256 bytes, {listed(missing, 'byte', 3)} missing.")
+            raise ValueError(f"a bpe vocabulary must contain all 256 bytes, but {listed(missing, 'byte', 3)} missing.")
         try:
             model = tokenizers.models.BPE(vocab={entry: i for i, entry in enumerate(vocabulary)}, merges=merges)
-        except BaseException as error:  # the library's PanicException is no Exception
+        except BaseException as error:  # the library's PanicException is not an Exception
             if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
                 raise
-            raise ValueError(f"the tokenizers library refuses these merges: {error}.") from error
+            raise ValueError(f"the tokenizers library rejects these merges: {error}.") from error
         library = tokenizers.Tokenizer(model)
     library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = tokenizers.decoders.ByteLevel()

@@ -1,4 +1,4 @@
-"""Batches by token count: pairs of like length together, so that little is padding and few shapes are compiled."""
+"""Batches by token count: pairs of similar length share a batch, for little padding and few compiled shapes."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ from dataclasses import dataclass
 import numpy as np
 
 MOST_LENGTHS = 512
-"""different lengths that the search for widths tells apart; more are rounded up to so many"""
+"""largest number of distinct lengths in the search for bucket widths; more lengths are rounded up to this many"""
 
 
 def bucket_bounds(lengths: np.ndarray, buckets: int) -> np.ndarray:
-    """The widths, rising and at most `buckets`, that pad rows of these `lengths` (n,) least; the last is the longest.
+    """Return at most `buckets` increasing widths that minimize the padding of rows of these `lengths` (n,).
 
-    Exact: the least padding of the j shortest lengths in b buckets follows from that of fewer in b - 1. Of more than
-    `MOST_LENGTHS` different lengths, nearly exact.
+    The last width is the largest length. The solution is exact: the least padding of the j shortest lengths in b
+    buckets follows from the solutions for fewer lengths in b - 1 buckets. With more than `MOST_LENGTHS` distinct
+    lengths it is nearly exact.
     """
     lengths = np.asarray(lengths, np.int64)
     step = -(-int(lengths.max()) // MOST_LENGTHS)
     widths, counts = np.unique(np.minimum(-(-lengths // step) * step, lengths.max()), return_counts=True)
     before = np.concatenate([[0], np.cumsum(counts)])
-    # places[i, j]: what rows i to j - 1 take in one bucket
+    # places[i, j]: padded tokens of rows i to j - 1 in one bucket
     places = np.where(
         np.arange(len(widths) + 1)[:, None] < np.arange(1, len(widths) + 1)[None, :],
         widths[None, :] * (before[None, 1:] - before[:, None]),
@@ -46,28 +47,29 @@ def bucket_bounds(lengths: np.ndarray, buckets: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Pairs of like length."""
+    """Pairs of similar length."""
 
     members: np.ndarray
-    """(n,), places of the pairs in their split"""
+    """(n,), indices of the pairs in their split"""
     source_length: int
-    """width of the sources, in tokens"""
+    """padded length of the sources, in tokens"""
     target_length: int
-    """width of the targets, in tokens"""
+    """padded length of the targets, in tokens"""
     batches: int
-    """in one pass over the members"""
+    """batches in one pass over the members"""
     rows: int
-    """of each batch; those that members don't fill have weight 0"""
+    """rows per batch; rows that no member fills have weight 0"""
 
 
 class TokenBatches:
-    """An endless sequence of batches of like token counts: item i is (bucket, members, rows filled), random access.
+    """An endless sequence of batches of similar token counts, with random access: item i is (bucket, members, rows
+    filled).
 
-    Each pass holds every pair once, its batches in random order; it depends on the seed and the number of the pass
-    alone.
+    Each pass contains every pair once, with its batches in random order. The order depends only on the seed and the
+    number of the pass.
 
     Raises:
-        ValueError: a pair too long for `batch_tokens`.
+        ValueError: a pair is too long for `batch_tokens`.
     """
 
     def __init__(
@@ -83,8 +85,8 @@ class TokenBatches:
         widest = int(longer.max())
         if widest * row_multiple > batch_tokens:
             raise ValueError(
-                f"batch_tokens ({batch_tokens}) has no room for row_multiple ({row_multiple}) rows of the longest pair "
-                f"({widest} tokens): give at least {widest * row_multiple}, or leave long pairs out "
+                f"batch_tokens ({batch_tokens}) is too small for row_multiple ({row_multiple}) rows of the longest "
+                f"pair ({widest} tokens). Use at least {widest * row_multiple}, or leave long pairs out "
                 f"(--data.max-source-length, --data.max-target-length)."
             )
         self.buckets: list[Bucket] = []
@@ -94,7 +96,7 @@ class TokenBatches:
             members = np.flatnonzero(which == number)
             most = int(batch_tokens // width // row_multiple * row_multiple)
             batches = -(-len(members) // most)
-            each = -(-len(members) // batches)  # as even as can be, so that hardly a row is left over
+            each = -(-len(members) // batches)  # spread the members evenly, so that few rows stay empty
             widths = int(source_lengths[members].max()), int(target_lengths[members].max())
             self.buckets.append(Bucket(members, *widths, batches, -(-each // row_multiple) * row_multiple))
         self.per_pass = sum(bucket.batches for bucket in self.buckets)
@@ -103,21 +105,21 @@ class TokenBatches:
         self._seed = 0
 
     def seeded(self, seed: int) -> TokenBatches:
-        """The same buckets in the order of a seed."""
+        """Return the same buckets, shuffled with a seed."""
         other = copy.copy(self)
         other._pass = functools.lru_cache(maxsize=2)(other._make_pass)
         other._seed = seed
         return other
 
     def describe(self) -> str:
-        """Shapes, number of batches and share of padding."""
+        """Describe the shapes, the number of batches and the fraction of padding."""
         places = sum(b.batches * b.rows * (b.source_length + b.target_length) for b in self.buckets)
         shapes = ", ".join(f"{b.rows} x {b.source_length}+{b.target_length}" for b in self.buckets)
         padding = 100 * (1 - self._tokens / places)
-        return f"{self.per_pass} batches a pass, rows x tokens {shapes}, {padding:.1f} % padding"
+        return f"{self.per_pass} batches per pass, rows x tokens {shapes}, {padding:.1f} % padding"
 
     def __len__(self) -> int:
-        return 2**40  # endless, for all who count
+        return 2**40  # practically endless
 
     def __getitem__(self, item: int) -> tuple[Bucket, np.ndarray, int]:
         return self._pass(item // self.per_pass)[item % self.per_pass]

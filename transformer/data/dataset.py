@@ -1,4 +1,4 @@
-"""A prepared dataset: fixed-shape batches of numpy arrays, shuffled and sharded by Grain, and the texts behind them."""
+"""A prepared dataset: numpy batches of fixed shapes, shuffled and sharded by Grain, and the source texts."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ if TYPE_CHECKING:
     import grain
 
 Batch = dict[str, np.ndarray]
-"""arrays by name: tokens, targets and weights (B, T); of pairs also source (B, S) and source_lengths (B,); of labeled
-texts tokens (B, T) and lengths, targets and weights (B,); of numbers values (B, ...), targets and weights (B,)"""
+"""arrays by name. All: targets and weights. Running text: tokens (B, T), with targets and weights (B, T); pairs: also
+source (B, S) and source_lengths (B,). Labeled text: tokens (B, T) and lengths, targets and weights (B,). Numeric data:
+values (B, ...), with targets and weights (B,)"""
 
 
 IN_MEMORY = {"num_threads": 0, "prefetch_buffer_size": 0}
-"""how Grain reads: all is in memory, and a thread of the reader would only take time from the step"""
+"""options of Grain: all data is in memory, so reader threads would only take CPU time from the training step"""
 
 
 @dataclass(frozen=True)
 class Example:
-    """One pair as text, `source` and `target`, with the group that its score is reported under (for number words: its
+    """One pair of texts, `source` and `target`, and the group under which its score is reported (for number words: the
     number of digits).
     """
 
@@ -40,51 +41,54 @@ class Example:
 
 
 class Dataset(ABC):
-    """What `prepare` returns: batches to train and evaluate on, the tokenizer (None for numbers), and a fingerprint of
-    all of it.
+    """The result of `prepare`: batches for training and evaluation, the tokenizer (None for numeric data), and a
+    fingerprint of all of it.
     """
 
     config: DataKind
-    """the options, with those filled in that the data determined"""
+    """the options, completed with the values that the data determined"""
     tokenizer: Tokenizer | None = None
     fingerprint: str
 
     @property
     def task(self) -> str:
-        """Name of the task that a model learns from it, one of `training.tasks.TASKS`."""
+        """Name of the training task, one of `training.tasks.TASKS`."""
         return self.config.task
 
     def is_known_as(self, fingerprint: str) -> bool:
-        """Whether a fingerprint is of this data, computed now or by an earlier version."""
+        """Return whether a fingerprint, computed now or by an earlier version, belongs to this data."""
         return fingerprint == self.fingerprint
 
     @property
     @abstractmethod
     def splits(self) -> tuple[str, ...]:
-        """Names that `eval_batches` takes."""
+        """Names of the splits, as `eval_batches` takes them."""
 
     @abstractmethod
     def describe(self) -> str:
-        """One line: how much there is to train and evaluate on."""
+        """Describe the size of the data in one line."""
 
     @abstractmethod
     def _size(self, split: str) -> int:
-        """Number of rows of a split."""
+        """Return the number of rows of a split."""
 
     @abstractmethod
     def _assemble(self, split: str, rows: np.ndarray) -> Batch:
-        """The batch of these rows."""
+        """Assemble the batch of these rows."""
 
     @abstractmethod
     def _eval_rows(self, split: str) -> np.ndarray:
-        """Rows that together hold every token of a split once, in order."""
+        """Return the rows that cover every token of a split once, in order."""
 
     def train_batches(self, seed: int, rows: Callable[[int], np.ndarray] | None = None) -> grain.DatasetIterator:
-        """An endless iterator over shuffled batches, whose `get_state()` / `set_state()` go on exactly where it was.
+        """Return an endless iterator over shuffled batches; `set_state(get_state())` resumes it exactly.
 
-        The whole batch is chosen first, and of it a process that trains with others makes its own `rows` alone: a
-        function from the number of rows to the places it holds (None: all). So the state (`{"next_index": n}`) does not
-        depend on the number of processes.
+        The rows of the whole batch are chosen first. If several processes train together, each one then assembles only
+        its own rows, so that the state (`{"next_index": n}`) does not depend on the number of processes.
+
+        Args:
+            seed: random seed of the order.
+            rows: function from the number of rows to the indices that this process needs; None: all.
         """
         import grain
 
@@ -94,7 +98,7 @@ class Dataset(ABC):
         return iter(batches)
 
     def _train_batches(self, seed: int, own: Callable[[int], np.ndarray]) -> grain.MapDataset | grain.IterDataset:
-        """All batches to train on, endless, of each the rows that are `own`."""
+        """Return an endless sequence of training batches, each with only the rows that `own` selects."""
         import grain
 
         order = grain.MapDataset.range(self._size("train")).seed(seed).shuffle().repeat()
@@ -102,8 +106,8 @@ class Dataset(ABC):
         return order.batch(self.config.batch_size).map(lambda chosen: self._assemble("train", chosen[rows]))
 
     def eval_batches(self, split: str = "validation", limit: int | None = None) -> list[Batch]:
-        """A split in order, in batches of `eval_batch_size`, all or the first `limit` of them; the last is filled up
-        with rows of weight 0.
+        """Return a split in order, in batches of `eval_batch_size`: all of them, or the first `limit`. The last batch
+        is padded with rows of weight 0.
         """
         self._check_split(split)
         rows, size = self._eval_rows(split), self.config.eval_batch_size
@@ -116,11 +120,11 @@ class Dataset(ABC):
         return batches
 
     def examples(self, split: str = "validation", limit: int | None = None) -> list[Example]:
-        """The pairs of a split as text. ValueError for running text and for numbers, which have none."""
-        raise ValueError(f"{self.config.kind} is numbers and has no texts. Use eval_batches().")
+        """Return the pairs of a split as text. Raises ValueError for running text and numeric data, which have none."""
+        raise ValueError(f"{self.config.kind} has numeric data and no texts. Use eval_batches().")
 
     def prompts(self) -> list[str]:
-        """A few held-out texts to give to the model: to continue, to translate or to classify. None of numbers."""
+        """Return a few held-out texts as model inputs: to continue, translate or classify. Empty for numeric data."""
         return []
 
     def _check_split(self, split: str) -> None:
@@ -131,8 +135,8 @@ class Dataset(ABC):
 
 
 def padding(batch: Batch) -> tuple[int, int] | None:
-    """How many places for tokens hold padding, rows of weight 0 included, and how many there are; None of a batch that
-    is never padded.
+    """Return the number of padding tokens, including rows of weight 0, and the number of all tokens; None for batches
+    that are never padded.
     """
     inside = batch["weights"] > 0
     if "source_lengths" in batch:
@@ -142,7 +146,7 @@ def padding(batch: Batch) -> tuple[int, int] | None:
         used = int((batch["source_segment_ids"] > 0).sum() + inside.sum())
         places = batch["source"].size + batch["tokens"].size
     elif "lengths" in batch:
-        counted = inside if inside.ndim == 1 else slice(None)  # where tokens have weights, 0 says not to be predicted
+        counted = inside if inside.ndim == 1 else slice(None)  # a weight per token may be 0 for a real token
         used, places = int(batch["lengths"][counted].sum()), batch["tokens"].size
     else:
         return None
@@ -150,7 +154,7 @@ def padding(batch: Batch) -> tuple[int, int] | None:
 
 
 class Ragged:
-    """Rows of different length in one array."""
+    """Rows of different lengths in one array."""
 
     def __init__(self, rows: Iterable[Sequence[int]]):
         rows = list(rows)
@@ -161,7 +165,7 @@ class Ragged:
 
     @classmethod
     def joined(cls, parts: Sequence[Ragged]) -> Ragged:
-        """The rows of all parts, one after the other."""
+        """Concatenate the rows of all parts."""
         whole = cls([])
         whole.lengths = np.concatenate([part.lengths for part in parts])
         whole.starts = np.cumsum(whole.lengths) - whole.lengths
@@ -170,11 +174,11 @@ class Ragged:
         return whole
 
     def row(self, place: int) -> np.ndarray:
-        """One row as it is."""
+        """Return one row without padding."""
         return self.values[self.starts[place] : self.starts[place] + self.lengths[place]]
 
     def padded(self, rows: np.ndarray, width: int, pad: int) -> tuple[np.ndarray, np.ndarray]:
-        """These rows, filled up with `pad` to `width`, and their lengths."""
+        """Return these rows, padded with `pad` to `width`, and their lengths."""
         lengths = self.lengths[rows]
         columns = np.arange(width)
         places = np.minimum(self.starts[rows][:, None] + columns, len(self.values) - 1)
@@ -182,13 +186,13 @@ class Ragged:
 
 
 def spread(count: int, wanted: int) -> list[int]:
-    """At most `wanted` places out of `count`, evenly spread."""
+    """Return at most `wanted` evenly spaced indices below `count`."""
     wanted = min(count, wanted)
     return [(2 * i + 1) * count // (2 * wanted) for i in range(wanted)]
 
 
 def fingerprint(settings: Any, texts: Mapping[str, Sequence[str]], arrays: Iterable[np.ndarray]) -> str:
-    """SHA-256 of everything that decides what a model is shown, except the order (the seed's) and the batch size."""
+    """Return the SHA-256 of everything that determines the training data, except order (seed) and batch size."""
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
     for split, parts in texts.items():
         digest.update(f"{split} {len(parts)}".encode())

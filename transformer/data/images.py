@@ -1,4 +1,4 @@
-"""Labeled images: what their kinds share (options, pixels by split, and the dataset)."""
+"""Labeled images: shared options, images by split, and the dataset."""
 
 from __future__ import annotations
 
@@ -17,9 +17,7 @@ from transformer.data.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Images:
-    """Images by split, `splits`: (N, height, width, channels), float32, and the numbers of their classes (N,) among
-    `labels`.
-    """
+    """Images by split: `splits` has images (N, height, width, channels) and class indices (N,) into `labels`."""
 
     splits: Mapping[str, tuple[np.ndarray, np.ndarray]]
     labels: tuple[str, ...]
@@ -28,11 +26,11 @@ class Images:
 def split_by_hash(
     images: np.ndarray, numbers: np.ndarray, validation_share: float, test_share: float
 ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Return (images, numbers) by split. The hash of an image determines its split, so that equal images share one and
-    images added later change no other's.
+    """Return (images, numbers) by split. The hash of an image determines its split, so that equal images share a split
+    and adding images does not move others.
 
     Raises:
-        ValueError: a split without an image.
+        ValueError: a split has no image.
     """
     places = np.array(
         [int.from_bytes(hashlib.sha256(image.astype("<f4").tobytes()).digest()[:4], "big") for image in images]
@@ -45,46 +43,49 @@ def split_by_hash(
     }
     for split, rows in chosen.items():
         if not rows.any():
-            raise ValueError(f"no image is left to {split}: {len(images)} are too few for these shares.")
+            raise ValueError(
+                f"the {split} split has no image: {len(images)} images are too few for these shares. Use more images, "
+                "or larger shares."
+            )
     return {split: (images[rows], numbers[rows]) for split, rows in chosen.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImageConfig(DataKind):
-    """Options of every kind of labeled images.
+    """Options of all kinds of labeled images.
 
     Raises:
-        ConfigError: a number out of range, or labels that are one, empty or twice the same.
+        ConfigError: a number out of range, or a single, empty or repeated label.
     """
 
     task: ClassVar[str] = "image_classifier"
 
     labels: tuple[str, ...] = ()
-    """names of the classes, by number; none: their numbers"""
+    """class names, in the order of the class indices; empty: the indices"""
     max_shift: int = 0
-    """training images are seen moved by up to so many pixels, up or down and to a side, each way once in a pass; what
-    comes in is 0"""
+    """data augmentation: shift training images by up to this many pixels in each direction, every shift once per pass;
+    new pixels are 0"""
     batch_size: int = 64
-    """images in one step, over all devices and processes together"""
+    """images per step, over all devices and processes"""
     eval_batch_size: int = 256
-    """images in one batch of evaluation"""
+    """images per evaluation batch"""
 
     def __post_init__(self):
         check_whole(self, "batch_size", "eval_batch_size")
         check_whole(self, "max_shift", least=0)
-        check_labels(self.labels, "their numbers")
+        check_labels(self.labels, "the class indices")
 
     def prepare(self, tokenizer: Tokenizer | None = None) -> ImageDataset:
-        """Return the dataset of the images; it has no use for a tokenizer. Raises as `DataKind.prepare`."""
+        """Return the dataset of the images; `tokenizer` is ignored. Raises the errors of `DataKind.prepare`."""
         del tokenizer
         return ImageDataset(self, self.read())
 
 
 class ImageDataset(Dataset):
-    """Images and the number of their class among `labels`. With `max_shift` s each training image counts as (2s + 1)^2
-    rows, one for each way to move it by whole pixels, which the order of rows shuffles: nothing is drawn.
+    """Images and their class indices into `labels`. With `max_shift` s, each training image counts as (2s + 1)^2 rows,
+    one for each shift by whole pixels. The shuffled order of rows covers all of them; nothing is drawn at random.
 
-    `config` is the one that was given, with labels filled in.
+    `config` is the given config with labels filled in.
     """
 
     def __init__(self, config: ImageConfig, images: Images):
@@ -103,10 +104,10 @@ class ImageDataset(Dataset):
         return tuple(self._images)
 
     def describe(self) -> str:
-        """One line: images, sizes, classes."""
+        """Describe the images, sizes and classes in one line."""
         sizes = ", ".join(f"{len(pixels):,} {split}" for split, pixels in self._images.items())
         height, width, channels = self._images["train"].shape[1:]
-        shift = f"; moved by up to {self.config.max_shift} pixels in training" if self.config.max_shift else ""
+        shift = f"; shifted by up to {self.config.max_shift} pixels in training" if self.config.max_shift else ""
         return (
             f"{self.config.kind}: {sizes} images of {height} x {width} x {channels}, {len(self.labels)} classes "
             f"({', '.join(self.labels)}){shift}"

@@ -1,4 +1,4 @@
-"""Labeled texts: what their kinds share (options, texts by split, and the dataset with one class per row)."""
+"""Labeled texts: shared options, texts by split, and the dataset with one class per row."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from transformer.data.tokenizer_kinds import build_tokenizer
 
 @dataclass(frozen=True)
 class Labeled:
-    """Labeled texts by split, `splits`: each a text and the number of its label among `labels`."""
+    """Labeled texts by split: `splits` has pairs of a text and the index of its label in `labels`."""
 
     splits: Mapping[str, Sequence[tuple[str, int]]]
     labels: tuple[str, ...]
@@ -27,40 +27,41 @@ class Labeled:
 def numbered(
     path: str, rows: list[tuple[str, str]], written: tuple[str, ...], labels: tuple[str, ...]
 ) -> list[tuple[str, int]]:
-    """Replace the label of each row by its index among the labels as a file writes them.
+    """Replace the label of each row by its index among the labels of the file.
 
     Raises:
-        ValueError: a label that is not among them.
+        ValueError: a label is not among them.
     """
     numbers = {label: number for number, label in enumerate(written)}
     if strange := sorted({label for _, label in rows} - numbers.keys()):
         raise ValueError(
-            f"{path} has the label {strange[0]!r}: expected {', '.join(written)} ({', '.join(labels)}). Mend the file, "
-            "or name all labels (--data.labels)."
+            f"{path} has the label {strange[0]!r}: expected {', '.join(written)} ({', '.join(labels)}). Fix the file, "
+            "or list all labels (--data.labels)."
         )
     return [(text, numbers[label]) for text, label in rows]
 
 
 @dataclass(frozen=True, kw_only=True)
 class LabeledConfig(DataKind):
-    """Options of every kind of labeled text: the model reads a text and predicts its class.
+    """Options of all kinds of labeled text: the model reads a text and predicts its class.
 
     Raises:
-        ConfigError: a number out of range, or labels that are one, empty or twice the same.
+        ConfigError: a number out of range, or a single, empty or repeated label.
     """
 
     task: ClassVar[str] = "classifier"
 
     labels: tuple[str, ...] = ()
-    """the classes as the files write them, by number; none: all that the training file has, in order"""
+    """class labels as in the files, in the order of the class indices; empty: all labels of the training file,
+    sorted"""
     max_length: int = 128
-    """longest text in tokens, special ones included; of longer ones the end is cut off"""
+    """maximum length of a text in tokens, including special tokens; longer texts are truncated"""
     batch_size: int = 32
-    """texts in one step, over all devices and processes together"""
+    """texts per step, over all devices and processes"""
     eval_batch_size: int = 64
-    """texts in one batch of evaluation"""
+    """texts per evaluation batch"""
     tokenizer: TokenizerConfig = SUBWORDS
-    """how text becomes token ids, where no pretrained model brings its own"""
+    """tokenizer; ignored if a pretrained model has its own"""
 
     def __post_init__(self):
         check_whole(self, "batch_size", "eval_batch_size")
@@ -68,7 +69,7 @@ class LabeledConfig(DataKind):
         check_labels(self.labels, "those of the training file")
 
     def prepare(self, tokenizer: Tokenizer | None = None) -> LabeledDataset:
-        """Return the dataset of the labeled texts. Raises as `DataKind.prepare`."""
+        """Return the dataset of the labeled texts. Raises the errors of `DataKind.prepare`."""
         found = self.read()
         if tokenizer is None:
             parts = {split: [text for text, _ in rows] for split, rows in found.splits.items()}
@@ -78,10 +79,10 @@ class LabeledConfig(DataKind):
 
 
 class LabeledDataset(Dataset):
-    """Texts and the number of their class among `labels`, padded on the right to one shape for all batches.
+    """Texts and their class indices into `labels`, padded on the right to one shape for all batches.
 
     Raises:
-        ValueError: a text without tokens.
+        ValueError: a text has no tokens.
     """
 
     def __init__(
@@ -111,27 +112,27 @@ class LabeledDataset(Dataset):
 
     @property
     def splits(self) -> tuple[str, ...]:
-        """`train` and `validation`, and `test` where the data has one."""
+        """`train`, `validation` and, if the data has one, `test`."""
         return tuple(self._texts)
 
     def describe(self) -> str:
-        """One line: texts, classes, lengths, vocabulary, and how many texts were cut."""
+        """Describe texts, classes, lengths, vocabulary and the number of truncated texts in one line."""
         sizes = ", ".join(f"{len(texts):,} {split}" for split, texts in self._texts.items())
-        cut = f" ({self._cut:,} texts were cut)" if self._cut else ""
+        cut = f" ({self._cut:,} texts truncated)" if self._cut else ""
         return (
             f"{self.config.kind}: {sizes} texts of {len(self.labels)} classes ({', '.join(self.labels)}); up to "
             f"{self.longest} tokens{cut}, vocabulary of {self.tokenizer.vocab_size:,} ({self.tokenizer.kind})"
         )
 
     def examples(self, split: str = "validation", limit: int | None = None) -> list[Example]:
-        """Texts of a split, evenly spread, each with the name of its class as `target`."""
+        """Return evenly spaced texts of a split, each with its class name as `target`."""
         self._check_split(split)
         texts, targets = self._texts[split], self._targets[split]
         places = range(len(texts)) if limit is None else spread(len(texts), limit)
         return [Example(texts[place], self.labels[targets[place]]) for place in places]
 
     def prompts(self) -> list[str]:
-        """Three held-out texts."""
+        """Return three held-out texts."""
         return [example.source for example in self.examples(limit=3)]
 
     def _size(self, split: str) -> int:
@@ -153,7 +154,7 @@ class LabeledDataset(Dataset):
         return batch
 
     def _encode(self, text: str) -> tuple[list[int], list[int]]:
-        """Ids and token types of a text, cut to `max_length`: what a tokenizer puts at its end stays there."""
+        """Return ids and token types of a text, truncated to `max_length`; special tokens at the end are kept."""
         if not isinstance(self.tokenizer, PretrainedTokenizer):
             ids = self.tokenizer.encode_source(text)
             types, last = [0] * len(ids), self.config.max_length - 1
@@ -162,7 +163,7 @@ class LabeledDataset(Dataset):
             ends = ids[-1:] != self.tokenizer.encode(text)[-1:]
             last = len(ids) - 1 if ends else self.config.max_length - 1
         if not ids:
-            raise ValueError(f"the text {text!r} has no tokens: nothing of it is left as the model reads it. Drop it.")
+            raise ValueError(f"the text {text!r} has no tokens after normalization. Remove it.")
         if len(ids) > self.config.max_length:
             self._cut += 1
             ids = [*ids[: self.config.max_length - 1], ids[last]]

@@ -1,4 +1,4 @@
-"""Errors of the tokenizers library as ordinary ones: its panics are no `Exception`, and are printed by native code."""
+"""Convert errors of the tokenizers library: its panics are no `Exception`, and native code prints them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import IO
 
 @contextlib.contextmanager
 def library_errors(what: str, remedy: str) -> Iterator[None]:
-    """Inside, whatever the library raises is a ValueError "what: its message. remedy."; a PanicException, too."""
+    """Convert all errors of the library, including PanicException, to a ValueError "what: its message. remedy."."""
     try:
         yield
     except BaseException as error:
@@ -23,11 +23,11 @@ def library_errors(what: str, remedy: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def held_stderr() -> Iterator[None]:
-    """Hold back what native code writes to stderr inside. If the block raises, drop it, because a panic prints many
+    """Hold back the stderr output of native code. If the block raises, drop the output, because a panic prints many
     lines before it becomes that error; otherwise write it afterwards.
 
-    Only the main thread does so: the descriptor belongs to the whole process, and two threads that exchange it at the
-    same time could lose it.
+    Only the main thread does this: the file descriptor belongs to the whole process, and two threads that exchange it
+    at the same time could lose it.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -52,7 +52,7 @@ def held_stderr() -> Iterator[None]:
 
 
 def _temporary() -> IO[bytes]:
-    """A file without a name; in memory where the system has such."""
+    """Return an unnamed temporary file, in memory if the system supports it."""
     if hasattr(os, "memfd_create"):
         return os.fdopen(os.memfd_create("stderr"), "w+b")
     return tempfile.TemporaryFile()

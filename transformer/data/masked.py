@@ -1,5 +1,5 @@
-"""Texts with masked tokens: what their kinds share (options, texts by split, and the dataset, which draws the masked
-positions anew each time that a text is trained on).
+"""Masked texts: shared options, texts by split, and the dataset, which draws new masked positions each time that a text
+is trained on.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import grain
 
 HIDDEN, REPLACED = 0.8, 0.1
-"""of the tokens that are to be predicted, shares that the mask token and a random token stand for"""
+"""fractions of the predicted tokens that are replaced by the mask token and by a random token"""
 
 
 def hide(
@@ -32,11 +32,12 @@ def hide(
     mask_id: int,
     text_ids: Int[np.ndarray, "V"],
 ) -> tuple[Int[np.ndarray, "B T"], Bool[np.ndarray, "B T"]]:
-    """What the model reads, and where it has to predict: BERT's masking (Devlin et al. 2018, arXiv 1810.04805, section
-    3.1 and appendix A.1).
+    """Mask tokens as in BERT (Devlin et al. 2018, arXiv 1810.04805, section 3.1 and appendix A.1); return the model
+    input and the positions to predict.
 
-    A `share` of the places that `may_hide` is chosen. Of those, 80 % become `mask_id`, 10 % a random one of `text_ids`,
-    and 10 % stay. Each place has three `draws` from [0, 1): whether it is chosen, what becomes of it, which token.
+    A `share` of the positions in `may_hide` is selected. Of those, 80 % become `mask_id`, 10 % become a random one of
+    `text_ids`, and 10 % are unchanged. Each position has three `draws` from [0, 1): is it selected, is it masked,
+    replaced or unchanged, and which random token replaces it.
     """
     chosen = may_hide & (draws[..., 0] < share)
     random_ids = text_ids[(draws[..., 2] * len(text_ids)).astype(np.int64)]
@@ -54,7 +55,7 @@ class Texts:
 
 @dataclass(frozen=True, kw_only=True)
 class MaskedConfig(DataKind):
-    """Options of every kind of masked text: the model predicts a share of the tokens from the others.
+    """Options of all kinds of masked text: the model predicts a fraction of the tokens from the others.
 
     Raises:
         ConfigError: a number out of range.
@@ -63,15 +64,15 @@ class MaskedConfig(DataKind):
     task: ClassVar[str] = "masked_lm"
 
     max_length: int = 128
-    """tokens in one row, special ones included; a longer text becomes several rows"""
+    """row length in tokens, including special tokens; longer texts become several rows"""
     batch_size: int = 32
-    """rows in one step, over all devices and processes together"""
+    """rows per step, over all devices and processes"""
     eval_batch_size: int = 64
-    """rows in one batch of evaluation"""
+    """rows per evaluation batch"""
     mask_share: float = 0.15
-    """share of the tokens that are to be predicted; of these 80 % are hidden, 10 % replaced, 10 % left as they are"""
+    """fraction of the tokens to predict; of these, 80 % are masked, 10 % replaced at random and 10 % unchanged"""
     tokenizer: TokenizerConfig = SUBWORDS
-    """how text becomes token ids, where no pretrained model brings its own"""
+    """tokenizer; ignored if a pretrained model has its own"""
 
     def __post_init__(self):
         check_whole(self, "batch_size", "eval_batch_size")
@@ -80,11 +81,11 @@ class MaskedConfig(DataKind):
         least = {"bpe": SMALLEST_BPE, "word": 5}.get(self.tokenizer.kind)
         if least is not None and self.tokenizer.vocab_size == least:
             raise ConfigError(
-                f"tokenizer.vocab_size must be at least {least + 1} here, with a mask token, got {least}."
+                f"tokenizer.vocab_size must be at least {least + 1}, because the mask token needs an id, got {least}."
             )
 
     def prepare(self, tokenizer: Tokenizer | None = None) -> MaskedDataset:
-        """Return the dataset of the texts. Raises as `DataKind.prepare`."""
+        """Return the dataset of the texts. Raises the errors of `DataKind.prepare`."""
         found = self.read()
         held_out = [text for split, part in found.splits.items() if split != "train" for text in part]
         tokenizer = tokenizer or build_tokenizer(self.tokenizer, found.splits["train"], held_out, masked=True)
@@ -92,19 +93,20 @@ class MaskedConfig(DataKind):
 
 
 class MaskedDataset(Dataset):
-    """Texts of which the model predicts what was hidden, padded on the right to one shape for all batches.
+    """Texts with masked tokens to predict, padded on the right to one shape for all batches.
 
-    What is hidden in training depends on the seed and the place in the data alone; in evaluation it is always the same.
+    In training, the masked positions depend only on the seed and the position in the data. In evaluation they are
+    fixed.
 
     Raises:
-        ValueError: a tokenizer without a mask token, or a split without a token of text.
+        ValueError: the tokenizer has no mask token, or a split has no text tokens.
     """
 
     def __init__(self, config: MaskedConfig, tokenizer: Tokenizer, splits: Mapping[str, Sequence[str]]):
         if tokenizer.mask_id is None:
             raise ValueError(
-                f"the {tokenizer.kind} tokenizer has no mask token to hide others with. Start from a model that was "
-                "trained to fill in, or from none: a tokenizer is made then."
+                f"the {tokenizer.kind} tokenizer has no mask token. Initialize from a masked language model, or train "
+                "from scratch: training then builds a tokenizer with a mask token."
             )
         self.config = config
         self.tokenizer = tokenizer
@@ -116,7 +118,7 @@ class MaskedDataset(Dataset):
         for split, texts in splits.items():
             rows = [row for text in texts for row in self._rows(text)]
             if not rows:
-                raise ValueError(f"the {split} texts have no tokens: there is nothing to hide. Give more text.")
+                raise ValueError(f"the {split} texts have no tokens to mask. Add more text.")
             self._tokens[split] = Ragged(rows)
         self.longest = max(ragged.longest for ragged in self._tokens.values())
         settings = [config.kind, self.longest, config.mask_share, tokenizer.state()]
@@ -124,11 +126,11 @@ class MaskedDataset(Dataset):
 
     @property
     def splits(self) -> tuple[str, ...]:
-        """`train` and `validation`, and `test` where the data has one."""
+        """`train`, `validation` and, if the data has one, `test`."""
         return tuple(self._tokens)
 
     def describe(self) -> str:
-        """One line: rows and tokens, lengths and vocabulary."""
+        """Describe rows, tokens, lengths and vocabulary in one line."""
         sizes = ", ".join(
             f"{len(ragged.lengths):,} {split} rows ({len(ragged.values):,} tokens)"
             for split, ragged in self._tokens.items()
@@ -139,24 +141,24 @@ class MaskedDataset(Dataset):
         )
 
     def examples(self, split: str = "validation", limit: int | None = None) -> list[Example]:
-        """Raises ValueError: there are no pairs."""
+        """Raise ValueError: masked texts have no pairs."""
         raise ValueError(f"{self.config.kind} has texts and no pairs of source and target. Use prompts().")
 
     def prompts(self) -> list[str]:
-        """Three held-out texts, whole."""
+        """Return three full held-out texts."""
         texts = [text for text in self._texts["validation"] if text.strip()]
         return [texts[place] for place in spread(len(texts), 3)]
 
     def _rows(self, text: str) -> list[list[int]]:
-        """The text as rows of at most `max_length`, each with what the tokenizer puts around a text."""
+        """Split a text into rows of at most `max_length`, each with the special tokens that the tokenizer adds."""
         ids, whole = self.tokenizer.encode(self.tokenizer.normalize(text)), self.tokenizer.encode_source(text)
         start = next((i for i in range(len(whole) - len(ids) + 1) if whole[i : i + len(ids)] == ids), 0)
         before, after = whole[:start], whole[start + len(ids) :]
         room = self.config.max_length - len(before) - len(after)
         if room < 1:
             raise ValueError(
-                f"max_length ({self.config.max_length}) has no room for text: this tokenizer adds {len(before)} tokens "
-                f"before and {len(after)} behind it. Give a larger --data.max-length."
+                f"max_length ({self.config.max_length}) leaves no room for text: this tokenizer adds {len(before)} "
+                f"tokens before a text and {len(after)} after it. Use a larger --data.max-length."
             )
         return [[*before, *ids[i : i + room], *after] for i in range(0, len(ids), room)]
 
@@ -180,7 +182,7 @@ class MaskedDataset(Dataset):
         return order.batch(size).map_with_index(assemble)
 
     def _assemble(self, split: str, rows: np.ndarray) -> Batch:
-        """Rows to evaluate on: each has draws of its own, whatever rows are beside it."""
+        """Assemble evaluation rows. The random draws of a row do not depend on the other rows of its batch."""
         draws = [np.random.default_rng([int(row)]).random((self.longest, 3)) for row in rows]
         return self._hidden(split, rows, np.stack(draws))
 

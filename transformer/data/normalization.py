@@ -1,4 +1,4 @@
-"""What a source or prompt goes through before it is encoded, by a name that is saved with the tokenizer."""
+"""Normalization of sources and prompts before they are encoded; its name is saved with the tokenizer."""
 
 from __future__ import annotations
 
@@ -17,23 +17,25 @@ _BRAZILIAN = {
 
 
 def plain(text: str) -> str:
-    """The text itself."""
+    """Return the text unchanged."""
     return text
 
 
 def number_words(text: str) -> str:
-    """Lower case, one blank between words, no commas or hyphens: `"Vingt-et-un"` -> `"vingt et un"`."""
+    """Lower-case, separate words by one space, remove commas and hyphens: `"Vingt-et-un"` -> `"vingt et un"`."""
     return _HYPHENS_AND_COMMAS.sub(" ", unicodedata.normalize("NFC", text).lower()).strip()
 
 
 def english_number_words(text: str) -> str:
-    """The same without "and", and with "one" for "a": `"A hundred and forty-two"` -> `"one hundred forty two"`."""
+    """Like `number_words`, without "and", and with "one" for "a": `"A hundred and forty-two"` -> `"one hundred forty
+    two"`.
+    """
     words = number_words(text).split()
     return " ".join("one" if word == "a" else word for word in words if word != "and")
 
 
 def portuguese_number_words(text: str) -> str:
-    """The same with Brazilian spellings taken to European ones: `"Dezesseis"` -> `"dezasseis"`."""
+    """Like `number_words`, with Brazilian spellings converted to European ones: `"Dezesseis"` -> `"dezasseis"`."""
     return " ".join(_BRAZILIAN.get(word, word) for word in number_words(text).split())
 
 
@@ -43,4 +45,4 @@ NORMALIZERS: dict[str, Callable[[str], str]] = {
     "english_number_words": english_number_words,
     "portuguese_number_words": portuguese_number_words,
 }
-"""Every normalization by the name a tokenizer is saved with."""
+"""normalizations by the name that is saved with a tokenizer"""

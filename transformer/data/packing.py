@@ -1,4 +1,4 @@
-"""Several pairs in one row, kept apart by segments: the other way to waste little on padding."""
+"""Pack several pairs into one row, separated by segment ids, to reduce padding."""
 
 from __future__ import annotations
 
@@ -24,12 +24,14 @@ def packed_batches(
     rows: int,
     own: Callable[[int], np.ndarray],
 ) -> grain.IterDataset:
-    """Batches of `rows` rows of `row_length` tokens a side, into which pairs go in this `order` (of their places), each
-    into the first row with room (first fit, by Grain); of each batch the rows that are `own`.
+    """Pack pairs into batches of `rows` rows of `row_length` tokens per side.
 
-    Beside source, tokens, targets and weights there are `segment_ids` and `positions` (B, T) of the target, and
-    `source_segment_ids` and `source_positions` (B, S): segments count from 1, padding is 0, positions begin anew in
-    each.
+    Pairs are taken in this `order` (of their indices); each goes into the first row with enough room (first fit, by
+    Grain). Only the rows that `own` selects are returned.
+
+    In addition to source, tokens, targets and weights, a batch has `segment_ids` and `positions` (B, T) of the target,
+    and `source_segment_ids` and `source_positions` (B, S). Segments count from 1, padding is 0, and positions restart
+    at 0 in each segment.
     """
     import grain
     from grain.experimental import FirstFitPackIterDataset

@@ -1,4 +1,4 @@
-"""Pairs of texts: what their kinds share (options, pairs by split, and the dataset of sources and targets)."""
+"""Pairs of texts: shared options, pairs by split, and the dataset of sources and targets."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     import grain
 
 BLOCK = 4096
-"""pairs that are encoded at once"""
+"""number of pairs encoded at once"""
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """Pairs by split, `splits`, the normalization of their sources, and how many lines were skipped as half empty."""
+    """Pairs by split (`splits`), the normalization of their sources, and the number of half-empty lines skipped."""
 
     splits: Mapping[str, Sequence[Example]]
     normalization: str = "none"
@@ -38,35 +38,38 @@ class Pairs:
 
 @dataclass(frozen=True, kw_only=True)
 class PairConfig(DataKind):
-    """Options of every kind of paired text: the model reads a source and writes a target.
+    """Options of all kinds of paired text: the model reads a source and generates a target.
 
     Raises:
-        ConfigError: a number out of range, a field that another leaves no use for, or no room for packed rows.
+        ConfigError: a number out of range, a field that another one makes useless, or no room for packed rows.
     """
 
     task: ClassVar[str] = "seq2seq"
     open_lengths: ClassVar[tuple[str, ...]] = ("max_source_length", "max_target_length")
     group_name: ClassVar[str] = "group"
-    """what the groups are in which exact matches are counted"""
+    """name of the groups in which exact matches are counted"""
     bleu_tokenization: ClassVar[str | None] = "13a"
-    """how BLEU parts words, in the names of sacreBLEU; None: translations are compared word for word instead"""
+    """tokenization of BLEU, by its name in sacreBLEU; None: translations are scored by exact match instead"""
 
     max_source_length: int | None = None
-    """longest source in tokens; longer pairs are left out and counted (None: the longest in the data)"""
+    """maximum source length in tokens; longer pairs are skipped and counted (None: the longest in the data)"""
     max_target_length: int | None = None
-    """longest target in tokens, its end token included; longer pairs are left out and counted (None: the longest)"""
+    """maximum target length in tokens, including the end token; longer pairs are skipped and counted (None: the longest
+    in the data)"""
     batch_size: int = 128
-    """pairs in one step, over all devices and processes together; not with batch_tokens"""
+    """pairs per step, over all devices and processes; unused with batch_tokens"""
     batch_tokens: int | None = None
-    """tokens in one step, padding included, on the longer side: pairs of like length together (None: batch_size)"""
+    """batch size in tokens of the longer side, including padding; batches have pairs of similar length (None: use
+    batch_size)"""
     buckets: int = 8
-    """with batch_tokens: how many lengths are padded to at most; each is compiled once"""
+    """with batch_tokens: maximum number of padded lengths; each is compiled once"""
     row_multiple: int = 8
-    """with batch_tokens: every batch has a multiple of so many rows, for devices and micro-batches to share"""
+    """with batch_tokens: the number of rows of every batch is a multiple of this, to divide by devices and
+    micro-batches"""
     packed_length: int | None = None
-    """with batch_tokens: several pairs in one row of so many tokens a side, kept apart (None: one pair in each)"""
+    """with batch_tokens: pack several pairs into rows of this many tokens per side (None: one pair per row)"""
     eval_batch_size: int = 250
-    """pairs in one batch of evaluation"""
+    """pairs per evaluation batch"""
 
     def __post_init__(self):
         check_whole(self, "batch_size", "eval_batch_size", "buckets", "row_multiple")
@@ -76,13 +79,13 @@ class PairConfig(DataKind):
         if self.packed_length is not None and not self.packed_rows:
             raise ConfigError(
                 f"packed_length ({self.packed_length}) needs batch_tokens of at least row_multiple "
-                f"({self.row_multiple}) times as many, got {self.batch_tokens}."
+                f"({self.row_multiple}) times packed_length, got {self.batch_tokens}. Raise batch_tokens."
             )
         check_whole(self, "max_source_length", none=True)
         check_whole(self, "max_target_length", least=2, none=True)
 
     def prepare(self, tokenizer: Tokenizer | None = None) -> PairDataset:
-        """Return the dataset of the pairs. Raises as `DataKind.prepare`."""
+        """Return the dataset of the pairs. Raises the errors of `DataKind.prepare`."""
         found = self.read()
         if tokenizer is None:
             normalize = NORMALIZERS[found.normalization]
@@ -96,14 +99,16 @@ class PairConfig(DataKind):
         return PairDataset(self, tokenizer, found.splits, found.skipped)
 
     def _check_unused(self, field: str, other: str) -> None:
-        """Raises ConfigError when `field` is given and leaves no use for `other`, which is changed, too."""
+        """Raise ConfigError if `field` is set and makes `other`, which is also set, useless."""
         value, usual = getattr(self, other), type(self).__dataclass_fields__[other].default
         if getattr(self, field) is not None and value != usual:
-            raise ConfigError(f"{other} ({value}) does nothing beside {field} ({getattr(self, field)}). Leave one out.")
+            raise ConfigError(
+                f"{other} ({value}) has no effect with {field} ({getattr(self, field)}). Remove one of them."
+            )
 
     @property
     def packed_rows(self) -> int:
-        """Rows of a packed batch."""
+        """Number of rows of a packed batch."""
         return (self.batch_tokens or 0) // self.packed_length // self.row_multiple * self.row_multiple
 
 
@@ -111,7 +116,7 @@ class PairDataset(Dataset):
     """Pairs of source and target, padded on the right to one shape for all batches.
 
     Raises:
-        ValueError: no pair of a split fits the lengths.
+        ValueError: no pair of a split fits into the maximum lengths.
     """
 
     def __init__(
@@ -119,14 +124,14 @@ class PairDataset(Dataset):
     ):
         if tokenizer.begin_id is None or tokenizer.eos_id is None:
             raise ValueError(
-                "this tokenizer has no token that begins a target, or none that ends it: no pairs can be written with "
-                "it. Take a tokenizer with both: config.json names them as decoder_start_token_id and eos_token_id."
+                "this tokenizer has no token that begins a target, or none that ends it: it can't encode pairs. Use a "
+                "tokenizer with both: config.json names them as decoder_start_token_id and eos_token_id."
             )
         self.config = config
         self.tokenizer = tokenizer
         self._skipped = skipped
         self._pairs = splits
-        self._places: dict[str, np.ndarray] = {}  # those that are kept, of all pairs of a split
+        self._places: dict[str, np.ndarray] = {}  # indices of the pairs of a split that are kept
         self._sources: dict[str, Ragged] = {}
         self._targets: dict[str, Ragged] = {}
         digests = {split: [self._encode(split, pairs)] for split, pairs in splits.items()}
@@ -159,7 +164,7 @@ class PairDataset(Dataset):
             raise ValueError(
                 f"no {split} pair is left of {len(pairs)}: expected some with text on both sides, sources of at most "
                 f"{self.config.max_source_length or 'any number of'} and targets of at most "
-                f"{self.config.max_target_length or 'any number of'} tokens. Give larger --data.max-source-length and "
+                f"{self.config.max_target_length or 'any number of'} tokens. Use larger --data.max-source-length and "
                 "--data.max-target-length, or other data."
             )
         self._skipped += len(pairs) - len(self._places[split])
@@ -179,7 +184,9 @@ class PairDataset(Dataset):
         )
 
     def is_known_as(self, fingerprint: str) -> bool:
-        """Whether a fingerprint is of this data. The first versions took all texts in one list: read again for that."""
+        """Return whether a fingerprint belongs to this data. The first versions hashed all texts in one list: compute
+        that one too.
+        """
         if fingerprint == self.fingerprint:
             return True
         as_first = {
@@ -195,14 +202,14 @@ class PairDataset(Dataset):
 
     @property
     def splits(self) -> tuple[str, ...]:
-        """`train` and `validation`; for number words also `test` and `basics` (0-20 and d x 10^k)."""
+        """`train` and `validation`; number words also have `test` and `basics` (0-20 and d x 10^k)."""
         return tuple(self._places)
 
     def describe(self) -> str:
-        """One line: pairs, lengths, vocabulary, and how many pairs were left out."""
+        """Describe pairs, lengths, vocabulary and the number of skipped pairs in one line."""
         sizes = ", ".join(f"{len(places):,} {split}" for split, places in self._places.items())
         packed = self.config.packed_length and self.config.packed_rows
-        left_out = f", {self._skipped:,} left out (empty or too long)" if self._skipped else ""
+        left_out = f", {self._skipped:,} skipped (empty or too long)" if self._skipped else ""
         return (
             f"{self.config.kind}: {sizes} pairs{left_out}; sources up to {self.max_source_length} and targets up to "
             f"{self.max_target_length} tokens, vocabulary of {self.tokenizer.vocab_size:,} ({self.tokenizer.kind})"
@@ -211,7 +218,7 @@ class PairDataset(Dataset):
         )
 
     def examples(self, split: str = "validation", limit: int | None = None) -> list[Example]:
-        """The pairs of a split; of more than `limit`, as many of each group as there are, evenly spread within it."""
+        """Return the pairs of a split; at most `limit`, balanced over groups and evenly spaced within each group."""
         self._check_split(split)
         pairs, kept = self._pairs[split], self._places[split].tolist()
         if limit is None or limit >= len(kept):
@@ -227,7 +234,7 @@ class PairDataset(Dataset):
         return [pairs[place] for place in sorted(chosen)]
 
     def prompts(self) -> list[str]:
-        """Three held-out sources."""
+        """Return three held-out sources."""
         return [example.source for example in self.examples(limit=3)]
 
     def _size(self, split: str) -> int:
@@ -241,7 +248,7 @@ class PairDataset(Dataset):
         longest = max(self._sources["train"].longest, self._targets["train"].longest)
         if length is not None and length < longest:
             raise ValueError(
-                f"packed_length ({length}) has no room for the longest pair, {longest} tokens on one side: give at "
+                f"packed_length ({length}) is shorter than the longest pair, {longest} tokens on one side. Use at "
                 f"least that, or leave long pairs out (--data.max-source-length, --data.max-target-length)."
             )
 
@@ -283,14 +290,14 @@ class PairDataset(Dataset):
 
 
 def _each_once(encode: Callable[[list[str]], list[list[int]]], texts: list[str]) -> list[list[int]]:
-    """The ids of texts, of which many may be alike: numbers come as often as they were drawn."""
+    """Encode each distinct text once: number words repeat as often as a number was drawn."""
     known = list(dict.fromkeys(texts))
     ids = dict(zip(known, encode(known), strict=True))
     return [ids[text] for text in texts]
 
 
 def _blocks(pairs: Iterable[Example]) -> Iterator[tuple[int, list[Example]]]:
-    """The pairs, so many at once that all threads encode them, each time with the place of the first."""
+    """Yield blocks of pairs, large enough for all threads, with the index of the first pair."""
     rest = iter(pairs)
     for start in itertools.count(0, BLOCK):
         if not (block := list(itertools.islice(rest, BLOCK))):

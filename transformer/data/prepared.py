@@ -1,4 +1,4 @@
-"""Datasets that TFDS prepares and keeps: their description, their records, and the errors of preparing them."""
+"""Datasets prepared by TFDS: description, records and error handling."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ def data_dir(folder: str | None) -> Path:
 
 @dataclass(frozen=True)
 class Download:
-    """A file that a dataset is made of. Only a file with this SHA-256 is accepted."""
+    """A source file of a dataset. Only a file with this SHA-256 is accepted."""
 
     url: str
-    """where it is downloaded from"""
+    """download address"""
     size: int
-    """bytes"""
+    """size in bytes"""
     sha256: str
-    """hexadecimal digest of the content"""
+    """SHA-256 of the content, hexadecimal"""
     filename: str
-    """its name in a folder that the user names with `manual_dir`"""
+    """file name in the folder passed as `manual_dir`"""
 
     def __str__(self):
         return f"the file {self.filename} ({self.size:,} bytes, SHA-256 {self.sha256}) from {self.url}"
@@ -39,38 +39,38 @@ class Download:
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """A dataset that is prepared once and kept in files: TFDS writes it in the array_record format and reads it without
-    TensorFlow. This class describes it in plain Python, so that a kind of data imports nothing of TFDS.
+    """A dataset that TFDS prepares once, stores in the array_record format and reads without
+    TensorFlow. This class describes it in plain Python, so that data kinds don't import TFDS.
     """
 
     name: str
     """folder of the dataset in the data directory"""
     description: str
-    """one sentence, kept beside the data"""
+    """one-sentence description, stored with the data"""
     homepage: str | None = None
-    """address of the authors' page, kept beside the data"""
+    """address of the authors' page, stored with the data"""
     features: Callable[[Any], Mapping[str, Any]]
     """module `tensorflow_datasets.features` -> features of a record, by name"""
     examples: Callable[[Mapping[str, Path]], Mapping[str, Iterable[tuple[int | str, Mapping[str, Any]]]]]
     """downloaded files by filename -> (key, record) pairs by split; TFDS orders the records of a split by their keys"""
     downloads: tuple[Download, ...] = ()
-    """files that preparing needs"""
+    """files to download"""
     variant: str | None = None
-    """subfolder of this variant, where a dataset has several"""
+    """subfolder of this variant, if the dataset has several"""
     version: str = "1.0.0"
-    """subfolder of this version; a new one is prepared anew"""
+    """subfolder of this version; a new version is prepared again"""
 
     def records(self, folder: str | None = None, manual_dir: str | None = None) -> dict[str, list[dict]]:
-        """Return all records by split; prepare them first if they are not in `folder` (see `data_dir`).
+        """Return all records by split; prepare the dataset first if it is not in `folder` (see `data_dir`).
 
         Args:
             folder: the directory that contains prepared datasets.
-            manual_dir: a folder that contains the downloads, for a machine without network.
+            manual_dir: a folder with the source files, for machines without network access.
 
         Raises:
             FileNotFoundError: `manual_dir` lacks a file.
-            ValueError: a file has other content than expected.
-            OSError: no network, or no room.
+            ValueError: a file has unexpected content.
+            OSError: no network, or the disk is full.
         """
         if manual_dir is not None:
             for file in self.downloads:
@@ -88,10 +88,9 @@ class Prepared:
                     builder.download_and_prepare(download_config=settings)
             except OSError as error:
                 builder, prepared = self._builder(place)
-                if not prepared:  # else another process of the run, or another run, was done first
+                if not prepared:  # otherwise another process prepared it first
                     raise OSError(
-                        f"can't prepare {self.name} in {place}: {error}. Name a folder that can be "
-                        "written (--data.data-dir)."
+                        f"can't prepare {self.name} in {place}: {error}. Use a writable folder (--data.data-dir)."
                     ) from error
         try:
             return _read(builder)
@@ -99,7 +98,7 @@ class Prepared:
             raise ValueError(_unreadable(builder.data_path, error)) from error
 
     def _builder(self, place: Path) -> tuple[Any, bool]:
-        """Return the builder of TFDS for a data directory, and whether its data is already there."""
+        """Return the TFDS builder for a data directory, and whether its data exists already."""
         import tensorflow_datasets as tfds
 
         config = None if self.variant is None else tfds.core.BuilderConfig(name=self.variant)
@@ -113,7 +112,7 @@ class Prepared:
 
 
 def _builder_class(prepared: Prepared) -> type:
-    """Return the class that TFDS wants for a dataset."""
+    """Return the builder class that TFDS needs for a dataset."""
     import tensorflow_datasets as tfds
 
     features = dict(prepared.features(tfds.features))
@@ -145,8 +144,8 @@ def _builder_class(prepared: Prepared) -> type:
 
 
 def _read(builder: Any) -> dict[str, list[dict]]:
-    """Return all records by split. TFDS decodes every kind of feature; if all are texts and integers, reading them from
-    its tf.train.Example takes a quarter of the time.
+    """Return all records by split. TFDS can decode every kind of feature; if all are texts and integers, parsing the
+    tf.train.Example records directly takes a quarter of the time.
     """
     import tensorflow_datasets as tfds
     from tensorflow_datasets.proto import tf_example_pb2
@@ -170,7 +169,7 @@ def _plain(feature: Any) -> str | None:
     """Return the field of a tf.train.Example that contains a value of this feature; None if TFDS must decode it."""
     from tensorflow_datasets import features
 
-    if isinstance(feature, features.Text) and feature.shape == ():  # one with an encoder of its own has ids
+    if isinstance(feature, features.Text) and feature.shape == ():  # a feature with its own encoder has ids
         return "bytes_list"
     if isinstance(feature, features.Scalar) and np.issubdtype(feature.np_dtype, np.integer):
         return "int64_list"
@@ -180,12 +179,12 @@ def _plain(feature: Any) -> str | None:
 def _unreadable(place: os.PathLike, error: Exception) -> str:
     return (
         f"the prepared data in {place} can't be read: {str(error).strip()[:200]}. Delete that folder (the next run "
-        "prepares it anew), or name another one (--data.data-dir)."
+        "prepares it again), or use another one (--data.data-dir)."
     )
 
 
 def _check_reachable(downloads: Sequence[Download]) -> None:
-    """Raise OSError, with what to do, if the first file can't be reached: TFDS would retry for minutes."""
+    """Raise OSError with a remedy if the first file can't be reached: TFDS would retry for minutes."""
     import requests
 
     url = downloads[0].url
@@ -194,13 +193,13 @@ def _check_reachable(downloads: Sequence[Download]) -> None:
     except requests.RequestException as error:
         listed = "; ".join(map(str, downloads))
         raise OSError(
-            f"can't download {url} ({type(error).__name__}). Without network: put {listed} into a folder of your "
-            "choice and name the folder with --data.manual-dir FOLDER."
+            f"can't download {url} ({type(error).__name__}). Without network access, put {listed} into a folder and "
+            "pass the folder with --data.manual-dir FOLDER."
         ) from error
 
 
 def check_manual_file(folder: Path, file: Download) -> None:
-    """Raise FileNotFoundError or ValueError unless the folder contains the file, with the content expected."""
+    """Raise FileNotFoundError or ValueError unless the folder contains the file with the expected content."""
     path = folder / file.filename
     if not path.is_file():
         raise FileNotFoundError(f"no file {path}. Put {file} there (--data.manual-dir {folder}).")
@@ -208,13 +207,13 @@ def check_manual_file(folder: Path, file: Download) -> None:
     sha256 = hashlib.sha256(content).hexdigest()
     if sha256 != file.sha256:
         raise ValueError(
-            f"{path} is not the file expected: got {len(content):,} bytes, SHA-256 {sha256}. Put {file} there."
+            f"{path} is not the expected file: got {len(content):,} bytes, SHA-256 {sha256}. Put {file} there."
         )
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence TFDS, which prints to stdout, draws progress bars and warns about every configuration."""
+    """Silence TFDS, which prints to stdout, draws progress bars and warns about every config."""
     import tensorflow_datasets as tfds
 
     tfds.disable_progress_bar()

@@ -1,4 +1,4 @@
-"""The tokenizer of somebody else's checkpoint: a `tokenizer.json` of the tokenizers library, and what is beside it."""
+"""The tokenizer of a pretrained model: the `tokenizer.json` of the tokenizers library and the files next to it."""
 
 from __future__ import annotations
 
@@ -15,39 +15,39 @@ from transformer.config.untrusted import MAX_JSON_BYTES, parse_json, read_bounde
 from transformer.data.library_errors import held_stderr, library_errors
 from transformer.data.tokenizer import TOKENIZER_FILE, VISIBLE, Tokenizer, utf8
 
-# Beside tokenizer.json: what names special tokens, and what gives their ids.
+# Files next to tokenizer.json that name the special tokens, or give their ids.
 _NAMING = ("tokenizer_config.json", "special_tokens_map.json")
 _NUMBERING = ("generation_config.json", "config.json")
 _FILES = (TOKENIZER_FILE, *_NAMING, *_NUMBERING)
-# Files of tokenizers that are not read here; transformers converts them.
+# Tokenizer files that are not supported here; transformers converts them.
 _OTHERS = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "source.spm", "vocab.json", "vocab.txt")
 
 
 class PretrainedTokenizer(Tokenizer):
-    """What a `tokenizer.json` says, held to the rule of this package: no text of a user can hold a special token.
+    """A tokenizer from `tokenizer.json` under the rule of this package: no user text can contain a special token.
 
-    The name of a special token in a text is written with the tokens of its characters. (The library has a switch for
-    it, which does not help where the vocabulary of the model itself holds the name, as those of T5 do.) Settings for
-    truncation and padding are switched off.
+    The name of a special token in a text is encoded as the tokens of its characters. (The library has an option for
+    this, but it does not help if the model's own vocabulary contains the name, as that of T5 does.) Truncation and
+    padding settings are turned off.
 
-    `bos_id`, `unk_id` and `mask_id` are None where the files name none, `eos_id` too. `eos_ids` are all tokens that end
-    a text, those of generation_config.json or else the one that the tokenizer names; `eos_id` is the first. `pad_id` is
-    `eos_id`, or 0, where there is none for padding: what it pads is masked.
+    `bos_id`, `eos_id`, `unk_id` and `mask_id` are None if the files don't define them. `eos_ids` are all tokens that
+    end a text: those of generation_config.json, or else the one in the tokenizer files; `eos_id` is the first. Without
+    a padding token, `pad_id` is `eos_id` or 0; padding is always masked.
 
     Raises:
-        ValueError: a file that is broken, or that doesn't fit the others or `vocab_size`.
+        ValueError: a file is damaged, or does not match the others or `vocab_size`.
     """
 
     kind = "pretrained"
     eos_ids: tuple[int, ...]
 
     def __init__(self, files: Mapping[str, bytes], vocab_size: int | None = None):
-        """`files` are contents by name, of which tokenizer.json must be there; `vocab_size` counts embedding rows."""
+        """`files` are file contents by name, including tokenizer.json; `vocab_size` is the number of embedding rows."""
         import tokenizers
 
         self._files = dict(files)
         self._hold = held_stderr if b'"Regex"' in files[TOKENIZER_FILE] else contextlib.nullcontext
-        with library_errors(f"{TOKENIZER_FILE} is no valid tokenizer", "Get the file anew"), held_stderr():
+        with library_errors(f"{TOKENIZER_FILE} is not a valid tokenizer", "Download the file again"), held_stderr():
             self._library = tokenizers.Tokenizer.from_str(files[TOKENIZER_FILE].decode("utf-8"))
             self._library.no_truncation()
             self._library.no_padding()
@@ -55,13 +55,13 @@ class PretrainedTokenizer(Tokenizer):
             ids = self._library.get_vocab(with_added_tokens=True)
             added = self._library.get_added_tokens_decoder()
         if not ids:
-            raise ValueError(f"{TOKENIZER_FILE} has no tokens. Get the file anew.")
+            raise ValueError(f"{TOKENIZER_FILE} has no tokens. Download the file again.")
         super().__init__(sorted(ids, key=ids.__getitem__))
         self._size = max(ids.values()) + 1 if vocab_size is None else vocab_size
         if beyond := [token for token in self.vocabulary if ids[token] >= self._size]:
             raise ValueError(
                 f"{TOKENIZER_FILE} gives {beyond[0]!r} the id {ids[beyond[0]]}: expected ids below {self._size}, the "
-                "number of embeddings. The tokenizer is not that of this model."
+                "number of embeddings. The tokenizer does not belong to this model: download its tokenizer files again."
             )
         self._check_post_processor()
 
@@ -70,7 +70,7 @@ class PretrainedTokenizer(Tokenizer):
         model = content["model"]
         _check_one_token_per_id(model["vocab"], content.get("added_tokens") or [])
         _check_added_ids(content.get("added_tokens") or [], self._library.token_to_id)
-        unknown = model.get("unk_id")  # of Unigram; the others name it
+        unknown = model.get("unk_id")  # Unigram stores the id, the other models the name
         if isinstance(name := model.get("unk_token"), str):
             unknown = self._library.token_to_id(name)
         names = _SpecialTokens(files, self._library.token_to_id, self._size)
@@ -86,38 +86,38 @@ class PretrainedTokenizer(Tokenizer):
         roles = {padding, self.bos_id, self.unk_id, self.mask_id, *self.eos_ids} - {None}
         self._special = roles | {i for i, token in added.items() if token.special}
         self._unknown_id = unknown
-        # What the model itself puts for the unknown may stand in a text, unless it would end it.
+        # The model's own unknown token may occur in a text, unless it ends a text.
         self._unknown = unknown if unknown not in self.eos_ids else None
         self._reserved = self._special - {self._unknown}
 
     @property
     def special_tokens(self) -> tuple[str, ...]:
-        """Names of the special tokens, by rising id; unlike elsewhere their ids need not be the first."""
+        """Names of the special tokens, sorted by id; unlike in other tokenizers, their ids need not be the first."""
         return tuple(str(self._library.id_to_token(i)) for i in sorted(self._special))
 
     @property
     def text_ids(self) -> list[int]:
-        """Ids that stand for text, rising: all that have a token, but special ones and what is put around a text."""
+        """Sorted ids of text: all ids with a token, except special tokens and those added around a text."""
         ids = set(self._library.get_vocab(with_added_tokens=True).values())
         return sorted(ids - self._special - set(self.encode_model("", "")[0]))
 
     @property
     def begin_id(self) -> int | None:
-        """The token that a target of an encoder-decoder begins with: config.json names it, else it is `bos_id`."""
+        """The first token of an encoder-decoder's target: from config.json, else `bos_id`."""
         return self._begin_id
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids, those of embedding rows without a token included."""
+        """Number of ids, including embedding rows without a token."""
         return self._size
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text; no special token is added or recognized. ValueError if the library fails on the text."""
+        """Return the ids of a text; no special token is added or recognized. Raises ValueError if the library fails."""
         return self._encoded(text, None, special=False)[0]
 
     def unknown_parts(self, text: str) -> list[str]:
-        """The parts of a text, in order, that become the unknown token, and the characters that are left out. Blanks,
-        combining and control characters, which many normalizers drop on purpose, are not among them.
+        """Return the parts of a text, in order, that become the unknown token, and the characters that are dropped,
+        except spaces, combining characters and control characters, which many normalizers drop on purpose.
         """
         if self._is_byte_level:
             return []
@@ -139,30 +139,35 @@ class PretrainedTokenizer(Tokenizer):
         return [part for part in unknown if part] + [character for character in text if character in dropped]
 
     def encode_model(self, text: str, pair: str | None = None) -> tuple[list[int], list[int]]:
-        """Ids and token types of a text, or of two, with the special tokens of its training ([CLS] ... [SEP]).
+        """Return ids and token types of one or two texts, with the special tokens used in training ([CLS] ... [SEP]).
 
-        ValueError if the library fails on the text.
+        Raises:
+            ValueError: the library fails on the text.
         """
         return self._encoded(text, pair, special=True)
 
     def encode_source(self, text: str) -> list[int]:
-        """Ids of a source or prompt, with the special tokens of its training."""
+        """Return the ids of a source or prompt, with the special tokens used in training."""
         return self.encode_model(text)[0]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of ids; special tokens and ids without a token are left out. ValueError if an id is outside."""
+        """Return the text of ids, without special tokens and ids without a token. Raises ValueError for an id out of
+        range.
+        """
         text = [i for i in self._checked(ids) if i not in self._special]
-        remedy = "The tokenizer's file is faulty: get it anew"
+        remedy = "The tokenizer's file is damaged: download it again"
         with library_errors("the tokenizers library failed to decode", remedy), self._hold():
             return self._library.decode(text, skip_special_tokens=False)
 
     def tokens(self, ids: Iterable[int]) -> list[str]:
-        """One label per id, for a picture: blanks made visible, special tokens by name, `<id 7>` without one."""
+        """Return one label per id, for pictures: visible spaces, names of special tokens, `<id 7>` for ids without a
+        token.
+        """
         return [self._label(i) for i in self._checked(ids)]
 
     def save(self, directory: str | os.PathLike) -> None:
-        """Writes its files as they were read into a directory, which is made when missing; config.json is the model's,
-        not the tokenizer's, and is not written.
+        """Write the tokenizer files, unchanged, into a directory, which is created if missing. config.json belongs to
+        the model and is not written.
         """
         Path(directory).mkdir(parents=True, exist_ok=True)
         for name, content in self._files.items():
@@ -172,7 +177,9 @@ class PretrainedTokenizer(Tokenizer):
                 partial.replace(Path(directory) / name)
 
     def save_alone(self, directory: str | os.PathLike) -> None:
-        """Writes its files, and a config.json with what that of its model says of it: the directory needs no model."""
+        """Write the tokenizer files, and a config.json with the tokenizer fields of the model's: the directory needs no
+        model.
+        """
         self.save(directory)
         given = _object("config.json", self._files)
         kept = {name: value for name, value in given.items() if name.endswith("_token_id")} | {"vocab_size": self._size}
@@ -181,7 +188,7 @@ class PretrainedTokenizer(Tokenizer):
         partial.replace(Path(directory) / "config.json")
 
     def state(self) -> dict[str, Any]:
-        """What tells this tokenizer from any other, as JSON values: a digest of its file, and the special tokens."""
+        """Return the identity of this tokenizer as JSON values: the hash of its file, and the special tokens."""
         return {
             "kind": self.kind,
             "sha256": hashlib.sha256(self._files[TOKENIZER_FILE]).hexdigest(),
@@ -206,20 +213,20 @@ class PretrainedTokenizer(Tokenizer):
 
     @contextlib.contextmanager
     def _library_errors(self) -> Iterator[None]:
-        """What the library does with a text; a pattern of the file may need more steps than the library takes."""
-        remedy = "Shorten it, or get the tokenizer's file anew"
+        """Convert library errors about a text: a pattern of the file may exceed the library's step limit."""
+        remedy = "Shorten it, or download the tokenizer's file again"
         with library_errors("the tokenizers library failed on this text", remedy), self._hold():
             yield
 
     def _spelled(self, special: int) -> list[int]:
-        """The name of a special token, as the tokens of its characters."""
+        """Encode the name of a special token as the tokens of its characters."""
         name = self._library.id_to_token(special)
         ids = [self._library.token_to_id(character) for character in name]
         ids = [self._unknown if i is None or i in self._reserved else i for i in ids]
         if None in ids:
             raise ValueError(
-                f"the text has {name!r}, the name of a special token, and this tokenizer can't write it as text. Take "
-                "it out."
+                f"the text contains {name!r}, the name of a special token, and this tokenizer can't encode it as text. "
+                "Remove it."
             )
         return ids
 
@@ -233,18 +240,18 @@ class PretrainedTokenizer(Tokenizer):
         return token.translate(VISIBLE)
 
     def _check_post_processor(self) -> None:
-        """The special tokens that are added to a text, too, must have a token and be within the vocabulary."""
-        with library_errors(f"{TOKENIZER_FILE} has a post_processor that fails", "Get the file anew"), held_stderr():
+        """Check that the special tokens added to a text have a token and are within the vocabulary."""
+        with library_errors(f"{TOKENIZER_FILE} has a failing post_processor", "Download the file again"), held_stderr():
             added = self._library.encode("").ids + self._library.encode("", "").ids
         for i in added:
             if self._library.id_to_token(i) is None:
                 raise ValueError(
-                    f"{TOKENIZER_FILE} has a post_processor that adds the id {i}, which no token has. Get it anew."
+                    f"{TOKENIZER_FILE} has a post_processor that adds the id {i}, which has no token. Get it again."
                 )
 
 
 def _check_one_token_per_id(vocabulary: dict[str, int] | list, added: list[dict[str, Any]]) -> None:
-    """Raises ValueError for two tokens of a file that have the same id: one of them could never be decoded."""
+    """Raise ValueError if two tokens of a file have the same id: one of them could never be decoded."""
     tokens: dict[int, list[str]] = {}
     entries = vocabulary.items() if isinstance(vocabulary, dict) else ((e[0], i) for i, e in enumerate(vocabulary))
     for token, i in [*entries, *((entry["content"], entry["id"]) for entry in added)]:
@@ -253,34 +260,34 @@ def _check_one_token_per_id(vocabulary: dict[str, int] | list, added: list[dict[
     if shared := [f"{i} is {' and '.join(f'{t!r:.40}' for t in names)}" for i, names in tokens.items() if names[1:]]:
         more = f" and {len(shared) - 5} more" if len(shared) > 5 else ""
         raise ValueError(
-            f"{TOKENIZER_FILE} must give each token an id of its own, but id {', '.join(shared[:5])}{more}. Get the "
-            "file anew."
+            f"{TOKENIZER_FILE} must give each token its own id, but id {', '.join(shared[:5])}{more}. Download the "
+            "file again."
         )
 
 
 def _check_added_ids(added: list[dict[str, Any]], token_to_id: Callable[[str], int | None]) -> None:
-    """Raises ValueError for added tokens with another id than the library gives them: it numbers them anew, without a
-    word, where their ids don't follow those of the vocabulary.
+    """Raise ValueError if the library gives added tokens other ids than the file: it silently renumbers them if their
+    ids don't follow those of the vocabulary.
     """
     wrong = [entry for entry in added if token_to_id(entry["content"]) != entry["id"]]
     if wrong:
         told = [f"{e['content']!r:.40} ({e['id']}, read as {token_to_id(e['content'])})" for e in wrong[:5]]
         more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
         raise ValueError(
-            f"{TOKENIZER_FILE} has added tokens whose ids don't follow the vocabulary, so that they would be read as "
-            f"others: {', '.join(told)}{more}. Get the file anew."
+            f"{TOKENIZER_FILE} has added tokens whose ids don't follow the vocabulary, so that the library changes "
+            f"them: {', '.join(told)}{more}. Download the file again."
         )
 
 
 class _SpecialTokens:
-    """Which ids the files beside tokenizer.json give to bos, eos, pad, unk and mask."""
+    """Ids of bos, eos, pad, unk and mask, from the files next to tokenizer.json."""
 
     def __init__(self, files: Mapping[str, bytes], token_to_id: Callable[[str], int | None], vocab_size: int):
         self._objects = {name: _object(name, files) for name in (*_NAMING, *_NUMBERING)}
         self._token_to_id, self._vocab_size = token_to_id, vocab_size
 
     def id_of(self, role: str) -> int | None:
-        """The id of a role: by its name where a file has one (or null: none), else by its number."""
+        """Return the id of a role: by the token's name if a file has one (null means none), else by its id."""
         for file in _NAMING:
             if f"{role}_token" in self._objects[file]:
                 return self._named(file, role)
@@ -288,16 +295,16 @@ class _SpecialTokens:
         return next((ids[0] for ids in found if ids), None)
 
     def ends(self) -> tuple[int, ...]:
-        """All tokens that end a text, those that generation uses first."""
+        """Return all tokens that end a text, those of generation_config.json first."""
         if ids := self._numbered("generation_config.json", "eos"):
             return ids
-        if len(ids := self._numbered("config.json", "eos")) > 1:  # several, of which a name can tell one
+        if len(ids := self._numbered("config.json", "eos")) > 1:  # several, but a name identifies only one
             return ids
         end = self.id_of("eos")
         return () if end is None else (end,)
 
     def begin(self) -> int | None:
-        """The token that a decoder starts with, where a number says so."""
+        """Return the token that a decoder starts with, if config.json has its id."""
         found = [self._numbered(file, "decoder_start") for file in reversed(_NUMBERING)]
         return next((ids[0] for ids in found if ids), None)
 
@@ -310,7 +317,7 @@ class _SpecialTokens:
         if i is None:
             raise ValueError(
                 f"{file} names {name!r} as {role}_token: expected a token of {TOKENIZER_FILE}. The files don't belong "
-                "together: get them anew."
+                "together: download them again."
             )
         return i
 
@@ -319,21 +326,21 @@ class _SpecialTokens:
         ids = value if isinstance(value, list) else [] if value is None else [value]
         if wrong := [i for i in ids if type(i) is not int or not 0 <= i < self._vocab_size]:
             raise ValueError(
-                f"{file} gives {wrong[0]!r:.40} as {role}_token_id: expected ids of 0 to {self._vocab_size - 1}. "
-                "The files don't belong together: get them anew."
+                f"{file} has {wrong[0]!r:.40} as {role}_token_id: expected ids of 0 to {self._vocab_size - 1}. "
+                "The files don't belong together: download them again."
             )
         return tuple(ids)
 
 
 def load_pretrained_tokenizer(directory: str | os.PathLike, vocab_size: int | None = None) -> PretrainedTokenizer:
-    """The tokenizer of a checkpoint's directory: tokenizer.json, and special tokens from the JSON files beside it.
+    """Load the tokenizer of a model directory: tokenizer.json, and special tokens from the JSON files next to it.
 
     Args:
-        vocab_size: rows of the model's embeddings, within which all ids must be; None: whatever the ids need.
+        vocab_size: number of embedding rows, the upper limit of all ids; None: determined by the ids.
 
     Raises:
-        FileNotFoundError: no tokenizer.json; where there are other files of a tokenizer, how to convert them.
-        ValueError: a file that is broken, too large, or doesn't fit the others or `vocab_size`.
+        FileNotFoundError: there is no tokenizer.json; the message says how to convert other tokenizer files.
+        ValueError: a file is damaged, too large, or does not match the others or `vocab_size`.
     """
     directory = Path(directory)
     files = {}
@@ -342,12 +349,12 @@ def load_pretrained_tokenizer(directory: str | os.PathLike, vocab_size: int | No
             try:
                 files[name] = read_bounded(directory, name, MAX_JSON_BYTES)
             except ValueError as error:
-                raise ValueError(f"{directory}: {error}. Get the file anew.") from None
+                raise ValueError(f"{directory}: {error}. Download the file again.") from None
     if TOKENIZER_FILE not in files:
         others = [name for name in _OTHERS if (directory / name).exists()]
-        only = f", only {others[0]}, which is not read here" if others else ""
+        only = f", only {others[0]}, which is not supported" if others else ""
         raise FileNotFoundError(
-            f"no {TOKENIZER_FILE} in {directory}{only}. Write it with "
+            f"no {TOKENIZER_FILE} in {directory}{only}. Create it with "
             f'transformers: AutoTokenizer.from_pretrained("{directory}").save_pretrained("{directory}").'
         )
     try:
@@ -357,23 +364,23 @@ def load_pretrained_tokenizer(directory: str | os.PathLike, vocab_size: int | No
 
 
 def load_saved_alone(directory: str | os.PathLike) -> PretrainedTokenizer:
-    """What `PretrainedTokenizer.save_alone` wrote. FileNotFoundError and ValueError as `load_pretrained_tokenizer`."""
+    """Load what `PretrainedTokenizer.save_alone` wrote. Raises the errors of `load_pretrained_tokenizer`."""
     path = Path(directory) / "config.json"
     files = {"config.json": read_bounded(Path(directory), "config.json")} if os.path.lexists(path) else {}
     size = _object("config.json", files).get("vocab_size")
     if size is not None and (type(size) is not int or size < 1):
         raise ValueError(
-            f"{path} has the vocab_size {size!r:.40}: expected a whole number above 0. Restore it from a copy."
+            f"{path} has the vocab_size {size!r:.40}: expected an integer above 0. Restore it from a copy."
         )
     return load_pretrained_tokenizer(directory, size)
 
 
 def _object(name: str, files: Mapping[str, bytes]) -> dict[str, Any]:
-    """The JSON object of a file; {} where there is none."""
+    """Return the JSON object of a file, or {} if the file is missing."""
     try:
         value = parse_json(files.get(name, b"{}"))
     except ValueError as error:
-        raise ValueError(f"{name} is no valid JSON: {error}. Get the file anew.") from None
+        raise ValueError(f"{name} is not valid JSON: {error}. Download the file again.") from None
     if not isinstance(value, dict):
-        raise ValueError(f"{name} must hold a JSON object, got {type(value).__name__}. Get the file anew.")
+        raise ValueError(f"{name} must contain a JSON object, got {type(value).__name__}. Get the file again.")
     return value

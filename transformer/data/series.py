@@ -1,4 +1,4 @@
-"""Time series: what their kinds share (options, values, and the dataset of windows to look back at and to forecast)."""
+"""Time series: shared options, values, and the dataset of context and forecast windows."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from transformer.data.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Series:
-    """A time series: `values` (steps, channels), `columns`, which name the channels, and in `splits` which steps each
-    split is to forecast, from the first up to and without the last.
+    """A time series: `values` (steps, channels), `columns` with the channel names, and `splits` with the steps that
+    each split forecasts, as (first, one past the last).
     """
 
     values: np.ndarray
@@ -28,29 +28,29 @@ class Series:
 
 @dataclass(frozen=True, kw_only=True)
 class SeriesConfig(DataKind):
-    """Options of every kind of time series: examples are windows of `context_length` steps that are looked back at and
-    `horizon` steps that are forecast, on the scale of the training steps.
+    """Options of all kinds of time series. An example is a window: `context_length` steps as input and the next
+    `horizon` steps to forecast, standardized with the training steps.
 
     Raises:
-        ConfigError: a number out of range, or not one mean and deviation for each column.
+        ConfigError: a number out of range, or the mean or standard deviation of a column is missing.
     """
 
     task: ClassVar[str] = "forecaster"
 
     context_length: int = 512
-    """steps that are looked back at, as model.input.context_length"""
+    """number of input steps, equal to model.input.context_length"""
     horizon: int = 96
-    """steps that are forecast, as model.input.horizon"""
+    """number of steps to forecast, equal to model.input.horizon"""
     columns: tuple[str, ...] = ()
-    """names of the channels, in order; none: all that hold numbers"""
+    """names of the channels, in order; empty: all numeric columns"""
     mean: tuple[float, ...] = ()
-    """taken off each channel before the model sees it; none: the mean of the training steps"""
+    """mean subtracted from each channel; empty: the mean of the training steps"""
     std: tuple[float, ...] = ()
-    """by which each channel is divided then; none: the standard deviation of the training steps"""
+    """standard deviation that each channel is divided by; empty: that of the training steps"""
     batch_size: int = 128
-    """windows in one step, over all devices and processes together"""
+    """windows per step, over all devices and processes"""
     eval_batch_size: int = 256
-    """windows in one batch of evaluation"""
+    """windows per evaluation batch"""
 
     def __post_init__(self):
         check_whole(self, "context_length", "horizon", "batch_size", "eval_batch_size")
@@ -58,37 +58,37 @@ class SeriesConfig(DataKind):
             raise ConfigError(f"columns must all be different, got {', '.join(self.columns)}.")
         if len(self.mean) != len(self.std) or (self.mean and len(self.mean) != len(self.columns)):
             raise ConfigError(
-                f"mean and std must be given together, one number for each of columns: got {len(self.mean)} and "
-                f"{len(self.std)} for {len(self.columns)} columns. Leave them out: they are computed."
+                f"mean and std must be set together, one number per column: got {len(self.mean)} and {len(self.std)} "
+                f"for {len(self.columns)} columns. Remove them: they are computed."
             )
         if not all(std > 0 for std in self.std):
             raise ConfigError(f"std must be above 0, got {', '.join(map(str, self.std))}.")
 
     def prepare(self, tokenizer: Tokenizer | None = None) -> SeriesDataset:
-        """Return the dataset of the series; it has no use for a tokenizer. Raises as `DataKind.prepare`."""
+        """Return the dataset of the series; `tokenizer` is ignored. Raises the errors of `DataKind.prepare`."""
         del tokenizer
         return SeriesDataset(self, self.read())
 
 
 def to_model(config: SeriesConfig, values: np.ndarray) -> np.ndarray:
-    """Values (..., channels) as they were measured -> on the scale that a model of this data sees, float32."""
+    """Standardize measured values (..., channels) to the scale of the model, as float32."""
     return ((values - np.array(config.mean)) / np.array(config.std)).astype(np.float32)
 
 
 def from_model(config: SeriesConfig, values: np.ndarray) -> np.ndarray:
-    """A forecast (..., channels) on the scale of the model -> on that of the measurements."""
+    """Convert a forecast (..., channels) from the scale of the model to that of the measurements."""
     return np.asarray(values, np.float64) * np.array(config.std) + np.array(config.mean)
 
 
 class SeriesDataset(Dataset):
-    """Windows of a time series, one at every step, scaled by mean and standard deviation of the training steps (Zhou et
-    al. 2021, arXiv 2012.07436). A window belongs to the split that its forecast steps are all in; held-out ones may
-    look back at steps of the split before.
+    """Windows of a time series, one at every step, standardized with mean and standard deviation of the training steps
+    (Zhou et al. 2021, arXiv 2012.07436). A window belongs to the split that contains all its forecast steps; the input
+    steps of held-out windows may be in the split before.
 
-    `config` is the one that was given, with columns, mean and std filled in.
+    `config` is the given config with columns, mean and std filled in.
 
     Raises:
-        ValueError: a split without a window, a channel that is constant in training, or scales for other channels.
+        ValueError: a split has no window, a channel is constant in training, or mean and std are for other channels.
     """
 
     def __init__(self, config: SeriesConfig, series: Series):
@@ -97,13 +97,13 @@ class SeriesDataset(Dataset):
         mean, std = training.mean(0), training.std(0)
         if not (std > 0).all():
             raise ValueError(
-                f"column {series.columns[int(np.argmin(std))]} of {config.kind} is the same number at all steps to "
-                "train on. Leave it out (--data.columns names those to take)."
+                f"column {series.columns[int(np.argmin(std))]} of {config.kind} is constant in the training steps. "
+                "Leave it out: --data.columns lists the columns to use."
             )
         if config.mean:
             mean, std = config.mean, config.std
             if len(mean) != len(series.columns):
-                raise ValueError(f"mean and std are of {len(mean)} channels, but there are {len(series.columns)}.")
+                raise ValueError(f"mean and std have {len(mean)} channels, but the data has {len(series.columns)}.")
         self.config = dataclasses.replace(
             config, columns=series.columns, mean=tuple(map(float, mean)), std=tuple(map(float, std))
         )
@@ -114,9 +114,9 @@ class SeriesDataset(Dataset):
             starts = range(begin, last - config.context_length - config.horizon + 1)
             if not starts:
                 raise ValueError(
-                    f"the {split} steps of {config.kind} ({last - first}) hold no window: expected at least "
-                    f"{config.horizon} to forecast after {config.context_length} to look back at. Give a longer "
-                    "series, or smaller --data.context-length and --data.horizon (and those of model.input)."
+                    f"the {split} steps of {config.kind} ({last - first}) are too few for a window: expected at least "
+                    f"{config.horizon} to forecast after {config.context_length} input steps. Use a longer series, or "
+                    "smaller --data.context-length and --data.horizon (and the same in model.input)."
                 )
             self._starts[split] = starts
         settings = [config.kind, config.context_length, config.horizon, list(series.columns)]
@@ -129,7 +129,7 @@ class SeriesDataset(Dataset):
         return tuple(self._starts)
 
     def describe(self) -> str:
-        """One line: windows, lengths, channels."""
+        """Describe windows, lengths and channels in one line."""
         sizes = ", ".join(f"{len(starts):,} {split}" for split, starts in self._starts.items())
         config = self.config
         return (

@@ -1,4 +1,4 @@
-"""Running text: what its kinds share (options, documents, and the dataset of windows of tokens)."""
+"""Running text: shared options, documents, and the dataset of token windows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from transformer.data.tokenizer_kinds import build_tokenizer
 
 @dataclass(frozen=True)
 class Documents:
-    """Running text: documents by split, `splits`. With `separate`, an end token follows each document."""
+    """Running text: documents by split (`splits`). With `separate`, an end token follows each document."""
 
     splits: Mapping[str, Sequence[str]]
     separate: bool = False
@@ -24,34 +24,34 @@ class Documents:
 
 @dataclass(frozen=True, kw_only=True)
 class TextConfig(DataKind):
-    """Options of every kind of running text: examples are windows of `sequence_length` tokens, to be continued."""
+    """Options of all kinds of running text: windows of `sequence_length` tokens for next-token prediction."""
 
     task: ClassVar[str] = "causal_lm"
 
     sequence_length: int = 256
-    """tokens in one training window"""
+    """context length: tokens per training window"""
     batch_size: int = 32
-    """windows in one step, over all devices and processes together"""
+    """windows per step, over all devices and processes"""
     eval_batch_size: int = 64
-    """windows in one batch of evaluation"""
+    """windows per evaluation batch"""
     tokenizer: TokenizerConfig = CHARACTERS
-    """how text becomes token ids"""
+    """tokenizer"""
 
     def __post_init__(self):
         check_whole(self, "sequence_length", "batch_size", "eval_batch_size")
 
     def prepare(self, tokenizer: Tokenizer | None = None) -> TextDataset:
-        """Return the dataset of the documents. Raises as `DataKind.prepare`."""
+        """Return the dataset of the documents. Raises the errors of `DataKind.prepare`."""
         found = self.read()
         tokenizer = tokenizer or build_tokenizer(self.tokenizer, found.splits["train"], found.splits["validation"])
         return TextDataset(self, tokenizer, found.splits, found.separate)
 
 
 class TextDataset(Dataset):
-    """Running text: training windows start anywhere; evaluation takes each token of the held-out text once.
+    """Running text: training windows start at any token; evaluation uses each token of the held-out text once.
 
     Raises:
-        ValueError: a training text shorter than a window, or a held-out one of less than 2 tokens.
+        ValueError: the training text is shorter than a window, or the held-out text has fewer than 2 tokens.
     """
 
     def __init__(self, config: TextConfig, tokenizer: Tokenizer, splits: Mapping[str, Sequence[str]], separate: bool):
@@ -67,11 +67,13 @@ class TextDataset(Dataset):
         if length <= config.sequence_length:
             raise ValueError(
                 f"the training text is shorter than the context: expected more than sequence_length "
-                f"({config.sequence_length}) tokens, got {length}. Give more text, or a smaller --data.sequence-length."
+                f"({config.sequence_length}) tokens, got {length}. Add text, or use a smaller --data.sequence-length."
             )
         for split, tokens in self._tokens.items():
             if len(tokens) < 2:
-                raise ValueError(f"the {split} text is too short: expected at least 2 tokens, got {len(tokens)}.")
+                raise ValueError(
+                    f"the {split} text is too short: expected at least 2 tokens, got {len(tokens)}. Add text."
+                )
         self.fingerprint = fingerprint(
             [config.kind, config.sequence_length, tokenizer.state()], splits, self._tokens.values()
         )
@@ -82,23 +84,23 @@ class TextDataset(Dataset):
         return tuple(self._tokens)
 
     def describe(self) -> str:
-        """One line: tokens and vocabulary."""
+        """Describe tokens and vocabulary in one line."""
         sizes = ", ".join(f"{len(tokens):,} {split} tokens" for split, tokens in self._tokens.items())
         return f"{self.config.kind}: {sizes}, vocabulary of {self.tokenizer.vocab_size:,} ({self.tokenizer.kind})"
 
     def examples(self, split: str = "validation", limit: int | None = None) -> list[Example]:
-        """Raises ValueError: running text has no pairs."""
+        """Raise ValueError: running text has no pairs."""
         raise ValueError(f"{self.config.kind} is running text and has no pairs of source and target. Use prompts().")
 
     def prompts(self) -> list[str]:
-        """Three beginnings of lines of the held-out text, or of all of it where that is blank, of at most 40 characters
-        (or one word) and half a context.
+        """Return the starts of three lines of the held-out text (or of all text if that is blank), each with at most 40
+        characters (or one word) and half a context.
         """
         held_out, all_others = (self._texts[split] for split in ("validation", "train"))
         lines = _lines(held_out) or _lines(all_others)
         chosen = []
         for line in dict.fromkeys(lines[place] for place in spread(len(lines), 3)):
-            cut = line[:40].rpartition(" ")[0] or line.partition(" ")[0]  # a word is never cut: it may be unknown then
+            cut = line[:40].rpartition(" ")[0] or line.partition(" ")[0]  # whole words only: a cut word may be unknown
             start = line if len(line) <= 40 else cut
             ids = self.tokenizer.encode(start)
             most = max(1, self.config.sequence_length // 2)
@@ -112,7 +114,7 @@ class TextDataset(Dataset):
         return np.arange(0, len(self._tokens[split]) - 1, self.config.sequence_length)
 
     def _assemble(self, split: str, rows: np.ndarray) -> Batch:
-        """Windows that start at `rows`; places past the end of the text have weight 0."""
+        """Return the windows that start at `rows`; positions past the end of the text have weight 0."""
         tokens = self._tokens[split]
         places = rows[:, None] + np.arange(self.config.sequence_length + 1)
         inside = places < len(tokens)

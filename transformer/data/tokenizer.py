@@ -1,4 +1,4 @@
-"""Text to token ids and back: what every kind of tokenizer has; saved as readable JSON."""
+"""Base class of tokenizers, which convert text to token ids and back and are saved as readable JSON."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from transformer.config import nearest
 from transformer.data.normalization import NORMALIZERS
 
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>", "<mask>")
-"""names in the order of their ids; the first three are always there"""
+"""names in the order of their ids; every vocabulary has the first three"""
 TOKENIZER_FILE = "tokenizer.json"
 FORMAT = 1
-"""version of that file"""
+"""version of tokenizer.json"""
 
 VISIBLE = str.maketrans({" ": "␣", "\n": "\\n", "\t": "\\t", "\r": "\\r"})
-"""how blanks and line ends are shown"""
+"""visible forms of spaces and line ends"""
 
 
 class Tokenizer(ABC):
-    """One vocabulary: ids of special tokens first (`pad_id` 0, `bos_id` 1, `eos_id` 2, then `unk_id` where there is an
-    unknown and `mask_id` where tokens are to be hidden, else None), then text.
+    """A vocabulary with special tokens first, then text. The special tokens are `pad_id` 0, `bos_id` 1, `eos_id` 2,
+    then `unk_id` and `mask_id` if the vocabulary has them (otherwise None).
 
-    Special tokens have ids but no spelling: `encode("<eos>")` gives the ids of these five characters, never the end
-    token, so that no text of a user can end a sequence.
+    Special tokens have ids but no spelling: `encode("<eos>")` returns the ids of these five characters, never the end
+    token, so that no user text can end a sequence.
 
     Raises:
         ValueError: an unknown normalization.
@@ -56,60 +56,60 @@ class Tokenizer(ABC):
 
     @property
     def special_tokens(self) -> tuple[str, ...]:
-        """Names of the special tokens, by id."""
+        """Names of the special tokens, sorted by id."""
         ids = 0, 1, 2, self.unk_id, self.mask_id
         return tuple(name for name, i in zip(SPECIAL_TOKENS, ids, strict=True) if i is not None)
 
     @property
     def text_ids(self) -> list[int]:
-        """Ids that stand for text, rising: all but those of special tokens."""
+        """Sorted ids of text: all ids except special tokens."""
         return list(range(len(self.special_tokens), self.vocab_size))
 
     @property
     def begin_id(self) -> int | None:
-        """The token that a target of an encoder-decoder begins with."""
+        """The first token of an encoder-decoder's target."""
         return self.bos_id
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids, special tokens included."""
+        """Number of ids, including special tokens."""
         return len(self.special_tokens) + len(self.vocabulary)
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
-        """Ids of a text; no special token is added or recognized. ValueError names what the vocabulary lacks."""
+        """Return the ids of a text; no special token is added or recognized. Raises ValueError for unknown parts."""
 
     @abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of ids; special tokens are left out. ValueError if an id is outside the vocabulary."""
+        """Return the text of ids, without special tokens. Raises ValueError for an id outside the vocabulary."""
 
     def normalize(self, text: str) -> str:
-        """A source or prompt as the model was trained to read it (for number words: case, commas, hyphens, "and")."""
+        """Normalize a source or prompt as in training (for number words: case, commas, hyphens, "and")."""
         return NORMALIZERS[self.normalization](text)
 
     def encode_source(self, text: str) -> list[int]:
-        """`encode(normalize(text))`: what every source and prompt goes through, in training and afterwards."""
+        """Return `encode(normalize(text))`, used for every source and prompt in training and inference."""
         return self.encode(self.normalize(text))
 
     def unknown_parts(self, text: str) -> list[str]:
-        """The words or characters of a text, in order, that `encode` replaces by the unknown token or leaves out."""
+        """Return the words or characters of a text, in order, that `encode` drops or replaces by the unknown token."""
         return []
 
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
-        """`encode` of each, by several threads where the kind of tokenizer can."""
+        """Encode each text, with several threads if the kind of tokenizer supports it."""
         return [self.encode(text) for text in texts]
 
     def encode_sources(self, texts: Sequence[str]) -> list[list[int]]:
-        """`encode_source` of each, likewise."""
+        """Apply `encode_source` to each text, with several threads if supported."""
         return [self.encode_source(text) for text in texts]
 
     def tokens(self, ids: Iterable[int]) -> list[str]:
-        """One label per id, for a picture: blanks and line ends made visible, special tokens by name."""
+        """Return one label per id, for pictures: visible spaces and line ends, names of special tokens."""
         special = self.special_tokens
         return [special[i] if i < len(special) else self._label(i - len(special)) for i in self._checked(ids)]
 
     def save(self, directory: str | os.PathLike) -> None:
-        """Writes `tokenizer.json` into a directory, which is made when missing."""
+        """Write `tokenizer.json` into a directory, which is created if missing."""
         path = Path(directory) / TOKENIZER_FILE
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(".partial")
@@ -117,11 +117,11 @@ class Tokenizer(ABC):
         partial.replace(path)
 
     def save_alone(self, directory: str | os.PathLike) -> None:
-        """Writes all that `load_tokenizer` needs into a directory that holds nothing else."""
+        """Write all files that `load_tokenizer` needs into a directory without a model."""
         self.save(directory)
 
     def state(self) -> dict[str, Any]:
-        """All that makes this tokenizer, as JSON values."""
+        """Return the complete state of this tokenizer as JSON values."""
         return {
             "format": FORMAT,
             "kind": self.kind,
@@ -139,37 +139,37 @@ class Tokenizer(ABC):
             if not 0 <= i < self.vocab_size:
                 raise ValueError(
                     f"token id {i} at position {place} is outside the vocabulary: expected 0 to {self.vocab_size - 1}. "
-                    "Use the tokenizer the model was trained with."
+                    "Use the tokenizer that the model was trained with."
                 )
             yield i
 
     def _entries(self, ids: Iterable[int]) -> Iterator[int]:
-        """Places in the vocabulary of those ids that are text."""
+        """Yield the vocabulary indices of those ids that are text."""
         first = len(self.special_tokens)
         return (i - first for i in self._checked(ids) if i >= first)
 
 
 def utf8(text: str) -> bytes:
-    """The bytes of a text. ValueError for a lone surrogate."""
+    """Return the UTF-8 bytes of a text. Raises ValueError for a lone surrogate."""
     try:
         return text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise ValueError(
             f"the text has a lone surrogate {text[error.start]!r} at character {error.start}, which is no valid "
-            "Unicode. Read the text with its right encoding."
+            "Unicode. Read the text with its correct encoding."
         ) from None
 
 
 def listed(entries: list[str], noun: str, limit: int = 10) -> str:
-    """Entries of a vocabulary for an error: characters 'a', 'b' and 3 more."""
+    """Format vocabulary entries for an error: characters 'a', 'b' and 3 more."""
     shown = ", ".join(repr(entry) for entry in entries[:limit])
     more = f" and {len(entries) - limit} more" if len(entries) > limit else ""
     return f"{noun}{'s' if len(entries) > 1 else ''} {shown}{more}"
 
 
 def check_vocabulary(vocabulary: list[str]) -> None:
-    """Raises ValueError for a vocabulary that is empty or holds something twice."""
+    """Raise ValueError for a vocabulary that is empty or has duplicates."""
     if not vocabulary:
-        raise ValueError("the vocabulary is empty. Give a text with something in it.")
+        raise ValueError("the vocabulary is empty. Use a text that is not empty.")
     if twice := [entry for entry, count in Counter(vocabulary).items() if count > 1]:
-        raise ValueError(f"the vocabulary holds the {listed(twice, 'token', 5)} more than once.")
+        raise ValueError(f"the vocabulary contains the {listed(twice, 'token', 5)} more than once. Remove duplicates.")

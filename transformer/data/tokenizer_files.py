@@ -1,4 +1,4 @@
-"""Tokenizers of this package as the `tokenizer.json` that other programs read."""
+"""Export tokenizers of this package to the `tokenizer.json` of the tokenizers library."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 
 def as_pretrained(tokenizer: Tokenizer) -> PretrainedTokenizer:
-    """The same tokenizer as one of the tokenizers library: the same ids for every text.
+    """Convert a tokenizer to one of the tokenizers library with the same ids for every text.
 
     Raises:
-        ValueError: one whose normalization of prompts the library has no word for, or with a special token's name among
-            its words.
+        ValueError: the library has no equivalent of the normalization of prompts, or a word of the vocabulary is the
+            name of a special token.
     """
     import tokenizers
 
@@ -27,8 +27,8 @@ def as_pretrained(tokenizer: Tokenizer) -> PretrainedTokenizer:
         return tokenizer
     if tokenizer.normalization != "none":
         raise ValueError(
-            f"prompts are normalized by {tokenizer.normalization!r} before this tokenizer reads them, which a "
-            f"{TOKENIZER_FILE} can't say."
+            f"this tokenizer normalizes prompts with {tokenizer.normalization!r}, which a {TOKENIZER_FILE} can't "
+            "represent."
         )
     special = tokenizer.special_tokens
     library = _pipeline(tokenizer, _ids(tokenizer))
@@ -43,7 +43,7 @@ def _ids(tokenizer: Tokenizer) -> dict[str, int]:
     ids = {entry: len(special) + i for i, entry in enumerate(_entries(tokenizer))}
     if twice := [token for token in special if token in ids]:
         raise ValueError(
-            f"its vocabulary has the word {twice[0]}, which is also the name of a special token: in a {TOKENIZER_FILE} "
+            f"the vocabulary has the word {twice[0]}, which is also the name of a special token: in a {TOKENIZER_FILE} "
             f"the word would become that token."
         )
     return ids | {token: i for i, token in enumerate(special)}
@@ -71,7 +71,7 @@ def _pipeline(tokenizer: Tokenizer, ids: dict[str, int]) -> tokenizers.Tokenizer
             model = models.WordLevel(ids, **unknown)
             before, after = pre_tokenizers.WhitespaceSplit(), None
         case _:
-            raise ValueError(f"a tokenizer of the kind {tokenizer.kind!r} has no form in a {TOKENIZER_FILE}.")
+            raise ValueError(f"a {TOKENIZER_FILE} can't represent a tokenizer of the kind {tokenizer.kind!r}.")
     library = tokenizers.Tokenizer(model)
     library.pre_tokenizer = before
     if after is not None:
@@ -89,10 +89,10 @@ def _settings(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def _entries(tokenizer: Tokenizer) -> list[str]:
-    """The vocabulary in the order of its ids; bytes as the characters that the library writes them with."""
+    """Return the vocabulary in the order of its ids; bytes become the characters that the library uses for them."""
     if not isinstance(tokenizer, ByteTokenizer):
         return tokenizer.vocabulary
-    # Radford et al. 2019 (GPT-2): printable bytes stand for themselves, the others for characters from 256 on.
+    # Radford et al. 2019 (GPT-2): printable bytes are written as themselves, other bytes as characters from 256 on.
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     rest = [byte for byte in range(256) if byte not in printable]
     characters = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(rest)}

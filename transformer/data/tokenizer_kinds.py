@@ -1,4 +1,4 @@
-"""Every kind of tokenizer: made for texts, or read from a file."""
+"""Build a tokenizer from texts, or load it from a file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from transformer.data.tokenizer import FORMAT, SPECIAL_TOKENS, TOKENIZER_FILE, T
 from transformer.data.vocabularies import ByteTokenizer, CharTokenizer, WordTokenizer
 
 DEFAULT_BPE_SIZE = 8192
-"""ids of a bpe vocabulary whose config names no size"""
+"""default size of a bpe vocabulary"""
 
 TOKENIZERS: dict[str, type[Tokenizer]] = {
     kind.kind: kind for kind in (CharTokenizer, ByteTokenizer, WordTokenizer, BPETokenizer)
@@ -31,10 +31,10 @@ def build_tokenizer(
     normalization: str = "none",
     masked: bool = False,
 ) -> Tokenizer:
-    """A tokenizer for these texts; with a mask token where it is to be `masked`.
+    """Build a tokenizer for these texts, with a mask token if `masked`.
 
-    A closed vocabulary (char, and word without a size) holds what any of the texts has, so that all of them can be
-    written; what is learned or counted (bpe, word with a size) comes from the training texts alone.
+    A closed vocabulary (char, and word without a size) contains everything that occurs in any text, so that all texts
+    can be encoded. Learned or counted vocabularies (bpe, word with a size) use only the training texts.
     """
     if config.kind == "byte":
         return ByteTokenizer(normalization, masked)
@@ -52,20 +52,22 @@ def build_tokenizer(
 
 
 def load_tokenizer(directory: str | os.PathLike) -> Tokenizer:
-    """The tokenizer saved in a directory alone. FileNotFoundError if there is none, ValueError if it is broken."""
+    """Load a tokenizer saved without a model. Raises FileNotFoundError or ValueError (damaged file)."""
     path = Path(directory) / TOKENIZER_FILE
     if not os.path.lexists(path):
-        raise FileNotFoundError(f"no tokenizer in {directory}: expected a file {path}. Name the folder save() wrote.")
+        raise FileNotFoundError(
+            f"no tokenizer in {directory}: expected a file {path}. Pass the folder that save() wrote."
+        )
     try:
         state = parse_json(read_bounded(Path(directory), TOKENIZER_FILE))
-        if isinstance(state, dict) and "format" not in state and "model" in state:  # a file of the tokenizers library
+        if isinstance(state, dict) and "format" not in state and "model" in state:  # of the tokenizers library
             from transformer.data.pretrained_tokenizer import load_saved_alone
 
             return load_saved_alone(directory)
         return _from_state(state)
     except ValueError as error:
         told = str(error).rstrip(".")
-        raise ValueError(f"{path} is no valid tokenizer: {told}. Restore it from a copy, or train anew.") from error
+        raise ValueError(f"{path} is not a valid tokenizer: {told}. Restore it from a copy, or train again.") from error
 
 
 def _from_state(state: Any) -> Tokenizer:
@@ -92,7 +94,7 @@ def _from_state(state: Any) -> Tokenizer:
 
 
 def _extras(special: Any, kind: str) -> tuple[bool, bool]:
-    """Whether there are an unknown and a mask among the special tokens of a file."""
+    """Return whether the special tokens of a file include an unknown token and a mask token."""
     given = special if isinstance(special, list) else []
     unknown, masked = "<unk>" in given, "<mask>" in given
     expected = [*SPECIAL_TOKENS[:3], *["<unk>"][: unknown and kind == "word"], *["<mask>"][:masked]]

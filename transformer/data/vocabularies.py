@@ -1,4 +1,4 @@
-"""Tokenizers whose vocabulary is counted or given: characters, words, bytes."""
+"""Tokenizers of characters, words and bytes."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from transformer.data.tokenizer import VISIBLE, Tokenizer, check_vocabulary, lis
 
 
 class CharTokenizer(Tokenizer):
-    """Every character its own token; a character not in the vocabulary is an error.
+    """One token per character; a character outside the vocabulary is an error.
 
     Raises:
-        ValueError: a vocabulary that is empty, or holds something twice or other than single characters.
+        ValueError: the vocabulary is empty, or has duplicates or entries that are not single characters.
     """
 
     kind = "char"
@@ -22,11 +22,11 @@ class CharTokenizer(Tokenizer):
         super().__init__(vocabulary, normalization, masked=masked)
         check_vocabulary(vocabulary)
         if wrong := [entry for entry in vocabulary if len(entry) != 1]:
-            raise ValueError(f"a char vocabulary holds single characters, got {wrong[0]!r}.")
+            raise ValueError(f"a char vocabulary must contain single characters, got {wrong[0]!r}.")
         self._ids = {entry: len(self.special_tokens) + i for i, entry in enumerate(vocabulary)}
 
     def encode(self, text: str) -> list[int]:
-        """One id per character; ValueError names those that the vocabulary lacks."""
+        """Return one id per character. Raises ValueError with the characters that the vocabulary lacks."""
         try:
             return [self._ids[character] for character in text]
         except KeyError:
@@ -37,15 +37,15 @@ class CharTokenizer(Tokenizer):
             ) from None
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The characters, joined."""
+        """Join the characters of ids."""
         return "".join(self.vocabulary[i] for i in self._entries(ids))
 
 
 class WordTokenizer(Tokenizer):
-    """Whatever blanks separate is a token. Without `unknown`, a word outside the vocabulary is an error.
+    """One token per word, separated by spaces. Without `unknown`, a word outside the vocabulary is an error.
 
     Raises:
-        ValueError: a vocabulary that is empty, or holds something twice or words with blanks.
+        ValueError: the vocabulary is empty, or has duplicates or words with spaces.
     """
 
     kind = "word"
@@ -54,11 +54,13 @@ class WordTokenizer(Tokenizer):
         super().__init__(vocabulary, normalization, unknown=unknown, masked=masked)
         check_vocabulary(vocabulary)
         if wrong := [entry for entry in vocabulary if entry.split() != [entry]]:
-            raise ValueError(f"a word vocabulary holds words without blanks, got {wrong[0]!r}.")
+            raise ValueError(f"a word vocabulary must contain words without spaces, got {wrong[0]!r}.")
         self._ids = {entry: len(self.special_tokens) + i for i, entry in enumerate(vocabulary)}
 
     def encode(self, text: str) -> list[int]:
-        """One id per word; ValueError names those that the vocabulary lacks, unless there is an unknown token."""
+        """Return one id per word. Raises ValueError with the words that the vocabulary lacks, unless there is an
+        unknown token.
+        """
         words = text.split()
         if self.unk_id is not None:
             return [self._ids.get(word, self.unk_id) for word in words]
@@ -71,16 +73,16 @@ class WordTokenizer(Tokenizer):
         return [self._ids[word] for word in words]
 
     def unknown_parts(self, text: str) -> list[str]:
-        """The words outside the vocabulary; none without an unknown token, because `encode` refuses them."""
+        """Return the words outside the vocabulary; empty without an unknown token, because `encode` rejects them."""
         return [] if self.unk_id is None else [word for word in text.split() if word not in self._ids]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The words, one blank between them."""
+        """Join the words of ids with spaces."""
         return " ".join(self.vocabulary[i] for i in self._entries(ids))
 
 
 class ByteTokenizer(Tokenizer):
-    """The bytes of UTF-8: knows every text, with the longest sequences."""
+    """One token per UTF-8 byte: encodes any text, with the longest sequences."""
 
     kind = "byte"
 
@@ -88,16 +90,16 @@ class ByteTokenizer(Tokenizer):
         super().__init__([f"{byte:02x}" for byte in range(256)], normalization, masked=masked)
 
     def encode(self, text: str) -> list[int]:
-        """One id per byte."""
+        """Return one id per byte."""
         first = len(self.special_tokens)
         return [first + byte for byte in utf8(text)]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of the bytes; bytes that are no UTF-8 become U+FFFD."""
+        """Return the text of the bytes; bytes that are not valid UTF-8 become U+FFFD."""
         return bytes(self._entries(ids)).decode("utf-8", errors="replace")
 
     def state(self) -> dict[str, Any]:
-        """All that makes this tokenizer, as JSON values (its vocabulary goes without saying)."""
+        """Return the state of this tokenizer as JSON values, without the vocabulary, which is always the same."""
         return {key: value for key, value in super().state().items() if key != "vocabulary"}
 
     def _label(self, entry: int) -> str:

@@ -1,4 +1,4 @@
-"""From words on a command line to a recipe: find the file, override its fields, say what is wrong in one line."""
+"""Load a recipe file and override its fields with command-line options; report errors in one line."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ __all__ = ["fast", "find_recipe", "load_recipe_file", "override", "recipe_files"
 
 
 def load_recipe_file(path: str | os.PathLike) -> tuple[Recipe, str]:
-    """The recipe that a file's `get_config()` returns, and the file's docstring.
+    """Return the recipe of a file's `get_config()`, and the file's docstring.
 
     The file may build on other recipes: `from configs.number_words import get_config as number_words`.
 
     Raises:
-        ConfigError: the file can't be run, or has no get_config, or that returns something else.
+        ConfigError: the file can't be run, has no get_config, or get_config returns no recipe.
     """
     path = Path(path)
     spec = importlib.util.spec_from_file_location(f"recipe_{path.stem}", path)
     if spec is None:
-        raise ConfigError(f"{path} is not a Python file. Name a recipe such as configs/number_words.py.")
+        raise ConfigError(f"{path} is not a Python file. Pass a recipe such as configs/number_words.py.")
     module = importlib.util.module_from_spec(spec)
     with _recipes_importable(path.parent):
         try:
@@ -44,7 +44,10 @@ def load_recipe_file(path: str | os.PathLike) -> tuple[Recipe, str]:
         except Exception as error:
             raise ConfigError(f"{path} can't be run: {type(error).__name__}: {error}") from error
         if not callable(getattr(module, "get_config", None)):
-            raise ConfigError(f"{path} is not a recipe: it has no function get_config().")
+            raise ConfigError(
+                f"{path} is not a recipe: it has no function get_config(). Add one that returns a "
+                f"transformer.training.Recipe."
+            )
         try:
             recipe = module.get_config()
         except Exception as error:
@@ -58,8 +61,9 @@ def load_recipe_file(path: str | os.PathLike) -> tuple[Recipe, str]:
 
 @contextlib.contextmanager
 def _recipes_importable(folder: Path) -> Iterator[None]:
-    """Inside, `import configs.NAME` finds a recipe in this folder, in `configs/` of the current directory, or among the
-    bundled recipes, in this order. So a recipe can build on another one, wherever it is and however it is called.
+    """Make `import configs.NAME` find recipes while the context is active, so that a recipe can build on another one.
+
+    Searches this folder, then `configs/` of the current directory, then the bundled recipes.
     """
 
     def taken() -> dict[str, types.ModuleType]:
@@ -78,21 +82,23 @@ def _recipes_importable(folder: Path) -> Iterator[None]:
 
 
 def override(recipe: Recipe, arguments: Sequence[str], *, program: str, description: str = "") -> Recipe:
-    """The recipe with fields set as by `--model.num-layers 4`.
+    """Return the recipe with fields set by options such as `--model.num-layers 4`.
 
-    Any option of `lora` turns low-rank updates on, and `--lora None` turns those of the recipe off.
+    Any option of `lora` turns LoRA on; `--lora None` turns it off.
 
-    `program` is what usage and errors call the command, `description` what --help begins with.
+    Args:
+        program: name of the command in usage and errors.
+        description: first text of --help.
 
     Raises:
-        ConfigError: an unknown option (with the nearest right one), a wrong value, or fields that don't fit.
-        SystemExit: --help, after it was printed (code 0).
+        ConfigError: an unknown option (the error suggests the nearest one), a wrong value, or contradicting fields.
+        SystemExit: --help was printed (code 0).
     """
     recipe, arguments = _with_lora(recipe, [_current_option(argument) for argument in arguments])
     captured = io.StringIO()
     unknown = _unknown_option(recipe, arguments)
     if unknown:
-        raise ConfigError(f"there is no option {unknown}.{nearest(unknown, _options(recipe))} --help shows them all.")
+        raise ConfigError(f"unknown option {unknown}.{nearest(unknown, _options(recipe))} --help lists all options.")
     try:
         with contextlib.redirect_stderr(captured):
             return tyro.cli(
@@ -100,7 +106,7 @@ def override(recipe: Recipe, arguments: Sequence[str], *, program: str, descript
                 default=recipe,
                 args=list(arguments),
                 prog=program,
-                description=description or "Trains a recipe.",
+                description=description or "Train a recipe.",
             )
     except SystemExit as stop:
         if stop.code in (None, 0):
@@ -124,22 +130,20 @@ def _current_option(argument: str) -> str:
 
 
 def _with_lora(recipe: Recipe, arguments: list[str]) -> tuple[Recipe, list[str]]:
-    """The recipe with `lora` on or off as the arguments ask, and the arguments without `--lora None`: tyro has no flag
-    for a whole group.
+    """Return the recipe with `lora` turned on or off by the arguments, and the arguments without `--lora None`: tyro
+    has no flag for a whole group.
     """
     options = any(word.startswith("--lora.") for word in arguments)
     for place, pair in enumerate(itertools.pairwise(arguments)):
         if pair == ("--lora", "None"):
             if options:
-                raise ConfigError(
-                    "--lora None turns low-rank updates off. Leave it out, or leave out --lora.* options."
-                )
+                raise ConfigError("--lora None turns LoRA off, but --lora.* options turn it on. Remove one of them.")
             return dataclasses.replace(recipe, lora=None), arguments[:place] + arguments[place + 2 :]
     return (dataclasses.replace(recipe, lora=LoRA()) if options and recipe.lora is None else recipe), arguments
 
 
 def fast(recipe: Recipe) -> Recipe:
-    """A few steps of everything (training, evaluation, checkpoint, samples), to see that a recipe runs."""
+    """Shorten a recipe to a few steps of training, evaluation, checkpoints and samples, to check that it runs."""
     change = dataclasses.replace
     return change(
         recipe,

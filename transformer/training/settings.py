@@ -1,4 +1,4 @@
-"""The groups of a recipe that say how to train: optimizer, training, evaluation, checkpoint, logging."""
+"""Config groups of a recipe for training: optimizer, training, evaluation, checkpoint, logging."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _check_whole(group: str, config: object, least: int, *fields: str) -> None:
         if value is None and type(config).__dataclass_fields__[field].type.endswith("None"):
             continue
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ConfigError(f"{group}.{field} must be a whole number of at least {least}, got {value!r}.")
+            raise ConfigError(f"{group}.{field} must be an integer of at least {least}, got {value!r}.")
 
 
 def _check_share(group: str, config: object, *fields: str) -> None:
@@ -42,42 +42,44 @@ def _check_number(group: str, config: object, low: float, high: float, *fields: 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """How parameters follow their gradients.
+    """Optimizer and learning-rate schedule.
 
     Raises:
-        ConfigError: an unknown name, a number out of range, or a schedule that needs a warm-up without one.
+        ConfigError: an unknown name, a number out of range, or a schedule that needs a warm-up but has none.
     """
 
     name: OptimizerName = "adamw"
-    """adamw, or muon (orthogonalized momentum) for the matrices of the layers and Nesterov's adamw for the rest"""
+    """adamw; or muon (momentum, orthogonalized) for the weight matrices of the layers and AdamW with Nesterov momentum
+    for all other parameters"""
     learning_rate: float = 1e-3
-    """highest rate, reached at the end of the warm-up; noam: the factor before d_model^-0.5 (the paper has 1)"""
+    """peak learning rate, reached at the end of the warm-up; with noam: the factor on d_model^-0.5 (1 in the paper)"""
     schedule: ScheduleName = "cosine"
-    """after the warm-up: cosine (down to final_fraction), rsqrt (1/sqrt(step)), noam (the paper's), constant, wsd
-    (constant, then linearly down to final_fraction)"""
+    """learning-rate schedule after the warm-up: cosine (decay to final_fraction), rsqrt (1/sqrt(step)), noam (the
+    original paper's), constant, or wsd (warm-up, stable, decay: constant, then linear decay to final_fraction)"""
     warmup_steps: int = 100
-    """steps over which the rate rises linearly from 0"""
+    """warm-up steps, over which the learning rate rises linearly from 0"""
     decay_steps: int | None = None
-    """step at which cosine and wsd reach their end; None: training.steps"""
+    """step at which the decay of cosine and wsd ends; None: training.steps"""
     final_fraction: float = 0.1
-    """cosine and wsd end at this share of learning_rate"""
+    """final learning rate of cosine and wsd, as a fraction of learning_rate"""
     decay_fraction: float = 0.2
-    """wsd: share of the steps up to its end in which the rate falls, at most those after the warm-up; 0: it falls at
-    once, at the end"""
+    """wsd: length of the decay, as a fraction of the steps up to its end; limited to the steps after the warm-up; 0:
+    drop to the final rate in one step, at the end"""
     beta1: float = 0.9
-    """adam: decay of the mean of gradients"""
+    """AdamW: decay of the moving average of gradients"""
     beta2: float = 0.99
-    """adam: decay of the mean of their squares"""
+    """AdamW: decay of the moving average of squared gradients"""
     epsilon: float = 1e-8
-    """adam: added to the root of the mean square"""
+    """AdamW: added to the denominator for numerical stability"""
     momentum: float = 0.95
-    """muon: decay of the momentum"""
+    """Muon: decay of the momentum"""
     weight_decay: float = 0.01
-    """decoupled, times the rate; never on norms, biases, position tables and other vectors"""
+    """decoupled weight decay (multiplied by the learning rate); not applied to norms, biases, position tables and
+    other vectors"""
     decay_embeddings: bool = False
-    """weight decay on token embeddings, too"""
+    """apply weight decay to token embeddings too"""
     clip_norm: float | None = 1.0
-    """gradients longer than this (over all parameters) are scaled down to it; None: never"""
+    """clip the gradient to this global norm; None: no clipping"""
 
     def __post_init__(self):
         check_choice("optimizer.name", self.name, OptimizerName.__args__)
@@ -89,57 +91,59 @@ class OptimizerConfig:
         _check_whole("optimizer", self, 1, "decay_steps")
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise ConfigError(
-                f"optimizer.clip_norm must be above 0, got {self.clip_norm!r}. None leaves gradients as they are."
+                f"optimizer.clip_norm must be above 0, got {self.clip_norm!r}. Use None to turn clipping off."
             )
         if self.schedule in ("rsqrt", "noam") and self.warmup_steps < 1:
             raise ConfigError(f"optimizer.warmup_steps must be at least 1 with schedule={self.schedule!r}, got 0.")
 
 
 def schedule_warning(config: OptimizerConfig, steps: int) -> str | None:
-    """What is wrong with the learning-rate schedule of a run of `steps` steps; None if nothing is.
+    """Return a warning about a learning-rate schedule that does not suit a run of `steps` steps, or None.
 
-    It is no error: a short run may be the first part of a longer one, since `training.steps` may be raised and
-    `optimizer.warmup_steps` may not be changed.
+    This is a warning, not an error: a short run may be the first part of a longer one, because `training.steps` may be
+    raised when the run is resumed and `optimizer.warmup_steps` may not be changed.
     """
     warmup, decay = config.warmup_steps, config.decay_steps
     if warmup > steps:
         return (
-            f"the learning rate never reaches its peak: warm-up of {warmup} steps (--optimizer.warmup-steps), run of "
-            f"{steps} (--training.steps). Shorten the warm-up, or train longer."
+            f"the learning rate never reaches its peak: the warm-up has {warmup} steps (--optimizer.warmup-steps), the "
+            f"run {steps} (--training.steps). Shorten the warm-up, or train longer."
         )
     if config.schedule in ("cosine", "wsd") and decay is not None and decay <= warmup:
         return (
-            f"the learning rate drops to its final value right after the warm-up: decay ends at step {decay} "
-            f"(--optimizer.decay-steps), warm-up at step {warmup} (--optimizer.warmup-steps). Raise "
-            f"--optimizer.decay-steps, or leave it out."
+            f"the learning rate drops to its final value directly after the warm-up: the decay ends at step {decay} "
+            f"(--optimizer.decay-steps), the warm-up at step {warmup} (--optimizer.warmup-steps). Raise "
+            f"--optimizer.decay-steps, or remove it."
         )
     return None
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
-    """How long and on what terms."""
+    """Number of steps, seed, loss and safeguards of training."""
 
     steps: int = 1000
-    """updates in all; a finished run goes on when this is raised"""
+    """total number of optimizer updates; raise it to continue a finished run"""
     seed: int = 0
-    """of initialization, dropout and the order of the data"""
+    """random seed of initialization, dropout and data order"""
     accumulation: int = 1
-    """micro-batches that one update is computed in, one after the other, to save memory; must divide data.batch_size"""
+    """gradient accumulation: micro-batches per update, computed one after another to save memory; must divide
+    data.batch_size"""
     label_smoothing: float = 0.0
-    """share of the target's probability that is spread over the vocabulary (training loss only)"""
+    """label smoothing: probability mass spread over the vocabulary (training loss only)"""
     z_loss: float = 0.0
-    """nats added for each square of ln(sum of exp(logits)), which keeps logits small (training loss only)"""
+    """weight of the z-loss, the squared log-sum-exp of the logits, which keeps logits small (training loss only)"""
     loss_tokens: int | None = None
-    """tokens of a device whose logits are there at once; None: all, or where they are many as many as pays; 0: all"""
+    """tokens per device whose logits are computed at once; None: chosen by size; 0: all tokens"""
     ema_decay: float | None = None
-    """keep an exponential average of the parameters, used in evaluation and after training; None: don't"""
+    """decay of an exponential moving average of the parameters, used in evaluation and after training; None: no
+    average"""
     nan_policy: NanPolicy = "stop"
-    """at a loss, gradient or parameter that is not finite: stop with an error, or skip that update and count it"""
+    """on a non-finite loss, gradient or parameter: stop with an error, or skip that update and count it"""
     spike_policy: SpikePolicy = "log"
-    """at a loss far above what was usual: say so and count it, skip that update, too, or stop with an error"""
+    """on a loss spike: log and count it; skip that update too; or stop with an error"""
     spike_deviations: float = 10.0
-    """standard deviations above the mean of recent losses (about 50 steps) from which a loss is such a spike"""
+    """a loss is a spike if it is more than this many standard deviations above the mean of about 50 recent losses"""
 
     def __post_init__(self):
         check_choice("training.nan_policy", self.nan_policy, NanPolicy.__args__)
@@ -153,27 +157,28 @@ class TrainingConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationConfig:
-    """What is measured and shown while training, and at the end."""
+    """Evaluation on held-out data and samples, during and after training."""
 
     every: int | None = 200
-    """steps between evaluations; None: only at the end"""
+    """steps between evaluations; None: evaluate only at the end"""
     batches: int | None = None
-    """batches of held-out data in an evaluation; None: all"""
+    """batches of held-out data per evaluation; None: all"""
     samples: int = 3
-    """texts written by the model at each evaluation"""
+    """number of texts to generate at each evaluation"""
     sample_tokens: int = 200
-    """length of such a text in tokens (running text; a translation ends by itself)"""
+    """length of a generated text in tokens (language models; a translation stops at its end token)"""
     temperature: float = 0.8
-    """of sampling such a text (running text; translations are greedy); 0: always the likeliest token"""
+    """sampling temperature of generated texts (language models; translations are greedy); 0 is greedy"""
     exact_match_examples: int = 1000
-    """pairs never trained on that are translated at the end, and compared: number words word for word, others by BLEU
-    and chrF"""
+    """held-out pairs to translate and score after training: number words by exact match, other pairs by BLEU and
+    chrF; 0 disables it"""
     translations: int = 10
-    """of these, how many the summary shows"""
+    """number of these translations that the summary shows"""
     beam_size: int = 1
-    """hypotheses that are followed at once when these are translated; 1: always the likeliest token"""
+    """beam size of these translations; 1 is greedy decoding"""
     beam_alpha: float = 0.6
-    """length penalty of a beam: a log-probability is divided by ((5 + length) / 6)^beam_alpha; more: longer targets"""
+    """length penalty of beam search: scores are divided by ((5 + length) / 6)^beam_alpha; larger values favor
+    longer targets"""
 
     def __post_init__(self):
         _check_whole("evaluation", self, 1, "every", "batches", "sample_tokens", "beam_size")
@@ -183,14 +188,14 @@ class EvaluationConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """What is kept to go on from."""
+    """How often to save checkpoints, and which of them to keep."""
 
     every: int | None = None
-    """steps between checkpoints; None: at each evaluation (and always at the end, and when stopped)"""
+    """steps between checkpoints; None: at each evaluation (also always at the end and on a stop signal)"""
     keep_last: int = 2
-    """newest checkpoints that stay"""
+    """number of newest checkpoints to keep"""
     keep_best: int = 1
-    """best checkpoints that stay: of lowest eval/loss, of a classifier of highest eval/accuracy"""
+    """number of best checkpoints to keep: lowest eval/loss (classifiers: highest eval/accuracy)"""
 
     def __post_init__(self):
         _check_whole("checkpoint", self, 1, "every", "keep_last")
@@ -199,14 +204,14 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LoggingConfig:
-    """What is written down."""
+    """Metrics, TensorBoard events and the progress display."""
 
     every: int = 10
-    """steps between lines of metrics; each gives means over these steps"""
+    """steps between lines of metrics; each line has the means over these steps"""
     tensorboard: bool = True
-    """write event files for TensorBoard, too"""
+    """also write TensorBoard event files"""
     progress: ProgressMode = "auto"
-    """a bar on a terminal and plain lines elsewhere (auto), or one of them always, or nothing"""
+    """progress display: auto (a bar on a terminal, plain lines elsewhere), always a bar, always lines, or none"""
 
     def __post_init__(self):
         check_choice("logging.progress", self.progress, ProgressMode.__args__)

@@ -43,7 +43,7 @@ def test_without_the_files_it_says_which(tmp_path):
         FileNotFoundError, match=r"no file .*sst2_train\.tsv\. Put the file sst2_train\.tsv \(720,259 by"
     ):
         prepare(SST2Sentences(data_dir=str(tmp_path / "tfds"), manual_dir=str(tmp_path)))
-    with pytest.raises(ConfigError, match="labels must be two, for 0 and 1 in the files, got 3"):
+    with pytest.raises(ConfigError, match="labels must have two names, for the classes 0 and 1 of the files, got 3"):
         SST2Sentences(labels=("a", "b", "c"))
 
 

@@ -185,9 +185,10 @@ def test_what_is_not_prepared_says_where_and_how(folder, monkeypatch):
     with pytest.raises(FileNotFoundError, match="tiny_translate/fr-en is not prepared in") as error:
         config(folder, name="tiny_translate/fr-en").read()
     message = str(error.value)
-    assert f"{folder} (--data.data-dir; without it $TFDS_DATA_DIR, else ~/tensorflow_datasets)" in message
+    assert f"{folder} (--data.data-dir; default: $TFDS_DATA_DIR, else ~/tensorflow_datasets)" in message
     assert (
-        'Once, where TensorFlow is installed (the folder may then be copied): python -c "import tensorflow_datasets as '
+        'Run this once on a machine with TensorFlow (the folder may then be copied): python -c "import tensorflow_datasets '
+        "as "
         f"tfds; tfds.builder('tiny_translate/fr-en', data_dir='{folder}', file_format='array_record')"
         '.download_and_prepare()"'
     ) in message
@@ -218,7 +219,7 @@ def test_broken_files(copy, damage):
         shard.write_bytes(shard.read_bytes()[:500])
     else:
         (place / "dataset_info.json").write_text("{")
-    with pytest.raises(ValueError, match=r"the prepared data in .*de-en/1\.0\.0 can't be read: .* prepare it anew"):
+    with pytest.raises(ValueError, match=r"the prepared data in .*de-en/1\.0\.0 can't be read: .* prepare it again"):
         data.prepare(config(copy))
 
 
@@ -230,8 +231,8 @@ def test_broken_files(copy, damage):
         ({"train_split": "trains"}, r"has no split 'trains' \(train_split\): .* Did you mean 'train'\?"),
         ({"test_split": "test"}, r"has no split 'test' \(test_split\): it has .*newstest"),
         ({"validation_split": "dev[:5]"}, r"has no split 'dev' \(validation_split\)"),
-        ({"train_split": "train[:50%"}, r"train_split 'train\[:50%' is no part of the data, or one without a pair"),
-        ({"train_split": "train[:0]"}, r"train_split 'train\[:0\]' is no part of the data, or one without a pair"),
+        ({"train_split": "train[:50%"}, r"train_split 'train\[:50%' is not a split, or has no pairs"),
+        ({"train_split": "train[:0]"}, r"train_split 'train\[:0\]' is not a split, or has no pairs"),
         ({"validation_split": "train[99%:]"}, r"validation_split 'train\[99%:\]' has pairs of train_split 'train'"),
     ],
 )
@@ -243,13 +244,13 @@ def test_languages_and_splits_that_it_lacks(folder, fields, message):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"name": ""}, r"name must be that of a dataset of TFDS, such as wmt14_translate/de-en, got ''"),
+        ({"name": ""}, r"name must be the name of a TFDS dataset, such as wmt14_translate/de-en, got ''"),
         ({"name": "../secret"}, r"name must be .* got '\.\./secret'"),
         ({"name": "a/../b"}, r"name must be .* got 'a/\.\./b'"),
         ({"name": "a/b:1"}, r"name must be .* got 'a/b:1'"),
         ({"source_language": ""}, r"source_language must be a name, got ''"),
-        ({"target_language": "en"}, r"are both 'en'\. Give two different ones"),
-        ({"test_split": "train"}, r"must be different, got train, validation, train\. Slices such as train\[:99%\]"),
+        ({"target_language": "en"}, r"are both 'en'\. Use two different ones"),
+        ({"test_split": "train"}, r"must be different, got train, validation, train\. Use slices such as"),
     ],
 )
 def test_impossible_data_says_what_to_change(fields, message):

@@ -58,7 +58,7 @@ def test_rows_that_a_model_or_a_mesh_has_no_place_for():
     with pytest.raises(ConfigError, match=r"packed_length \(32\) must be at most model.max_length \(20\)"):
         reading(packed, model={"position": "learned", "max_length": 20})
     buckets = dataclasses.replace(packed, packed_length=None)
-    with pytest.raises(ConfigError, match=r"context \(2\) splits rows of one length"):
+    with pytest.raises(ConfigError, match=r"context \(2\) needs rows of a fixed length"):
         reading(buckets, parallel={"context": 2})
     assert reading(packed, parallel={"context": 2}).parallel.context == 2
 

@@ -1,4 +1,4 @@
-"""The registry of kinds of data: one file per kind, with its options, how it is read and where it comes from."""
+"""The registry of kinds of data: one file per kind, with its options, its source and its reader."""
 
 from __future__ import annotations
 
@@ -39,12 +39,13 @@ DATA: dict[str, type[DataKind]] = {
     "digits": Digits,
     "image_file": ImageFile,
 }
-"""Every kind of data by its name in recipe.json."""
+"""kinds of data by their name in recipe.json"""
 
 DataConfig = Union[tuple(DATA.values())]  # noqa: UP007 - made from the registry
-"""What the field `data` of a recipe may be."""
+"""type of the field `data` of a recipe"""
 
 PLACES = frozenset(
     field.name for kind in DATA.values() for field in dataclasses.fields(kind) if field.name.endswith(("path", "dir"))
 )
-"""Fields that name files and folders. They may differ between calls of a run: the fingerprint identifies the data."""
+"""Fields with paths of files and folders. They may change when a run is resumed: the fingerprint identifies the
+data."""

@@ -13,11 +13,11 @@ from transformer.data.images import ImageConfig, Images, split_by_hash
 
 @dataclass(frozen=True, kw_only=True)
 class Digits(ImageConfig):
-    """Handwritten digits that scikit-learn brings along: 1,797 images of 8x8 pixels (Alpaydin and Kaynak 1998, UCI
-    Optical Recognition of Handwritten Digits), 0 to 1; a tenth to validate and a fifth to test, by the images' SHA-256.
+    """Handwritten digits of scikit-learn: 1,797 images of 8x8 pixels (Alpaydin and Kaynak 1998, UCI
+    Optical Recognition of Handwritten Digits), values 0 to 1; 10 % for validation and 20 % for test, split by SHA-256.
 
     Raises:
-        ConfigError: other than ten labels.
+        ConfigError: the number of labels is not ten.
     """
 
     kind: ClassVar[str] = "digits"
@@ -28,7 +28,7 @@ class Digits(ImageConfig):
     def __post_init__(self):
         super().__post_init__()
         if len(self.labels) != 10:
-            raise ConfigError(f"labels must be ten, for the digits 0 to 9, got {len(self.labels)}.")
+            raise ConfigError(f"labels must have ten names, for the digits 0 to 9, got {len(self.labels)}.")
 
     def read(self) -> Images:
         """Return the images with values from 0 to 1.
@@ -40,7 +40,7 @@ class Digits(ImageConfig):
             from sklearn.datasets import load_digits
         except ModuleNotFoundError as error:
             raise ModuleNotFoundError(
-                "the digits come with scikit-learn, which is not installed: pip install scikit-learn.",
+                "the digits are part of scikit-learn, which is not installed: pip install scikit-learn.",
                 name="sklearn",
             ) from error
         found = load_digits()

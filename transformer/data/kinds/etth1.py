@@ -1,4 +1,4 @@
-"""ETTh1: the load and oil temperature of an electricity transformer, hour by hour (Zhou et al. 2021, arXiv
+"""ETTh1: hourly load and oil temperature of an electricity transformer (Zhou et al. 2021, arXiv
 2012.07436).
 """
 
@@ -22,42 +22,42 @@ FILE = Download(
     sha256="f18de3ad269cef59bb07b5438d79bb3042d3be49bdeecf01c1cd6d29695ee066",
     filename="ETTh1.csv",
 )
-"""the only file"""
+"""the only source file"""
 
 COLUMNS = ("HUFL", "HULL", "MUFL", "MULL", "LUFL", "LULL", "OT")
-"""useful and useless load (high, middle, low), and the temperature of the oil"""
+"""column names: useful and useless load (high, middle, low), and oil temperature"""
 
 MONTH = 30 * 24
-"""hours"""
+"""length of the series in hours"""
 SPLITS = {"train": (0, 12 * MONTH), "validation": (12 * MONTH, 16 * MONTH), "test": (16 * MONTH, 20 * MONTH)}
-"""first hour of each split, and the hour behind its last one; what comes later is not used, as in the literature"""
+"""first hour of each split, and one past its last hour; later hours are unused, as in the literature"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ETTh1(SeriesConfig):
     """Load and oil temperature of an electricity transformer, 7 channels, hourly (Zhou et al. 2021, arXiv 2012.07436),
-    with the split of the literature: 12 months of 30 days to train on, 4 to validate, 4 to test.
+    with the split of the literature: 12 months of 30 days for training, 4 for validation, 4 for test.
     """
 
     kind: ClassVar[str] = "etth1"
 
     data_dir: str | None = None
-    """where TFDS keeps prepared data (None: $TFDS_DATA_DIR, else ~/tensorflow_datasets)"""
+    """folder of prepared TFDS data (None: $TFDS_DATA_DIR, else ~/tensorflow_datasets)"""
     manual_dir: str | None = None
-    """a folder that holds ETTh1.csv, for a machine without network"""
+    """folder that contains ETTh1.csv, for machines without network access"""
 
     def read(self) -> Series:
-        """Return the series with the splits of the literature, and of it the channels that `columns` names.
+        """Return the channels in `columns`, with the splits of the literature.
 
         Raises:
-            ValueError: there is no such channel.
+            ValueError: a channel does not exist.
         """
         found = PREPARED.records(self.data_dir, self.manual_dir)
         values = np.concatenate([found[split][0]["values"] for split in SPLITS])
         for name in self.columns:
             if name not in COLUMNS:
                 raise ValueError(
-                    f"{PREPARED.name} has no column {name!r}: expected some of {', '.join(COLUMNS)}."
+                    f"{PREPARED.name} has no column {name!r}: expected names out of {', '.join(COLUMNS)}."
                     f"{nearest(name, COLUMNS)}"
                 )
         columns = self.columns or COLUMNS
@@ -80,4 +80,4 @@ PREPARED = Prepared(
     examples=_examples,
     downloads=(FILE,),
 )
-"""how TFDS prepares it"""
+"""description of the dataset for TFDS"""

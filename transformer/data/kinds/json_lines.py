@@ -12,15 +12,15 @@ from transformer.data.texts import Documents
 
 @dataclass(frozen=True, kw_only=True)
 class JsonLines(LocalText):
-    """A file of one's own with one JSON object per line, each with a document in one of its fields."""
+    """Your own JSON-lines file: one JSON object per line, with a document in one of its fields."""
 
     kind: ClassVar[str] = "json_lines"
 
     field: str = "text"
-    """the field that holds the document"""
+    """name of the field that contains the document"""
 
     def read(self) -> Documents:
-        """Return the documents; the last ones are held out unless a second file is named."""
+        """Return the documents; the last ones are held out, unless validation_path is set."""
         train = read_json_lines(self.path, self.field)
         if self.validation_path is not None:
             held_out = read_json_lines(self.validation_path, self.field)

@@ -13,24 +13,24 @@ from transformer.data.local_files import cut, read_labeled
 
 @dataclass(frozen=True, kw_only=True)
 class LabeledText(LabeledConfig):
-    """Texts of one's own and their classes: a tab-separated file (UTF-8) whose first line names its columns.
+    """Your own texts and classes: a tab-separated file (UTF-8) with column names in the first line.
 
     Raises:
-        ConfigError: an empty path, a share out of range, or one column for both.
+        ConfigError: an empty path, a share out of range, or the same column for both.
     """
 
     kind: ClassVar[str] = "labeled_text"
 
     path: str
-    """the file to train on"""
+    """path of the training file"""
     validation_path: str | None = None
-    """a second file to evaluate on (None: the end of the first)"""
+    """path of a second file for evaluation (None: the end of the training file)"""
     validation_share: float = 0.1
-    """share at the end of the file to evaluate on when there is no validation_path"""
+    """without validation_path: fraction at the end of the file for evaluation"""
     text_column: str = "sentence"
-    """name of the column that holds the text"""
+    """name of the text column"""
     label_column: str = "label"
-    """name of the column that holds its class"""
+    """name of the label column"""
 
     def __post_init__(self):
         super().__post_init__()
@@ -38,12 +38,12 @@ class LabeledText(LabeledConfig):
         check_share(self, "validation_share")
         if not self.text_column or not self.label_column or self.text_column == self.label_column:
             raise ConfigError(
-                f"text_column and label_column must name two columns, got {self.text_column!r} and "
+                f"text_column and label_column must be two different columns, got {self.text_column!r} and "
                 f"{self.label_column!r}."
             )
 
     def read(self) -> Labeled:
-        """Return the texts; the last ones are held out unless a second file is named.
+        """Return the texts; the last ones are held out, unless validation_path is set.
 
         Raises:
             ValueError: there is only one label.
@@ -57,6 +57,6 @@ class LabeledText(LabeledConfig):
             train, held_out = train[:end], train[end:]
         labels = self.labels or tuple(sorted({label for _, label in train}))
         if len(labels) < 2:
-            raise ValueError(f"{self.path} has one label, {labels[0]!r}: there is nothing to tell apart.")
+            raise ValueError(f"{self.path} has only the label {labels[0]!r}: expected at least two.")
         splits = {"train": (self.path, train), "validation": (self.validation_path or self.path, held_out)}
         return Labeled({split: numbered(*rows, labels, labels) for split, rows in splits.items()}, labels)

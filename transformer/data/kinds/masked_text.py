@@ -12,7 +12,7 @@ from transformer.data.masked import MaskedConfig, Texts
 
 @dataclass(frozen=True, kw_only=True)
 class MaskedText(MaskedConfig):
-    """A text file of one's own (UTF-8), one text a line: a sentence, a paragraph, a document. Empty lines are skipped.
+    """Your own text file (UTF-8) with one text per line: a sentence, paragraph or document. Empty lines are skipped.
 
     Raises:
         ConfigError: an empty path, or a number out of range.
@@ -21,11 +21,11 @@ class MaskedText(MaskedConfig):
     kind: ClassVar[str] = "masked_text"
 
     path: str
-    """the file to train on"""
+    """path of the training file"""
     validation_path: str | None = None
-    """a second file to evaluate on (None: the end of the first)"""
+    """path of a second file for evaluation (None: the end of the training file)"""
     validation_share: float = 0.1
-    """share at the end of the file to evaluate on when there is no validation_path"""
+    """without validation_path: fraction at the end of the file for evaluation"""
 
     def __post_init__(self):
         super().__post_init__()
@@ -33,7 +33,7 @@ class MaskedText(MaskedConfig):
         check_share(self, "validation_share")
 
     def read(self) -> Texts:
-        """Return the nonempty lines; the last ones are held out unless a second file is named."""
+        """Return the nonempty lines; the last ones are held out, unless validation_path is set."""
 
         def lines(path: str) -> list[str]:
             return [line for line in read_lines(path) if line]

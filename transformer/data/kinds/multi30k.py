@@ -15,9 +15,9 @@ from transformer.data.pairs import PairConfig, Pairs
 from transformer.data.prepared import Download, Prepared
 
 LANGUAGES = ("en", "de")
-"""features of a record"""
+"""fields of a record"""
 SPLITS = {"train": "train", "validation": "val", "test": "test_2016_flickr"}
-"""name of a split -> what the names of its files begin with"""
+"""start of the file names of each split"""
 _PLACES = {
     "tokenized": ("tok", "{}.lc.norm.tok.{}"),
     "raw": ("raw", "{}.{}.gz"),
@@ -41,27 +41,28 @@ _FILES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Multi30k(PairConfig):
-    """Captions of photographs, English and German (Elliott et al. 2016, arXiv 1605.00459): 29,000 pairs to train on,
-    1,014 to validate, and the 1,000 of test_2016_flickr.
+    """Captions of photographs, English and German (Elliott et al. 2016, arXiv 1605.00459): 29,000 training pairs,
+    1,014 validation pairs, and the 1,000 pairs of test_2016_flickr.
 
     Raises:
-        ConfigError: one language twice.
+        ConfigError: both languages are the same.
     """
 
     kind: ClassVar[str] = "multi30k"
 
     source_language: Literal["en", "de"] = "en"
-    """language to read"""
+    """source language"""
     target_language: Literal["en", "de"] = "de"
-    """language to write"""
+    """target language"""
     form: Literal["tokenized", "raw"] = "tokenized"
-    """tokenized: lower-cased, normalized, punctuation apart, as published BLEU wants it. raw: as people write"""
+    """tokenized: lower-cased, normalized, with separate punctuation, as in published BLEU scores; raw: unchanged
+    text"""
     tokenizer: TokenizerConfig = SUBWORDS
-    """how text becomes token ids"""
+    """tokenizer"""
     data_dir: str | None = None
-    """where TFDS keeps prepared data (None: $TFDS_DATA_DIR, else ~/tensorflow_datasets)"""
+    """folder of prepared TFDS data (None: $TFDS_DATA_DIR, else ~/tensorflow_datasets)"""
     manual_dir: str | None = None
-    """a folder that holds the files, for a machine without network"""
+    """folder that contains the source files, for machines without network access"""
 
     def __post_init__(self):
         super().__post_init__()
@@ -70,12 +71,12 @@ class Multi30k(PairConfig):
         check_choice("form", self.form, ("tokenized", "raw"))
         if self.source_language == self.target_language:
             raise ConfigError(
-                f"source_language and target_language are both {self.source_language!r}. Give en and de, or de and en."
+                f"source_language and target_language are both {self.source_language!r}. Use en and de, or de and en."
             )
 
     @property
     def bleu_tokenization(self) -> str:
-        """How BLEU parts words: as it is where blanks part them already."""
+        """Tokenization of BLEU: none if the text is tokenized already."""
         return "none" if self.form == "tokenized" else "13a"
 
     def read(self) -> Pairs:

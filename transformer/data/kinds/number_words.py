@@ -1,13 +1,13 @@
-"""Numbers written out in seven languages, and which of them are trained on, watched, tested and taken for granted.
+"""Numbers in words in seven languages, and their splits: training, validation, test and basics.
 
-The words come from num2words, corrected where it errs below a million (version 0.5.14):
+The words come from num2words, with corrections for errors below a million (version 0.5.14):
 
-* Spanish: "uno" loses its ending before "mil": 21 000 is "veintiún mil", 31 000 "treinta y un mil", 201 000 "doscientos
+* Spanish: "uno" is shortened before "mil": 21 000 is "veintiún mil", 31 000 "treinta y un mil", 201 000 "doscientos
   un mil" (RAE, Diccionario panhispánico de dudas, "cardinales").
 * German: "eins" is "ein" before "tausend": 101 000 is "einhunderteintausend" (Duden).
-* Italian: 118 is "centodiciotto", not "centodicotto"; a number that ends in "tre" is stressed there: "centoventitré"
+* Italian: 118 is "centodiciotto", not "centodicotto"; a final "tre" has an accent: "centoventitré"
   (Treccani, "tre").
-* English: no comma after "thousand", as numbers are written in running text; "and" stays (British).
+* English: no comma after "thousand", as in running text; "and" is kept (British).
 
 Portuguese is European ("dezasseis"), French uses hyphens as before 1990 ("vingt et un", "quatre-vingt-deux").
 """
@@ -33,24 +33,25 @@ from transformer.data.prepared import Prepared
 Language = Literal["en", "es", "pt", "ru", "fr", "de", "it"]
 
 ONE_WORD_LANGUAGES = ("de", "it")
-"""Languages that write a whole number as one word: a vocabulary of words can't meet a number it never saw."""
+"""Languages that write a whole number as one word: a word vocabulary can't encode unseen numbers."""
 
 NORMALIZATION_OF = {"en": "english_number_words", "pt": "portuguese_number_words"}
-"""normalization of number words by their language; of all others: number_words"""
+"""normalization by language; other languages use number_words"""
 
 BASIC_SHARE = 0.15
-"""Share of training pairs drawn from 0-20 and d x 10^k. Drawn by digit count alone, 100 or 10 000 hardly ever come."""
+"""Fraction of training pairs drawn from 0-20 and d x 10^k: drawn only by digit count, 100 or 10 000 would be rare."""
 
 ROUND_SHARE = 0.15
-"""Share of training pairs with at most two digits that are not 0, such as 40 300 or 700 002."""
+"""Fraction of training pairs with at most two nonzero digits, such as 40 300 or 700 002."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NumberWords(PairConfig):
-    """Whole numbers below 10^max_digits, written out in two languages: small, exact, hard to learn by heart.
+    """Integers below 10^max_digits in words of two languages: a small, exact task that is hard to memorize.
 
     Raises:
-        ConfigError: one language twice, a number out of range, or a word tokenizer where a number is one word.
+        ConfigError: both languages are the same, a number is out of range, or a word tokenizer with a language that
+            writes a number as one word.
     """
 
     kind: ClassVar[str] = "number_words"
@@ -58,21 +59,21 @@ class NumberWords(PairConfig):
     bleu_tokenization: ClassVar[None] = None
 
     source_language: Language = "en"
-    """language to read"""
+    """source language"""
     target_language: Language = "es"
-    """language to write"""
+    """target language"""
     max_digits: int = 6
-    """most digits of a number, 2 to 6"""
+    """maximum number of digits, 2 to 6"""
     train_examples: int = 60_000
-    """pairs to train on, drawn once (held-out numbers are never among them)"""
+    """number of training pairs, drawn once (held-out numbers are excluded)"""
     test_examples: int = 1_000
-    """numbers to test on, never seen in training, as even over digit counts as there are numbers"""
+    """number of test numbers, never seen in training, balanced over digit counts as far as possible"""
     validation_examples: int = 500
-    """numbers to watch during training, never trained on and not in the test"""
+    """number of validation numbers for evaluation during training, never seen in training or test"""
     tokenizer: TokenizerConfig = WORDS
-    """how text becomes token ids; de and it write a number as one word and need char, byte or bpe"""
+    """tokenizer; de and it write a number as one word and need char, byte or bpe"""
     data_dir: str | None = None
-    """where TFDS keeps prepared data (None: $TFDS_DATA_DIR, else ~/tensorflow_datasets)"""
+    """folder of prepared TFDS data (None: $TFDS_DATA_DIR, else ~/tensorflow_datasets)"""
 
     def __post_init__(self):
         super().__post_init__()
@@ -80,7 +81,7 @@ class NumberWords(PairConfig):
             check_choice(field, getattr(self, field), Language.__args__)
         if self.source_language == self.target_language:
             raise ConfigError(
-                f"source_language and target_language are both {self.source_language!r}. Give two different ones of "
+                f"source_language and target_language are both {self.source_language!r}. Use two different ones of "
                 f"{', '.join(Language.__args__)}."
             )
         check_whole(self, "max_digits", least=2)
@@ -91,12 +92,12 @@ class NumberWords(PairConfig):
         for language in (self.source_language, self.target_language):
             if language in ONE_WORD_LANGUAGES and self.tokenizer.kind == "word":
                 raise ConfigError(
-                    f"a word tokenizer can't be used with language {language!r}, which writes a number as one word: a "
-                    "number never seen would be an unknown word. Take tokenizer.kind char, byte or bpe."
+                    f"a word tokenizer can't be used with language {language!r}, which writes a number as one word: an "
+                    "unseen number would be an unknown word. Use tokenizer.kind char, byte or bpe."
                 )
 
     def read(self) -> Pairs:
-        """Return the pairs, each number as often as it was drawn."""
+        """Return the pairs; each number is repeated as often as it was drawn."""
         found = _prepared(self).records(self.data_dir)
         splits = {
             split: [
@@ -127,9 +128,9 @@ def _prepared(config: NumberWords) -> Prepared:
 
     return Prepared(
         name="number_words",
-        # The variant names every option that changes the data, so that no two share prepared files.
+        # The variant has every option that changes the data, so that different data never shares prepared files.
         variant="_".join(map(str, (*languages, digits, "digits", *counts))),
-        description="Whole numbers written out in two languages, from num2words with corrections.",
+        description="Integers in words of two languages, from num2words with corrections.",
         features=lambda features: {
             "number": features.Scalar(dtype=np.int32),
             "times": features.Scalar(dtype=np.int32, doc="how often the number was drawn"),
@@ -149,7 +150,7 @@ def _in_words(numbers: list[int], source: str, target: str) -> Iterator[tuple[in
 
 
 def words(number: int, language: str) -> str:
-    """A whole number from 0 to 999,999 in words, in one of `Language`. ValueError for anything else.
+    """Write an integer from 0 to 999,999 in words of a `Language`. Raises ValueError for anything else.
 
     >>> words(742, "en"), words(21_000, "es")
     ('seven hundred and forty-two', 'veintiún mil')
@@ -180,24 +181,24 @@ def _num2words():
 
 
 def basic_numbers(max_digits: int) -> list[int]:
-    """0 to 20 and d x 10^k: the vocabulary of numbers. Never held out, since no rule gives "thirteen" or "cuarenta"."""
+    """Return 0 to 20 and d x 10^k: the vocabulary of numbers, never held out, because no rule gives "thirteen"."""
     round_ones = {digit * 10**zeros for zeros in range(max_digits) for digit in range(1, 10)}
     return sorted(set(range(21)) | round_ones)
 
 
 def role(number: int) -> str:
-    """`"train"` (8 of 10), `"validation"` or `"test"` for a number that is not basic, by a hash of the number alone.
+    """Return `"train"` (8 of 10), `"validation"` or `"test"` for a number that is not basic, by the hash of the number.
 
-    Decided before anything is drawn and the same for every pair of languages, so no drawing can let a number slip.
+    The split does not depend on the random draws or the languages, so that no draw can move a number to another one.
     """
     tenth = int.from_bytes(hashlib.sha256(str(number).encode()).digest()[:8], "big") % 10
     return {0: "test", 1: "validation"}.get(tenth, "train")
 
 
 def held_out_numbers(split: str, max_digits: int, count: int) -> list[int]:
-    """Up to `count` numbers of a held-out split, as evenly spread over digit counts as there are numbers.
+    """Return up to `count` numbers of a held-out split, balanced over digit counts as far as possible.
 
-    There are 7 two-digit and about 90 three-digit numbers to test on, and thousands of longer ones.
+    The test split has 7 two-digit and about 90 three-digit numbers, and thousands of longer ones.
     """
     basic = set(basic_numbers(max_digits))
     chosen: list[int] = []
@@ -218,7 +219,7 @@ def held_out_numbers(split: str, max_digits: int, count: int) -> list[int]:
 
 
 def training_numbers(max_digits: int, count: int) -> list[int]:
-    """`count` numbers to train on, with repetitions: every basic one, a share of round ones, digit counts evenly."""
+    """Draw `count` training numbers, with repetitions: all basic, some round ones, balanced digit counts."""
     basic = basic_numbers(max_digits)
     known = set(basic)
     draw = random.Random(f"train {max_digits} {count}")

@@ -14,26 +14,27 @@ from transformer.data.pairs import PairConfig, Pairs
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelText(PairConfig):
-    """Sentence pairs of one's own: two files with the same number of lines, or one file with a tab in each line.
+    """Your own sentence pairs: two files with the same number of lines, or one file with source, tab, target per line.
 
     Raises:
-        ConfigError: an empty path, a share out of range, or validation files in another form than the training files.
+        ConfigError: an empty path, a share out of range, or validation files in a different form than the training
+            files.
     """
 
     kind: ClassVar[str] = "parallel_text"
 
     source_path: str
-    """one source a line; or source, tab, target when target_path is not given"""
+    """path of the source file, one source per line; without target_path: source, tab, target per line"""
     target_path: str | None = None
-    """one target a line"""
+    """path of the target file, one target per line"""
     validation_source_path: str | None = None
-    """pairs to evaluate on, in the same form (None: the end of the first)"""
+    """path of the validation sources, in the same form (None: the end of the training pairs)"""
     validation_target_path: str | None = None
-    """targets to evaluate on; given exactly when target_path and validation_source_path are"""
+    """path of the validation targets; required if target_path and validation_source_path are set"""
     validation_share: float = 0.1
-    """share of the pairs, at the end, to evaluate on when there is no validation_source_path"""
+    """without validation_source_path: fraction of the pairs at the end for evaluation"""
     tokenizer: TokenizerConfig = SUBWORDS
-    """how text becomes token ids"""
+    """tokenizer"""
 
     def __post_init__(self):
         super().__post_init__()
@@ -43,12 +44,12 @@ class ParallelText(PairConfig):
         if wanted != (self.validation_target_path is not None):
             raise ConfigError(
                 f"validation_target_path is {self.validation_target_path!r}, but target_path is {self.target_path!r} "
-                f"and validation_source_path {self.validation_source_path!r}. Give validation files in the form of the "
+                f"and validation_source_path {self.validation_source_path!r}. Use validation files in the form of the "
                 "training files: two of each, or one tab-separated file of each."
             )
 
     def read(self) -> Pairs:
-        """Return the pairs; the last ones are held out unless a second file is named."""
+        """Return the pairs; the last ones are held out, unless validation_source_path is set."""
         train, skipped = read_pairs(self.source_path, self.target_path)
         if self.validation_source_path is not None:
             paths = self.validation_source_path, self.validation_target_path

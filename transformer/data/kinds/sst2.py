@@ -1,4 +1,4 @@
-"""SST-2: movie reviews, negative or positive (Socher et al. 2013): the phrases of GLUE, and whole sentences."""
+"""SST-2: negative and positive movie reviews (Socher et al. 2013), as phrases (GLUE) or whole sentences."""
 
 from __future__ import annotations
 
@@ -22,47 +22,47 @@ FILES = {
         ("test", "test", 188_749, "831169c7e2e429d6026e1bdbb542f33b636e3e596caad9602ebc953c205928b7"),
     )
 }
-"""files of the whole sentences, by split"""
+"""files with whole sentences, by split"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SST2(LabeledConfig):
     """Phrases and sentences of movie reviews, negative or positive (Socher et al. 2013), in the files of GLUE (Wang et
-    al. 2018, arXiv 1804.07461): 67,349 of train.tsv to train on, 872 of dev.tsv to evaluate on.
+    al. 2018, arXiv 1804.07461): 67,349 in train.tsv for training, 872 in dev.tsv for evaluation.
 
     Raises:
-        ConfigError: other than two labels.
+        ConfigError: the number of labels is not two.
     """
 
     kind: ClassVar[str] = "sst2"
 
     labels: tuple[str, ...] = ("negative", "positive")
-    """names of the classes that the files write as 0 and 1"""
+    """names of the classes 0 and 1 of the files"""
     manual_dir: str | None = None
-    """the folder that holds train.tsv and dev.tsv"""
+    """folder that contains train.tsv and dev.tsv"""
 
     def __post_init__(self):
         super().__post_init__()
         _check_two(self.labels)
 
     def read(self) -> Labeled:
-        """Return the texts of the files of GLUE.
+        """Return the texts of the GLUE files.
 
         Raises:
-            FileNotFoundError: they are missing; the message says where to put them.
+            FileNotFoundError: a file is missing; the message says where to put it.
         """
         folder = Path(self.manual_dir or "").expanduser()
         files = {"train": folder / "train.tsv", "validation": folder / "dev.tsv"}
         if self.manual_dir is None or not all(path.is_file() for path in files.values()):
             missing = [path.name for path in files.values() if not path.is_file()]
             told = (
-                "no folder of SST-2 is named"
+                "the folder of SST-2 is not set"
                 if self.manual_dir is None
                 else f"no {' and no '.join(missing)} in {folder}"
             )
             raise FileNotFoundError(
-                f"{told}: get SST-2.zip of the GLUE benchmark (gluebenchmark.com/tasks), put its train.tsv and dev.tsv "
-                f"into a folder of your choice, and name the folder with --data.manual-dir FOLDER."
+                f"{told}: download SST-2.zip of the GLUE benchmark (gluebenchmark.com/tasks), put train.tsv and "
+                f"dev.tsv into a folder, and pass it with --data.manual-dir FOLDER."
             )
         splits = {}
         for split, path in files.items():
@@ -73,21 +73,21 @@ class SST2(LabeledConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class SST2Sentences(LabeledConfig):
-    """Whole sentences of movie reviews, negative or positive, through TFDS: 6,920 to train on, 872 to validate and
-    1,821 to test (Socher et al. 2013, section 5; the split that papers on sentences report).
+    """Whole sentences of movie reviews, negative or positive, through TFDS: 6,920 for training, 872 for validation and
+    1,821 for test (Socher et al. 2013, section 5; papers on whole sentences report this split).
 
     Raises:
-        ConfigError: other than two labels.
+        ConfigError: the number of labels is not two.
     """
 
     kind: ClassVar[str] = "sst2_sentences"
 
     labels: tuple[str, ...] = ("negative", "positive")
-    """names of the classes that the files write as 0 and 1"""
+    """names of the classes 0 and 1 of the files"""
     data_dir: str | None = None
-    """where TFDS keeps prepared data (None: $TFDS_DATA_DIR, else ~/tensorflow_datasets)"""
+    """folder of prepared TFDS data (None: $TFDS_DATA_DIR, else ~/tensorflow_datasets)"""
     manual_dir: str | None = None
-    """a folder that holds sst2_train.tsv, sst2_dev.tsv and sst2_test.tsv, for a machine without network"""
+    """folder that contains sst2_train.tsv, sst2_dev.tsv and sst2_test.tsv, for machines without network access"""
 
     def __post_init__(self):
         super().__post_init__()
@@ -110,9 +110,9 @@ class MaskedSST2(MaskedConfig):
     kind: ClassVar[str] = "masked_sst2"
 
     data_dir: str | None = None
-    """where TFDS keeps prepared data (None: $TFDS_DATA_DIR, else ~/tensorflow_datasets)"""
+    """folder of prepared TFDS data (None: $TFDS_DATA_DIR, else ~/tensorflow_datasets)"""
     manual_dir: str | None = None
-    """a folder that holds sst2_train.tsv, sst2_dev.tsv and sst2_test.tsv, for a machine without network"""
+    """folder that contains sst2_train.tsv, sst2_dev.tsv and sst2_test.tsv, for machines without network access"""
 
     def read(self) -> Texts:
         """Return the sentences of every split."""
@@ -122,11 +122,11 @@ class MaskedSST2(MaskedConfig):
 
 def _check_two(labels: tuple[str, ...]) -> None:
     if len(labels) != 2:
-        raise ConfigError(f"labels must be two, for 0 and 1 in the files, got {len(labels)}.")
+        raise ConfigError(f"labels must have two names, for the classes 0 and 1 of the files, got {len(labels)}.")
 
 
 def _sentences(folder: str | None, manual_dir: str | None) -> dict[str, list[tuple[str, str]]]:
-    """Return the sentences of every split, each with its label as the files write it: 0 or 1."""
+    """Return the sentences of every split, each with its label in the file: 0 or 1."""
     found = PREPARED.records(folder, manual_dir)
     return {split: [(row["text"].decode(), row["label"].decode()) for row in rows] for split, rows in found.items()}
 
@@ -144,10 +144,10 @@ def _rows(path: Path) -> Iterator[tuple[int, dict]]:
 
 PREPARED = Prepared(
     name="sst2_sentences",
-    description="Sentences of movie reviews, negative or positive; neutral ones are left out.",
+    description="Sentences of movie reviews, negative or positive; without neutral ones.",
     homepage="https://nlp.stanford.edu/sentiment",
     features=lambda features: {"text": features.Text(), "label": features.Text()},
     examples=_examples,
     downloads=tuple(FILES.values()),
 )
-"""how TFDS prepares the whole sentences"""
+"""description of the whole sentences for TFDS"""

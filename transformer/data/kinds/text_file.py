@@ -12,14 +12,14 @@ from transformer.data.texts import Documents, TextConfig
 
 @dataclass(frozen=True, kw_only=True)
 class LocalText(TextConfig):
-    """Options of running text from a file of the user."""
+    """Options of running text from your own file."""
 
     path: str
-    """the file to train on"""
+    """path of the training file"""
     validation_path: str | None = None
-    """a second file to evaluate on (None: the end of the first)"""
+    """path of a second file for evaluation (None: the end of the training file)"""
     validation_share: float = 0.1
-    """share at the end of the file to evaluate on when there is no validation_path"""
+    """without validation_path: fraction at the end of the file for evaluation"""
 
     def __post_init__(self):
         super().__post_init__()
@@ -29,12 +29,12 @@ class LocalText(TextConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class TextFile(LocalText):
-    """A text file of one's own (UTF-8), as one running text."""
+    """Your own text file (UTF-8), as one running text."""
 
     kind: ClassVar[str] = "text_file"
 
     def read(self) -> Documents:
-        """Return the text; its end is held out unless a second file is named."""
+        """Return the text; its end is held out, unless validation_path is set."""
         train = read_text(self.path)
         if self.validation_path is not None:
             return Documents({"train": [train], "validation": [read_text(self.validation_path)]})

@@ -1,4 +1,4 @@
-"""Sentence pairs of a translation dataset of TFDS, by name, read without TensorFlow."""
+"""Sentence pairs of a TFDS translation dataset, by name, read without TensorFlow."""
 
 from __future__ import annotations
 
@@ -15,70 +15,70 @@ from transformer.data.pairs import PairConfig, Pairs
 from transformer.data.prepared import data_dir
 
 BLOCK = 4096
-"""pairs read at once by an iteration over all"""
+"""number of pairs read at once when iterating"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TFDSTranslation(PairConfig):
-    """Sentence pairs of any dataset of TFDS that has a text in each language, by name: prepared once in the
+    """Sentence pairs of any TFDS dataset with a text per language, by name. The dataset is prepared once in the
     array_record format, and read without TensorFlow.
 
     Raises:
-        ConfigError: a name that is none, one language twice, or one split twice.
+        ConfigError: an invalid name, or the same language or split twice.
     """
 
     kind: ClassVar[str] = "tfds_translation"
 
     name: str
-    """as TFDS writes it: wmt14_translate/de-en, or with a version wmt14_translate/de-en:1.0.0"""
+    """name in TFDS, such as wmt14_translate/de-en, or with a version: wmt14_translate/de-en:1.0.0"""
     source_language: str
-    """language to read: the name of its text in the dataset, such as en"""
+    """source language: the name of its text field in the dataset, such as en"""
     target_language: str
-    """language to write, likewise"""
+    """target language: the name of its text field in the dataset"""
     train_split: str = "train"
-    """name of the split to train on"""
+    """name of the training split"""
     validation_split: str = "validation"
-    """name of the split to watch during training"""
+    """name of the validation split, evaluated during training"""
     test_split: str | None = "test"
-    """name of the split that is translated at the end (None: the validation split is)"""
+    """name of the split to translate after training (None: the validation split)"""
     tokenizer: TokenizerConfig = SUBWORDS
-    """how text becomes token ids"""
+    """tokenizer"""
     data_dir: str | None = None
-    """where TFDS keeps prepared data (None: $TFDS_DATA_DIR, else ~/tensorflow_datasets)"""
+    """folder of prepared TFDS data (None: $TFDS_DATA_DIR, else ~/tensorflow_datasets)"""
 
     def __post_init__(self):
         super().__post_init__()
         part = r"[A-Za-z0-9_][\w.+-]*"
         if not isinstance(self.name, str) or not re.fullmatch(rf"{part}(/{part})?(:\d+\.\d+\.\d+)?", self.name):
             raise ConfigError(
-                f"name must be that of a dataset of TFDS, such as wmt14_translate/de-en, got {self.name!r}."
+                f"name must be the name of a TFDS dataset, such as wmt14_translate/de-en, got {self.name!r}."
             )
         for field in ("source_language", "target_language", "train_split", "validation_split"):
             if not getattr(self, field):
                 raise ConfigError(f"{field} must be a name, got {getattr(self, field)!r}.")
         if self.source_language == self.target_language:
             raise ConfigError(
-                f"source_language and target_language are both {self.source_language!r}. Give two different ones."
+                f"source_language and target_language are both {self.source_language!r}. Use two different ones."
             )
         splits = [self.train_split, self.validation_split, *([] if self.test_split is None else [self.test_split])]
         if len(set(splits)) < len(splits):
             raise ConfigError(
-                f"train_split, validation_split and test_split must be different, got {', '.join(splits)}. Slices such "
-                "as train[:99%] and train[99%:] part a split in two."
+                f"train_split, validation_split and test_split must be different, got {', '.join(splits)}. Use slices "
+                "such as train[:99%] and train[99%:] to divide a split."
             )
 
     def read(self) -> Pairs:
-        """Return the pairs of the splits: train, validation and, if the config names one, test.
+        """Return the pairs of the splits: train, validation and, if configured, test.
 
         Raises:
             FileNotFoundError: the dataset is not prepared.
-            ValueError: it is in another format, or lacks a split or a language.
+            ValueError: the dataset has another format, or lacks a split or a language.
         """
         import tensorflow_datasets as tfds
 
         folder = _folder(self)
         try:
-            # Not tfds.builder(name): the class that prepared it may import TensorFlow.
+            # Not tfds.builder(name): the class of the dataset may import TensorFlow.
             builder = tfds.builder_from_directory(folder)
             features = builder.info.features
             splits = list(builder.info.splits)
@@ -105,16 +105,16 @@ class TFDSTranslation(PairConfig):
             for other, parts in taken.items():
                 if other != split and _overlap(parts, taken[split]):
                     raise ValueError(
-                        f"{split}_split {name!r} has pairs of {other}_split {wanted[other]!r}: what is held out would "
-                        "be trained on, or counted twice. Give parts that are apart, such as train[:99%] and "
+                        f"{split}_split {name!r} overlaps with {other}_split {wanted[other]!r}: held-out pairs would "
+                        "be trained on, or counted twice. Use disjoint slices, such as train[:99%] and "
                         "train[99%:]."
                     )
             try:
                 rows = builder.as_data_source(split=name)
             except NotImplementedError:
                 raise ValueError(
-                    f"{self.name} was prepared in {folder} as {builder.info.file_format.value}, which can be read in "
-                    f"order alone. Delete that folder, or name another place (--data.data-dir), and prepare it anew. "
+                    f"{self.name} was prepared in {folder} as {builder.info.file_format.value}, which does not support "
+                    f"random access. Delete that folder, or use another one (--data.data-dir), and prepare it again. "
                     f"{_how(self)}"
                 ) from None
             except Exception as error:
@@ -124,12 +124,13 @@ class TFDSTranslation(PairConfig):
 
 
 class PreparedPairs(Sequence[Example]):
-    """Pairs that stay on disk: each is read when it is asked for, so that millions of them take no memory.
+    """Pairs that stay on disk: each is read on access, so that millions of pairs take no memory.
 
-    `rows` are the records of a split, `languages` the names of source and target in them, `folder` where they lie.
+    Args: rows: the records of a split. languages: names of the source and target fields in a record. folder: where the
+    records are stored, for errors.
 
     Raises:
-        ValueError: files that can't be read (any more).
+        ValueError: a file can't be read.
     """
 
     def __init__(self, rows: Any, languages: tuple[str, str], folder: Path):
@@ -151,14 +152,14 @@ class PreparedPairs(Sequence[Example]):
     def _read(self, places: Sequence[int]) -> list[Example]:
         try:
             rows = self._rows.__getitems__(list(places))
-        except Exception as error:  # whatever broken files raise
+        except Exception as error:  # damaged files raise errors of any type
             raise ValueError(_unreadable(self.folder, error)) from error
         source, target = self._languages
         return [Example(row[source].decode().strip(), row[target].decode().strip()) for row in rows]
 
 
 def _parts(splits: Any, split: str, name: str) -> list[tuple[str, int, int]]:
-    """Where the pairs of a split lie: file, from and up to which. ValueError for a slice that is none, or empty."""
+    """Return the file ranges of a split: file, first and last pair. Raises ValueError for an invalid or empty slice."""
     try:
         files = splits[name].file_instructions
     except ValueError:
@@ -166,8 +167,8 @@ def _parts(splits: Any, split: str, name: str) -> list[tuple[str, int, int]]:
     parts = [(file.filename, file.skip, file.skip + file.take) for file in files]
     if not parts or any(first >= last for _, first, last in parts):
         raise ValueError(
-            f"{split}_split {name!r} is no part of the data, or one without a pair. Give the name of a split, or a "
-            "slice of one such as train[:99%] or train[1000:]."
+            f"{split}_split {name!r} is not a split, or has no pairs. Use the name of a split, or a "
+            "slice such as train[:99%] or train[1000:]."
         )
     return parts
 
@@ -177,7 +178,7 @@ def _overlap(parts: list[tuple[str, int, int]], others: list[tuple[str, int, int
 
 
 def _folder(config: TFDSTranslation) -> Path:
-    """Where the dataset was prepared: its newest version, or the one that is named."""
+    """Return the folder of the prepared dataset: its newest version, or the version in the name."""
     name, _, version = config.name.partition(":")
     root = data_dir(config.data_dir)
     place = root / name
@@ -192,18 +193,18 @@ def _folder(config: TFDSTranslation) -> Path:
         return place / version
     variants = sorted({f"{name}/{path.parent.name}" for path in place.glob("*/*.*.*") if path.is_dir()})
     others = [f"{name}:{path.name}" for _, path in sorted(versions.items())] or variants
-    there = f" There is {', '.join(others)}." if others else ""
+    there = f" Found: {', '.join(others)}." if others else ""
     raise FileNotFoundError(
-        f"{config.name} is not prepared in {root} (--data.data-dir; without it $TFDS_DATA_DIR, else "
+        f"{config.name} is not prepared in {root} (--data.data-dir; default: $TFDS_DATA_DIR, else "
         f"~/tensorflow_datasets).{there} Prepare it. {_how(config)}"
     )
 
 
 def _how(config: TFDSTranslation) -> str:
-    """The command that prepares it, which is not for here: most of TFDS's own builders import TensorFlow."""
+    """Return the command that prepares the dataset. It is not run here: most TFDS builders import TensorFlow."""
     place = str(data_dir(config.data_dir))
     return (
-        "Once, where TensorFlow is installed (the folder may then be copied): "
+        "Run this once on a machine with TensorFlow (the folder may then be copied): "
         f'python -c "import tensorflow_datasets as tfds; tfds.builder({config.name!r}, data_dir={place!r}, '
         "file_format='array_record').download_and_prepare()\""
     )
@@ -212,5 +213,5 @@ def _how(config: TFDSTranslation) -> str:
 def _unreadable(folder: Path, error: Exception) -> str:
     return (
         f"the prepared data in {folder} can't be read: {str(error).strip()[:200]}. Delete that folder and prepare it "
-        "anew, or name another one (--data.data-dir)."
+        "again, or use another one (--data.data-dir)."
     )

@@ -17,7 +17,7 @@ FILE = Download(
     sha256="86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
     filename="input.txt",
 )
-"""the whole text"""
+"""the source file"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,15 +27,15 @@ class TinyShakespeare(TextConfig):
     kind: ClassVar[str] = "tiny_shakespeare"
 
     data_dir: str | None = None
-    """where TFDS keeps prepared data (None: $TFDS_DATA_DIR, else ~/tensorflow_datasets)"""
+    """folder of prepared TFDS data (None: $TFDS_DATA_DIR, else ~/tensorflow_datasets)"""
     manual_dir: str | None = None
-    """a folder that holds input.txt, for a machine without network"""
+    """folder that contains input.txt, for machines without network access"""
 
     def read(self) -> Documents:
-        """Return the text; the last tenth is held out, as in nanoGPT.
+        """Return the text; the last 10 % are held out, as in nanoGPT.
 
         Raises:
-            ValueError: the prepared data is another text.
+            ValueError: the prepared data is a different text.
         """
         found = PREPARED.records(self.data_dir, self.manual_dir)
         texts = {split: b"".join(row["text"] for row in rows) for split, rows in found.items()}
@@ -44,7 +44,8 @@ class TinyShakespeare(TextConfig):
             place = data_dir(self.data_dir) / PREPARED.name
             raise ValueError(
                 f"the prepared data in {place} is not Tiny Shakespeare: expected {FILE.size:,} bytes with "
-                f"SHA-256 {FILE.sha256}, got {len(whole):,} others. Delete that folder: the next run prepares it anew."
+                f"SHA-256 {FILE.sha256}, got {len(whole):,} different bytes. Delete that folder: the next run "
+                "prepares it again."
             )
         held_out = (texts["validation"] + texts["test"]).decode()
         return Documents({"train": [texts["train"].decode()], "validation": [held_out]})
@@ -58,7 +59,7 @@ def _examples(files: Mapping[str, Path]) -> dict[str, Iterator[tuple[str, dict]]
     return {split: iter([(split, {"text": part})]) for split, part in parts.items()}
 
 
-# Name, version, splits and features are those of the builder in TFDS: either reads what the other prepared.
+# Name, version, splits and features are those of the builder in TFDS: each can read what the other prepared.
 PREPARED = Prepared(
     name="tiny_shakespeare",
     description="40,000 lines from plays by Shakespeare.",
@@ -67,4 +68,4 @@ PREPARED = Prepared(
     examples=_examples,
     downloads=(FILE,),
 )
-"""how TFDS prepares it"""
+"""description of the dataset for TFDS"""
