@@ -224,7 +224,7 @@ def test_what_is_read_of_a_line_at_most(weights, trained, most):
 def test_wrong_input(translate, weights, tmp_path):
     assert translate(weights, b"", terminal=True)[2].startswith("error: there is nothing to translate. Pipe lines")
     code, _, err = translate(weights, b"", "--n-best", 5)
-    assert (code, err) == (2, "error: --n-best must be a whole number from 1 to --beam-size (4), got 5.\n")
+    assert (code, err) == (2, "error: --n-best must be an integer from 1 to --beam-size (4), got 5.\n")
     code, _, err = translate(weights, b"", "--max-ratio", 0, "--max-extra", 0)
     assert code == 2
     assert err.startswith("error: --max-ratio and --max-extra are both 0: no target could have a token.")

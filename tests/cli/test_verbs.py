@@ -116,7 +116,7 @@ class TestVerbs:
             (("generate", "x", "--prompt", "--xyz"), "given as --prompt='--xyz'"),
             (("generate", "x", "--top-k", "many"), "--top-k: expected INT, got 'many'"),
             (("generate", "x", "--step", "last"), "--step: expected {best,newest}|INT, got 'last'"),
-            (("generate", "x", "--top-k", "0"), "--top-k must be a whole number of at least 1"),
+            (("generate", "x", "--top-k", "0"), "--top-k must be an integer of at least 1"),
             (("generate", "x", "--top-p", "1.5"), "--top-p must be above 0 and at most 1"),
             (("generate", "x", "--min-p", "-1"), "--min-p must be at least 0 and at most 1"),
             (("generate", "x", "--temperature", "-1"), "--temperature must be a finite number of at least 0"),

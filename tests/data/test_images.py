@@ -142,11 +142,11 @@ def test_files_that_are_not_there_or_something_else(tmp_path):
 @pytest.mark.parametrize(
     ("kind", "fields", "message"),
     [
-        (ImageFile, {"path": "x", "max_shift": -1}, "max_shift must be a whole number of at least 0, got -1"),
+        (ImageFile, {"path": "x", "max_shift": -1}, "max_shift must be an integer of at least 0, got -1"),
         (ImageFile, {"path": "x", "labels": ("a",)}, "labels must be at least two"),
         (ImageFile, {"path": "x", "test_share": 0.95}, "leave nothing to train on"),
         (Digits, {"labels": ("a", "b")}, "labels must have ten names"),
-        (Digits, {"batch_size": 0}, "batch_size must be a whole number of at least 1"),
+        (Digits, {"batch_size": 0}, "batch_size must be an integer of at least 1"),
     ],
 )
 def test_impossible_settings_say_what_to_change(kind, fields, message):

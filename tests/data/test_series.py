@@ -187,7 +187,7 @@ def test_a_file_that_is_no_series_says_why(tmp_path, text, fields, message):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"horizon": 0}, "horizon must be a whole number of at least 1, got 0"),
+        ({"horizon": 0}, "horizon must be an integer of at least 1, got 0"),
         ({"columns": ("a", "a")}, "columns must all be different"),
         ({"columns": ("a",), "mean": (1.0,)}, "mean and std must be set together"),
         ({"columns": ("a",), "mean": (1.0,), "std": (0.0,)}, "std must be above 0"),

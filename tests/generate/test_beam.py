@@ -236,7 +236,7 @@ def test_many_sources_keep_their_order():
     assert beam_search_all(model, params, [], begin=[1], **options) == []
     with pytest.raises(ValueError, match="source 1 has id 7"):
         beam_search_all(model, params, [[1], [7]], begin=[1], **options)
-    with pytest.raises(ValueError, match="batch_tokens must be a whole number of at least 1, got 0"):
+    with pytest.raises(ValueError, match="batch_tokens must be an integer of at least 1, got 0"):
         beam_search_all(model, params, [[1]], begin=[1], batch_tokens=0, **options)
     with pytest.raises(ValueError, match="takes a Seq2Seq that reads tokens, got a CausalLM"):
         beam_search_all(
@@ -340,13 +340,13 @@ def test_the_reference_finds_the_same(size, tmp_path):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"size": 0}, "size must be a whole number of at least 1, got 0"),
+        ({"size": 0}, "size must be an integer of at least 1, got 0"),
         ({"size": True}, "size must be"),
         ({"alpha": -0.1}, "alpha must be a finite number of at least 0"),
         ({"alpha": math.nan}, "alpha must be"),
-        ({"n_best": 5}, r"n_best must be a whole number from 1 to size \(4\), got 5"),
+        ({"n_best": 5}, r"n_best must be an integer from 1 to size \(4\), got 5"),
         ({"length_ratio": math.inf}, "length_ratio must be"),
-        ({"length_extra": -1}, "length_extra must be a whole number of at least 0"),
+        ({"length_extra": -1}, "length_extra must be an integer of at least 0"),
         ({"length_ratio": 0.0, "length_extra": 0}, "both 0: no target could have a token"),
     ],
 )
@@ -362,7 +362,7 @@ def test_a_wrong_beam_is_refused(fields, message):
         ({"bos_id": None}, "bos_id is missing"),
         ({"eos_id": 29}, "eos_id must be a token id from 0 to 28"),
         ({"suppress": [29]}, "suppress must be a token id from 0 to 28"),
-        ({"max_new_tokens": 0}, "max_new_tokens must be a whole number of at least 1"),
+        ({"max_new_tokens": 0}, "max_new_tokens must be an integer of at least 1"),
         ({"prompts": [[1]]}, "as many prompts as sources, got 1 and 3"),
         ({"prompts": [[1] * 13] * 3}, "learned position table ends at 13"),
         ({"sources": [[1] * 14]}, "source 0 has 14 tokens"),

@@ -64,7 +64,7 @@ def test_numbers_that_are_not_finite_are_named():
 
 
 def test_what_slots_are_not_for_is_said():
-    with pytest.raises(ValueError, match=r"slots must be a whole number of at least 1, or None .*, got 0"):
+    with pytest.raises(ValueError, match=r"slots must be an integer of at least 1, or None .*, got 0"):
         generate(MODEL, PARAMS, PROMPTS, max_new_tokens=2, slots=0)
     with pytest.raises(ValueError, match=r"slots and draft can't be used together"):
         generate(MODEL, PARAMS, PROMPTS, max_new_tokens=2, slots=2, draft=Draft(model=MODEL, params=PARAMS))

@@ -105,5 +105,5 @@ def test_a_draft_that_does_not_fit_is_refused():
         generate(seq2seq, params, bos_id=1, sources=[[1]], max_new_tokens=4, draft=OTHER)
     with pytest.raises(ConfigError, match="a draft must be a CausalLM, got a Seq2Seq"):
         Draft(model=seq2seq, params=params)
-    with pytest.raises(ConfigError, match="tokens of a draft must be a whole number of at least 1, got 0"):
+    with pytest.raises(ConfigError, match="tokens of a draft must be an integer of at least 1, got 0"):
         Draft(model=MODEL, params=PARAMS, tokens=0)

@@ -121,7 +121,7 @@ class TestEmbed:
         [
             ("modules.json", [3], "must hold objects with a type and a path, got 3"),
             ("modules.json", [{"type": "a.Pooling", "path": [1]}], "must hold objects with a type and a path"),
-            ("sentence_bert_config.json", {"max_seq_length": 0}, "must be a whole number of at least 1, got 0"),
+            ("sentence_bert_config.json", {"max_seq_length": 0}, "must be an integer of at least 1, got 0"),
             ("1/config.json", {"pooling_mode": [1]}, "asks for pooling by [1]: there are cls, mean"),
             (
                 "1/config.json",

@@ -113,7 +113,7 @@ def test_types_are_kept_and_another_alpha_scales_the_update():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"rank": 0}, "rank must be a whole number of at least 1, got 0"),
+        ({"rank": 0}, "rank must be an integer of at least 1, got 0"),
         ({"alpha": 0.0}, "alpha must be a number of"),
         ({"targets": ()}, "lora.targets is empty: name some of up, gate, down, query"),
         ({"targets": ("querry",)}, "lora.targets must be one of .* got 'querry'. Did you mean 'query'?"),

@@ -259,7 +259,7 @@ def test_a_mesh_may_cut_the_axes_of_a_torus(sizes):
         (lambda: ParallelConfig(tensor=0), r"parallel.tensor must be at least 1, or -1 for what is left, got 0"),
         (lambda: ParallelConfig(kind="pmp"), r"Did you mean 'pmap'\?"),
         (lambda: ParallelConfig(kind="pmap", tensor=2), r"pmap splits the rows .* parallel.tensor is 2"),
-        (lambda: ParallelConfig(devices=0), r"parallel.devices must be a whole number"),
+        (lambda: ParallelConfig(devices=0), r"parallel.devices must be an integer"),
         (lambda: place(recipe_for("causal_lm", ParallelConfig(devices=9))), r"devices is 9, but there are 8 devices"),
         (lambda: place(recipe_for("causal_lm", ParallelConfig(tensor=8))), r"num_heads \(4\) .* may be 1, 2, 4;"),
         (lambda: PmapPlacement(recipe_for("causal_lm", ParallelConfig(kind="pmap", data=2))), r"pmap runs on all 8"),

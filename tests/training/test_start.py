@@ -139,7 +139,7 @@ def test_sst2_says_what_to_put_where(tmp_path):
         (LabeledText, {"path": "x", "labels": ("one",)}, "labels must be at least two different names, got 'one'"),
         (LabeledText, {"path": "x", "labels": ("a", "a")}, "different names, got 'a', 'a'"),
         (LabeledText, {"path": "x", "text_column": "label"}, "must be two different columns, got 'label' and 'label'"),
-        (LabeledText, {"path": "x", "max_length": 1}, "max_length must be a whole number of at least 2, got 1"),
+        (LabeledText, {"path": "x", "max_length": 1}, "max_length must be an integer of at least 2, got 1"),
         (SST2, {"labels": ("a", "b", "c")}, "labels must have two names, for the classes 0 and 1 of the files, got 3"),
     ],
 )

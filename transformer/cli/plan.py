@@ -95,7 +95,7 @@ def _check(own: argparse.Namespace) -> None:
     if len(chosen) > 1:
         raise ConfigError(f"{' and '.join(chosen)} are plans of their own. Give one of them.")
     if own.search is not None and not (own.search.isdecimal() and int(own.search)):
-        raise ConfigError(f"--search takes how many to compile, a whole number of at least 1, got {own.search!r}.")
+        raise ConfigError(f"--search takes how many to compile, an integer of at least 1, got {own.search!r}.")
     if own.here and own.topology is not None:
         raise ConfigError("--here is about this machine. Leave --topology out, or --here.")
 

@@ -70,13 +70,13 @@ def check_flags(config: object, *fields: str) -> None:
 
 
 def check_whole(config: object, *fields: str, least: int = 1) -> None:
-    """Raises ConfigError unless each field is None (where its default is) or a whole number of at least `least`."""
+    """Raises ConfigError unless each field is None (where its default is) or an integer of at least `least`."""
     for field in fields:
         value = getattr(config, field)
         if value is None and type(config).__dataclass_fields__[field].default is None:
             continue
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ConfigError(f"{named(config, field)} must be a whole number of at least {least}, got {value!r}.")
+            raise ConfigError(f"{named(config, field)} must be an integer of at least {least}, got {value!r}.")
 
 
 def check_range(config: object, low: float, high: float, *fields: str) -> None:

@@ -50,7 +50,7 @@ def beam_search_all(
             f"beam_search_all takes a Seq2Seq that reads tokens, got a {type(model).__name__}. Use beam_search."
         )
     if not isinstance(batch_tokens, Integral) or isinstance(batch_tokens, bool) or batch_tokens < 1:
-        raise ValueError(f"batch_tokens must be a whole number of at least 1, got {batch_tokens!r}.")
+        raise ValueError(f"batch_tokens must be an integer of at least 1, got {batch_tokens!r}.")
     if not len(sources):
         return []
     rows = check_rows("source", sources, model.config.embedding.source_vocab_size or vocab_size)

@@ -162,9 +162,9 @@ def check_id(name: str, value: SupportsIndex | None, vocab_size: int) -> None:
 
 
 def check_new_tokens(max_new_tokens: SupportsIndex) -> int:
-    """Raises ValueError unless it is a whole number of at least 1."""
+    """Raises ValueError unless it is an integer of at least 1."""
     if not isinstance(max_new_tokens, Integral) or isinstance(max_new_tokens, bool) or max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens must be a whole number of at least 1, got {max_new_tokens!r}.")
+        raise ValueError(f"max_new_tokens must be an integer of at least 1, got {max_new_tokens!r}.")
     return int(max_new_tokens)
 
 
@@ -181,7 +181,7 @@ def row_seeds(seed: SupportsIndex | Sequence[SupportsIndex], batch: int) -> tupl
         raise ValueError(f"seed must be one number, or one for each of the {batch} rows, got {len(seeds)}.")
     for value in seeds:
         if not isinstance(value, Integral) or isinstance(value, bool) or not 0 <= value < 2**32:
-            raise ValueError(f"seed must be a whole number from 0 to {2**32 - 1}, got {value!r}.")
+            raise ValueError(f"seed must be an integer from 0 to {2**32 - 1}, got {value!r}.")
     return np.array(seeds, np.uint32), np.arange(batch) if single else np.zeros(batch, int)
 
 

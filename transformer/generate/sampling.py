@@ -41,7 +41,7 @@ class Sampling:
         if any(not isinstance(i, Integral) or isinstance(i, bool) or i < 0 for i in self.suppress):
             raise ConfigError(f"suppress must be ids of tokens, whole numbers from 0, got {self.suppress!r}.")
         self._check("temperature", Real, "a finite number of at least 0 (0 is greedy)", lambda x: 0 <= x < math.inf)
-        self._check("top_k", Integral, "a whole number of at least 1, or None to keep all tokens", lambda x: x >= 1)
+        self._check("top_k", Integral, "an integer of at least 1, or None to keep all tokens", lambda x: x >= 1)
         self._check("top_p", Real, "above 0 and at most 1, or None to keep all tokens", lambda x: 0 < x <= 1)
         self._check("min_p", Real, "at least 0 and at most 1, or None to keep all tokens", lambda x: 0 <= x <= 1)
 

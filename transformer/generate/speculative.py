@@ -40,7 +40,7 @@ class Draft:
         if not isinstance(self.model, CausalLM):
             raise ConfigError(f"a draft must be a CausalLM, got a {type(self.model).__name__}.")
         if not isinstance(self.tokens, Integral) or isinstance(self.tokens, bool) or self.tokens < 1:
-            raise ConfigError(f"tokens of a draft must be a whole number of at least 1, got {self.tokens!r}.")
+            raise ConfigError(f"tokens of a draft must be an integer of at least 1, got {self.tokens!r}.")
 
 
 @jax.tree_util.register_dataclass

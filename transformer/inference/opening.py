@@ -196,7 +196,7 @@ def _told_context(found: Pretrained) -> int | None:
     length = found.fields.get("max_position_embeddings")
     if length is not None and (type(length) is not int or length < 1):
         raise ConfigError(
-            f"max_position_embeddings in {found.directory}/config.json must be a whole number of at least 1, got "
+            f"max_position_embeddings in {found.directory}/config.json must be an integer of at least 1, got "
             f"{length!r:.80}. Correct it."
         )
     return length

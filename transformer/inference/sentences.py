@@ -80,7 +80,7 @@ def _transformer(values: dict[str, Any]) -> dict[str, Any]:
     length = values.get("max_seq_length")
     if length is not None and (type(length) is not int or length < 1):
         raise ConfigError(
-            f"max_seq_length in sentence_bert_config.json must be a whole number of at least 1, got {length!r:.80}. "
+            f"max_seq_length in sentence_bert_config.json must be an integer of at least 1, got {length!r:.80}. "
             f"Correct it."
         )
     return {"max_length": length, "lower_case": bool(values.get("do_lower_case"))}

@@ -89,7 +89,7 @@ class ParallelConfig:
             if not isinstance(size, int) or isinstance(size, bool) or (size < 1 and size != -1):
                 raise ConfigError(f"parallel.{axis} must be at least 1, or -1 for what is left, got {size!r}.")
         if self.devices is not None and (not isinstance(self.devices, int) or self.devices < 1):
-            raise ConfigError(f"parallel.devices must be a whole number of at least 1, or None, got {self.devices!r}.")
+            raise ConfigError(f"parallel.devices must be an integer of at least 1, or None, got {self.devices!r}.")
         split = [axis for axis, size in self.sizes.items() if axis != "data" and size != 1]
         if self.kind == "pmap" and split:
             raise ConfigError(

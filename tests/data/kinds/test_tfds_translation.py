@@ -187,8 +187,8 @@ def test_what_is_not_prepared_says_where_and_how(folder, monkeypatch):
     message = str(error.value)
     assert f"{folder} (--data.data-dir; default: $TFDS_DATA_DIR, else ~/tensorflow_datasets)" in message
     assert (
-        'Run this once on a machine with TensorFlow (the folder may then be copied): python -c "import tensorflow_datasets '
-        "as "
+        'Run this once on a machine with TensorFlow (the folder may then be copied): python -c "import '
+        "tensorflow_datasets as "
         f"tfds; tfds.builder('tiny_translate/fr-en', data_dir='{folder}', file_format='array_record')"
         '.download_and_prepare()"'
     ) in message
