@@ -23,7 +23,7 @@ def test_an_empty_option_is_an_error(words, capsys):
     option = next(word for word in words if word.startswith("--") and word != "--prompt").rstrip("=")
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"error: {option} must name a ")
-    assert ", got ''. Leave " in line
+    assert ", got ''. Remove " in line
 
 
 @pytest.mark.parametrize("words", [["generate", "", "--prompt", "a"], ["report", "run", ""], ["convert", "run", ""]])

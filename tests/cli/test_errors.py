@@ -31,7 +31,7 @@ class TestRunCommand:
             (ValueError("two\n  lines\x1b[31m"), 2, "error: two lines\\x1b[31m"),
             (ValueError("x" * 9000), 2, f"error: {'x' * 7993} ... (and 1007 characters more)"),
             (FileNotFoundError("no x. Make one."), 2, "error: no x. Make one."),
-            (FileNotFoundError(errno.ENOENT, "Gone", "a/b"), 2, "error: a/b: Gone. Check the name."),
+            (FileNotFoundError(errno.ENOENT, "Gone", "a/b"), 2, "error: a/b: Gone. Check the path."),
             (NotADirectoryError(errno.ENOTDIR, "No directory", "a"), 2, "error: a: No directory. Pass a directory."),
             (WorkdirInUseError("runs/x is in use."), 1, "error: runs/x is in use."),
             (
@@ -79,8 +79,8 @@ class TestRunCommand:
                 ScopeParamShapeError("embedding", "/encoder", (5, 2), (5, 3)),
                 2,
                 "error: the parameters do not fit the model of this directory: /encoder/embedding: expected shape "
-                "(5, 3), got (5, 2). The checkpoint may belong to another run: put back the one of this run, or use "
-                "another --step.",
+                "(5, 3), got (5, 2). The checkpoint may belong to another run: put this run's checkpoint back, or "
+                "choose another one with --step.",
             ),
             (ValueError("x is broken:\n- a is there.\n- b is not."), 2, "error: x is broken: a is there; b is not."),
             (

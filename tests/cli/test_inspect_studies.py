@@ -127,13 +127,13 @@ class TestMistakes:
             (("--scale", "--output=a.png", "b"), "--scale reads no model: leave b out"),
             (("--scale", "--lengths-of", "x"), "--lengths-of belongs to --memory: leave it out, or ask for --memory"),
             (("--scale", "--outptu", "x"), "inspect --scale has no option --outptu. Did you mean '--output'?"),
-            (("--scale", "--zzzz"), "inspect --scale has no option --zzzz. --help shows them all."),
+            (("--scale", "--zzzz"), "inspect --scale has no option --zzzz. --help lists all options."),
             (("--scale", "--positions=1"), "--positions takes no value: give it alone."),
             (("--scale=1",), "--scale takes no value: give it alone."),
             (("--scal",), "inspect has no option --scal. Did you mean '--scale'?"),
             (("--posiitons", "--json"), "inspect has no option --posiitons. Did you mean '--positions'?"),
             (("x", "--promt", "y"), "inspect has no option --promt. Did you mean '--prompt'?"),
-            (("x", "--prompt", "--qqq"), "given as --prompt='--qqq'"),
+            (("x", "--prompt", "--qqq"), "starts with dashes as --prompt='--qqq'"),
             (("x", "--prompt=--scale"), "there is no directory x."),
             (("--scale", "--output"), "--output"),
             ((), "DIR is missing"),
@@ -147,7 +147,7 @@ class TestMistakes:
         (small / "empty.txt").write_text(" \n\n")
         assert "empty.txt is empty" in fails("--memory", "--lengths-of", "empty.txt")
         (small / "latin.txt").write_bytes(b"caf\xe9")
-        assert "latin.txt is no UTF-8 text: byte 3" in fails("--memory", "--lengths-of", "latin.txt")
+        assert "latin.txt is not UTF-8 text: byte 3" in fails("--memory", "--lengths-of", "latin.txt")
         assert f"{small} is not a file" in fails("--memory", "--lengths-of", small)
 
     def test_a_folder_as_picture(self, fails, small):

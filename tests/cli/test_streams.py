@@ -64,7 +64,7 @@ def test_a_closed_stderr_sends_no_error_to_stdout():
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
 def test_a_full_stdout_is_named():
     code, _, err = call(["train.py", "--list"], shell="> /dev/full")
-    assert (code, err) == (1, b"error: stdout: No space left on device. Free some space, or name another place.\n")
+    assert (code, err) == (1, b"error: stdout: No space left on device. Free some disk space, or use another path.\n")
 
 
 @pytest.mark.parametrize(("columns", "expected"), [("1", "20"), ("19", "20"), ("20", "20"), ("90", "90")])
@@ -120,5 +120,5 @@ def test_a_platform_that_is_missing_is_one_sentence():
     code, out, err = call(["-c", program], JAX_PLATFORMS="cuda")
     assert (code, out) == (1, b"")
     assert err.startswith(b"error: JAX finds no device for JAX_PLATFORMS=cuda")
-    assert err.endswith(b" devices shows what this machine has.\n")
+    assert err.endswith(b" devices lists the devices of this machine.\n")
     assert err.count(b"\n") == 1

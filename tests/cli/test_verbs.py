@@ -113,7 +113,7 @@ class TestVerbs:
             (("inspect", "x"), "--prompt is missing"),
             (("generate", "x", "y"), "one word too many: y"),
             (("generate", "x", "--promt", "y"), "generate has no option --promt. Did you mean '--prompt'?"),
-            (("generate", "x", "--prompt", "--xyz"), "given as --prompt='--xyz'"),
+            (("generate", "x", "--prompt", "--xyz"), "starts with dashes as --prompt='--xyz'"),
             (("generate", "x", "--top-k", "many"), "--top-k: expected INT, got 'many'"),
             (("generate", "x", "--step", "last"), "--step: expected {best,newest}|INT, got 'last'"),
             (("generate", "x", "--top-k", "0"), "--top-k must be an integer of at least 1"),
@@ -129,7 +129,7 @@ class TestVerbs:
                 "--draft-tokens needs --draft",
             ),
             (("classify", "x", "--text", "--qqqqqq"), "starts with dashes as --text='--qqqqqq'"),
-            (("average", "x", "--qqqqqq"), "average has no option --qqqqqq. --help shows them all."),
+            (("average", "x", "--qqqqqq"), "average has no option --qqqqqq. --help lists all options."),
         ],
     )
     def test_wrong_words(self, words, message, fails):

@@ -88,7 +88,9 @@ def test_more_buckets_waste_less():
 
 
 def test_a_pair_longer_than_a_batch_is_refused():
-    with pytest.raises(ValueError, match=r"batch_tokens \(100\) has no room for row_multiple \(4\) rows .* at least 1"):
+    with pytest.raises(
+        ValueError, match=r"batch_tokens \(100\) is too small for row_multiple \(4\) rows .* at least 1"
+    ):
         token_batches(batch_tokens=100)
 
 

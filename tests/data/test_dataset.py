@@ -103,7 +103,7 @@ def test_pairs_too_long_are_left_out_and_counted():
     dataset = pair_dataset(max_source_length=2, max_target_length=3)
     assert [example.source for example in dataset.examples("train")] == ["a b"]
     assert dataset.eval_batches()[0]["tokens"].shape == (2, 3)
-    assert "4 left out" in dataset.describe()
+    assert "4 skipped" in dataset.describe()
     with pytest.raises(ValueError, match=r"no train pair is left of 3: .* Use larger --data.max-source-length"):
         pair_dataset(pairs=[("a b", "c")] * 3, max_source_length=1)
 
@@ -283,7 +283,7 @@ def test_local_files_end_to_end(tmp_path):
 
     pairs.write_text("a b\tc\n\nd\te f\n" * 6 + "x\t\n")
     dataset = data.prepare(ParallelText(source_path=str(pairs), tokenizer=TokenizerConfig(kind="word")))
-    assert "10 train, 2 validation pairs, 7 left out" in dataset.describe()
+    assert "10 train, 2 validation pairs, 7 skipped" in dataset.describe()
     assert dataset.examples("validation") == [Example("a b", "c"), Example("d", "e f")]
     assert dataset.prompts() == ["a b", "d"]
 
@@ -303,7 +303,7 @@ def test_ids_and_labels_out_of_range_are_found():
     data.check_batch(labels, 1, num_classes=6)
     with pytest.raises(ValueError, match=r"label 5 in targets\[1\] is out of range: expected 0 to 4\. .* num_classes"):
         data.check_batch(labels, 9, num_classes=5)
-    with pytest.raises(ValueError, match="needs num_classes"):
+    with pytest.raises(ValueError, match="num_classes is missing"):
         data.check_batch(labels, 9)
     with pytest.raises(ValueError, match="tokens must be integers, got float32"):
         data.check_batch({"tokens": np.zeros((2, 3), np.float32)}, 9)

@@ -144,7 +144,7 @@ def test_files_that_are_not_there_or_something_else(tmp_path):
     [
         (ImageFile, {"path": "x", "max_shift": -1}, "max_shift must be an integer of at least 0, got -1"),
         (ImageFile, {"path": "x", "labels": ("a",)}, "labels must be at least two"),
-        (ImageFile, {"path": "x", "test_share": 0.95}, "leave nothing to train on"),
+        (ImageFile, {"path": "x", "test_share": 0.95}, "must be below 1"),
         (Digits, {"labels": ("a", "b")}, "labels must have ten names"),
         (Digits, {"batch_size": 0}, "batch_size must be an integer of at least 1"),
     ],

@@ -24,7 +24,7 @@ def test_line_ends_and_marks_of_every_system(tmp_path):
         (b"", r"a\.txt is empty: expected text, got 0 bytes"),
         (b" \n\r\n", r"is empty: expected text, got 4 bytes without any"),
         (b"abc\0def", "binary file: expected UTF-8 text, got a NUL byte at byte 3"),
-        (b"caf\xe9 noir", "no UTF-8 text: byte 3 is 0xe9.*iconv -f LATIN1"),
+        (b"caf\xe9 noir", "not UTF-8 text: byte 3 is 0xe9.*iconv -f LATIN1"),
         (b"\xef\xbb\xbfcaf\xe9", "byte 6 is 0xe9"),
         ("text".encode("utf-16"), "is UTF-16: expected UTF-8.*iconv -f UTF-16"),
         (b"short", r"shorter than the context: expected more than sequence_length \(16\) tokens, got 4"),
@@ -120,4 +120,4 @@ def test_held_out_pairs_from_files_of_their_own(tmp_path):
     dataset = data.prepare(config)
     assert [(e.source, e.target) for e in dataset.examples("validation")] == [("three", "tres")]
     assert len(dataset.examples("train")) == 2
-    assert "1 left out" in dataset.describe()
+    assert "1 skipped" in dataset.describe()

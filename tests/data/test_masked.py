@@ -142,7 +142,9 @@ def test_a_long_text_becomes_several_rows(path, tmp_path):
     rows = theirs.eval_batches("train")[0]["targets"]
     assert set(rows[:, 0]) == {2}
     assert all(row[row > 0][-1] == 3 for row in rows)
-    with pytest.raises(ValueError, match=r"max_length \(2\) has no room for text: this tokenizer adds 1 tokens before"):
+    with pytest.raises(
+        ValueError, match=r"max_length \(2\) leaves no room for text: this tokenizer adds 1 tokens before"
+    ):
         prepare(masked(path, max_length=2), tokenizer=load_pretrained_tokenizer(tmp_path, 13))
 
 

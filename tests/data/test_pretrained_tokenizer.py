@@ -156,7 +156,7 @@ BROKEN = {
             unigram(),
             pre_tokenizer={"type": "Split", "pattern": {"Regex": "("}, "behavior": "Isolated", "invert": False},
         ),
-        "no valid t",
+        "not a valid t",
     ),
     "template": (changed(unigram(), post_processor=OUTSIDE), "post_processor that adds the id 999, which has no token"),
 }
@@ -169,24 +169,24 @@ def test_a_broken_file_is_told(tmp_path, case):
         load_pretrained_tokenizer(save(tmp_path, text))
     assert "tokenizer.json" in str(caught.value)
     assert str(tmp_path) in str(caught.value)
-    assert "anew" in str(caught.value)
+    assert "Download the file again" in str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("tokenizer_config", "{", r"tokenizer_config\.json is no valid JSON"),
+        ("tokenizer_config", "{", r"tokenizer_config\.json is not valid JSON"),
         ("special_tokens_map", "[]", r"special_tokens_map\.json must contain a JSON object, got list"),
-        ("config", "[" * 100_000, r"config\.json is no valid JSON"),
+        ("config", "[" * 100_000, r"config\.json is not valid JSON"),
         (
             "tokenizer_config",
             {"bos_token": "<bos>"},
             r"tokenizer_config\.json names '<bos>' as bos_token: expected a token",
         ),
         ("tokenizer_config", {"eos_token": {"content": [1]}}, r"names \[1\] as eos_token"),
-        ("generation_config", {"eos_token_id": [1, 9]}, r"gives 9 as eos_token_id: expected ids of 0 to 8"),
-        ("config", {"pad_token_id": -1}, r"config\.json gives -1 as pad_token_id"),
-        ("config", {"eos_token_id": True}, r"config\.json gives True as eos_token_id"),
+        ("generation_config", {"eos_token_id": [1, 9]}, r"has 9 as eos_token_id: expected ids of 0 to 8"),
+        ("config", {"pad_token_id": -1}, r"config\.json has -1 as pad_token_id"),
+        ("config", {"eos_token_id": True}, r"config\.json has True as eos_token_id"),
     ],
 )
 def test_a_broken_neighbor_is_told(tmp_path, name, content, message):
@@ -207,7 +207,7 @@ def with_ids(vocabulary: dict[str, int], *added: tuple[str, int]) -> str:
         (with_ids({"a": 0, "b": 1, "c": 1}), "its own id, but id 1 is 'b' and 'c'. Download"),
         (
             with_ids({"a": 0} | {f"{kind}{i}": i for i in range(1, 8) for kind in "xy"}),
-            "but id 1 is 'x1' and 'y1', 2 is .*, 5 is 'x5' and 'y5' and 2 more. Get",
+            "but id 1 is 'x1' and 'y1', 2 is .*, 5 is 'x5' and 'y5' and 2 more. Download",
         ),
         (with_ids({"a": 0, "b": 1}, ("<x>", 1)), "id 1 is 'b' and '<x>'"),
         (with_ids({"a": 0, "b": 1}, ("<x>", 2), ("<y>", 2)), "id 2 is '<x>' and '<y>'"),

@@ -151,7 +151,7 @@ def test_a_file_by_its_columns(tmp_path):
     assert one.eval_batches()[0]["values"].shape == (256, CONTEXT, 1)
     given = prepare(SeriesFile(path=path, columns=("low", "high"), mean=(1.0, 2.0), std=(3.0, 4.0), **sizes))
     assert (given.config.mean, given.config.std) == ((1.0, 2.0), (3.0, 4.0))
-    with pytest.raises(ValueError, match="has no texts"):
+    with pytest.raises(ValueError, match="has numeric data and no texts"):
         data.examples()
 
 
@@ -166,7 +166,7 @@ def test_a_cell_may_hold_what_ends_a_line_elsewhere(tmp_path):
 @pytest.mark.parametrize(
     ("text", "fields", "message"),
     [
-        ("a,b\n1,2\n", {"columns": ("c",)}, "has no column 'c': its first line names a, b"),
+        ("a,b\n1,2\n", {"columns": ("c",)}, "has no column 'c': its first line has a, b"),
         ("a,b\n1\n", {}, "line 2: expected 2 columns as in the first line, got 1"),
         ("a,b\n\n1,2\n1,\n", {}, "line 4: expected a number in column b, got ''"),
         ("a,b\n1,nan\n", {"columns": ("b",)}, "expected a number in column b, got 'nan'"),
@@ -191,8 +191,8 @@ def test_a_file_that_is_no_series_says_why(tmp_path, text, fields, message):
         ({"columns": ("a", "a")}, "columns must all be different"),
         ({"columns": ("a",), "mean": (1.0,)}, "mean and std must be set together"),
         ({"columns": ("a",), "mean": (1.0,), "std": (0.0,)}, "std must be above 0"),
-        ({"validation_share": 0.6, "test_share": 0.5}, "leave nothing to train on"),
-        ({"path": ""}, "path must name a file"),
+        ({"validation_share": 0.6, "test_share": 0.5}, "must be below 1"),
+        ({"path": ""}, "path must be a file name"),
     ],
 )
 def test_impossible_settings_say_what_to_change(fields, message):

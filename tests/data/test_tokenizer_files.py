@@ -32,7 +32,7 @@ def test_the_same_ids_and_text(name, tmp_path):
 
 
 def test_a_normalization_that_it_cannot_say():
-    with pytest.raises(ValueError, match="normalized by 'number_words'"):
+    with pytest.raises(ValueError, match="normalizes prompts with 'number_words'"):
         as_pretrained(ByteTokenizer(normalization="number_words"))
 
 

@@ -96,7 +96,7 @@ def broken(edit):
         (lambda v: v["recipe"]["data"].pop("class"), "recipe.data must be an object with a 'class'"),
         (lambda v: v["recipe"].update(training=None), "recipe.training must be an object with a 'class'"),
         (lambda v: v["recipe"]["optimizer"].update(clip_norm="1"), "recipe.optimizer.clip_norm must be of type float"),
-        (lambda v: v.update(version=2), "recipe version 2, this program reads 1"),
+        (lambda v: v.update(version=2), "recipe version 2, this program reads version 1"),
         (lambda v: v.pop("format"), "recipe is not a recipe"),
     ],
 )
@@ -156,7 +156,7 @@ def test_a_workdir_keeps_its_recipe(tmp_path):
         ),
         (lambda: dataclasses.replace(tiny_recipe(), name="a/b"), "name must be a plain name"),
         (lambda: build_model(tiny_recipe(model={"vocab_size": None})), "model.vocab_size is not set"),
-        (lambda: with_vocabulary(tiny_recipe(), 14), r"model.vocab_size \(13\) is below the 14 tokens"),
+        (lambda: with_vocabulary(tiny_recipe(), 14), r"model.vocab_size \(13\) must be at least 14"),
     ],
 )
 def test_what_cannot_be_is_said(make, message):
@@ -258,9 +258,9 @@ def test_overrides_have_types():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--model.num-layer 3", "there is no option --model.num-layer. Did you mean '--model.num-layers'"),
-        ("--modle.num-layers 3", "there is no option --modle.num-layers. Did you mean '--model.num-layers'"),
-        ("--data.field x", "there is no option --data.field."),
+        ("--model.num-layer 3", "unknown option --model.num-layer. Did you mean '--model.num-layers'"),
+        ("--modle.num-layers 3", "unknown option --modle.num-layers. Did you mean '--model.num-layers'"),
+        ("--data.field x", "unknown option --data.field."),
         ("--model.num-layers three", "--model.num-layers: invalid literal for int.*'three'"),
         ("--training.ema-decay x", "^--training.ema-decay: expected FLOAT, got 'x'"),
         ("--model.num-layers", "Missing value for argument '--model.num-layers'"),

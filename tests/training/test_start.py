@@ -109,7 +109,7 @@ def test_labels_are_those_of_the_training_file_in_order(tmp_path):
 @pytest.mark.parametrize(
     ("text", "fields", "message"),
     [
-        ("text\tlabel\na\tb\n", {}, "has no column 'sentence': its first line names 'text', 'label'"),
+        ("text\tlabel\na\tb\n", {}, "has no column 'sentence': its first line has 'text', 'label'"),
         ("sentence\tlabel\na\n", {}, "line 2: expected 2 columns as in the first line, with a sentence and a label"),
         ("sentence\tlabel\na\t \n", {}, "line 2: expected 2 columns"),
         ("sentence\tlabel\n", {}, "has only a first line"),

@@ -246,7 +246,8 @@ class PretrainedTokenizer(Tokenizer):
         for i in added:
             if self._library.id_to_token(i) is None:
                 raise ValueError(
-                    f"{TOKENIZER_FILE} has a post_processor that adds the id {i}, which has no token. Get it again."
+                    f"{TOKENIZER_FILE} has a post_processor that adds the id {i}, which has no token. "
+                    f"Download the file again."
                 )
 
 
@@ -364,7 +365,11 @@ def load_pretrained_tokenizer(directory: str | os.PathLike, vocab_size: int | No
 
 
 def load_saved_alone(directory: str | os.PathLike) -> PretrainedTokenizer:
-    """Load what `PretrainedTokenizer.save_alone` wrote. Raises the errors of `load_pretrained_tokenizer`."""
+    """Load what `PretrainedTokenizer.save_alone` wrote.
+
+    Raises:
+        ValueError: config.json has an impossible vocab_size, or an error of `load_pretrained_tokenizer`.
+    """
     path = Path(directory) / "config.json"
     files = {"config.json": read_bounded(Path(directory), "config.json")} if os.path.lexists(path) else {}
     size = _object("config.json", files).get("vocab_size")

@@ -121,9 +121,7 @@ def check_draft(model: Any, vocab_size: int, draft: Draft, prompts: Sequence[np.
 def check_slots(model: Any, slots: SupportsIndex, draft: Draft | None) -> None:
     """Raises ValueError unless `slots` is an integer of at least 1, for a CausalLM without a draft."""
     if not isinstance(slots, Integral) or isinstance(slots, bool) or slots < 1:
-        raise ValueError(
-            f"slots must be an integer of at least 1, or None to write all rows at once, got {slots!r}."
-        )
+        raise ValueError(f"slots must be an integer of at least 1, or None to write all rows at once, got {slots!r}.")
     if not isinstance(model, CausalLM):
         raise ValueError(
             f"slots are for a CausalLM, got a {type(model).__name__}. Use beam_search_all, or leave it out."

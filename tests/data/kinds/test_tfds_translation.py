@@ -192,9 +192,9 @@ def test_what_is_not_prepared_says_where_and_how(folder, monkeypatch):
         f"tfds; tfds.builder('tiny_translate/fr-en', data_dir='{folder}', file_format='array_record')"
         '.download_and_prepare()"'
     ) in message
-    with pytest.raises(FileNotFoundError, match=r"There is tiny_translate/counted, tiny_translate/de-en\. Prepare"):
+    with pytest.raises(FileNotFoundError, match=r"Found: tiny_translate/counted, tiny_translate/de-en\. Prepare"):
         config(folder, name="tiny_translate").read()
-    with pytest.raises(FileNotFoundError, match=r"There is tiny_translate/de-en:1\.0\.0\. Prepare"):
+    with pytest.raises(FileNotFoundError, match=r"Found: tiny_translate/de-en:1\.0\.0\. Prepare"):
         config(folder, name="tiny_translate/de-en:2.0.0").read()
     monkeypatch.setenv("TFDS_DATA_DIR", "/nowhere")
     with pytest.raises(FileNotFoundError, match=r"is not prepared in /nowhere \(--data"):
@@ -233,7 +233,7 @@ def test_broken_files(copy, damage):
         ({"validation_split": "dev[:5]"}, r"has no split 'dev' \(validation_split\)"),
         ({"train_split": "train[:50%"}, r"train_split 'train\[:50%' is not a split, or has no pairs"),
         ({"train_split": "train[:0]"}, r"train_split 'train\[:0\]' is not a split, or has no pairs"),
-        ({"validation_split": "train[99%:]"}, r"validation_split 'train\[99%:\]' has pairs of train_split 'train'"),
+        ({"validation_split": "train[99%:]"}, r"validation_split 'train\[99%:\]' overlaps with train_split 'train'"),
     ],
 )
 def test_languages_and_splits_that_it_lacks(folder, fields, message):
