@@ -75,9 +75,9 @@ class Dataset(ABC):
     def _assemble(self, split: str, rows: np.ndarray) -> Batch:
         """The batch of these rows."""
 
-    @abstractmethod
     def _eval_rows(self, split: str) -> np.ndarray:
-        """Rows that together hold every token of a split once, in order."""
+        """Rows that together hold every token of a split once, in order: all, where each is read once."""
+        return np.arange(self._size(split))
 
     def train_batches(self, seed: int, rows: Callable[[int], np.ndarray] | None = None) -> grain.DatasetIterator:
         """An endless iterator over shuffled batches, whose `get_state()` / `set_state()` go on exactly where it was.

@@ -8,7 +8,7 @@ from transformer.config import TransformerConfig
 from transformer.nn.models import SpeechToText
 from transformer.zoo.bart import BothStacks, StackLayers, stack_rules
 from transformer.zoo.family import Family, Head, Variant
-from transformer.zoo.fields import ACTIVATIONS, Field, Fixed, Unread
+from transformer.zoo.fields import ACTIVATIONS, Field, Fixed, Unread, training_fields
 from transformer.zoo.vit import Convolution
 from transformer.zoo.weights.rules import MATRIX, Rule, linear, norm
 
@@ -55,9 +55,7 @@ WHISPER = Family(
         BothStacks("attention_heads", "num_heads"),
         Field("activation_function", "activation", "gelu", ACTIVATIONS),
         Field("tie_word_embeddings", "tie_embeddings", True),
-        Field("dropout", "dropout_rate", 0.0),
-        Field("attention_dropout", "attention_dropout_rate", 0.0),
-        Field("init_std", "initializer_range", 0.02),
+        *training_fields("dropout", "attention_dropout", "init_std"),
         Fixed("is_encoder_decoder", (True,)),
         Unread(
             # Read into the model and never multiplied.
