@@ -6,29 +6,22 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import tyro
-
 from transformer.cli.arguments import parse
-from transformer.cli.models import ModelCommand
+from transformer.cli.models import TextsCommand
 
 
 @dataclass(frozen=True, kw_only=True)
-class Classify(ModelCommand):
+class Classify(TextsCommand):
     """Prints the likeliest class of each text, its probability and the text, between tabs."""
-
-    text: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """text to read; again for more texts; - reads lines from stdin"""
 
 
 def main(arguments: Sequence[str]) -> None:
     """Prints the classes."""
     command = parse(Classify, "classify", arguments)
-    from transformer.cli.texts import read_prompts, shown, warn_of_unknown
+    from transformer.cli.texts import shown
     from transformer.inference import classify
 
-    texts = read_prompts(command.text, lines=True, option="--text")
-    opened = command.load()
-    warn_of_unknown(opened, texts)
+    opened, texts = command.load_with_texts()
     found = classify(opened, texts)
     if command.json:
         results = [{"text": text, **dataclasses.asdict(one)} for text, one in zip(texts, found, strict=True)]

@@ -6,33 +6,25 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import tyro
-
 from transformer.cli.arguments import parse
-from transformer.cli.models import ModelCommand
+from transformer.cli.models import TextsCommand
 
 
 @dataclass(frozen=True, kw_only=True)
-class Embed(ModelCommand):
+class Embed(TextsCommand):
     """Prints the vector of each text, a JSON array a line.
 
     Pooling and length are those that the directory's own sentence-transformers files ask for; without such files a
     vector is the mean over the text's tokens.
     """
 
-    text: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """text to read; again for more texts; - reads lines from stdin"""
-
 
 def main(arguments: Sequence[str]) -> None:
     """Prints the vectors."""
     command = parse(Embed, "embed", arguments)
-    from transformer.cli.texts import read_prompts, warn_of_unknown
     from transformer.inference import SentenceSettings, embed, sentence_settings
 
-    texts = read_prompts(command.text, lines=True, option="--text")
-    opened = command.load()
-    warn_of_unknown(opened, texts)
+    opened, texts = command.load_with_texts()
     settings = SentenceSettings() if opened.pretrained is None else sentence_settings(opened.directory)
     vectors = [[round(float(x), 7) for x in vector] for vector in embed(opened, texts, settings)]
     if command.json:

@@ -79,6 +79,23 @@ class ModelCommand:
         print(json.dumps({**opened.place(), **values}, indent=2))
 
 
+@dataclass(frozen=True, kw_only=True)
+class TextsCommand(ModelCommand):
+    """A command about a model that reads texts and writes none."""
+
+    text: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """text to read; again for more texts; - reads lines from stdin"""
+
+    def load_with_texts(self) -> tuple[Opened, list[str]]:
+        """The model and the texts, with a warning about tokens that the model does not know."""
+        from transformer.cli.texts import read_prompts, warn_of_unknown
+
+        texts = read_prompts(self.text, lines=True, option="--text")
+        opened = self.load()
+        warn_of_unknown(opened, texts)
+        return opened, texts
+
+
 def run_of_checkpoint(directory: Path) -> Path | None:
     """The workdir of a run if the directory is its `checkpoints`, or one of them."""
     path = directory.parent if directory.name.isdecimal() else directory

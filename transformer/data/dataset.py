@@ -76,9 +76,9 @@ class Dataset(ABC):
     def _assemble(self, split: str, rows: np.ndarray) -> Batch:
         """Assemble the batch of these rows."""
 
-    @abstractmethod
     def _eval_rows(self, split: str) -> np.ndarray:
-        """Return the rows that cover every token of a split once, in order."""
+        """Return the rows that cover every token of a split once, in order; by default all rows."""
+        return np.arange(self._size(split))
 
     def train_batches(self, seed: int, rows: Callable[[int], np.ndarray] | None = None) -> grain.DatasetIterator:
         """Return an endless iterator over shuffled batches; `set_state(get_state())` resumes it exactly.

@@ -138,9 +138,6 @@ class LabeledDataset(Dataset):
     def _size(self, split: str) -> int:
         return len(self._texts[split])
 
-    def _eval_rows(self, split: str) -> np.ndarray:
-        return np.arange(self._size(split))
-
     def _assemble(self, split: str, rows: np.ndarray) -> Batch:
         tokens, lengths = self._tokens[split].padded(rows, self.longest, self.tokenizer.pad_id)
         batch = {

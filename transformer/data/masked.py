@@ -165,9 +165,6 @@ class MaskedDataset(Dataset):
     def _size(self, split: str) -> int:
         return len(self._tokens[split].lengths)
 
-    def _eval_rows(self, split: str) -> np.ndarray:
-        return np.arange(self._size(split))
-
     def _train_batches(self, seed: int, own: Callable[[int], np.ndarray]) -> grain.MapDataset:
         import grain
 

@@ -240,9 +240,6 @@ class PairDataset(Dataset):
     def _size(self, split: str) -> int:
         return len(self._places[split])
 
-    def _eval_rows(self, split: str) -> np.ndarray:
-        return np.arange(self._size(split))
-
     def _check_packing(self) -> None:
         length = self.config.packed_length
         longest = max(self._sources["train"].longest, self._targets["train"].longest)

@@ -140,9 +140,6 @@ class SeriesDataset(Dataset):
     def _size(self, split: str) -> int:
         return len(self._starts[split])
 
-    def _eval_rows(self, split: str) -> np.ndarray:
-        return np.arange(self._size(split))
-
     def _assemble(self, split: str, rows: np.ndarray) -> Batch:
         steps = np.arange(self.config.context_length + self.config.horizon)
         windows = self._values[self._starts[split].start + rows[:, None] + steps]

@@ -62,30 +62,11 @@ class RoutedFeedForward(nn.Module):
         if moe.capacity_factor is not None:
             capacity = math.ceil(moe.capacity_factor * x.shape[1] * moe.top_k / moe.num_experts)
             chosen = within_capacity(chosen, moe.num_experts, capacity)
-        experts = _Experts(
-            moe.num_experts,
-            self.width,
-            self.gated,
-            self.use_bias,
-            self.kernel_init,
-            self.output_init,
-            self.dtype,
-            self.param_dtype,
-            name="experts",
-        )(x.shape[-1])
+        settings = (self.gated, self.use_bias, self.kernel_init, self.output_init, self.dtype, self.param_dtype)
+        experts = _Experts(moe.num_experts, self.width, *settings, name="experts")(x.shape[-1])
         y = _over_devices(x.astype(self.dtype), chosen, weights, experts, moe.num_experts, self.activation)
         if moe.shared_experts:
-            shared = FeedForward(
-                moe.shared_experts * self.width,
-                self.activation,
-                self.gated,
-                self.use_bias,
-                self.kernel_init,
-                self.output_init,
-                self.dtype,
-                self.param_dtype,
-                name="shared",
-            )
+            shared = FeedForward(moe.shared_experts * self.width, self.activation, *settings, name="shared")
             y = y + shared(x)
         return y, aux
 

@@ -10,7 +10,7 @@ import numpy as np
 from transformer.config import HeadTransform
 from transformer.nn.models import Classifier, Embedder, MaskedLM
 from transformer.zoo.family import Family, Head, Variant
-from transformer.zoo.fields import ACTIVATIONS, Codec, Field, Fixed, Labels, Unread
+from transformer.zoo.fields import ACTIVATIONS, Codec, Field, Fixed, Labels, Unread, training_fields
 from transformer.zoo.weights.rules import MATRIX, SAME, Relation, Rule, Shape, linear, modules, norm
 
 
@@ -94,21 +94,25 @@ def first_token_head(
     )
 
 
-def encoder_fields(*, epsilon: float = 1e-12) -> tuple[Codec, ...]:
+LAYER_FIELDS = (
+    Field("hidden_size", "d_model", 768),
+    Field("num_hidden_layers", "num_layers", 12),
+    Field("num_attention_heads", "num_heads", 12),
+    Field("intermediate_size", "d_ff", 3072),
+    Field("hidden_act", "activation", "gelu", ACTIVATIONS),
+    Field("layer_norm_eps", "norm_epsilon", 1e-12),
+)
+"""the layers of BERT and of ViT"""
+
+
+def encoder_fields() -> tuple[Codec, ...]:
     """The fields that BERT and those after it share, without those of positions."""
     return (
         Field("vocab_size", "vocab_size"),
-        Field("hidden_size", "d_model", 768),
-        Field("num_hidden_layers", "num_layers", 12),
-        Field("num_attention_heads", "num_heads", 12),
-        Field("intermediate_size", "d_ff", 3072),
-        Field("hidden_act", "activation", "gelu", ACTIVATIONS),
-        Field("layer_norm_eps", "norm_epsilon", epsilon),
+        *LAYER_FIELDS,
         Field("type_vocab_size", "embedding.token_types", 2),
         Field("tie_word_embeddings", "embedding.tie", True),
-        Field("hidden_dropout_prob", "dropout_rate", 0.1),
-        Field("attention_probs_dropout_prob", "attention.dropout_rate", 0.1),
-        Field("initializer_range", "initializer_range", 0.02),
+        *training_fields("hidden_dropout_prob", "attention_probs_dropout_prob", rates=0.1),
         Fixed("position_embedding_type", ("absolute",)),
         Unread(
             ("output_past", "directionality", "pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers")

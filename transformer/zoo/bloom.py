@@ -8,7 +8,7 @@ from typing import Any
 
 from transformer.config import TransformerConfig
 from transformer.zoo.family import Family, Variant
-from transformer.zoo.fields import Codec, Field, FieldError, Fixed, Unread
+from transformer.zoo.fields import Codec, Field, FieldError, Fixed, Unread, training_fields
 from transformer.zoo.gpt_neox import megatron_layer_rules
 from transformer.zoo.llama import decoder_heads
 from transformer.zoo.weights.rules import Rule, norm
@@ -67,9 +67,7 @@ BLOOM = Family(
         OneOf(("n_head", "num_attention_heads"), "num_heads"),
         Field("layer_norm_epsilon", "norm_epsilon", 1e-5),
         Field("tie_word_embeddings", "embedding.tie", True),
-        Field("hidden_dropout", "dropout_rate", 0.0),
-        Field("attention_dropout", "attention.dropout_rate", 0.0),
-        Field("initializer_range", "initializer_range", 0.02),
+        *training_fields("hidden_dropout", "attention_dropout"),
         Fixed("apply_residual_connection_post_layernorm", (False,)),
         Fixed("slow_but_exact", (False,)),
         # How the training program computed it.

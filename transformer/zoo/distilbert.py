@@ -8,7 +8,7 @@ from transformer.config import HeadTransform, TransformerConfig
 from transformer.nn.models import Embedder, MaskedLM
 from transformer.zoo.bert import BERT_CONSTANTS, OLD_NORMS, first_token_head, masked_transform
 from transformer.zoo.family import Family, Head, Variant
-from transformer.zoo.fields import ACTIVATIONS, Field, Unread
+from transformer.zoo.fields import ACTIVATIONS, Field, Unread, training_fields
 from transformer.zoo.weights.rules import Rule, linear, modules, norm
 
 
@@ -75,9 +75,7 @@ DISTILBERT = Family(
         Field("hidden_dim", "d_ff", 3072),
         Field("activation", "activation", "gelu", ACTIVATIONS),
         Field("tie_word_embeddings", "embedding.tie", True),
-        Field("dropout", "dropout_rate", 0.1),
-        Field("attention_dropout", "attention.dropout_rate", 0.1),
-        Field("initializer_range", "initializer_range", 0.02),
+        *training_fields("dropout", "attention_dropout", rates=0.1),
         # Sinusoidal tables are in the files, too: the field says what training began with.
         Unread(("sinusoidal_pos_embds", "qa_dropout", "seq_classif_dropout", "tie_weights_", "output_past")),
     ),

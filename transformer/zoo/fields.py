@@ -133,6 +133,19 @@ class Field(Codec):
         return {}
 
 
+def training_fields(
+    dropout: str, attention: str, initializer: str = "initializer_range", *, rates: float = 0.0, spread: float = 0.02
+) -> tuple[Field, ...]:
+    """The fields that change training alone: rates of dropout of the layers and of attention weights, and the spread of
+    initial weights, by their names.
+    """
+    return (
+        Field(dropout, "dropout_rate", rates),
+        Field(attention, "attention.dropout_rate", rates),
+        Field(initializer, "initializer_range", spread),
+    )
+
+
 @dataclass(frozen=True)
 class Fixed(Codec):
     """The field `name`, which must have one of the `choices`, the first where it is missing."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from transformer.config import TransformerConfig
 from transformer.zoo.family import Family, Variant
-from transformer.zoo.fields import ACTIVATIONS, Field, Fixed, Unread
+from transformer.zoo.fields import ACTIVATIONS, Field, Fixed, Unread, training_fields
 from transformer.zoo.llama import LANGUAGE_MODEL, LAST_TOKEN
 from transformer.zoo.weights.rules import SAME, VECTOR, Fused, Reshaped, Rule, fused, linear, norm
 
@@ -51,9 +51,7 @@ GPT2 = Family(
         Field("activation_function", "activation", "gelu_new", ACTIVATIONS),
         Field("layer_norm_epsilon", "norm_epsilon", 1e-5),
         Field("tie_word_embeddings", "embedding.tie", True),
-        Field("resid_pdrop", "dropout_rate", 0.1),
-        Field("attn_pdrop", "attention.dropout_rate", 0.1),
-        Field("initializer_range", "initializer_range", 0.02),
+        *training_fields("resid_pdrop", "attn_pdrop", rates=0.1),
         Fixed("scale_attn_weights", (True,)),
         Fixed("scale_attn_by_inverse_layer_idx", (False,)),
         Unread(

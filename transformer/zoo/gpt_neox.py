@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from transformer.config import TransformerConfig
 from transformer.nn.models import CausalLM
 from transformer.zoo.family import Family, Head, Variant
-from transformer.zoo.fields import ACTIVATIONS, Field, Rope, Unread
+from transformer.zoo.fields import ACTIVATIONS, Field, Rope, Unread, training_fields
 from transformer.zoo.llama import LAST_TOKEN
 from transformer.zoo.weights.rules import MATRIX, VECTOR, FusedByHead, Rule, fused, modules, norm
 
@@ -66,9 +66,7 @@ GPT_NEOX = Family(
         Field("attention_bias", "attention.biases", True, {True: None, False: ()}),
         Rope(default_share=0.25, share_name="rotary_pct", base_name="rotary_emb_base"),
         Field("tie_word_embeddings", "embedding.tie", False),
-        Field("hidden_dropout", "dropout_rate", 0.0),
-        Field("attention_dropout", "attention.dropout_rate", 0.0),
-        Field("initializer_range", "initializer_range", 0.02),
+        *training_fields("hidden_dropout", "attention_dropout"),
         # Dropouts by names that the reference doesn't read.
         Unread(("attention_probs_dropout_prob", "hidden_dropout_prob")),
     ),

@@ -20,6 +20,7 @@ from transformer.zoo.fields import (
     Unread,
     fold,
     read_rotary,
+    training_fields,
     write_rotary,
 )
 from transformer.zoo.weights.rules import MATRIX, MERGED, VECTOR, Fused, Rule, fused, layer_kinds, linear, norm
@@ -160,9 +161,7 @@ MODERNBERT = Family(
         Biases(attention="attention_bias", feed_forward="mlp_bias"),
         GlobalAndLocal(),
         Field("tie_word_embeddings", "embedding.tie", True),
-        Field("embedding_dropout", "dropout_rate", 0.0),
-        Field("attention_dropout", "attention.dropout_rate", 0.0),
-        Field("initializer_range", "initializer_range", 0.02),
+        *training_fields("embedding_dropout", "attention_dropout"),
         Fixed("rope_scaling", (None,)),
         Unread(
             # Those of other heads first; then those that change speed or losses; last what nothing reads.

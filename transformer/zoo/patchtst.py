@@ -12,7 +12,7 @@ from transformer.config import Series, TransformerConfig
 from transformer.nn.models import Forecaster
 from transformer.zoo.bart import attention_rules
 from transformer.zoo.family import Family, Head
-from transformer.zoo.fields import ACTIVATIONS, Codec, Field, FieldError, Fixed, Unread
+from transformer.zoo.fields import ACTIVATIONS, Codec, Field, FieldError, Fixed, Unread, training_fields
 from transformer.zoo.weights.rules import MATRIX, Relation, Row, Rule, Shape, linear, norm
 
 
@@ -143,9 +143,7 @@ PATCHTST = Family(
         Field("norm_type", "norm", "batchnorm", {"batchnorm": "frozen_batch_norm", "layernorm": "layer_norm"}),
         Field("norm_eps", "norm_epsilon", 1e-5),
         Field("pre_norm", "norm_position", True, {True: "pre", False: "post"}),
-        Field("path_dropout", "dropout_rate", 0.0),
-        Field("attention_dropout", "attention.dropout_rate", 0.0),
-        Field("init_std", "initializer_range", 0.02),
+        *training_fields("path_dropout", "attention_dropout", "init_std"),
         SeriesSizes(),
         Fixed("loss", ("mse",)),
         Fixed("channel_attention", (False,)),

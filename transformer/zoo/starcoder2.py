@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from transformer.config import TransformerConfig
 from transformer.zoo.family import Variant
-from transformer.zoo.fields import ACTIVATIONS, Field, Fixed, Rope, Unread
+from transformer.zoo.fields import ACTIVATIONS, Field, Fixed, Rope, Unread, training_fields
 from transformer.zoo.llama import Heads, attention_rules, decoder_family, decoder_variant, norm_rules
 from transformer.zoo.mistral import SameWindow
 from transformer.zoo.weights.rules import Rule, modules
@@ -40,9 +40,7 @@ STARCODER2 = decoder_family(
         Field("norm_epsilon", "norm_epsilon", 1e-5),
         Field("use_bias", "use_bias", True),
         Field("tie_word_embeddings", "embedding.tie", True),
-        Field("residual_dropout", "dropout_rate", 0.0),
-        Field("attention_dropout", "attention.dropout_rate", 0.0),
-        Field("initializer_range", "initializer_range", 0.018042),
+        *training_fields("residual_dropout", "attention_dropout", spread=0.018042),
         Rope(),
         SameWindow(None),
         Fixed("norm_type", ("layer_norm",)),

@@ -10,8 +10,9 @@ import numpy as np
 
 from transformer.config import Patches, TransformerConfig
 from transformer.nn.models import VisionClassifier
+from transformer.zoo.bert import LAYER_FIELDS
 from transformer.zoo.family import Family, Head, Variant
-from transformer.zoo.fields import ACTIVATIONS, Codec, Field, FieldError, Labels, Unread
+from transformer.zoo.fields import Codec, FieldError, Labels, Unread, training_fields
 from transformer.zoo.weights.rules import Relation, Row, Rule, Shape, linear, modules, norm
 
 
@@ -109,15 +110,8 @@ VIT = Family(
     heads={"ViTForImageClassification": Head(model=VisionClassifier)},
     constants={"norm": "layer_norm", "position": "learned", "embedding.scale": False, "output.pooling": "first"},
     fields=(
-        Field("hidden_size", "d_model", 768),
-        Field("num_hidden_layers", "num_layers", 12),
-        Field("num_attention_heads", "num_heads", 12),
-        Field("intermediate_size", "d_ff", 3072),
-        Field("hidden_act", "activation", "gelu", ACTIVATIONS),
-        Field("layer_norm_eps", "norm_epsilon", 1e-12),
-        Field("hidden_dropout_prob", "dropout_rate", 0.0),
-        Field("attention_probs_dropout_prob", "attention.dropout_rate", 0.0),
-        Field("initializer_range", "initializer_range", 0.02),
+        *LAYER_FIELDS,
+        *training_fields("hidden_dropout_prob", "attention_probs_dropout_prob"),
         InputBiases(),
         PatchSizes(),
         Labels(),

@@ -10,7 +10,7 @@ from transformer.config import Speech, TransformerConfig
 from transformer.nn.models import SpeechToText
 from transformer.zoo.bart import BothStacks, StackLayers, stack_rules
 from transformer.zoo.family import Family, Head, Variant
-from transformer.zoo.fields import ACTIVATIONS, Codec, Field, Fixed, Unread
+from transformer.zoo.fields import ACTIVATIONS, Field, Fixed, Unread, training_fields
 from transformer.zoo.vit import Convolution
 from transformer.zoo.weights.rules import MATRIX, Rule, linear, norm
 
@@ -72,9 +72,7 @@ WHISPER = Family(
         BothStacks("attention_heads", "num_heads"),
         Field("activation_function", "activation", "gelu", ACTIVATIONS),
         Field("tie_word_embeddings", "embedding.tie", True),
-        Field("dropout", "dropout_rate", 0.0),
-        Field("attention_dropout", "attention.dropout_rate", 0.0),
-        Field("init_std", "initializer_range", 0.02),
+        *training_fields("dropout", "attention_dropout", "init_std"),
         Fixed("is_encoder_decoder", (True,)),
         Unread(
             # Read into the model and never multiplied.
