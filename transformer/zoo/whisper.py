@@ -10,7 +10,7 @@ from transformer.config import Speech, TransformerConfig
 from transformer.nn.models import SpeechToText
 from transformer.zoo.bart import BothStacks, StackLayers, stack_rules
 from transformer.zoo.family import Family, Head, Variant
-from transformer.zoo.fields import ACTIVATIONS, Field, Fixed, Unread, training_fields
+from transformer.zoo.fields import ACTIVATIONS, Codec, Field, Fixed, Unread, training_fields
 from transformer.zoo.vit import Convolution
 from transformer.zoo.weights.rules import MATRIX, Rule, linear, norm
 
