@@ -81,7 +81,7 @@ def test_only_what_lies_there_as_it_is_goes_undecoded():
     kinds = {
         "a text": (tfds.features.Text(), "bytes_list"),
         "a text as ids": (tfds.features.Text(encoder=tfds.deprecated.text.ByteTextEncoder()), None),
-        "a whole number": (tfds.features.Scalar(dtype=np.int32), "int64_list"),
+        "an integer": (tfds.features.Scalar(dtype=np.int32), "int64_list"),
         "a fraction": (tfds.features.Scalar(dtype=np.float32), None),
         "a truth": (tfds.features.Scalar(dtype=np.bool_), None),
         "several numbers": (tfds.features.Tensor(shape=(2,), dtype=np.int64), None),

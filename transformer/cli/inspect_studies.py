@@ -275,7 +275,7 @@ def _check_no_flag_was_meant(words: Sequence[str]) -> None:
         if option.startswith("--") and option not in known:
             hint = nearest(option, [*known, *STUDIES])
             if hint != nearest(option, known):
-                raise ConfigError(f"inspect has no option {option}.{hint} --help shows them all.")
+                raise ConfigError(f"inspect has no option {option}.{hint} --help lists all options.")
 
 
 def _check_words(flag: str, words: Sequence[str]) -> None:
@@ -298,7 +298,7 @@ def _check_words(flag: str, words: Sequence[str]) -> None:
                         f"{option} belongs to {other}: leave it out, or ask for {other} instead of {flag}."
                     )
             hint = nearest(option, [*known, *STUDIES, "--help"])
-            raise ConfigError(f"inspect {flag} has no option {option}.{hint} --help shows them all.")
+            raise ConfigError(f"inspect {flag} has no option {option}.{hint} --help lists all options.")
 
 
 def _plain(rows: Iterable[Any]) -> list[dict[str, Any]]:

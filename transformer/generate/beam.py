@@ -56,7 +56,7 @@ class Beam:
     def __post_init__(self):
         self._check("size", Integral, "an integer of at least 1", lambda x: x >= 1)
         self._check("alpha", Real, "a finite number of at least 0 (0: no length penalty)", lambda x: 0 <= x < math.inf)
-        self._check("n_best", Integral, f"a whole number from 1 to size ({self.size})", lambda x: 1 <= x <= self.size)
+        self._check("n_best", Integral, f"an integer from 1 to size ({self.size})", lambda x: 1 <= x <= self.size)
         self._check("length_ratio", Real, "a finite number of at least 0", lambda x: 0 <= x < math.inf)
         self._check("length_extra", Integral, "an integer of at least 0", lambda x: x >= 0)
         if self.length_ratio == self.length_extra == 0:

@@ -329,7 +329,7 @@ def _unknown_fields(values: Mapping[str, Any], known: Collection[str]) -> list[s
 
 
 def _is_too_large(value: Any) -> bool:
-    """Whether a value of config.json is, or holds, a whole number that no model has."""
+    """Whether a value of config.json is, or holds, an integer that no model has."""
     inside = [value]
     for one in inside:
         inside += one.values() if isinstance(one, dict) else one if isinstance(one, list) else ()

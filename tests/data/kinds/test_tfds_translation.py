@@ -52,7 +52,7 @@ class TinyTranslate(tfds.core.GeneratorBasedBuilder):
 
 
 def base7(number):
-    """Digits of a whole number, to base 7."""
+    """Digits of an integer, to base 7."""
     return base7(number // 7) + str(number % 7) if number >= 7 else str(number)
 
 

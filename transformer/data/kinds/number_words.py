@@ -33,7 +33,7 @@ from transformer.data.prepared import Prepared
 Language = Literal["en", "es", "pt", "ru", "fr", "de", "it"]
 
 ONE_WORD_LANGUAGES = ("de", "it")
-"""Languages that write a whole number as one word: a word vocabulary can't encode unseen numbers."""
+"""Languages that write an integer as one word: a word vocabulary can't encode unseen numbers."""
 
 NORMALIZATION_OF = {"en": "english_number_words", "pt": "portuguese_number_words"}
 """normalization by language; other languages use number_words"""
