@@ -9,8 +9,8 @@ import tokenizers
 
 from transformer.config import Execution, TransformerConfig
 from transformer.data import SST2
+from transformer.nn._sharding import ParallelConfig
 from transformer.nn.models import MaskedLM
-from transformer.nn.sharding import ParallelConfig
 from transformer.training import (
     CheckpointConfig,
     EvaluationConfig,
@@ -21,7 +21,7 @@ from transformer.training import (
 )
 from transformer.training.lora import LoRA
 from transformer.zoo import abstract_params, save_pretrained
-from transformer.zoo.bert import BERT
+from transformer.zoo._bert import BERT
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "good", "bad", "film", "a", "the", "very", "not", "##s"]
 SIZES = {

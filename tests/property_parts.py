@@ -13,7 +13,7 @@ from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
 
 from transformer.config import MLA, Execution, HeadTransform, LayerKind, MoE, RotaryScaling, TransformerConfig
-from transformer.nn.masks import Mask
+from transformer.nn._masks import Mask
 from transformer.nn.models import CausalLM, MaskedLM, Seq2Seq
 
 MODELS = {"decoder": CausalLM, "encoder": MaskedLM, "encoder-decoder": Seq2Seq}

@@ -21,10 +21,11 @@ from transformer.__main__ import main
 from transformer.config import ConfigError, Execution, TransformerConfig
 from transformer.data import NumberWords
 from transformer.generate import Beam, Hypothesis, beam_search
-from transformer.inference import open_model, translate_lines, translating
-from transformer.nn.sharding import ParallelConfig
+from transformer.inference import _translating as translating
+from transformer.inference import open_model, translate_lines
+from transformer.nn._sharding import ParallelConfig
 from transformer.training import EvaluationConfig, LoggingConfig, OptimizerConfig, Recipe, TrainingConfig
-from transformer.training.loop import train
+from transformer.training._loop import train
 
 ROOT = Path(__file__).resolve().parents[2]
 WORDS = ["the", "a", "cat", "dog", "sat", "ran", "on", "under"]

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import pytest
 
 from transformer.config import Execution, LayerKind, TransformerConfig
-from transformer.nn.attention import MultiHeadAttention
+from transformer.nn._attention import MultiHeadAttention
 from transformer.nn.models import CausalLM, Classifier, Seq2Seq
-from transformer.viz.studies.sizes import sizes, sizes_table
+from transformer.viz.studies._sizes import sizes, sizes_table
 
 CONFIG = TransformerConfig(
     vocab_size=31, d_model=22, num_layers=3, num_heads=6, num_kv_heads=3, head_dim=4, value_dim=5, d_ff=13

@@ -1,0 +1,152 @@
+"""Text of one's own, by path: UTF-8 with or without a byte order mark, any line ends, refused when it can't be text."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from transformer.config._checks import nearest
+
+
+def read_text(path: str) -> str:
+    """A whole text file, each line ended by a line feed alone.
+
+    FileNotFoundError if there is none; ValueError if it is a folder, empty, or no UTF-8 text (with the byte's place).
+    """
+    file = Path(path).expanduser()
+    if not file.exists():
+        siblings = [other.name for other in file.parent.iterdir()] if file.parent.is_dir() else []
+        raise FileNotFoundError(f"no file {path}.{nearest(file.name, siblings)} Check the path.")
+    if not file.is_file():
+        raise ValueError(f"{path} is not a file. Name one text file.")
+    content = file.read_bytes()
+    if content.startswith((b"\xff\xfe", b"\xfe\xff")):
+        raise ValueError(f"{path} is UTF-16: expected UTF-8. Convert it, for example with `iconv -f UTF-16 -t UTF-8`.")
+    if (place := content.find(b"\0")) >= 0:
+        raise ValueError(f"{path} is a binary file: expected UTF-8 text, got a NUL byte at byte {place}.")
+    try:
+        text = content.removeprefix(b"\xef\xbb\xbf").decode("utf-8")
+    except UnicodeDecodeError as error:
+        place = error.start + len(content) - len(content.removeprefix(b"\xef\xbb\xbf"))
+        raise ValueError(
+            f"{path} is no UTF-8 text: byte {place} is 0x{content[place]:02x}. If it is text in another encoding, "
+            "convert it, for example with `iconv -f LATIN1 -t UTF-8`."
+        ) from None
+    if not text.strip():
+        raise ValueError(f"{path} is empty: expected text, got {len(content)} bytes without any.")
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def read_lines(path: str) -> list[str]:
+    """The lines of a text file, stripped. Only line feeds end a line, as for other tools that count them."""
+    return [line.strip() for line in read_text(path).removesuffix("\n").split("\n")]
+
+
+def read_json_lines(path: str, field: str) -> list[str]:
+    """The documents of a JSON-lines file; empty lines and empty documents are skipped.
+
+    FileNotFoundError and ValueError as `read_text`; ValueError also names a line that is no JSON object with text in
+    `field`.
+    """
+    documents = []
+    for number, line in enumerate(read_lines(path), 1):
+        if not line:
+            continue
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path}, line {number}: expected a JSON object, got {line[:40]!r} ({error}).") from None
+        if not isinstance(record, dict):
+            raise ValueError(f"{path}, line {number}: expected a JSON object, got {type(record).__name__}.")
+        if not isinstance(record.get(field), str):
+            got = (
+                f"{type(record[field]).__name__} in it" if field in record else f"fields {', '.join(record) or 'none'}"
+            )
+            raise ValueError(
+                f"{path}, line {number}: expected text in field {field!r}, got {got}.{nearest(field, record)} "
+                "Name the field that holds the text (--data.field)."
+            )
+        document = record[field].replace("\r\n", "\n").replace("\r", "\n")
+        if document.strip():
+            documents.append(document)
+    if not documents:
+        raise ValueError(f"{path} is empty: expected documents in field {field!r}, got none with text.")
+    return documents
+
+
+def read_pairs(source_path: str, target_path: str | None) -> tuple[list[tuple[str, str]], int]:
+    """Sentence pairs and how many lines were skipped because a side was empty.
+
+    From two files of as many lines, or, without `target_path`, from one with source, tab, target in each line.
+    FileNotFoundError and ValueError as `read_text`, ValueError also for lines that make no pairs.
+    """
+    if target_path is None:
+        rows = [line.split("\t") for line in _tab_lines(source_path)]
+        for number, row in enumerate(rows, 1):
+            if len(row) != 2 and row != [""]:
+                raise ValueError(
+                    f"{source_path}, line {number}: expected source, one tab, target; got {len(row) - 1} tabs in "
+                    f"{' | '.join(row)[:60]!r}. Mend the line, or give two files (--data.target-path)."
+                )
+        pairs = [(row[0].strip(), row[-1].strip() if len(row) == 2 else "") for row in rows]
+    else:
+        sources, targets = read_lines(source_path), read_lines(target_path)
+        if len(sources) != len(targets):
+            raise ValueError(
+                f"source and target must have as many lines: {source_path} has {len(sources)}, {target_path} has "
+                f"{len(targets)}. Line n of one translates line n of the other."
+            )
+        pairs = list(zip(sources, targets, strict=True))
+    kept = [pair for pair in pairs if all(pair)]
+    if not kept:
+        raise ValueError(f"{source_path} has no pair with text on both sides ({len(pairs)} lines read).")
+    return kept, len(pairs) - len(kept)
+
+
+def read_labeled(path: str, text_column: str, label_column: str) -> list[tuple[str, str]]:
+    """Texts and their labels, of a tab-separated file whose first line names its columns; empty lines are skipped.
+
+    A quotation mark is a character like others, as in the files of GLUE. FileNotFoundError and ValueError as
+    `read_text`; ValueError also for columns that are not there, and for a line without them or with an empty one.
+    """
+    header, *rows = (line.split("\t") for line in _tab_lines(path))
+    places = []
+    for column in (text_column, label_column):
+        if column not in header:
+            raise ValueError(
+                f"{path} has no column {column!r}: its first line names {', '.join(map(repr, header))[:200]}."
+                f"{nearest(column, header)} Name the columns in the first line, between tabs."
+            )
+        places.append(header.index(column))
+    pairs = []
+    for number, row in enumerate(rows, 2):
+        if row == [""]:
+            continue
+        if len(row) != len(header) or not all(row[place].strip() for place in places):
+            raise ValueError(
+                f"{path}, line {number}: expected {len(header)} columns as in the first line, with a {text_column} and "
+                f"a {label_column}; got {len(row)}: {' | '.join(row)[:60]!r}. Mend the line."
+            )
+        pairs.append(tuple(row[place].strip() for place in places))
+    if not pairs:
+        raise ValueError(f"{path} has a first line and nothing below it: expected texts and labels.")
+    return pairs
+
+
+def _tab_lines(path: str) -> list[str]:
+    lines = read_text(path).removesuffix("\n").split("\n")
+    return ["" if not line.strip() else line for line in lines]
+
+
+def cut(count: int, share: float, path: str, what: str, option: str = "--data.validation-path") -> int:
+    """Return the index at which the held-out end begins, so that both parts are nonempty.
+
+    Raises:
+        ValueError: fewer than 2 in all; the message names the `option` that takes a second file.
+    """
+    if count < 2:
+        raise ValueError(
+            f"{path} has too little to hold some out: expected at least 2 {what}, got {count}. Give more text, or a "
+            f"second file to evaluate on ({option})."
+        )
+    return min(max(int(count * (1 - share)), 1), count - 1)

@@ -1,0 +1,239 @@
+"""Numbers written out in seven languages, and which of them are trained on, watched, tested and taken for granted.
+
+The words come from num2words, corrected where it errs below a million (version 0.5.14):
+
+* Spanish: "uno" loses its ending before "mil": 21 000 is "veintiún mil", 31 000 "treinta y un mil", 201 000 "doscientos
+  un mil" (RAE, Diccionario panhispánico de dudas, "cardinales").
+* German: "eins" is "ein" before "tausend": 101 000 is "einhunderteintausend" (Duden).
+* Italian: 118 is "centodiciotto", not "centodicotto"; a number that ends in "tre" is stressed there: "centoventitré"
+  (Treccani, "tre").
+* English: no comma after "thousand", as numbers are written in running text; "and" stays (British).
+
+Portuguese is European ("dezasseis"), French uses hyphens as before 1990 ("vingt et un", "quatre-vingt-deux").
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import random
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+
+from transformer.config._checks import ConfigError, check_choice, nearest
+from transformer.data._config import WORDS, TokenizerConfig, check_whole
+from transformer.data._dataset import Example
+from transformer.data._pairs import PairConfig, Pairs
+from transformer.data._prepared import Prepared
+
+Language = Literal["en", "es", "pt", "ru", "fr", "de", "it"]
+
+ONE_WORD_LANGUAGES = ("de", "it")
+"""Languages that write a whole number as one word: a vocabulary of words can't meet a number it never saw."""
+
+NORMALIZATION_OF = {"en": "english_number_words", "pt": "portuguese_number_words"}
+"""normalization of number words by their language; of all others: number_words"""
+
+BASIC_SHARE = 0.15
+"""Share of training pairs drawn from 0-20 and d x 10^k. Drawn by digit count alone, 100 or 10 000 hardly ever come."""
+
+ROUND_SHARE = 0.15
+"""Share of training pairs with at most two digits that are not 0, such as 40 300 or 700 002."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NumberWords(PairConfig):
+    """Whole numbers below 10^max_digits, written out in two languages: small, exact, hard to learn by heart.
+
+    Raises:
+        ConfigError: one language twice, a number out of range, or a word tokenizer where a number is one word.
+    """
+
+    kind: ClassVar[str] = "number_words"
+    group_name: ClassVar[str] = "digits"
+    bleu_tokenization: ClassVar[None] = None
+
+    source_language: Language = "en"
+    """language to read"""
+    target_language: Language = "es"
+    """language to write"""
+    max_digits: int = 6
+    """most digits of a number, 2 to 6"""
+    train_examples: int = 60_000
+    """pairs to train on, drawn once (held-out numbers are never among them)"""
+    test_examples: int = 1_000
+    """numbers to test on, never seen in training, as even over digit counts as there are numbers"""
+    validation_examples: int = 500
+    """numbers to watch during training, never trained on and not in the test"""
+    tokenizer: TokenizerConfig = WORDS
+    """how text becomes token ids; de and it write a number as one word and need char, byte or bpe"""
+    data_dir: str | None = None
+    """where TFDS keeps prepared data (None: $TFDS_DATA_DIR, else ~/tensorflow_datasets)"""
+
+    def __post_init__(self):
+        super().__post_init__()
+        for field in ("source_language", "target_language"):
+            check_choice(field, getattr(self, field), Language.__args__)
+        if self.source_language == self.target_language:
+            raise ConfigError(
+                f"source_language and target_language are both {self.source_language!r}. Give two different ones of "
+                f"{', '.join(Language.__args__)}."
+            )
+        check_whole(self, "max_digits", least=2)
+        if self.max_digits > 6:
+            raise ConfigError(f"max_digits must be from 2 to 6 (numbers below a million), got {self.max_digits}.")
+        check_whole(self, "train_examples", least=200)
+        check_whole(self, "test_examples", "validation_examples")
+        for language in (self.source_language, self.target_language):
+            if language in ONE_WORD_LANGUAGES and self.tokenizer.kind == "word":
+                raise ConfigError(
+                    f"a word tokenizer can't be used with language {language!r}, which writes a number as one word: a "
+                    "number never seen would be an unknown word. Take tokenizer.kind char, byte or bpe."
+                )
+
+    def read(self) -> Pairs:
+        """Return the pairs, each number as often as it was drawn."""
+        found = _prepared(self).records(self.data_dir)
+        splits = {
+            split: [
+                example
+                for row in sorted(rows, key=lambda row: row["number"])
+                for example in [Example(row["source"].decode(), row["target"].decode(), str(len(str(row["number"]))))]
+                * row["times"]
+            ]
+            for split, rows in found.items()
+        }
+        return Pairs(splits, NORMALIZATION_OF.get(self.source_language, "number_words"))
+
+
+def _prepared(config: NumberWords) -> Prepared:
+    """Describe the dataset of these options: splits train, validation, test and basics (0-20 and d x 10^k)."""
+    languages = config.source_language, config.target_language
+    digits, counts = config.max_digits, (config.train_examples, config.validation_examples, config.test_examples)
+
+    def examples(files: Any) -> dict[str, Iterator[tuple[int, dict]]]:
+        del files
+        numbers = {
+            "train": training_numbers(digits, config.train_examples),
+            "validation": held_out_numbers("validation", digits, config.validation_examples),
+            "test": held_out_numbers("test", digits, config.test_examples),
+            "basics": basic_numbers(digits),
+        }
+        return {split: _in_words(drawn, *languages) for split, drawn in numbers.items()}
+
+    return Prepared(
+        name="number_words",
+        # The variant names every option that changes the data, so that no two share prepared files.
+        variant="_".join(map(str, (*languages, digits, "digits", *counts))),
+        description="Whole numbers written out in two languages, from num2words with corrections.",
+        features=lambda features: {
+            "number": features.Scalar(dtype=np.int32),
+            "times": features.Scalar(dtype=np.int32, doc="how often the number was drawn"),
+            "source": features.Text(),
+            "target": features.Text(),
+        },
+        examples=examples,
+    )
+
+
+def _in_words(numbers: list[int], source: str, target: str) -> Iterator[tuple[int, dict]]:
+    for number, times in Counter(numbers).items():
+        yield (
+            number,
+            {"number": number, "times": times, "source": words(number, source), "target": words(number, target)},
+        )
+
+
+def words(number: int, language: str) -> str:
+    """A whole number from 0 to 999,999 in words, in one of `Language`. ValueError for anything else.
+
+    >>> words(742, "en"), words(21_000, "es")
+    ('seven hundred and forty-two', 'veintiún mil')
+    """
+    if language not in Language.__args__:
+        known = Language.__args__
+        raise ValueError(f"language must be one of {', '.join(known)}, got {language!r}.{nearest(language, known)}")
+    if not 0 <= number < 1_000_000:
+        raise ValueError(f"number must be from 0 to 999,999, got {number}.")
+    text = _num2words()(number, lang=language)
+    if language == "en":
+        return text.replace(",", "")
+    if language == "es":
+        return text.replace("veintiuno mil", "veintiún mil").replace("uno mil", "un mil")
+    if language == "de":
+        return text.replace("einstausend", "eintausend")
+    if language == "it":
+        text = text.replace("dicotto", "diciotto")
+        return text[:-1] + "é" if text.endswith("tre") and number > 3 else text
+    return text
+
+
+@functools.cache
+def _num2words():
+    import num2words
+
+    return num2words.num2words
+
+
+def basic_numbers(max_digits: int) -> list[int]:
+    """0 to 20 and d x 10^k: the vocabulary of numbers. Never held out, since no rule gives "thirteen" or "cuarenta"."""
+    round_ones = {digit * 10**zeros for zeros in range(max_digits) for digit in range(1, 10)}
+    return sorted(set(range(21)) | round_ones)
+
+
+def role(number: int) -> str:
+    """`"train"` (8 of 10), `"validation"` or `"test"` for a number that is not basic, by a hash of the number alone.
+
+    Decided before anything is drawn and the same for every pair of languages, so no drawing can let a number slip.
+    """
+    tenth = int.from_bytes(hashlib.sha256(str(number).encode()).digest()[:8], "big") % 10
+    return {0: "test", 1: "validation"}.get(tenth, "train")
+
+
+def held_out_numbers(split: str, max_digits: int, count: int) -> list[int]:
+    """Up to `count` numbers of a held-out split, as evenly spread over digit counts as there are numbers.
+
+    There are 7 two-digit and about 90 three-digit numbers to test on, and thousands of longer ones.
+    """
+    basic = set(basic_numbers(max_digits))
+    chosen: list[int] = []
+    for digits in range(2, max_digits + 1):
+        share = (count - len(chosen)) // (max_digits + 1 - digits)
+        draw = random.Random(f"{split} {digits}")
+        if digits <= 4:
+            supply = [n for n in range(10 ** (digits - 1), 10**digits) if n not in basic and role(n) == split]
+            chosen += draw.sample(supply, min(share, len(supply)))
+        else:
+            longer: dict[int, None] = {}
+            while len(longer) < min(share, 5_000 * 10 ** (digits - 5)):
+                number = draw.randrange(10 ** (digits - 1), 10**digits)
+                if number not in basic and role(number) == split:
+                    longer[number] = None
+            chosen += longer
+    return sorted(chosen)
+
+
+def training_numbers(max_digits: int, count: int) -> list[int]:
+    """`count` numbers to train on, with repetitions: every basic one, a share of round ones, digit counts evenly."""
+    basic = basic_numbers(max_digits)
+    known = set(basic)
+    draw = random.Random(f"train {max_digits} {count}")
+
+    def of_length() -> int:
+        digits = draw.randint(1, max_digits)
+        return draw.randrange(10 ** (digits - 1) if digits > 1 else 0, 10**digits)
+
+    def few_digits() -> int:
+        return sum(draw.randint(1, 9) * 10 ** draw.randrange(max_digits) for _ in range(2))
+
+    numbers = basic + draw.choices(basic, k=max(0, round(BASIC_SHARE * count) - len(basic)))
+    while len(numbers) < count:
+        number = few_digits() if draw.random() < ROUND_SHARE / (1 - BASIC_SHARE) else of_length()
+        if number < 10**max_digits and (number in known or role(number) == "train"):
+            numbers.append(number)
+    draw.shuffle(numbers)
+    return numbers[:count]
