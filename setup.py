@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parent
 
 
 class BuildWithRecipes(build_py):
-    """Copies `configs/*.py` into the wheel as `transformer/recipes/`: `transformer/config/recipe_files.py` reads them.
+    """Copies `configs/*.py` into the wheel as `transformer/recipes/`: `transformer/config/_recipe_files.py` reads them.
 
     An editable installation reads `configs/` itself, so that an edited recipe takes effect. A `package-dir` in
     pyproject.toml could map one folder to the other, but not together with packages that setuptools finds by itself.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from transformer.__main__ import console
-from transformer.cli.train import main
+from transformer.cli._train import main
 
 __all__ = ["main"]
 

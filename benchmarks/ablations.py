@@ -24,11 +24,9 @@ import numpy as np
 from benchmarks.ablations_page import write_page
 from transformer.config import LayerKind
 from transformer.data import Dataset, prepare
-from transformer.training import Recipe
-from transformer.training.loop import train
-from transformer.training.overrides import find_recipe, load_recipe_file
-from transformer.training.summary import Summary
-from transformer.viz.records import read_metrics
+from transformer.training import Recipe, find_recipe, load_recipe_file, train
+from transformer.training._summary import Summary
+from transformer.viz import read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "ablations.json"

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from transformer.viz.curves import compare_losses
+from transformer.viz._curves import compare_losses
 
 Results = Mapping[str, Any]
 PAGE = "without-attention.md"

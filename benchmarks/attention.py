@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from benchmarks.machine import machine
 from benchmarks.side_by_side import last_line, take_turns, times_faster, versions
 from transformer import Mask, dot_product_attention
-from transformer.cli.allocator import keep_freed_memory
+from transformer.cli._allocator import keep_freed_memory
 from transformer.nn.kernels import FUSED_FROM, SLICED_SCORES, WHOLE_SCORES, AttentionShapes, AttentionSpec, choose
 from transformer.viz.studies import forward_and_backward
 

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.side_by_side import ENVIRONMENTS, ROOT, compare, last_line, serve, versions
-from transformer.cli.allocator import keep_freed_memory
+from transformer.cli._allocator import keep_freed_memory
 
 VOCABULARY, BEAM, ALPHA, PAD = 6_000, 4, 0.6, 5_999
 

@@ -20,8 +20,8 @@ from benchmarks.side_by_side import last_line, take_turns, times_faster, version
 from transformer.config import Execution, TransformerConfig
 from transformer.data import TextFile
 from transformer.training import OptimizerConfig, Recipe, TrainingConfig
-from transformer.training.state import abstract_state
-from transformer.training.step import make_train_step
+from transformer.training._state import abstract_state
+from transformer.training._step import make_train_step
 
 ROWS, LENGTH = 2, 32
 GOAL = 1.3

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.side_by_side import ENVIRONMENTS, Worker, compare, last_line, serve, versions
-from transformer.cli.allocator import keep_freed_memory
+from transformer.cli._allocator import keep_freed_memory
 from transformer.config import EmbeddingOptions
 
 PARAMETERS = 124_439_808

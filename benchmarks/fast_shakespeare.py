@@ -24,8 +24,7 @@ from benchmarks.ablations import Variant
 from benchmarks.ablations_page import fill
 from benchmarks.machine import machine
 from benchmarks.results_page import spread
-from transformer.training.loop import train
-from transformer.training.overrides import find_recipe, load_recipe_file
+from transformer.training import find_recipe, load_recipe_file, train
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "shakespeare-fast.json"

@@ -89,8 +89,8 @@ def ours(work: str) -> Callable[[], Any]:
     from transformer.config import Execution
     from transformer.data import TextFile
     from transformer.training import OptimizerConfig, Recipe, TrainingConfig
-    from transformer.training.state import make_state
-    from transformer.training.step import make_train_step
+    from transformer.training._state import make_state
+    from transformer.training._step import make_train_step
 
     rows, length = WORKS[work]
     recipe = Recipe(
@@ -178,7 +178,7 @@ def seconds_of(side: str, work: str = "-", times: int = 10) -> float:
 
 def shakespeare(words: list[str]) -> dict[str, float]:
     """Lowest evaluation loss and seconds of configs/shakespeare_gpu.py."""
-    from transformer.viz.records import read_metrics
+    from transformer.viz import read_metrics
 
     with tempfile.TemporaryDirectory() as folder:
         start = time.perf_counter()

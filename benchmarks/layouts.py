@@ -25,11 +25,10 @@ import numpy as np
 
 from transformer.config import Execution, LayerKind, MoE, StackOptions, TransformerConfig
 from transformer.data import NumberWords, TextFile
-from transformer.nn.sharding import ParallelConfig
-from transformer.training import OptimizerConfig, Recipe, TrainingConfig
-from transformer.training.parallel import place
-from transformer.training.processes import join, part
-from transformer.training.state import TrainState
+from transformer.nn import ParallelConfig
+from transformer.training import OptimizerConfig, Recipe, TrainingConfig, place
+from transformer.training._processes import join, part
+from transformer.training._state import TrainState
 
 ALONE = ParallelConfig(devices=1)
 LAYOUTS = {

@@ -54,7 +54,7 @@ def measure(directory: Path, mesh: int) -> dict[str, float]:
 
     import transformer.nn.models  # noqa: F401  what loading builds: its code is there before anything is measured
     from transformer import load
-    from transformer.nn.sharding import make_mesh
+    from transformer.nn import make_mesh
 
     jax.numpy.zeros(1).block_until_ready()
     on = {"mesh": make_mesh({"fsdp": mesh, "data": -1})} if mesh else {}

@@ -84,7 +84,7 @@ def attention(kernel: str, length: int, target: str) -> int | None:
 
 def draw(lengths: list[int], found: dict[str, dict[str, list[int | None]]], path: Path) -> None:
     """A line for each kernel, a panel for each target; crosses, on the memory's height, are what does not fit it."""
-    from transformer.viz.style import COLORS, dress, new_figure, save
+    from transformer.viz._style import COLORS, dress, new_figure, save
 
     figure = new_figure(5.5 * len(found), 4.2)
     panels = figure.subplots(1, len(found), squeeze=False, sharey=True)[0]

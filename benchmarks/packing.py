@@ -20,12 +20,10 @@ import numpy as np
 
 from benchmarks.machine import machine
 from benchmarks.side_by_side import ROOT, last_line, take_turns, times_faster, versions
-from transformer.cli.allocator import keep_freed_memory
-from transformer.data import Batch, Dataset, padding, prepare
-from transformer.training import Recipe
-from transformer.training.overrides import find_recipe, load_recipe_file, override
-from transformer.training.parallel import place
-from transformer.training.recipe import with_vocabulary
+from transformer.cli._allocator import keep_freed_memory
+from transformer.data import Batch, Dataset, prepare
+from transformer.data._dataset import padding
+from transformer.training import Recipe, find_recipe, load_recipe_file, override, place, with_vocabulary
 
 
 def datasets(recipe: Recipe, packed_lengths: Sequence[int]) -> dict[str, Dataset]:

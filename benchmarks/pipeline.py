@@ -16,7 +16,7 @@ from pathlib import Path
 
 from benchmarks.machine import machine
 from benchmarks.side_by_side import ROOT, last_line, versions
-from transformer.viz.records import read_metrics
+from transformer.viz import read_metrics
 
 RECIPES = {"number_words": "number_words", "shakespeare": "shakespeare_cpu", "multi30k": "multi30k"}
 GOAL = 0.02

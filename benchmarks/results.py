@@ -26,12 +26,11 @@ from typing import Any
 from benchmarks.machine import machine
 from benchmarks.results_page import FIGURES, page
 from transformer.config import ConfigError
-from transformer.data import PLACES
-from transformer.training.overrides import find_recipe, load_recipe_file
-from transformer.training.recipe import Recipe, difference, load_recipe
-from transformer.training.serial import flatten
-from transformer.training.start import RECIPE_S
-from transformer.viz.records import read_metrics
+from transformer.data.kinds import PLACES
+from transformer.training import Recipe, difference, find_recipe, load_recipe, load_recipe_file
+from transformer.training._serial import flatten
+from transformer.training._start import RECIPE_S
+from transformer.viz import read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "docs" / "results"

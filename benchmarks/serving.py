@@ -27,12 +27,12 @@ import numpy as np
 from benchmarks.machine import machine
 from benchmarks.side_by_side import last_line, take_turns, times_faster, versions
 from transformer import CausalLM, TransformerConfig
-from transformer.cli.allocator import keep_freed_memory
+from transformer.cli._allocator import keep_freed_memory
 from transformer.config import EmbeddingOptions
 from transformer.generate import Draft, Sampling, generate
-from transformer.generate.prompts import bucket, pad
-from transformer.generate.sampling import Choice
-from transformer.generate.speculative import decode_with_draft
+from transformer.generate._prompts import bucket, pad
+from transformer.generate._sampling import Choice
+from transformer.generate._speculative import decode_with_draft
 from transformer.inference import Opened, open_model
 
 VOCABULARY, ENDS, MOST = 8_208, 171, 192

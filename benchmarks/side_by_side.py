@@ -15,7 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from transformer.cli.allocator import KEEP, VARIABLE
+from transformer.cli._allocator import KEEP, VARIABLE
 
 ROOT = Path(__file__).resolve().parents[1]
 ANSWER = "worker: "

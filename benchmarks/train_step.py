@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.side_by_side import ENVIRONMENTS, compare, last_line, serve, versions
-from transformer.cli.allocator import keep_freed_memory
+from transformer.cli._allocator import keep_freed_memory
 from transformer.config import EmbeddingOptions
 
 
@@ -110,8 +110,8 @@ def ours(work: Work) -> Callable[[], Any]:
     """The training step that `train.py` makes of a recipe."""
     import jax
 
-    from transformer.training.state import make_state
-    from transformer.training.step import make_train_step
+    from transformer.training._state import make_state
+    from transformer.training._step import make_train_step
 
     recipe = recipe_of(work)
     *source, tokens, targets = (jax.numpy.asarray(array) for array in work.arrays())
@@ -173,8 +173,8 @@ def update(work: Work, flat: bool = False) -> Callable[[], Any]:
     import jax
     import optax
 
-    from transformer.training.optimizers import make_optimizer
-    from transformer.training.state import make_state
+    from transformer.training._optimizers import make_optimizer
+    from transformer.training._state import make_state
 
     recipe = recipe_of(work)
     params = jax.jit(lambda: make_state(recipe).params)()

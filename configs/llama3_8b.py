@@ -11,7 +11,7 @@ docs/scaling.md. Before it is started: python -m transformer plan llama3_8b --to
 
 from transformer.config import Execution, RotaryOptions, llama_decoder
 from transformer.data import TextFile, TokenizerConfig
-from transformer.nn.sharding import ParallelConfig
+from transformer.nn import ParallelConfig
 from transformer.training import EvaluationConfig, LoggingConfig, OptimizerConfig, Recipe, TrainingConfig
 
 

@@ -20,9 +20,8 @@ Expected: not measured on hardware; the loss depends on the text. Largest batche
 
 from transformer.config import EmbeddingOptions, Execution, RotaryOptions, RotaryScaling, llama_decoder
 from transformer.data import TextFile, TokenizerConfig
-from transformer.nn.sharding import ParallelConfig
-from transformer.training import EvaluationConfig, LoggingConfig, OptimizerConfig, Recipe, TrainingConfig
-from transformer.training.lora import LoRA
+from transformer.nn import ParallelConfig
+from transformer.training import EvaluationConfig, LoggingConfig, LoRA, OptimizerConfig, Recipe, TrainingConfig
 
 
 def get_config() -> Recipe:

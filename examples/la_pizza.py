@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from transformer import CausalLM, transformer_base
-from transformer.viz.studies.sizes import Size, sizes, sizes_table
+from transformer.viz.studies import Size, sizes, sizes_table
 
 SENTENCE = "Me gusta la pizza de Pepperoni"
 

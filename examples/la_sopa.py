@@ -16,9 +16,7 @@ from transformer.__main__ import main as command_line
 from transformer.config import Execution, TransformerConfig
 from transformer.data import JsonLines, TokenizerConfig
 from transformer.generate import Sampling, generate
-from transformer.training import OptimizerConfig, Recipe, TrainingConfig
-from transformer.training.loop import train
-from transformer.training.runs import load_run
+from transformer.training import OptimizerConfig, Recipe, TrainingConfig, load_run, train
 
 DISHES = {"a": "La sopa,La pizza,La tortilla,La carne,La salsa", "o": "El arroz,El guiso,El pescado,El pollo,El caldo"}
 POTS = ("en la olla", "en la sartén", "en la cazuela", "en el horno", "en el caldero", "en el plato")

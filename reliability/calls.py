@@ -24,10 +24,10 @@ from typing import Any
 
 import numpy as np
 
-from transformer.training import arrays
-from transformer.training.checkpoint import load_data
-from transformer.training.manifest import CheckpointError, find_steps, newest_valid
-from transformer.viz.records import read_metrics
+from transformer.training import _arrays as arrays
+from transformer.training._checkpoint import load_data
+from transformer.training._manifest import CheckpointError, find_steps, newest_valid
+from transformer.viz import read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
 STEPS, SAVE_EVERY, EVALUATE_EVERY = 300, 10, 100

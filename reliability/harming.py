@@ -14,7 +14,7 @@ from pathlib import Path
 
 from reliability.calls import checkpoints, first_fault, left, newest, went_on
 from reliability.world import Tally, World
-from transformer.training.manifest import find_steps, newest_valid
+from transformer.training._manifest import find_steps, newest_valid
 
 FLIPS = 20
 """places of each file at which a bit is flipped"""

@@ -174,7 +174,7 @@ def _whole(number: float) -> int | None:
 
 def draw(result: dict[str, Any], path: Path) -> None:
     """Memory and speed over the time, into a PNG."""
-    from transformer.viz.style import BLUE, GREEN, dress, new_figure, save
+    from transformer.viz._style import BLUE, GREEN, dress, new_figure, save
 
     series = result["series"]
     minutes = np.asarray(series["seconds"]) / 60

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from transformer.cli.allocator import keep_freed_memory
+from transformer.cli._allocator import keep_freed_memory
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
 """JAX's name for the event; a program that comes from a cache on the disk counts, too: it is one more in memory"""

@@ -6,7 +6,7 @@ from html.parser import HTMLParser
 
 import numpy as np
 
-from transformer.viz.attention_weights import AttentionMap
+from transformer.viz._attention_weights import AttentionMap
 
 
 def random_map(stack="decoder", kind="self", *, layer=0, heads=3, queries=5, keys=5, window=None, total=1.0, seed=0):

@@ -3,8 +3,8 @@
 import jax
 import jax.numpy as jnp
 
+from transformer.nn._masks import Mask
 from transformer.nn.kernels import AttentionShapes, AttentionSpec
-from transformer.nn.masks import Mask
 
 MASKS = {
     "has_dense_mask": Mask.array(jnp.ones((1, 1), bool)),

@@ -24,20 +24,20 @@ from jaxtyping import install_import_hook
 NUMERICS = [
     f"nn.{name}"
     for name in [
-        "attention",
-        "blocks",
+        "_attention",
+        "_blocks",
         "kernels",
-        "layers",
-        "masks",
-        "mla",
+        "_layers",
+        "_masks",
+        "_mla",
         "models",
-        "moe",
-        "partitioning",
-        "positions",
-        "stacks",
+        "_moe",
+        "_partitioning",
+        "_positions",
+        "_stacks",
     ]
 ]
-NUMERICS += ["generate", "training.losses", "training.optimizers", "training.state", "training.step"]
+NUMERICS += ["generate", "training._losses", "training._optimizers", "training._state", "training._step"]
 NUMERICS += [f"viz.{path.stem}" for path in pathlib.Path(__file__).parents[1].glob("transformer/viz/*.py")]
 _hook = install_import_hook([f"transformer.{name}" for name in NUMERICS], "beartype.beartype")
 

@@ -21,7 +21,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from transformer.cli.errors import BAD_INPUT, LONGEST, describe, exit_code
+from transformer.cli._errors import BAD_INPUT, LONGEST, describe, exit_code
 
 ALL = 100_000
 """cases that the shares of the tests add up to"""

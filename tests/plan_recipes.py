@@ -4,7 +4,7 @@ import dataclasses
 
 from transformer.config import Execution, TransformerConfig
 from transformer.data import ParallelText, TextFile
-from transformer.nn.sharding import ParallelConfig
+from transformer.nn._sharding import ParallelConfig
 from transformer.training import Recipe
 from transformer.training.plan import parse_topology
 

@@ -27,7 +27,7 @@ from transformer.config import (
     T5BiasOptions,
     TransformerConfig,
 )
-from transformer.nn.masks import Mask
+from transformer.nn._masks import Mask
 from transformer.nn.models import CausalLM, MaskedLM, Seq2Seq
 
 MODELS = {"decoder": CausalLM, "encoder": MaskedLM, "encoder-decoder": Seq2Seq}

@@ -12,17 +12,17 @@ import numpy as np
 
 from transformer.config import Execution, TransformerConfig
 from transformer.data import NumberWords, TextFile, prepare
-from transformer.nn.sharding import ParallelConfig
+from transformer.nn._sharding import ParallelConfig
 from transformer.training import LoggingConfig, OptimizerConfig, Recipe, TrainingConfig, to_json
-from transformer.training.checkpoint import Checkpointer
-from transformer.training.loop import train
-from transformer.training.optimizers import make_optimizer
-from transformer.training.provenance import tokenizer_fingerprint
-from transformer.training.recipe import load_recipe, with_vocabulary
-from transformer.training.runs import record_run
-from transformer.training.state import TrainState, abstract_state, make_state
-from transformer.training.step import make_train_step
-from transformer.training.tasks import TASKS
+from transformer.training._checkpoint import Checkpointer
+from transformer.training._loop import train
+from transformer.training._optimizers import make_optimizer
+from transformer.training._provenance import tokenizer_fingerprint
+from transformer.training._recipe import load_recipe, with_vocabulary
+from transformer.training._runs import record_run
+from transformer.training._state import TrainState, abstract_state, make_state
+from transformer.training._step import make_train_step
+from transformer.training._tasks import TASKS
 
 VOCABULARY = 13
 

@@ -11,7 +11,9 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import sys
+import types
 import warnings
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -22,9 +24,6 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_IN_NN = """attention axes blocks caches compat int8 jax_compat kernels layers masks mla models moe parameter_axes
-partitioning positions sharding stacks"""
-
 _MOVED = {
     "chips": "training.chips",
     "foreign": "config.untrusted",
@@ -34,8 +33,8 @@ _MOVED = {
     "recipe_files": "config.recipe_files",
     "studies": "viz.studies",
     "weights": "zoo.weights",
-} | {name: f"nn.{name}" for name in _IN_NN.split()}
-"""modules that had another name up to version 0.1: old name -> new name, both in this package"""
+}
+"""modules that had another name up to version 0.1: old name -> new name, both in this package; others are in `nn`"""
 
 
 def _exports() -> dict[str, str]:
@@ -50,8 +49,6 @@ def __getattr__(name: str) -> Any:
     """Imports a name when it is asked for: the command line, which restarts itself, does without JAX until then."""
     if name == "__all__":
         return sorted(_exports())
-    if name == "compat":
-        return importlib.import_module("transformer.nn.compat")
     if not name.startswith("_"):
         if (home := _exports().get(name)) is not None:
             return getattr(importlib.import_module(home), name)
@@ -64,25 +61,54 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *_exports()})
 
 
+def _current_name(name: str) -> str | None:
+    """The module that `name` stands for: itself, one of `_MOVED`, or the private file `_masks.py` for `masks`."""
+    top, *below = name.split(".")[1:]
+    parts = [*_MOVED.get(top, top).split("."), *below]
+    folder = Path(__file__).parent
+    if not (folder / parts[0]).is_dir() and not (folder / f"{parts[0]}.py").is_file():
+        parts.insert(0, "nn")
+    found = [__name__]
+    for part in parts:
+        if not (folder / part).is_dir() and not (folder / f"{part}.py").is_file():
+            part = f"_{part}"
+            if not (folder / f"{part}.py").is_file():
+                return None
+        found.append(part)
+        folder = folder / part
+    return ".".join(found)
+
+
+class _Room(types.ModuleType):
+    """A package whose public names stay what they are when a module that was called like one of them is imported."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        moved = isinstance(value, types.ModuleType) and value.__name__ != f"{self.__name__}.{name}"
+        if not (moved and name in self.__all__):
+            super().__setattr__(name, value)
+
+
 class _MovedModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Imports `transformer.masks` as `transformer.nn.masks`, with a warning, and so on for all of `_MOVED`."""
+    """Imports `transformer.masks` and `transformer.nn.masks` as `transformer.nn._masks`, with a warning, and so on for
+    every module that moved or became private: the same module, not a second copy of it.
+    """
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
         package, _, rest = fullname.partition(".")
-        top, _, below = rest.partition(".")
-        if package != __name__ or top not in _MOVED:
+        if package != __name__ or not rest or rest.rpartition(".")[2].startswith("_"):
             return None
-        new = ".".join([__name__, _MOVED[top], *([below] if below else [])])
-        return importlib.machinery.ModuleSpec(fullname, self, origin=new)
+        new = _current_name(fullname)
+        return None if new in (None, fullname) else importlib.machinery.ModuleSpec(fullname, self, origin=new)
 
     def create_module(self, spec: Any) -> Any:
-        warnings.warn(
-            f"{spec.name} is now {spec.origin}: import that. The old name works for one release.",
-            DeprecationWarning,
-            stacklevel=2,
-        )
+        room, _, private = spec.origin.partition("._")
+        now = f"private: import its public names from {room}" if private else f"now {spec.origin}: import that"
+        warnings.warn(f"{spec.name} is {now}. The old name works for one release.", DeprecationWarning, stacklevel=2)
         module = importlib.import_module(spec.origin)
         spec.loader_state = module.__spec__  # the import system overwrites it before `exec_module`
+        parent, _, name = spec.name.rpartition(".")
+        if name in getattr(sys.modules[parent], "__all__", ()) and parent != __name__:
+            sys.modules[parent].__class__ = _Room
         return module
 
     def exec_module(self, module: Any) -> None:

@@ -11,93 +11,95 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 
-from transformer.cli.allocator import keep_freed_memory
-from transformer.cli.compile_cache import keep_compiled
-from transformer.cli.errors import run_command
-from transformer.cli.limits import check_address_space
-from transformer.config.invocation import program
+from transformer.cli._allocator import keep_freed_memory
+from transformer.cli._compile_cache import keep_compiled
+from transformer.cli._errors import run_command
+from transformer.cli._limits import check_address_space
+from transformer.config._invocation import program
+
+__all__ = ["console", "main", "run_verb"]
 
 
 def _train(arguments: Sequence[str]) -> int | None:
-    from transformer.cli.train import main
+    from transformer.cli._train import main
 
     return main(arguments)
 
 
 def _generate(arguments: Sequence[str]) -> int | None:
-    from transformer.cli.generate import main
+    from transformer.cli._generate import main
 
     return main(arguments)
 
 
 def _translate(arguments: Sequence[str]) -> int | None:
-    from transformer.cli.translate import main
+    from transformer.cli._translate import main
 
     return main(arguments)
 
 
 def _evaluate(arguments: Sequence[str]) -> int | None:
-    from transformer.cli.evaluate import main
+    from transformer.cli._evaluate import main
 
     return main(arguments)
 
 
 def _average(arguments: Sequence[str]) -> int | None:
-    from transformer.cli.average import main
+    from transformer.cli._average import main
 
     return main(arguments)
 
 
 def _inspect(arguments: Sequence[str]) -> int | None:
-    from transformer.cli.inspect_studies import main
+    from transformer.cli._inspect_studies import main
 
     return main(arguments)
 
 
 def _plan(arguments: Sequence[str]) -> int | None:
-    from transformer.cli.plan import main
+    from transformer.cli._plan import main
 
     return main(arguments)
 
 
 def _report(arguments: Sequence[str]) -> int | None:
-    from transformer.cli.report import main
+    from transformer.cli._report import main
 
     return main(arguments)
 
 
 def _embed(arguments: Sequence[str]) -> int | None:
-    from transformer.cli.embed import main
+    from transformer.cli._embed import main
 
     return main(arguments)
 
 
 def _classify(arguments: Sequence[str]) -> int | None:
-    from transformer.cli.classify import main
+    from transformer.cli._classify import main
 
     return main(arguments)
 
 
 def _score(arguments: Sequence[str]) -> int | None:
-    from transformer.cli.score import main
+    from transformer.cli._score import main
 
     return main(arguments)
 
 
 def _convert(arguments: Sequence[str]) -> int | None:
-    from transformer.cli.convert import main
+    from transformer.cli._convert import main
 
     return main(arguments)
 
 
 def _list(arguments: Sequence[str]) -> int | None:
-    from transformer.cli.families import main
+    from transformer.cli._families import main
 
     return main(arguments)
 
 
 def _devices(arguments: Sequence[str]) -> int | None:
-    from transformer.cli.devices import main
+    from transformer.cli._devices import main
 
     return main(arguments)
 
@@ -156,7 +158,7 @@ def versions() -> str:
 def console(arguments: Sequence[str] | None = None) -> None:
     """Run a verb as the whole program and exit with its exit code.
 
-    The process restarts once to set its memory allocator (`cli/allocator.py`). The restart repeats the whole command
+    The process restarts once to set its memory allocator (`cli/_allocator.py`). The restart repeats the whole command
     line of the process.
 
     Args:
@@ -165,19 +167,25 @@ def console(arguments: Sequence[str] | None = None) -> None:
     keep_compiled()
     keep_freed_memory()
     code = main(arguments)
-    if "transformer.training.processes" in sys.modules:  # otherwise no other process trains together with this one
-        sys.modules["transformer.training.processes"].leave(code)
+    if "transformer.training._processes" in sys.modules:  # otherwise no other process trains together with this one
+        sys.modules["transformer.training._processes"].leave(code)
     sys.exit(code)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a verb with these arguments (None: those of the process) and return the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    return run_command(lambda: _dispatch(words), debug="--debug" in words)
+    return run_command(lambda: run_verb(words), debug="--debug" in words)
 
 
-def _dispatch(words: Sequence[str]) -> int | None:
-    from transformer.config import ConfigError, nearest
+def run_verb(words: Sequence[str]) -> int | None:
+    """Runs a verb with its arguments, `run_verb(["generate", DIR, "--prompt", "One."])`, as a notebook wants it: errors
+    are raised instead of printed. Returns the exit code (None: 0).
+
+    Raises:
+        ConfigError: no such verb; and whatever the verb raises.
+    """
+    from transformer.config._checks import ConfigError, nearest
 
     if not words:
         raise ConfigError(f"a verb is missing. Use one of {', '.join(VERBS)}; {program('')} --help explains them.")

@@ -9,9 +9,9 @@ import pytest
 from benchmarks.ablations import RESULTS, VARIANTS, bigram_bounds, conditional_loss, pair_counts
 from benchmarks.ablations_page import PAGE, filled, write_page
 from transformer.config import LayerKind
-from transformer.training.overrides import load_recipe_file
-from transformer.training.recipe import difference, with_vocabulary
-from transformer.training.state import abstract_state
+from transformer.training._overrides import load_recipe_file
+from transformer.training._recipe import difference, with_vocabulary
+from transformer.training._state import abstract_state
 
 ROOT = Path(__file__).resolve().parents[2]
 LABELS = {name: (variant.table, variant.label) for name, variant in VARIANTS.items()}

@@ -7,9 +7,9 @@ import pytest
 from benchmarks.ablations_page import fill
 from benchmarks.fast_shakespeare import PAGE, RESULTS, ROOT, VARIANTS, tables
 from transformer.nn.models import count_parameters
-from transformer.training.overrides import find_recipe, load_recipe_file
-from transformer.training.recipe import difference, with_vocabulary
-from transformer.training.state import abstract_state
+from transformer.training._overrides import find_recipe, load_recipe_file
+from transformer.training._recipe import difference, with_vocabulary
+from transformer.training._state import abstract_state
 
 RUNS = {
     "full": {

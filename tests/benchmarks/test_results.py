@@ -11,9 +11,9 @@ from benchmarks.machine import machine
 from benchmarks.results import FOLDER, PAGE, abouts, add, command, curve, dump, figures, read, record
 from benchmarks.results_page import FIGURES, NOT_RECORDED, page, spread
 from transformer.config import ConfigError
+from transformer.training._overrides import find_recipe, load_recipe_file, override
+from transformer.training._recipe import Origin, save_recipe, with_vocabulary
 from transformer.training.lora import LoRA
-from transformer.training.overrides import find_recipe, load_recipe_file, override
-from transformer.training.recipe import Origin, save_recipe, with_vocabulary
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN = {

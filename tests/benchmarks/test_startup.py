@@ -14,7 +14,7 @@ a warning in between
 import time:       170 |        170 |     flax.core
 import time:       130 |        130 |       jax.experimental
 import time:       230 |        530 |   flax.linen
-import time:        50 |        580 | transformer.nn.masks
+import time:        50 |        580 | transformer.nn._masks
 import time:        20 |        600 | transformer
 """
 

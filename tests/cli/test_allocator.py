@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from transformer.cli import allocator
-from transformer.cli.allocator import KEEP, VARIABLE, keep_freed_memory
+from transformer.cli import _allocator as allocator
+from transformer.cli._allocator import KEEP, VARIABLE, keep_freed_memory
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
 import os, sys
 print(os.getpid(), sys.argv[1:], os.environ.get("GLIBC_TUNABLES"))
 sys.stdout.flush()
-from transformer.cli.allocator import keep_freed_memory
+from transformer.cli._allocator import keep_freed_memory
 keep_freed_memory()
 """
 

@@ -9,14 +9,14 @@ from pathlib import Path
 import jax
 import pytest
 
-from transformer.cli import compile_cache
-from transformer.cli.compile_cache import VARIABLE, keep_compiled
-from transformer.training.report import cache_line
+from transformer.cli import _compile_cache as compile_cache
+from transformer.cli._compile_cache import VARIABLE, keep_compiled
+from transformer.training._report import cache_line
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
 {first}
-from transformer.cli.compile_cache import keep_compiled
+from transformer.cli._compile_cache import keep_compiled
 keep_compiled()
 import jax, jax.numpy as jnp
 compiled = []
@@ -81,7 +81,7 @@ def test_damaged_files_are_replaced_and_reported_once(tmp_path, how):
     call(tmp_path)
     count = damage(tmp_path, how)
     assert count >= 2
-    first = "from transformer.cli.errors import one_line_warnings; shown = one_line_warnings(); shown.__enter__()"
+    first = "from transformer.cli._errors import one_line_warnings; shown = one_line_warnings(); shown.__enter__()"
     outs = []
     assert call(tmp_path, first, outs=outs) == (0, count)
     assert call(tmp_path, first, outs=outs) == (count, count), "all of them are intact"

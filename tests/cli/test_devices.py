@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from transformer.cli import devices
-from transformer.cli.devices import accelerator_present, unused_warning
+from transformer.cli import _devices as devices
+from transformer.cli._devices import accelerator_present, unused_warning
 
 SOURCE = Path(devices.__file__)
 

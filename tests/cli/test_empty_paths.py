@@ -3,8 +3,8 @@
 import pytest
 
 from transformer.__main__ import main
-from transformer.cli.arguments import parse
-from transformer.cli.score import ScoreTexts
+from transformer.cli._arguments import parse
+from transformer.cli._score import ScoreTexts
 
 OPTIONS = {
     "train --workdir": ["train", "number_words", "--workdir", ""],

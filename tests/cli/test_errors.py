@@ -7,9 +7,9 @@ import warnings
 import pytest
 from flax.errors import ScopeParamShapeError
 
-from transformer.cli.errors import run_command
+from transformer.cli._errors import run_command
 from transformer.config import ConfigError
-from transformer.training.lock import WorkdirInUseError
+from transformer.training._lock import WorkdirInUseError
 
 
 class TestRunCommand:

@@ -12,14 +12,14 @@ import pytest
 from attention_page_parts import data_of, group_of, weights_of
 
 from transformer.__main__ import main
-from transformer.cli.models import ModelCommand
+from transformer.cli._models import ModelCommand
 from transformer.config import Execution, OutputOptions, Patches, TransformerConfig
-from transformer.config.invocation import program
-from transformer.data.vocabularies import CharTokenizer
+from transformer.config._invocation import program
+from transformer.data._vocabularies import CharTokenizer
 from transformer.generate import Sampling, generate
 from transformer.inference import Opened
 from transformer.nn.models import CausalLM, MaskedLM, Seq2Seq, VisionClassifier
-from transformer.viz import attention_page
+from transformer.viz import _attention_page as attention_page
 
 TEXT = "abc de<$>"
 LETTERS, OTHERS = CharTokenizer(sorted(set(TEXT))), CharTokenizer(sorted(set("XYZ" + TEXT)))

@@ -9,7 +9,7 @@ from matplotlib.image import imread
 
 import transformer.viz.studies as studies
 from transformer.__main__ import main
-from transformer.cli.inspect_studies import STUDIES
+from transformer.cli._inspect_studies import STUDIES
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import pytest
 from inference_parts import write_models
 
 from transformer.__main__ import main
-from transformer.cli import texts
+from transformer.cli import _texts as texts
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def test_very_many_sources(models, monkeypatch, capsys):
 
 
 def test_pictures_of_very_many_weights(models, monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr("transformer.viz.attention_page.MOST_WEIGHTS", 10)
+    monkeypatch.setattr("transformer.viz._attention_page.MOST_WEIGHTS", 10)
     assert (
         main(["inspect", str(models["writer"]), "--prompt", "the cat sat on", "--output", str(tmp_path / "new")]) == 2
     )

@@ -4,9 +4,9 @@ import pytest
 from inference_parts import write_models
 
 from transformer.__main__ import main
-from transformer.viz import style
-from transformer.viz.output_files import check_replaceable, is_replaceable
-from transformer.viz.report_page import RunReport, save_report
+from transformer.viz import _style as style
+from transformer.viz._output_files import check_replaceable, is_replaceable
+from transformer.viz._report_page import RunReport, save_report
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:matplotlib")  # between it and pyparsing
 

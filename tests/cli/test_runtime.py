@@ -15,10 +15,10 @@ from packaging.requirements import Requirement
 from transformer.cli import runtime
 from transformer.cli.runtime import RuntimeProblem
 from transformer.config import ConfigError
-from transformer.config.recipe_files import find_recipe
-from transformer.training.lock import WorkdirInUseError
-from transformer.training.metrics import read_metrics
-from transformer.training.recipe import load_recipe
+from transformer.config._recipe_files import find_recipe
+from transformer.training._lock import WorkdirInUseError
+from transformer.training._metrics import read_metrics
+from transformer.training._recipe import load_recipe
 
 NOWHERE = {"PATH": ""}  # no nvidia-smi
 
@@ -39,8 +39,8 @@ def module(version):
 
 
 def test_it_imports_neither_jax_nor_anything_else_that_may_be_missing():
-    script = "import sys; sys.path.insert(0, sys.argv[1]); import transformer.cli.runtime as r; print(r.PROJECT)"
-    command = [sys.executable, "-I", "-S", "-c", script, str(runtime.SOURCE)]
+    script = "import sys; sys.path.insert(0, sys.argv[1]); import transformer.cli.runtime as r; print(r._PROJECT)"
+    command = [sys.executable, "-I", "-S", "-c", script, str(runtime._SOURCE)]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "transformer-zoo\n"
 
 
@@ -87,9 +87,9 @@ def test_what_to_install_for_an_accelerator(monkeypatch):
 
 
 def test_requirements_are_those_of_pyproject():
-    names = [requirement.name for requirement in runtime.requirements()]
+    names = [requirement.name for requirement in runtime._requirements()]
     assert names == ["jax", "flax", "jaxtyping", "numpy"]
-    names = {requirement.name for requirement in runtime.requirements("train", "zoo")}
+    names = {requirement.name for requirement in runtime._requirements("train", "zoo")}
     assert {"jax", "grain", "matplotlib", "tyro", "orbax-checkpoint", "huggingface_hub"} <= names
     assert not {"pytest", "transformer-zoo"} & names
 
@@ -102,7 +102,7 @@ def test_requirements_of_an_installed_package(tmp_path, monkeypatch):
     (tmp_path / "transformer_zoo-1.dist-info" / "METADATA").write_text("\n".join(lines) + "\n")
     monkeypatch.setattr(runtime, "SOURCE", tmp_path)  # no checkout
     monkeypatch.syspath_prepend(tmp_path)
-    assert [str(one) for one in runtime.requirements("train")] == ["jax>=0.7.2", "grain>=0.2", "tyro>=1"]
+    assert [str(one) for one in runtime._requirements("train")] == ["jax>=0.7.2", "grain>=0.2", "tyro>=1"]
 
 
 def test_what_is_missing_or_too_old_is_to_be_installed(monkeypatch):
@@ -145,15 +145,15 @@ def test_jax_that_does_not_start(monkeypatch):
 
 def test_a_libtpu_of_another_release(monkeypatch):
     monkeypatch.setattr(metadata, "requires", lambda name: ['libtpu==0.0.23; extra == "tpu"', "numpy"])
-    assert runtime.libtpu_difference({"libtpu": "0.0.23"}.get) is None
-    told = runtime.libtpu_difference({"libtpu": "0.0.21.1"}.get)
+    assert runtime._libtpu_difference({"libtpu": "0.0.23"}.get) is None
+    told = runtime._libtpu_difference({"libtpu": "0.0.21.1"}.get)
     assert told == f"libtpu 0.0.21.1 is not the version that jax {jax.__version__} was released with (libtpu==0.0.23)"
-    assert '%pip install "libtpu==0.0.23" and restart' in runtime.remedy("tpu", {"libtpu": "0.0.21.1"}.get)
-    assert "Another process may use it" in runtime.remedy("tpu", {"libtpu": "0.0.23"}.get)
+    assert '%pip install "libtpu==0.0.23" and restart' in runtime._remedy("tpu", {"libtpu": "0.0.21.1"}.get)
+    assert "Another process may use it" in runtime._remedy("tpu", {"libtpu": "0.0.23"}.get)
 
 
 def test_the_requirement_of_this_jax_is_found():
-    assert runtime.libtpu_difference({"libtpu": "0.0.1"}.get).endswith(")")
+    assert runtime._libtpu_difference({"libtpu": "0.0.1"}.get).endswith(")")
     assert runtime._libtpu_of_jax().startswith("==0.0.")
 
 
@@ -167,7 +167,7 @@ def test_the_requirement_of_this_jax_is_found():
 )
 def test_what_helps_where_a_gpu_is_not_used(plugins, words):
     with pytest.raises(AssertionError, match=words):
-        raise AssertionError(runtime.remedy("gpu", versions(**plugins)))
+        raise AssertionError(runtime._remedy("gpu", versions(**plugins)))
 
 
 @pytest.fixture
@@ -246,13 +246,13 @@ def test_errors_that_the_message_explains():
     def in_use():
         raise WorkdirInUseError("in use")
 
-    assert runtime.is_explained(*caught(lambda: find_recipe("nothing")))
-    assert runtime.is_explained(*caught(in_use))
-    assert runtime.is_explained(*caught(lambda: load_recipe("/nowhere")))
-    assert runtime.is_explained(*caught(lambda: read_metrics("/nowhere")))
-    assert not runtime.is_explained(*caught(lambda: json.loads("{")))  # of the reader's own cell
-    assert not runtime.is_explained(*caught(lambda: os.stat("/nowhere")))
-    assert not runtime.is_explained(*caught(lambda: runtime.requirements(3)))  # a fault of the package itself
+    assert runtime._is_explained(*caught(lambda: find_recipe("nothing")))
+    assert runtime._is_explained(*caught(in_use))
+    assert runtime._is_explained(*caught(lambda: load_recipe("/nowhere")))
+    assert runtime._is_explained(*caught(lambda: read_metrics("/nowhere")))
+    assert not runtime._is_explained(*caught(lambda: json.loads("{")))  # of the reader's own cell
+    assert not runtime._is_explained(*caught(lambda: os.stat("/nowhere")))
+    assert not runtime._is_explained(*caught(lambda: runtime._requirements(3)))  # a fault of the package itself
 
 
 def test_the_shell_shows_one_line_or_the_traceback():

@@ -8,14 +8,15 @@ from pathlib import Path
 import pytest
 
 from transformer.__main__ import VERBS
-from transformer.cli import limits, streams
-from transformer.cli.errors import run_command
+from transformer.cli import _limits as limits
+from transformer.cli import _streams as streams
+from transformer.cli._errors import run_command
 
 ROOT = Path(__file__).resolve().parents[2]
 PRINT = """
 import sys
-from transformer.cli.errors import run_command
-from transformer.cli.streams import decode_argument
+from transformer.cli._errors import run_command
+from transformer.cli._streams import decode_argument
 def say():
     print(decode_argument(sys.argv[1]), sys.stdin.read(), end="")
     print(decode_argument(sys.argv[1]), file=sys.stderr)
@@ -115,7 +116,7 @@ def test_an_unlimited_address_space_is_enough(monkeypatch):
 
 
 def test_a_platform_that_is_missing_is_one_sentence():
-    program = "import sys, jax; from transformer.cli.errors import run_command; "
+    program = "import sys, jax; from transformer.cli._errors import run_command; "
     program += "sys.exit(run_command(lambda: jax.devices() and None, debug=False))"
     code, out, err = call(["-c", program], JAX_PLATFORMS="cuda")
     assert (code, out) == (1, b"")

@@ -21,8 +21,9 @@ from training_recipes import few_number_words, short_recipe
 from transformer.__main__ import main
 from transformer.config import ConfigError, TransformerConfig
 from transformer.generate import Beam, Hypothesis, beam_search
-from transformer.inference import open_model, translate_lines, translating
-from transformer.training.loop import train
+from transformer.inference import _translating as translating
+from transformer.inference import open_model, translate_lines
+from transformer.training._loop import train
 
 ROOT = Path(__file__).resolve().parents[2]
 WORDS = ["the", "a", "cat", "dog", "sat", "ran", "on", "under"]

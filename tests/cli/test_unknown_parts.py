@@ -8,8 +8,8 @@ import pytest
 from inference_parts import write_models
 
 from transformer.__main__ import main
-from transformer.cli.texts import UnknownParts
-from transformer.data.vocabularies import ByteTokenizer, WordTokenizer
+from transformer.cli._texts import UnknownParts
+from transformer.data._vocabularies import ByteTokenizer, WordTokenizer
 
 pytestmark = pytest.mark.filterwarnings("always")
 

@@ -19,10 +19,10 @@ from training_recipes import few_number_words
 from transformer.__main__ import VERBS, main
 from transformer.config import Execution, LayerKind, TransformerConfig
 from transformer.data import TextFile
-from transformer.nn.sharding import ParallelConfig
+from transformer.nn._sharding import ParallelConfig
 from transformer.training import EvaluationConfig, LoggingConfig, OptimizerConfig, Recipe, TrainingConfig
-from transformer.training.loop import train
-from transformer.training.recipe import load_recipe
+from transformer.training._loop import train
+from transformer.training._recipe import load_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 LINE = "ROMEO: But soft, what light for $5 through yonder window breaks?\n"

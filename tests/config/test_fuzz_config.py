@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from transformer.inference import open_model
 from transformer.nn.models import Seq2Seq
-from transformer.zoo import pretrained
-from transformer.zoo.weights.quantized import FIELD
+from transformer.zoo import _pretrained as pretrained
+from transformer.zoo.weights._quantized import FIELD
 
 __all__ = ["fuzz"]  # a fixture
 

@@ -22,7 +22,7 @@ from transformer.config import (
     transformer_base,
     transformer_big,
 )
-from transformer.config.paths import fields_by_path
+from transformer.config._paths import fields_by_path
 from transformer.nn.models import (
     CausalLM,
     Classifier,

@@ -19,9 +19,9 @@ from transformer.config import (
     Speech,
     TransformerConfig,
 )
-from transformer.config.paths import fields_by_path, get_path
-from transformer.training.overrides import override
-from transformer.training.serial import decode, encode
+from transformer.config._paths import fields_by_path, get_path
+from transformer.training._overrides import override
+from transformer.training._serial import decode, encode
 
 CONFIG = TransformerConfig(d_model=8, num_heads=2)
 LATENT = {"kv_rank": 5, "plain_dim": 3, "rotary_dim": 4, "value_dim": 2, "query_rank": 6}

@@ -8,7 +8,7 @@ import pytest
 from training_recipes import tiny_recipe
 
 from transformer.config import ConfigError
-from transformer.training.overrides import find_recipe, load_recipe_file, recipe_files
+from transformer.training._overrides import find_recipe, load_recipe_file, recipe_files
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -8,13 +8,13 @@ import pytest
 from training_recipes import tiny_recipe
 
 from transformer.config import ConfigError
-from transformer.config.untrusted import MAX_DEPTH, parse_json, read_bounded, regular_file
+from transformer.config._untrusted import MAX_DEPTH, parse_json, read_bounded, regular_file
 from transformer.data import load_tokenizer
-from transformer.data.pretrained_tokenizer import load_pretrained_tokenizer
-from transformer.data.vocabularies import ByteTokenizer
+from transformer.data._pretrained_tokenizer import load_pretrained_tokenizer
+from transformer.data._vocabularies import ByteTokenizer
 from transformer.training import load_recipe, to_json
-from transformer.training.overrides import find_recipe
-from transformer.training.recipe import save_recipe
+from transformer.training._overrides import find_recipe
+from transformer.training._recipe import save_recipe
 
 
 @pytest.mark.parametrize("name", ["/etc/hostname", "../a.json", "b/../../a.json", "b\\a.json", "a.json\0", ".."])

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from transformer.config import ConfigError
-from transformer.data import ParallelText, TokenizerConfig, padding, prepare
-from transformer.data.buckets import TokenBatches, bucket_bounds
+from transformer.data import ParallelText, TokenizerConfig, prepare
+from transformer.data._buckets import TokenBatches, bucket_bounds
+from transformer.data._dataset import padding
 
 
 def lengths_of(count=400, seed=0):
@@ -222,8 +223,8 @@ def test_packed_pairs_have_the_loss_and_the_gradient_of_pairs_apart(pairs, posit
 
     from transformer.config import Execution, TransformerConfig
     from transformer.nn.models import Seq2Seq
-    from transformer.training.losses import cross_entropy
-    from transformer.training.tasks import TASKS
+    from transformer.training._losses import cross_entropy
+    from transformer.training._tasks import TASKS
 
     vocabulary = pairs().tokenizer.vocab_size
     config = TransformerConfig(vocab_size=vocabulary, d_model=8, num_heads=2, num_layers=1, d_ff=8, position=position)

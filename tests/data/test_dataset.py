@@ -8,9 +8,9 @@ import pytest
 
 from transformer import data
 from transformer.data import Example, JsonLines, NumberWords, ParallelText, TextFile, TokenizerConfig
-from transformer.data.pairs import PairDataset
-from transformer.data.texts import TextDataset
-from transformer.data.vocabularies import CharTokenizer, WordTokenizer
+from transformer.data._pairs import PairDataset
+from transformer.data._texts import TextDataset
+from transformer.data._vocabularies import CharTokenizer, WordTokenizer
 
 TEXT = "".join(chr(ord("a") + i % 23) for i in range(211))
 
@@ -226,7 +226,7 @@ def test_number_words_read_every_way_of_writing(numbers):
 
 
 def test_a_prepared_set_is_read_again_and_the_tokenizer_can_be_given(numbers, monkeypatch, tmp_path):
-    from transformer.data.kinds import number_words
+    from transformer.data.kinds import _number_words as number_words
 
     monkeypatch.setattr(number_words, "training_numbers", None)  # nothing is prepared a second time
     again = data.prepare(numbers.config)

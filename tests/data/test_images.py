@@ -10,16 +10,16 @@ from training_recipes import assert_equals_one_gone_on_with, six_steps
 
 from transformer.config import ConfigError, Execution, Patches, TransformerConfig
 from transformer.data import Digits, ImageFile, prepare
-from transformer.data.images import ImageDataset, Images
+from transformer.data._images import ImageDataset, Images
+from transformer.nn._sharding import ParallelConfig
 from transformer.nn.models import VisionClassifier
-from transformer.nn.sharding import ParallelConfig
-from transformer.training.loop import train
-from transformer.training.numbers import measured
-from transformer.training.parallel import place
+from transformer.training._loop import train
+from transformer.training._numbers import measured
+from transformer.training._parallel import place
+from transformer.training._recipe import from_json, to_json
+from transformer.training._runs import load_run
+from transformer.training._summary import read_summary, render
 from transformer.training.plan import step_flops, without_data
-from transformer.training.recipe import from_json, to_json
-from transformer.training.runs import load_run
-from transformer.training.summary import read_summary, render
 
 HEIGHT, WIDTH = 4, 6
 

@@ -11,7 +11,6 @@ from transformer import data
 from transformer.config import ConfigError
 from transformer.data import (
     DATA,
-    PLACES,
     JsonLines,
     NumberWords,
     ParallelText,
@@ -20,6 +19,7 @@ from transformer.data import (
     TokenizerConfig,
     kinds,
 )
+from transformer.data.kinds import PLACES
 
 
 def born(kind: type, fields: dict):
@@ -83,8 +83,8 @@ def test_kinds_by_tag():
 
 def test_every_file_of_a_kind_is_in_the_registry():
     """And every kind is exported, so that adding one takes its file, its line in the registry and its export."""
-    files = {path.stem for path in Path(kinds.__file__).parent.glob("*.py")} - {"__init__"}
-    assert {config.__module__.rpartition(".")[2] for config in DATA.values()} == files
+    files = {path.stem.removeprefix("_") for path in Path(kinds.__file__).parent.glob("_[a-z]*.py")}
+    assert {config.__module__.rpartition("._")[2] for config in DATA.values()} == files
     assert {config.__name__ for config in DATA.values()} <= set(data.__all__)
     assert all(getattr(data, config.__name__) is config for config in DATA.values())
 

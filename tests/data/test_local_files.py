@@ -3,7 +3,8 @@
 import pytest
 
 from transformer import data
-from transformer.data import JsonLines, ParallelText, TextFile, local_files
+from transformer.data import JsonLines, ParallelText, TextFile
+from transformer.data import _local_files as local_files
 
 
 def write(path, content: bytes | str) -> str:

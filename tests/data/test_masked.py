@@ -11,15 +11,15 @@ from training_recipes import assert_equals_one_gone_on_with, change, short_recip
 
 from transformer.config import ConfigError, OutputOptions, TransformerConfig
 from transformer.data import LabeledText, MaskedText, TokenizerConfig, load_tokenizer, prepare
-from transformer.data.masked import hide
-from transformer.data.pretrained_tokenizer import load_pretrained_tokenizer
-from transformer.data.tokenizer_files import as_pretrained
-from transformer.data.tokenizer_kinds import build_tokenizer
+from transformer.data._masked import hide
+from transformer.data._pretrained_tokenizer import load_pretrained_tokenizer
+from transformer.data._tokenizer_files import as_pretrained
+from transformer.data._tokenizer_kinds import build_tokenizer
 from transformer.inference import classify, open_model, start_from
 from transformer.nn.models import Classifier, MaskedLM
-from transformer.training.loop import train
-from transformer.training.recipe import from_json, load_recipe, to_json
-from transformer.training.runs import load_run
+from transformer.training._loop import train
+from transformer.training._recipe import from_json, load_recipe, to_json
+from transformer.training._runs import load_run
 
 WORDS = ["the", "a", "good", "bad", "film", "very", "not", "quite"]
 WORD = TokenizerConfig(kind="word", vocab_size=40)

@@ -11,8 +11,8 @@ from library_tokenizers import BERT, GPT, T5, byte_level, changed, save, unigram
 from tokenizers import Tokenizer as Library
 from tokenizers import models, pre_tokenizers
 
-from transformer.data.library_errors import held_stderr
-from transformer.data.pretrained_tokenizer import PretrainedTokenizer, load_pretrained_tokenizer
+from transformer.data._library_errors import held_stderr
+from transformer.data._pretrained_tokenizer import PretrainedTokenizer, load_pretrained_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -289,6 +289,6 @@ def test_without_a_tokenizer_file_it_says_how_to_make_one(tmp_path, monkeypatch)
     (tmp_path / "tokenizer.json").mkdir()
     with pytest.raises(ValueError, match=r"tokenizer\.json must be a regular file; a directory, pipe or device is"):
         load_pretrained_tokenizer(tmp_path)
-    monkeypatch.setattr("transformer.data.pretrained_tokenizer.MAX_JSON_BYTES", 20)
+    monkeypatch.setattr("transformer.data._pretrained_tokenizer.MAX_JSON_BYTES", 20)
     with pytest.raises(ValueError, match="at most 20 bytes"):
         load_pretrained_tokenizer(save(tmp_path / "large", unigram()))

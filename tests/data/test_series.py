@@ -11,25 +11,26 @@ import pytest
 from training_recipes import assert_equals_one_gone_on_with, change, six_steps
 
 from transformer.config import ConfigError, Series, TransformerConfig
-from transformer.data import ETTh1, SeriesFile, check_batch, prepare
-from transformer.data.series import Series as Steps
-from transformer.data.series import SeriesDataset, from_model
+from transformer.data import ETTh1, SeriesFile, prepare
+from transformer.data._pipeline import check_batch
+from transformer.data._series import Series as Steps
+from transformer.data._series import SeriesDataset, from_model
 from transformer.inference import open_model
+from transformer.nn._sharding import ParallelConfig
 from transformer.nn.models import Forecaster
-from transformer.nn.sharding import ParallelConfig
-from transformer.training.evaluation import evaluate_loss
-from transformer.training.flops import step_flops
-from transformer.training.loop import train
-from transformer.training.losses import absolute_error, squared_error
-from transformer.training.numbers import baseline_errors
-from transformer.training.parallel import place
-from transformer.training.plan.measuring import made_up_batch
-from transformer.training.recipe import from_json, to_json
-from transformer.training.runs import WorkdirError, load_run, open_run
-from transformer.training.start import Start
-from transformer.training.step import make_eval_step
-from transformer.training.summary import read_summary
-from transformer.training.tasks import Forecasting
+from transformer.training._evaluation import evaluate_loss
+from transformer.training._flops import step_flops
+from transformer.training._loop import train
+from transformer.training._losses import absolute_error, squared_error
+from transformer.training._numbers import baseline_errors
+from transformer.training._parallel import place
+from transformer.training._recipe import from_json, to_json
+from transformer.training._runs import WorkdirError, load_run, open_run
+from transformer.training._start import Start
+from transformer.training._step import make_eval_step
+from transformer.training._summary import read_summary
+from transformer.training._tasks import Forecasting
+from transformer.training.plan._measuring import made_up_batch
 
 STEPS, CONTEXT, HORIZON = 120, 12, 5
 

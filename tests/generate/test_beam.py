@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 
 from transformer.config import ConfigError, EmbeddingOptions, Execution, LayerKind, TransformerConfig
-from transformer.generate import Beam, Sampling, batches, beam_search, beam_search_all, generate
-from transformer.generate.batches import _batches
-from transformer.generate.beam import USUAL
-from transformer.generate.searching import begin, go_on, top_k
-from transformer.nn.masks import Mask
+from transformer.generate import Beam, Sampling, beam_search, beam_search_all, generate
+from transformer.generate import _batches as batches
+from transformer.generate._batches import _batches
+from transformer.generate._beam import USUAL
+from transformer.generate._searching import begin, go_on, top_k
+from transformer.nn._masks import Mask
 from transformer.nn.models import CausalLM, Seq2Seq
 from transformer.zoo import load_pretrained
 

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 from transformer.config import Execution, TransformerConfig
-from transformer.generate import Draft, Sampling, continuous, generate
-from transformer.generate.decoding import Written
-from transformer.generate.layers import separate, separated
-from transformer.generate.sampling import Choice
+from transformer.generate import Draft, Sampling, generate
+from transformer.generate import _continuous as continuous
+from transformer.generate._decoding import Written
+from transformer.generate._layers import separate, separated
+from transformer.generate._sampling import Choice
 from transformer.nn.models import CausalLM, Seq2Seq
 
 VOCABULARY = 11

@@ -11,10 +11,10 @@ import pytest
 
 from transformer.config import EmbeddingOptions, Execution, LayerKind, TransformerConfig
 from transformer.generate import Sampling, generate
-from transformer.generate.decoding import decode, decode_step, prefill
-from transformer.generate.prompts import bucket, pad
-from transformer.generate.sampling import Choice
-from transformer.nn.masks import Mask
+from transformer.generate._decoding import decode, decode_step, prefill
+from transformer.generate._prompts import bucket, pad
+from transformer.generate._sampling import Choice
+from transformer.nn._masks import Mask
 from transformer.nn.models import CausalLM, Seq2Seq
 
 GREEDY = Sampling(temperature=0.0)
@@ -249,7 +249,7 @@ def test_products_of_a_step(scan, copied, monkeypatch):
     """Cross-attention's keys and values are computed with the first call; a step has no product with the source but
     scores and weighted values. On CPU layers are unrolled though training scans them, unless they are large.
     """
-    monkeypatch.setattr("transformer.generate.layers.COPIED", copied)
+    monkeypatch.setattr("transformer.generate._layers.COPIED", copied)
     jax.clear_caches()  # what was traced before knows another limit
     config = TRANSLATION.replace(position="sinusoidal", max_length=None)
     model = Seq2Seq(config, Execution(scan=scan))

@@ -9,9 +9,9 @@ import pytest
 
 from transformer.config import ConfigError, Execution, TransformerConfig
 from transformer.generate import Draft, Sampling, generate
-from transformer.generate.decoding import Rows
-from transformer.generate.sampling import Choice
-from transformer.generate.speculative import decode_with_draft
+from transformer.generate._decoding import Rows
+from transformer.generate._sampling import Choice
+from transformer.generate._speculative import decode_with_draft
 from transformer.nn.models import CausalLM, Seq2Seq
 
 VOCABULARY = 11

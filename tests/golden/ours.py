@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from golden.case import Case, numbers, past_values, real_tokens, tokens
 
-from transformer.nn.masks import Mask
+from transformer.nn._masks import Mask
 from transformer.nn.models import Classifier, Embedder, Forecaster, MaskedLM, Seq2Seq, SpeechToText, VisionClassifier
-from transformer.zoo.weights.files import write_weights
+from transformer.zoo.weights._files import write_weights
 
 
 def write(directory: Path, record: dict[str, Any]) -> Path:

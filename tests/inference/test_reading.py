@@ -15,8 +15,8 @@ from inference_parts import write_models
 from tokenizers import decoders, models, pre_tokenizers
 
 from transformer.__main__ import main
-from transformer.cli.texts import continue_texts
-from transformer.data.pretrained_tokenizer import PretrainedTokenizer
+from transformer.cli._texts import continue_texts
+from transformer.data._pretrained_tokenizer import PretrainedTokenizer
 from transformer.generate import Sampling
 from transformer.inference import SentenceSettings, classify, embed, export, open_model, score, sentence_settings
 from transformer.zoo import load_pretrained

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from jaxprs import operations
 
-from transformer.nn.attention import MultiHeadAttention, dot_product_attention
-from transformer.nn.caches import ContextCache, KVCache, cache_length, set_cache_length
-from transformer.nn.masks import Mask
-from transformer.nn.positions import ALiBi, Rotary
+from transformer.nn._attention import MultiHeadAttention, dot_product_attention
+from transformer.nn._caches import ContextCache, KVCache, cache_length, set_cache_length
+from transformer.nn._masks import Mask
+from transformer.nn._positions import ALiBi, Rotary
 
 B, T, S, N, K, H, HV, D = 2, 7, 11, 6, 3, 4, 5, 13
 KEYS = jax.random.split(jax.random.key(0), 8)

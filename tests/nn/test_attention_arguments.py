@@ -10,11 +10,11 @@ import pytest
 
 from transformer import MLA, CausalLM, Decoder, Encoder, LayerInputs, NoPosition, PreNormBlock, TransformerConfig
 from transformer.config import ConfigError
-from transformer.nn.attention import MultiHeadAttention, dot_product_attention
-from transformer.nn.caches import KVCache
-from transformer.nn.masks import Mask
-from transformer.nn.mla import LatentAttention
-from transformer.nn.positions import ALiBi, Rotary
+from transformer.nn._attention import MultiHeadAttention, dot_product_attention
+from transformer.nn._caches import KVCache
+from transformer.nn._masks import Mask
+from transformer.nn._mla import LatentAttention
+from transformer.nn._positions import ALiBi, Rotary
 
 B, T, N, H, D = 2, 7, 6, 4, 13
 X = jax.random.normal(jax.random.key(3), (B, T, D))

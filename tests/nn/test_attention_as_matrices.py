@@ -14,12 +14,12 @@ from jaxprs import operations
 from teaching_texts import KEYS, SMALL, B, D, T, X, kernels, softmax, start, watched
 
 from transformer.config import RotaryScaling
-from transformer.nn.attention import MultiHeadAttention, dot_product_attention
+from transformer.nn._attention import MultiHeadAttention, dot_product_attention
+from transformer.nn._masks import Mask
+from transformer.nn._positions import ALiBi, Rotary, Sinusoidal, T5Bias
+from transformer.nn._stacks import Encoder
 from transformer.nn.kernels import AttentionSpec, chunked_attention, reference_attention
-from transformer.nn.masks import Mask
 from transformer.nn.models import CausalLM, Seq2Seq
-from transformer.nn.positions import ALiBi, Rotary, Sinusoidal, T5Bias
-from transformer.nn.stacks import Encoder
 
 PLAIN = {"scale": 0.7}
 

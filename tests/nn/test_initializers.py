@@ -8,9 +8,9 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from transformer import MLA, MoE, MultiHeadAttention
-from transformer.nn.layers import FeedForward, Linear, glorot_uniform
-from transformer.nn.mla import LatentAttention
-from transformer.nn.moe import RoutedFeedForward
+from transformer.nn._layers import FeedForward, Linear, glorot_uniform
+from transformer.nn._mla import LatentAttention
+from transformer.nn._moe import RoutedFeedForward
 
 KEY = jax.random.key(3)
 D, N, H = 24, 4, 6

@@ -7,7 +7,7 @@ import pytest
 
 from transformer.config import MLA, Execution, LayerKind, MoE, TransformerConfig
 from transformer.generate import Sampling, generate
-from transformer.nn.int8 import Int8, Rule, quantize, quantized
+from transformer.nn._int8 import Int8, Rule, quantize, quantized
 from transformer.nn.models import CausalLM, Seq2Seq
 
 SIZES = {"vocab_size": 40, "d_model": 16, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "d_ff": 24}

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy.special import erf
 
-from transformer.nn.layers import (
+from transformer.nn._layers import (
     ACTIVATIONS,
     NORMS,
     Embedding,

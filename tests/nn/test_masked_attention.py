@@ -12,11 +12,11 @@ import pytest
 from teaching_texts import KEYS, SMALL, B, D, T, X, kernels, softmax, start, watched
 
 from transformer.config import ConfigError
-from transformer.nn.attention import MultiHeadAttention, dot_product_attention
-from transformer.nn.blocks import LayerInputs, PreNormBlock
-from transformer.nn.layers import FeedForward, LayerNorm
-from transformer.nn.masks import Mask
-from transformer.nn.stacks import Decoder
+from transformer.nn._attention import MultiHeadAttention, dot_product_attention
+from transformer.nn._blocks import LayerInputs, PreNormBlock
+from transformer.nn._layers import FeedForward, LayerNorm
+from transformer.nn._masks import Mask
+from transformer.nn._stacks import Decoder
 
 
 @pytest.mark.parametrize("implementation", ["reference", "chunked", "decoder"])

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from transformer.nn.masks import Mask
+from transformer.nn._masks import Mask
 
 
 def picture(mask: Mask, num_queries: int, num_keys: int) -> list[str]:

@@ -9,12 +9,12 @@ import pytest
 
 from transformer.config import MLA, AttentionOptions, ConfigError, LayerKind, TransformerConfig
 from transformer.generate import Sampling, generate
-from transformer.nn.caches import KVCache, cache_length, set_cache_length
-from transformer.nn.masks import Mask
-from transformer.nn.mla import LatentAttention, absorbed_attention, absorbs, expanded_attention
+from transformer.nn._caches import KVCache, cache_length, set_cache_length
+from transformer.nn._masks import Mask
+from transformer.nn._mla import LatentAttention, absorbed_attention, absorbs, expanded_attention
+from transformer.nn._positions import Rotary
+from transformer.nn._sharding import make_mesh, parameter_spec
 from transformer.nn.models import CausalLM, Seq2Seq
-from transformer.nn.positions import Rotary
-from transformer.nn.sharding import make_mesh, parameter_spec
 
 B, T, D, N = 2, 7, 10, 3
 SIZES = MLA(kv_lora_rank=6, qk_nope_head_dim=5, qk_rope_head_dim=4, v_head_dim=3, q_lora_rank=11)

@@ -14,14 +14,14 @@ from jaxprs import jaxprs_in_params
 from training_recipes import VOCABULARY, batch_outputs, change, compiled_step, start, tiny_batch, tiny_recipe
 
 from transformer.config import Execution, LayerKind, MoE, StackOptions, TransformerConfig
-from transformer.nn.layers import ACTIVATIONS
-from transformer.nn.masks import Mask
+from transformer.nn._layers import ACTIVATIONS
+from transformer.nn._masks import Mask
+from transformer.nn._moe import RoutedFeedForward, grouped_linear, router_losses, within_capacity
+from transformer.nn._stacks import Decoder
 from transformer.nn.models import CausalLM, Classifier, Seq2Seq
-from transformer.nn.moe import RoutedFeedForward, grouped_linear, router_losses, within_capacity
-from transformer.nn.stacks import Decoder
-from transformer.training import recipe as recipes
-from transformer.training.losses import cross_entropy
-from transformer.training.step import make_eval_step, training_loss
+from transformer.training import _recipe as recipes
+from transformer.training._losses import cross_entropy
+from transformer.training._step import make_eval_step, training_loss
 
 FIVE = MoE(num_experts=5, top_k=2, load_balance_weight=1.0, router_z_weight=1.0)
 losses = jax.jit(router_losses)

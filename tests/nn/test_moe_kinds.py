@@ -10,10 +10,10 @@ from jax.sharding import PartitionSpec
 
 from transformer.config import Execution, LayerKind, MoE, StackOptions, TransformerConfig
 from transformer.generate import Beam, Draft, Sampling, beam_search, generate
-from transformer.nn.layers import FeedForward
+from transformer.nn._layers import FeedForward
+from transformer.nn._moe import RoutedFeedForward, choose, router_losses
+from transformer.nn._sharding import parameter_spec
 from transformer.nn.models import CausalLM
-from transformer.nn.moe import RoutedFeedForward, choose, router_losses
-from transformer.nn.sharding import parameter_spec
 
 X = jax.random.normal(jax.random.key(0), (2, 7, 6))
 GPT_OSS = MoE(num_experts=5, top_k=2, router_bias=True)

@@ -38,15 +38,15 @@ from transformer import (
     compat,
 )
 from transformer.config import OutputOptions, Speech
-from transformer.nn.attention import AttentionModule
-from transformer.nn.blocks import BLOCKS, Block
-from transformer.nn.layers import NORMS, Embedding, FeedForward, Linear
-from transformer.nn.mla import LatentAttention
-from transformer.nn.models.base import Model, TokenEncoder
-from transformer.nn.models.encoders import PooledEncoder
-from transformer.nn.models.speech import Convolution
-from transformer.nn.moe import RoutedFeedForward
-from transformer.nn.stacks import Stack
+from transformer.nn._attention import AttentionModule
+from transformer.nn._blocks import BLOCKS, Block
+from transformer.nn._layers import NORMS, Embedding, FeedForward, Linear
+from transformer.nn._mla import LatentAttention
+from transformer.nn._moe import RoutedFeedForward
+from transformer.nn._stacks import Stack
+from transformer.nn.models._base import Model, TokenEncoder
+from transformer.nn.models._encoders import PooledEncoder
+from transformer.nn.models._speech import Convolution
 
 CONFIG = TransformerConfig(
     vocab_size=13, d_model=6, num_layers=1, num_heads=3, d_ff=5, position="rotary", output=OutputOptions(num_classes=3)

@@ -12,11 +12,11 @@ import pytest
 from parity_tools import EPSILON, SCALINGS, close, compare, llama_config, normal, randomize
 
 from transformer.config import RotaryScaling, TransformerConfig
-from transformer.nn.attention import dot_product_attention
-from transformer.nn.blocks import BLOCKS, LayerInputs
-from transformer.nn.masks import Mask
-from transformer.nn.positions import ALiBi, Rotary, Sinusoidal, T5Bias
-from transformer.nn.stacks import Decoder, Encoder
+from transformer.nn._attention import dot_product_attention
+from transformer.nn._blocks import BLOCKS, LayerInputs
+from transformer.nn._masks import Mask
+from transformer.nn._positions import ALiBi, Rotary, Sinusoidal, T5Bias
+from transformer.nn._stacks import Decoder, Encoder
 
 pytestmark = [pytest.mark.parity, pytest.mark.usefixtures("torch")]
 

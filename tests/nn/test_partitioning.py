@@ -9,10 +9,10 @@ import pytest
 from attention_specs import attention_spec
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from transformer.nn.jax_compat import platform_of
+from transformer.nn._jax_compat import platform_of
+from transformer.nn._partitioning import constrain, platform, ways
+from transformer.nn._sharding import make_mesh
 from transformer.nn.kernels import choose
-from transformer.nn.partitioning import constrain, platform, ways
-from transformer.nn.sharding import make_mesh
 
 
 def mesh(**sizes):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from transformer.config import RotaryScaling
-from transformer.nn.positions import ALiBi, Learned, NoPosition, Rotary, Sinusoidal, SinusoidalHalves, T5Bias, angles
+from transformer.nn._positions import ALiBi, Learned, NoPosition, Rotary, Sinusoidal, SinusoidalHalves, T5Bias, angles
 
 
 def positions(*values) -> jax.Array:

@@ -11,10 +11,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from placements import mesh, specs
 
 from transformer.config import ConfigError, LayerKind, MoE, Series, TransformerConfig
+from transformer.nn._parameter_axes import LAYERS, declared
+from transformer.nn._partitioning import axis_rules
+from transformer.nn._sharding import PARAMETER_AXES, batch_sharding, parameter_spec, state_shardings, with_logical_axes
 from transformer.nn.models import CausalLM, Forecaster, Seq2Seq
-from transformer.nn.parameter_axes import LAYERS, declared
-from transformer.nn.partitioning import axis_rules
-from transformer.nn.sharding import PARAMETER_AXES, batch_sharding, parameter_spec, state_shardings, with_logical_axes
 
 # Sizes that 2 and 4 divide: Flax's tools place an axis whatever its size.
 CONFIG = TransformerConfig(vocab_size=24, d_model=16, num_layers=2, num_heads=4, d_ff=32, position="rotary")

@@ -8,13 +8,13 @@ import pytest
 from jaxprs import jaxprs_in_params
 
 from transformer.config import ConfigError, Execution, LayerKind, StackOptions, TransformerConfig
-from transformer.nn.attention import MultiHeadAttention
-from transformer.nn.blocks import BLOCKS, LayerCache, LayerInputs, PostNormBlock, PreNormBlock
-from transformer.nn.caches import cache_length
-from transformer.nn.layers import FeedForward, RMSNorm
-from transformer.nn.masks import Mask
-from transformer.nn.stacks import Decoder, Encoder
-from transformer.training.state import parameter_paths
+from transformer.nn._attention import MultiHeadAttention
+from transformer.nn._blocks import BLOCKS, LayerCache, LayerInputs, PostNormBlock, PreNormBlock
+from transformer.nn._caches import cache_length
+from transformer.nn._layers import FeedForward, RMSNorm
+from transformer.nn._masks import Mask
+from transformer.nn._stacks import Decoder, Encoder
+from transformer.training._state import parameter_paths
 
 CONFIG = TransformerConfig(d_model=12, num_layers=2, num_heads=3, d_ff=7)
 X = jax.random.normal(jax.random.key(0), (2, 5, 12))

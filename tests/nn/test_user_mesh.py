@@ -12,10 +12,10 @@ from attention_specs import attention_spec
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import transformer
+from transformer.nn._layers import Embedding
+from transformer.nn._partitioning import axis_rules, constrain, mesh_axes, unmapped_axes, ways
+from transformer.nn._sharding import make_mesh
 from transformer.nn.kernels import choose
-from transformer.nn.layers import Embedding
-from transformer.nn.partitioning import axis_rules, constrain, mesh_axes, unmapped_axes, ways
-from transformer.nn.sharding import make_mesh
 
 ROWS, LENGTH, WIDTH, HEADS = 8, 6, 16, 4
 NAMES = [("data", "tensor"), ("dp", "tp"), ("data", "model")]

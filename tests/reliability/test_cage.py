@@ -12,7 +12,7 @@ import pytest
 from fuzz_parts import Fuzz, damaged, fuzz, rewritten, written
 from hypothesis import strategies as st
 
-from transformer.config.untrusted import parse_json
+from transformer.config._untrusted import parse_json
 
 __all__ = ["fuzz"]  # a fixture
 

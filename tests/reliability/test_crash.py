@@ -13,7 +13,7 @@ from reliability import crash, harming
 from reliability.calls import Left, begun_since, digest, newest, reached, unfinished, went_on
 from reliability.page import crash_table, put
 from reliability.world import AFTER, Tally, Timing, World, draw_moment, phase, timed
-from transformer.training.checkpoint import Checkpointer
+from transformer.training._checkpoint import Checkpointer
 
 ROOT = Path(__file__).resolve().parents[2]
 TOLD = """device: 1 x cpu, jax 1.2.3

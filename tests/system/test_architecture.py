@@ -1,6 +1,7 @@
 """The table of layers is true: imports go strictly downwards, files stay short, nothing hides an error."""
 
 import ast
+import importlib
 import itertools
 import re
 import statistics
@@ -10,6 +11,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from docstring_members import members
+from package_exports import exports, rooms
 from package_layers import LAYERS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -62,7 +65,7 @@ def imports(source: str, package: str = "") -> Iterator[tuple[int, str]]:
 
 
 def package_of(path: Path) -> str:
-    """The package that a file of ours is in: "transformer.nn.kernels" for transformer/nn/kernels/chunked.py."""
+    """The package that a file of ours is in: "transformer.nn.kernels" for transformer/nn/kernels/_chunked.py."""
     return ".".join(path.relative_to(ROOT).with_suffix("").parts[:-1])
 
 
@@ -73,7 +76,7 @@ def unit_of(path: Path) -> str:
 
 def unit_named(parts: Sequence[str]) -> str:
     """The row of ("nn", "kernels", "chunked"): "nn/kernels". What is in no row of its own is its folder."""
-    both = "/".join(parts[:2])
+    both = "/".join([parts[0], *(part.removeprefix("_") if part != "__init__" else part for part in parts[1:2])])
     return both if both in LAYERS or parts[0] not in LAYERS else parts[0]
 
 
@@ -187,15 +190,15 @@ def test_the_core_needs_four_packages():
 @pytest.mark.parametrize(
     ("unit", "source"),
     [
-        ("nn/masks", "from transformer.nn.attention import MultiHeadAttention"),
-        ("nn/masks", "from transformer.nn.layers import linear"),
+        ("nn/masks", "from transformer.nn._attention import MultiHeadAttention"),
+        ("nn/masks", "from transformer.nn._layers import linear"),
         ("nn/masks", "from transformer import layers"),
         ("nn/masks", "from .layers import linear"),
         ("nn/masks", "from . import layers"),
-        ("nn/masks", "def late():\n    import transformer.nn.layers"),
+        ("nn/masks", "def late():\n    import transformer.nn._layers"),
         ("nn/masks", "import transformer"),
         ("training", "from transformer.zoo import ENTRIES"),
-        ("zoo", "from transformer.training.recipe import Recipe"),
+        ("zoo", "from transformer.training._recipe import Recipe"),
         ("data", "from transformer.viz import curves"),
     ],
 )
@@ -206,9 +209,9 @@ def test_an_import_upwards_is_seen(unit, source):
 @pytest.mark.parametrize(
     ("unit", "source", "package"),
     [
-        ("nn/attention", "from transformer.nn.masks import Mask", "transformer.nn"),
+        ("nn/attention", "from transformer.nn._masks import Mask", "transformer.nn"),
         ("nn/attention", "from .masks import Mask\nfrom . import axes", "transformer.nn"),
-        ("nn/kernels", "from transformer.nn.kernels.reference import attention", "transformer.nn.kernels"),
+        ("nn/kernels", "from transformer.nn.kernels._reference import attention", "transformer.nn.kernels"),
         ("nn/kernels", "from .reference import attention\nfrom ..masks import Mask", "transformer.nn.kernels"),
         ("cli", "import transformer\nfrom transformer import __version__", "transformer.cli"),
         ("__init__", "from transformer.nn.models import CausalLM", "transformer"),
@@ -267,6 +270,58 @@ def test_a_misplaced_test_is_seen():
     assert misplaced_tests(["nn/test_masks.py", "nn/kernels/test_ring.py", "system/test_docs.py"], rooms) == []
     for file in ("test_masks.py", "masks/test_masks.py", "nn/masks/test_masks.py", "fixtures/test_old.py"):
         assert misplaced_tests([file], rooms) == [file]
+
+
+def hidden_exports(module: str, path: Path) -> set[str]:
+    """Public names of a public file that no user may rely on, and exports that are not there."""
+    names = {member.name for member in members(path.read_text(encoding="utf-8")) if "." not in member.name} - {"module"}
+    return {f"{module}.{name}" for name in names - exports(path)}
+
+
+def test_public_names_are_exported():
+    """What has no underscore, neither in its own name nor in that of its file, is in the `__all__` of its room."""
+    public = rooms()
+    assert not set().union(*(hidden_exports(module, path) for module, path in public.items()))
+    files = {module for module, path in public.items() if path.name != "__init__.py"}
+    assert not {file for file in files if file.rpartition(".")[2] not in exports(public[file.rpartition(".")[0]])}
+    assert all(exports(path) for path in public.values()), "each room says what a user may rely on"
+
+
+def test_exports_are_there_and_are_what_their_room_says():
+    for module in rooms():
+        room = importlib.import_module(module)
+        assert {name for name in room.__all__ if not hasattr(room, name)} == set(), module
+        assert {*room.__all__} == exports(rooms()[module]), module
+        assert {*room.__all__} <= {*dir(room)}, module
+
+
+def test_a_public_name_that_no_room_exports_is_seen(tmp_path):
+    path = tmp_path / "masks.py"
+    path.write_text(
+        '__all__ = ["Mask"]\nSIZE, _HIDDEN = 1, 2\n\nclass Mask: ...\n\ndef as_matrix(mask): ...\ndef _cut(): ...\n'
+    )
+    assert hidden_exports("m", path) == {"m.SIZE", "m.as_matrix"}
+
+
+def test_files_import_private_files_and_not_rooms():
+    """A room is for users: inside the package its `__init__` would make circles, and import more than is needed."""
+    public = rooms()
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        if path.name not in ("__init__.py", "__main__.py"):
+            ours = [(line, name.rpartition(".")) for line, name in imports(path.read_text(), package_of(path))]
+            found[path] = [
+                f"line {line}: imports {name} by {room}, which has it from another file"
+                for line, (room, _, name) in ours
+                if room in public and name in exports(public[room]) and name not in defined(public[room])
+            ]
+    assert not report(found), report(found)
+
+
+def defined(path: Path) -> set[str]:
+    """Names that a file has itself, and public files that lie beside it."""
+    own = {member.name for member in members(path.read_text(encoding="utf-8"))}
+    return own | {file.stem for file in path.parent.glob("*.py")}
 
 
 def test_most_files_are_short():
@@ -336,7 +391,7 @@ def documented(title: str) -> dict[str, int]:
     section = re.search(rf"^## {title}\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
     assert section, f"docs/architecture.md has no section {title!r}"
     rows = re.findall(r"^\| `([\w/]+?)(?:\.py|/)` \| (\d+) \|", section.group(1), re.MULTILINE)
-    return {name: int(level) for name, level in rows}
+    return {name.replace("/_", "/"): int(level) for name, level in rows}
 
 
 def test_the_documented_table_is_this_one():
@@ -361,7 +416,7 @@ def documented_walk() -> list[str]:
 
 
 def test_the_command_leads_to_the_step():
-    walk = ["train.py", "transformer/cli/train.py", "transformer/training/loop.py", documented_walk()[0]]
+    walk = ["train.py", "transformer/cli/_train.py", "transformer/training/_loop.py", documented_walk()[0]]
     for here, there in itertools.pairwise(ROOT / name for name in walk):
         assert imports_directly(here, there), f"{here.relative_to(ROOT)} does not import {there.relative_to(ROOT)}"
 
@@ -370,11 +425,11 @@ def test_the_command_leads_to_the_step():
 def test_six_files_call_each_other_from_the_step_to_the_softmax(scan, tmp_path, monkeypatch):
     """The call stack of the first softmax of a training step: the documented files, and no others of the package."""
     stack = files_that_call_the_softmax(tmp_path, monkeypatch, scan)
-    assert stack[: stack.index("transformer/training/step.py")] == [
-        "transformer/training/loop.py",
-        "transformer/training/parallel.py",  # puts the batch on the devices, and compiles the step for them
+    assert stack[: stack.index("transformer/training/_step.py")] == [
+        "transformer/training/_loop.py",
+        "transformer/training/_parallel.py",  # puts the batch on the devices, and compiles the step for them
     ]
-    assert stack[stack.index("transformer/training/step.py") :] == documented_walk()
+    assert stack[stack.index("transformer/training/_step.py") :] == documented_walk()
     assert len(documented_walk()) == 6
 
 
@@ -386,15 +441,15 @@ def files_that_call_the_softmax(folder: Path, monkeypatch: pytest.MonkeyPatch, s
     """The files of the package that are on the call stack, outermost first, when a training step computes a softmax."""
     from training_recipes import text_recipe
 
-    from transformer.nn.kernels import reference
-    from transformer.training.loop import train
+    from transformer.nn.kernels import _reference as reference
+    from transformer.training._loop import train
 
     softmax, stacks = reference.masked_softmax, []
 
     def recorded(*given):
         frames = [Path(frame.filename) for frame in traceback.extract_stack()]
         files = [str(path.relative_to(ROOT)) for path in frames if path.is_relative_to(PACKAGE)]
-        if "transformer/training/step.py" not in files:  # the parameters are being initialized
+        if "transformer/training/_step.py" not in files:  # the parameters are being initialized
             return softmax(*given)
         stacks.append([file for file, _ in itertools.groupby(files)])
         raise SoftmaxReached
@@ -423,6 +478,6 @@ def module_of(path: Path) -> str:
 
 def test_a_file_that_is_not_imported_is_seen():
     package = PACKAGE / "nn" / "models"
-    assert imports_directly(PACKAGE / "training" / "tasks.py", package / "causal_lm.py")
-    assert not imports_directly(PACKAGE / "training" / "step.py", package / "causal_lm.py")
-    assert not imports_directly(PACKAGE / "nn" / "attention.py", PACKAGE / "nn" / "kernels" / "reference.py")
+    assert imports_directly(PACKAGE / "training" / "_tasks.py", package / "_causal_lm.py")
+    assert not imports_directly(PACKAGE / "training" / "_step.py", package / "_causal_lm.py")
+    assert not imports_directly(PACKAGE / "nn" / "_attention.py", PACKAGE / "nn" / "kernels" / "_reference.py")

@@ -129,25 +129,58 @@ def test_every_public_name_is_found():
         transformer.CausalML  # noqa: B018
 
 
+# Every module by the names that it had: nn's and a few others lay in the package itself, and none was private.
 MOVED = """
-import importlib, warnings
+import importlib, pathlib, pickle, sys, warnings
 import transformer
 
-for old, new in transformer._MOVED.items():
+root = pathlib.Path(transformer.__file__).parent
+private = {}
+for path in sorted(root.rglob("_[a-z]*.py")):
+    *room, name = path.relative_to(root).with_suffix("").parts
+    private[".".join([*room, name[1:]])] = ".".join(["transformer", *room, name])
+current = private | {"training.lora": "transformer.training.lora", "nn.compat": "transformer.nn.compat"}
+rooms = ("nn.kernels", "nn.models", "training.plan", "viz.studies", "zoo.weights")
+current |= {room: f"transformer.{room}" for room in rooms}
+old = dict(private)
+old |= {name.removeprefix("nn."): new for name, new in current.items() if name.startswith("nn.")}
+old |= {name: current[new] for name, new in transformer._MOVED.items()}
+assert len(old) > 200, len(old)
+del old["config"]  # of nn there was none
+for name, new in old.items():
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        module = importlib.import_module(f"transformer.{old}")
-    name = f"transformer.{new}"
+        module = importlib.import_module(f"transformer.{name}")
+    room, _, private = new.partition("._")
+    told = f"private: import its public names from {room}" if private else f"now {new}: import that"
     assert [str(w.message) for w in caught if w.category is DeprecationWarning] == [
-        f"transformer.{old} is now {name}: import that. The old name works for one release."
-    ], (old, caught)
-    assert module is importlib.import_module(name), old
-    assert module.__name__ == module.__spec__.name == name, old
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    from transformer.kernels.chunked import chunked_attention
-    from transformer.nn.kernels import chunked
-assert chunked_attention is chunked.chunked_attention
+        f"transformer.{name} is {told}. The old name works for one release."
+    ], (name, [str(w.message) for w in caught])
+    assert module is importlib.import_module(new) is sys.modules[f"transformer.{name}"], name
+    assert module.__name__ == module.__spec__.name == new, name
+ours = [module for name, module in sys.modules.items() if name.startswith("transformer")]
+for room in [module for module in ours if hasattr(module, "__path__")]:
+    modules = {name for name in room.__all__ if isinstance(getattr(room, name), type(sys))}
+    assert modules <= {"compat", "lora", "runtime"}, (room, modules)  # no old name hides what is exported
+
+warnings.simplefilter("ignore")
+import transformer.nn.attention as attention
+from transformer.kernels.chunked import chunked_attention
+from transformer.nn import MultiHeadAttention, masks
+from transformer.nn.kernels import _chunked
+from transformer.viz.studies import sizes
+from transformer.viz.studies.sizes import Size
+assert chunked_attention is _chunked.chunked_attention and attention.MultiHeadAttention is MultiHeadAttention
+assert sizes.__name__ == "sizes" and Size.__module__ == "transformer.viz.studies._sizes"
+assert pickle.loads(b"ctransformer.nn.attention\\nMultiHeadAttention\\n.") is MultiHeadAttention
+missing_ones = ("transformer.nothing", "transformer.nn.nothing", "transformer.nn.attention.nothing")
+for missing in (*missing_ones, "transformer._masks"):
+    try:
+        importlib.import_module(missing)
+    except ModuleNotFoundError as error:
+        assert missing.rpartition(".")[2] in str(error), error
+    else:
+        raise AssertionError(missing)
 """
 
 

@@ -25,10 +25,10 @@ from transformer.inference import (
     score,
     translate_lines,
 )
-from transformer.inference.batching import PACKED, TOKENS, _batches, run_pairs
-from transformer.training.evaluation import compiled_eval_step, evaluate_loss
-from transformer.training.numbers import _forecasts
-from transformer.training.step import make_eval_step
+from transformer.inference._batching import PACKED, TOKENS, _batches, run_pairs
+from transformer.training._evaluation import compiled_eval_step, evaluate_loss
+from transformer.training._numbers import _forecasts
+from transformer.training._step import make_eval_step
 
 LONG, SHORT = "the big cat sat on the small mat under a tree", "a dog ran"
 COMPILED = "/jax/core/compile/backend_compile_duration"

@@ -2,7 +2,7 @@
 
 A page may quote code: a point of a list, with file and link, then lines that follow each other in that file.
 
-- Computed in [`transformer/nn/layers.py`](../transformer/nn/layers.py): `hidden = activate(self.activation, up, gate)`
+- Computed in [`transformer/nn/_layers.py`](../transformer/nn/_layers.py): `activate(self.activation, up, gate)`
 """
 
 import pathlib

@@ -1,8 +1,8 @@
 """Whoever asks help() of a public name is told what it is and which errors it raises; axes have letters of one legend.
 
-Public is what has no leading underscore, in any file of transformer/. Nothing is imported, but where help() itself is
-tested. A method without a docstring of its own has that of the base class, as help() shows it. Dunder
-methods need none, but for `__call__` of a module; `setup` is Flax's. The class may speak for its methods and fields.
+Public is what a room of the package exports. Nothing is imported, but where help() itself is tested. A method without a
+docstring of its own has that of the base class, as help() shows it. Dunder methods need none, but for `__call__` of a
+module; `setup` is Flax's. The class may speak for its methods and fields.
 """
 
 import ast
@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from docstring_members import PACKAGE, Member, members
+from package_exports import exporters
 
 import transformer
 
@@ -75,9 +76,15 @@ def missing_errors(member: Member) -> str:
     return f"raises {', '.join(silent)} and doesn't say so: name it and say when" if silent else ""
 
 
-def faults(path: str, source: str, check: Check) -> list[str]:
-    """Each line names a place and what to write there."""
-    found = [(member, check(member)) for member in members(source)]
+def public(path: Path) -> set[str]:
+    """Names of a file that users may rely on, and the file itself, whose first words a reader of the code meets."""
+    return {"module", *exporters(path)}
+
+
+def faults(path: str, source: str, check: Check, names: set[str] | None = None) -> list[str]:
+    """Each line names a place and what to write there; `names`: the only ones that are asked about."""
+    chosen = [one for one in members(source) if names is None or one.name.partition(".")[0] in names]
+    found = [(member, check(member)) for member in chosen]
     return [f"{path}:{getattr(member.node, 'lineno', 1)} {member.name}: {fault}" for member, fault in found if fault]
 
 
@@ -87,20 +94,22 @@ CHECKS = (missing_docstring, missing_field, missing_constant, missing_errors)
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_nothing_is_missing_in_the_package(check):
     paths = sorted(PACKAGE.rglob("*.py"))
-    found = [line for path in paths for line in faults(str(path.relative_to(ROOT)), path.read_text(), check)]
+    found = [
+        line for path in paths for line in faults(str(path.relative_to(ROOT)), path.read_text(), check, public(path))
+    ]
     assert not found, "\n".join([check.__doc__, *found])
 
 
 def test_the_legend_has_every_axis():
     """A letter in an annotation is one of axes.py; a small one is a part of its capital."""
-    paragraph = members((PACKAGE / "nn" / "axes.py").read_text())[0].doc.split("\n\n")[1].partition(". ")[0]
+    paragraph = members((PACKAGE / "nn" / "_axes.py").read_text())[0].doc.split("\n\n")[1].partition(". ")[0]
     legend = set(re.findall(r"(?:^|,\s|\band\s)([A-Z][a-z]?)\s", paragraph))
     annotations = re.compile(rf"\b(?:{'|'.join(JAXTYPING)})\[[\w.]+, \"([^\"]*)\"\]")
     for path in sorted(PACKAGE.rglob("*.py")):
         for axes in annotations.findall(path.read_text()):
             used = {axis for axis in axes.split() if not axis.isdigit() and not axis.startswith(("*", "..."))}
             unknown = {axis for axis in used if axis not in legend and axis.upper() not in legend}
-            assert not unknown, f"{path.relative_to(ROOT)}: {unknown} of {axes!r} is not in transformer/nn/axes.py"
+            assert not unknown, f"{path.relative_to(ROOT)}: {unknown} of {axes!r} is not in transformer/nn/_axes.py"
 
 
 @pytest.mark.parametrize("name", sorted({*transformer.__all__} - {"load"}))  # that one would import all of training

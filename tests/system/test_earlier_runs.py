@@ -11,11 +11,11 @@ import pytest
 
 import transformer
 from transformer.__main__ import main
-from transformer.nn.sharding import ParallelConfig
-from transformer.training.loop import train
-from transformer.training.metrics import read_metrics
-from transformer.training.recipe import load_recipe
-from transformer.training.runs import load_run
+from transformer.nn._sharding import ParallelConfig
+from transformer.training._loop import train
+from transformer.training._metrics import read_metrics
+from transformer.training._recipe import load_recipe
+from transformer.training._runs import load_run
 
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures"
 COMMITS = ["51eea07", "ecf83ea"]

@@ -14,16 +14,17 @@ from fuzz_parts import BYTE_EDITS, Fuzz, damaged, files_of, fuzz
 from hypothesis import strategies as st
 from training_recipes import record_drawn_run, text_recipe, tiny_recipe
 
-from transformer.cli import generate, texts
-from transformer.cli.arguments import parse
+from transformer.cli import _generate as generate
+from transformer.cli import _texts as texts
+from transformer.cli._arguments import parse
 from transformer.config import Patches, TransformerConfig
 from transformer.data import ImageFile, JsonLines, Multi30k, NumberWords
 from transformer.generate import Sampling
 from transformer.inference import open_model
 from transformer.training import Recipe, from_json, load_recipe, to_json
+from transformer.training._overrides import find_recipe, override
+from transformer.training._serial import flatten
 from transformer.training.lora import LoRA
-from transformer.training.overrides import find_recipe, override
-from transformer.training.serial import flatten
 
 __all__ = ["fuzz"]  # a fixture
 

@@ -19,8 +19,8 @@ from pathlib import Path
 import pytest
 
 import transformer
-from transformer.cli.allocator import KEEP, VARIABLE
-from transformer.config import invocation
+from transformer.cli._allocator import KEEP, VARIABLE
+from transformer.config import _invocation as invocation
 
 ROOT = Path(__file__).resolve().parents[2]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -126,7 +126,7 @@ def test_recipes_are_listed_anywhere(installed):
 
 def test_a_bundled_recipe_is_the_installed_file(installed):
     """Not the one of a checkout that happens to be importable."""
-    code = "from transformer.config.recipe_files import find_recipe; print(find_recipe('configs/number_words.py'))"
+    code = "from transformer.config._recipe_files import find_recipe; print(find_recipe('configs/number_words.py'))"
     done = installed.run(sys.executable, "-c", code)
     assert done.stdout.strip() == str(installed.target / "transformer" / "recipes" / "number_words.py"), done.stderr
     installed_text = Path(done.stdout.strip()).read_text()

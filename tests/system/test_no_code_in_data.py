@@ -35,12 +35,18 @@ CALLS = {
 ARGUMENTS = {"shell": (False,), "allow_pickle": (False,), "trust_remote_code": (False,), "weights_only": (True,)}
 
 ALLOWED = {
-    ("transformer/__init__.py", "importlib.import_module"): "a file of this package, by a name of its own list",
+    **{
+        (
+            f"transformer/{room}__init__.py",
+            "importlib.import_module",
+        ): "a file of this package, by a name of its own list"
+        for room in ("", "cli/", "training/", "viz/")
+    },
     (
-        "transformer/training/overrides.py",
+        "transformer/training/_overrides.py",
         "util.spec_from_file_location",
     ): "a recipe is the user's own Python, and runs",
-    ("transformer/training/overrides.py", "loader.exec_module"): "a recipe is the user's own Python, and runs",
+    ("transformer/training/_overrides.py", "loader.exec_module"): "a recipe is the user's own Python, and runs",
     ("examples/elsewhere/compare.py", "importlib.import_module"): "a project that the user names is run, patched",
     ("reliability/watched.py", "runpy"): "runs train.py, as python would",
     ("reliability/watched.py", "ctypes.CDLL"): "opens what the process has loaded anyway: the C library",

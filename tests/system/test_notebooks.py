@@ -91,7 +91,7 @@ def test_all_install_in_the_same_way():
 
 # Of what was trained, and of what was trained after it: the losses of all steps, none twice, are in one file.
 TRAINING_CHECK = """
-from transformer.viz.records import read_metrics
+from transformer.viz._records import read_metrics
 
 lines = read_metrics(workdir / "metrics.jsonl")
 assert [line["step"] for line in lines if "train/loss" in line] == list(range(10, again.step + 1, 10)), lines

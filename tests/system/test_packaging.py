@@ -117,7 +117,7 @@ case "$*" in
   "-m venv "*) mkdir -p "$3/bin"; cp "$0" "$3/bin/python" ;;
   "-m pip install "*) [ ! -e '{log}.no-network' ] || {{ echo 'pip: no network' >&2; exit 1; }} ;;
   "-m mkdocs "*) ;;
-  "-m transformer.cli.devices") echo 'device: 1 x fake' ;;
+  "-m transformer.cli._devices") echo 'device: 1 x fake' ;;
   *--present) cat '{log}.present'; exit ;;
   *) exec '{python}' "$@" ;;
 esac
@@ -167,7 +167,7 @@ def checkout(tmp_path) -> Checkout:
     return Checkout(tmp_path)
 
 
-INSTALLATION = ["-m venv .venv", "-m pip install -r requirements.txt", "-m transformer.cli.devices"]
+INSTALLATION = ["-m venv .venv", "-m pip install -r requirements.txt", "-m transformer.cli._devices"]
 
 
 def test_setup_installs_once(checkout):

@@ -101,7 +101,7 @@ def folder(tmp_path_factory):
 
 def options_of(name, folder):
     """What the command line of this recipe has beside the recipe."""
-    from transformer.training.overrides import load_recipe_file
+    from transformer.training._overrides import load_recipe_file
 
     recipe = load_recipe_file(ROOT / "configs" / f"{name}.py")[0]
     words = list(WORDS)
@@ -137,7 +137,7 @@ def options_of(name, folder):
 
 def recipe_file(name, folder):
     """The recipe, or one that differs from it in its data."""
-    from transformer.training.overrides import load_recipe_file
+    from transformer.training._overrides import load_recipe_file
 
     path = ROOT / "configs" / f"{name}.py"
     data = type(load_recipe_file(path)[0].data).__name__

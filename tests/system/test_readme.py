@@ -31,7 +31,7 @@ def test_every_recipe_is_in_the_table():
 
 
 def test_the_table_of_families_is_the_generated_one():
-    from transformer.cli.families import markdown
+    from transformer.cli._families import markdown
 
     table = TEXT.partition("<!-- families -->\n")[2].partition("\n<!-- end of families -->")[0]
     assert table == markdown(), "write it anew: .venv/bin/python -m transformer list --markdown"

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
-from docstring_members import members
+from package_exports import PACKAGE, exports, rooms
 from package_layers import LAYERS
 
 import transformer
@@ -27,23 +27,22 @@ def load(name: str) -> ModuleType:
     return module
 
 
-def public_names() -> set[str]:
-    """Dotted names of all modules, classes, functions and constants, and of what is in the classes; but for constants
-    that are given several at a time (`A, B = 1, 2`), which Griffe does not read.
-    """
-    found = set()
-    for path in sorted((ROOT / "transformer").rglob("*.py")):
-        module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-        if module not in ("transformer", "transformer.nn"):  # these pass on what others define
-            _, *others = members(path.read_text(encoding="utf-8"))
-            found |= {module, *(f"{module}.{member.name}" for member in others if not re.search(r"__|\(", member.name))}
-    return found
+def referenced() -> list[str]:
+    """Dotted names that the pages of the reference document, modules left out."""
+    modules = re.findall(r"^::: (transformer[\w.]*)$", "\n".join(API.values()), re.MULTILINE)
+    named = load("hooks").named
+    return [name for module in modules for name, is_module in named(module) if not is_module]
 
 
-def test_every_layer_is_in_the_reference_once():
-    directives = re.findall(r"^::: transformer\.([\w.]+)$", "\n".join(API.values()), re.MULTILINE)
-    inner = {unit for unit in LAYERS if "/" in unit and unit.partition("/")[0] in LAYERS}  # come with their folder
-    assert sorted(directives) == sorted(unit.replace("/", ".") for unit in LAYERS.keys() - inner)
+def test_every_export_is_in_the_reference_once():
+    """Under the name of a room that exports it: `transformer.nn.CausalLM` is `transformer.nn.models.CausalLM`, too."""
+    found = [(name.split(".")[1], name.rpartition(".")[2]) for name in referenced()]
+    public = set(rooms())
+    expected = {(room.split(".")[1], name) for room, path in rooms().items() for name in exports(path)}
+    expected -= {(room.split(".")[1], room.rpartition(".")[2]) for room in public}
+    expected |= {("__main__", name) for name in exports(PACKAGE / "__main__.py")}
+    assert set(found) == expected
+    assert len(found) - len(set(found)) == 1, "dot_product_attention, ours and Flax's, is the only name of two"
 
 
 def test_what_the_package_offers_is_in_the_table():
@@ -53,8 +52,9 @@ def test_what_the_package_offers_is_in_the_table():
 
 def test_the_picture_of_the_layers_is_that_of_the_table():
     layers = load("layers")
+    found = {name: level for level, names in layers.layers().items() for name in names}
     assert {
-        name.removesuffix("/").removesuffix(".py"): level for level, names in layers.layers().items() for name in names
+        name.removesuffix("/").removesuffix(".py").replace("/_", "/"): level for name, level in found.items()
     } == LAYERS
     assert layers.PICTURE.read_text() == layers.picture(layers.layers()), "draw it anew: python docs/layers.py"
 
@@ -62,7 +62,7 @@ def test_the_picture_of_the_layers_is_that_of_the_table():
 @pytest.mark.parametrize(
     ("link", "repository", "expected"),
     [
-        ("[`a.py`](../transformer/nn/kernels/a.py)", "", "[`a.py`][transformer.nn.kernels.a]"),
+        ("[`_a.py`](../transformer/nn/kernels/a.py)", "", "[`a.py`][transformer.nn.kernels.a]"),
         ("[config](../transformer/config/__init__.py)", "", "[config][transformer.config]"),
         ("[`SECURITY.md`](../SECURITY.md)", "", "`SECURITY.md`"),
         ("[how](../SECURITY.md#there)", "", "how (`SECURITY.md`)"),
@@ -82,12 +82,19 @@ def test_links_that_leave_the_site(link, repository, expected):
     assert load("hooks").on_page_markdown(link, page, config, None) == expected
 
 
-def test_a_directive_is_spelled_out_to_the_names_that_a_file_defines():
-    lines = load("hooks").directives("transformer.config").splitlines()
-    assert lines[:2] == ["::: transformer.config", "    options:"]
-    assert "ConfigError" not in lines[2], "__init__ passes it on, checks.py defines it"
-    there = lines.index("::: transformer.config.checks")
-    assert "ConfigError" in lines[there + 2]
+def test_a_directive_is_spelled_out_to_the_names_that_a_room_exports():
+    directives = load("hooks").directives
+    assert directives("transformer.nn._masks").split() == [":::", "transformer.nn.Mask"]
+    lines = directives("transformer.config").splitlines()
+    assert lines[:3] == ["::: transformer.config", "    options:", "      members: []"]
+    assert "::: transformer.config.ConfigError" in lines
+    assert not [line for line in lines if "._" in line]
+    lines = directives("transformer.training").splitlines()
+    assert {
+        "::: transformer.training.train",
+        "::: transformer.training.lora",
+        "::: transformer.training.lora.merge",
+    } <= {*lines}
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +115,7 @@ def site(tmp_path_factory) -> Path:
 def test_every_public_name_is_in_the_reference(site):
     inventory = zlib.decompress((site / "objects.inv").read_bytes().split(b"\n", 4)[4]).decode()
     there = {line.split(" ")[0] for line in inventory.splitlines()}
-    assert public_names() <= there, sorted(public_names() - there)
+    assert {*referenced()} <= there, sorted({*referenced()} - there)
 
 
 @pytest.mark.slow

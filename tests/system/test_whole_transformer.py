@@ -13,15 +13,15 @@ import pytest
 from teaching_texts import KEYS, SMALL, B, D, T, X, softmax, start, watched
 
 from transformer.config import Execution, LayerKind, transformer_base
-from transformer.data.vocabularies import WordTokenizer
+from transformer.data._vocabularies import WordTokenizer
 from transformer.generate import Sampling, generate
-from transformer.nn.attention import MultiHeadAttention
-from transformer.nn.layers import LayerNorm
-from transformer.nn.masks import Mask
+from transformer.nn._attention import MultiHeadAttention
+from transformer.nn._layers import LayerNorm
+from transformer.nn._masks import Mask
+from transformer.nn._positions import Sinusoidal
 from transformer.nn.models import CausalLM, Classifier, Seq2Seq
-from transformer.nn.positions import Sinusoidal
-from transformer.viz.attention_maps import save_attention_maps
-from transformer.viz.attention_weights import attention_maps
+from transformer.viz._attention_maps import save_attention_maps
+from transformer.viz._attention_weights import attention_maps
 
 # The sizes of the text: L = 6, d_model = 512, h = 8, d_k = d_v = 64; and a target that is shorter than the source.
 SOURCE, TARGET = jnp.array([[3, 1, 4, 1, 5, 9]]), jnp.array([[2, 6, 5, 3]])

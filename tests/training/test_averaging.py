@@ -16,11 +16,11 @@ from training_recipes import change, record_drawn_run, text_recipe
 from transformer.__main__ import main
 from transformer.config import ConfigError
 from transformer.inference import open_model
-from transformer.training.averaging import average
-from transformer.training.checkpoint import CheckpointError, load_params
+from transformer.training._averaging import average
+from transformer.training._checkpoint import CheckpointError, load_params
+from transformer.training._manifest import CheckpointWarning
+from transformer.training._runs import WorkdirError, load_run, open_run
 from transformer.training.lora import LoRA
-from transformer.training.manifest import CheckpointWarning
-from transformer.training.runs import WorkdirError, load_run, open_run
 
 STEPS = (2, 5, 7, 11)
 
@@ -155,7 +155,7 @@ def test_only_an_earlier_average_is_replaced(kept, tmp_path):
 def test_a_failure_leaves_what_was_there(kept, tmp_path, monkeypatch):
     average(kept, 2, tmp_path / "mean")
     before = content(tmp_path)
-    monkeypatch.setattr("transformer.training.averaging.sync_tree", lambda path: 1 / 0)
+    monkeypatch.setattr("transformer.training._averaging.sync_tree", lambda path: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         average(kept, 3, tmp_path / "mean")
     assert content(tmp_path) == before

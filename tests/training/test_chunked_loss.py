@@ -12,10 +12,11 @@ from training_recipes import change, compiled_step, start, tiny_batch, tiny_reci
 
 from transformer.config import ConfigError, HeadTransform
 from transformer.data import Digits
-from transformer.training import Recipe, chunked_loss
-from transformer.training.chunked_loss import loss_in_chunks, sum_in_chunks, tokens_at_once
-from transformer.training.losses import cross_entropy
-from transformer.training.step import make_eval_step
+from transformer.training import Recipe
+from transformer.training import _chunked_loss as chunked_loss
+from transformer.training._chunked_loss import loss_in_chunks, sum_in_chunks, tokens_at_once
+from transformer.training._losses import cross_entropy
+from transformer.training._step import make_eval_step
 
 ROWS, LENGTH, WIDTH, VOCABULARY = 8, 12, 6, 11
 
@@ -136,7 +137,7 @@ def test_many_logits_are_made_in_parts_by_themselves(monkeypatch):
     calls = []
     for name in ("loss_in_chunks", "sum_in_chunks"):
         original = getattr(chunked_loss, name)
-        monkeypatch.setattr(f"transformer.training.step.{name}", _counted(original, calls))
+        monkeypatch.setattr(f"transformer.training._step.{name}", _counted(original, calls))
     by_itself = change(recipe, training={"loss_tokens": None})
     compiled_step.cache_clear()
     parts = [compiled_step(by_itself)(state, batch)[1], jax.jit(make_eval_step(by_itself))(state.params, batch)]

@@ -17,8 +17,8 @@ from training_recipes import tiny_recipe
 
 from transformer.config import Execution, LayerKind, MoE
 from transformer.data import TextFile
-from transformer.nn.sharding import ParallelConfig
-from transformer.training.parallel import MeshPlacement
+from transformer.nn._sharding import ParallelConfig
+from transformer.training._parallel import MeshPlacement
 from transformer.training.plan import Program, batch_shapes
 
 BATCH, LENGTH, WIDTH, HEADS, LAYERS, VOCABULARY, EXPERTS = 16, 40, 32, 4, 2, 232, 4

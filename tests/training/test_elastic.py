@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from training_recipes import change, text_recipe
 
-from transformer.nn.sharding import ParallelConfig
-from transformer.training.loop import train
-from transformer.training.metrics import read_metrics
+from transformer.nn._sharding import ParallelConfig
+from transformer.training._loop import train
+from transformer.training._metrics import read_metrics
 
 pytestmark = pytest.mark.usefixtures("compile_once")
 

@@ -14,10 +14,10 @@ import types
 import pytest
 from training_recipes import text_recipe
 
-from transformer.cli import train as cli
-from transformer.training import lock as module
-from transformer.training import loop
-from transformer.training.lock import WorkdirInUseError, WorkdirLock
+from transformer.cli import _train as cli
+from transformer.training import _lock as module
+from transformer.training import _loop as loop
+from transformer.training._lock import WorkdirInUseError, WorkdirLock
 
 
 def run(script, *arguments, **options):

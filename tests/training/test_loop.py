@@ -14,18 +14,19 @@ from training_recipes import change, short_recipe, text_recipe, xla_flags
 
 import transformer
 from transformer.config import TransformerConfig
-from transformer.config.invocation import python
+from transformer.config._invocation import python
 from transformer.data import NumberWords
-from transformer.training import Recipe, loop
-from transformer.training.evaluation import evaluate_loss
-from transformer.training.journal import Journal
-from transformer.training.loop import train
-from transformer.training.metrics import read_metrics
-from transformer.training.parallel import MeshPlacement
-from transformer.training.report import append_samples, cut_samples
-from transformer.training.runs import load_run
-from transformer.training.step import NonFiniteError
-from transformer.training.summary import Score, Summary, read_summary, render, save_summary
+from transformer.training import Recipe
+from transformer.training import _loop as loop
+from transformer.training._evaluation import evaluate_loss
+from transformer.training._journal import Journal
+from transformer.training._loop import train
+from transformer.training._metrics import read_metrics
+from transformer.training._parallel import MeshPlacement
+from transformer.training._report import append_samples, cut_samples
+from transformer.training._runs import load_run
+from transformer.training._step import NonFiniteError
+from transformer.training._summary import Score, Summary, read_summary, render, save_summary
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -87,7 +88,7 @@ def test_the_summary_is_read_again(translated):
 
 
 def test_translations_of_the_summary_are_those_of_the_loaded_model(translated):
-    from transformer.training.translating import translate
+    from transformer.training._translating import translate
 
     run = load_run(translated.workdir)
     model, params = transformer.load(translated.workdir)

@@ -14,11 +14,11 @@ from training_recipes import change, compiled_step, tiny_batch, tiny_recipe
 from transformer.config import ConfigError, LayerKind, MoE
 from transformer.nn.models import count_parameters
 from transformer.training import lora
+from transformer.training._overrides import override
+from transformer.training._recipe import Origin, from_json, to_json
+from transformer.training._state import abstract_state, initial_params, make_state, model_params
+from transformer.training._step import make_train_step
 from transformer.training.lora import LoRA
-from transformer.training.overrides import override
-from transformer.training.recipe import Origin, from_json, to_json
-from transformer.training.state import abstract_state, initial_params, make_state, model_params
-from transformer.training.step import make_train_step
 
 CONFIG = LoRA(rank=2, alpha=3.0, targets=("query", "value", "out", "up", "gate", "down"))
 SHAPES = {

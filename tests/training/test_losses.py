@@ -9,7 +9,7 @@ from training_recipes import VOCABULARY, batch_outputs, initial_params, tiny_bat
 
 from transformer.nn.models import Classifier
 from transformer.training import build_model
-from transformer.training.losses import correct, cross_entropy
+from transformer.training._losses import correct, cross_entropy
 
 LOGITS = jnp.asarray(np.random.default_rng(3).normal(size=(2, 5, 7)) * 3, jnp.float32)
 TARGETS = jnp.array([[0, 6, 3, 3, 1], [2, 2, 5, 0, 6]], jnp.int32)

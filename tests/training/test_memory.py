@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import pytest
 from training_recipes import change, text_recipe, tiny_batch, tiny_recipe
 
-from transformer.cli.errors import run_command
+from transformer.cli._errors import run_command
 from transformer.config import Execution, TransformerConfig
 from transformer.data import TextFile
-from transformer.nn.sharding import ParallelConfig, mesh_sizes
+from transformer.nn._sharding import ParallelConfig, mesh_sizes
 from transformer.training import Recipe, TrainingConfig
-from transformer.training.loop import train
-from transformer.training.memory import (
+from transformer.training._loop import train
+from transformer.training._memory import (
     EVALUATION,
     MemoryWatch,
     Need,
@@ -25,10 +25,10 @@ from transformer.training.memory import (
     step_need,
     times_smaller,
 )
-from transformer.training.overrides import override
-from transformer.training.parallel import MeshPlacement, place
+from transformer.training._overrides import override
+from transformer.training._parallel import MeshPlacement, place
+from transformer.training._state import abstract_state
 from transformer.training.plan import batch_shapes
-from transformer.training.state import abstract_state
 
 GIB = 2**30
 FULL = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 7 bytes.\nMore lines.")

@@ -16,9 +16,9 @@ import pytest
 from tensorboardX.proto.event_pb2 import Event
 from training_recipes import tiny_recipe
 
-from transformer.training.journal import Journal, Ledger
-from transformer.training.metrics import MetricsWriter, Progress, read_metrics
-from transformer.viz.records import read_metrics as read_metrics_of_viz
+from transformer.training._journal import Journal, Ledger
+from transformer.training._metrics import MetricsWriter, Progress, read_metrics
+from transformer.viz._records import read_metrics as read_metrics_of_viz
 
 
 def lines(workdir):
@@ -156,7 +156,7 @@ class Pending:
 def test_the_time_a_step_waits_for_data_is_told(tmp_path, monkeypatch, ready):
     """A batch that is made while the device still works keeps nobody waiting."""
     now = [0.0]
-    monkeypatch.setattr("transformer.training.journal.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("transformer.training._journal.time.perf_counter", lambda: now[0])
     monkeypatch.setattr(jax, "device_get", lambda tree: {n: np.asarray(m.value) for n, m in tree.items()})
     recipe = tiny_recipe(steps=5)
     recipe = dataclasses.replace(recipe, logging=dataclasses.replace(recipe.logging, every=2))
@@ -193,7 +193,7 @@ def test_the_loss_of_routers_has_a_line_of_its_own_where_there_are_some(tmp_path
 def test_a_pipe_gets_plain_lines(monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")  # rich would obey
     clock = iter(range(100))
-    monkeypatch.setattr("transformer.training.metrics.time.monotonic", lambda: 100.0 + 30 * next(clock))
+    monkeypatch.setattr("transformer.training._metrics.time.monotonic", lambda: 100.0 + 30 * next(clock))
     stream = io.StringIO()
     with Progress(1000, start_step=100, stream=stream) as progress:
         progress.update(110, loss=2.34567, targets_per_s=12345.6)
@@ -220,7 +220,7 @@ def test_none_is_silent_but_for_text():
 
 
 SHOW = """
-from transformer.training.metrics import Progress
+from transformer.training._metrics import Progress
 with Progress(200, targets="images") as progress:
     progress.update(50, loss=2.5, targets_per_s=1234.0)
     progress.print("a sample [1]")

@@ -11,8 +11,8 @@ from training_recipes import start, tiny_batch, tiny_recipe
 
 from transformer.config import ConfigError
 from transformer.training import OptimizerConfig
-from transformer.training.optimizers import decay_mask, make_optimizer, make_schedule, muon_dimensions
-from transformer.training.state import make_state, parameter_paths
+from transformer.training._optimizers import decay_mask, make_optimizer, make_schedule, muon_dimensions
+from transformer.training._state import make_state, parameter_paths
 
 
 def rates(numbers, **optimizer):

@@ -10,11 +10,11 @@ from training_recipes import tiny_batch, tiny_recipe
 
 from transformer.config import ConfigError
 from transformer.data import TextFile
-from transformer.nn.sharding import ParallelConfig, make_mesh, mesh_sizes, parameter_spec
-from transformer.training import state as state_module
-from transformer.training.parallel import MeshPlacement, PmapPlacement, place
-from transformer.training.recipe import from_json, to_json
-from transformer.training.state import parameter_paths
+from transformer.nn._sharding import ParallelConfig, make_mesh, mesh_sizes, parameter_spec
+from transformer.training import _state as state_module
+from transformer.training._parallel import MeshPlacement, PmapPlacement, place
+from transformer.training._recipe import from_json, to_json
+from transformer.training._state import parameter_paths
 
 MODEL = {"d_model": 16, "num_heads": 4, "num_layers": 2, "d_ff": 24, "position": "rotary"}
 LAYOUTS = {

@@ -17,21 +17,21 @@ from training_recipes import change, tiny_recipe, xla_flags
 
 from transformer.config import ConfigError
 from transformer.data import TextFile
-from transformer.nn.sharding import ParallelConfig
-from transformer.training import processes
-from transformer.training.checkpoint import load_params
-from transformer.training.loop import train
-from transformer.training.metrics import read_metrics
-from transformer.training.parallel import PmapPlacement
-from transformer.training.runs import shared_facts
-from transformer.training.signals import StopSignal
+from transformer.nn._sharding import ParallelConfig
+from transformer.training import _processes as processes
+from transformer.training._checkpoint import load_params
+from transformer.training._loop import train
+from transformer.training._metrics import read_metrics
+from transformer.training._parallel import PmapPlacement
+from transformer.training._runs import shared_facts
+from transformer.training._signals import StopSignal
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = """
 import dataclasses
 import pathlib
 from training_recipes import change, text_recipe
-from transformer.nn.sharding import ParallelConfig
+from transformer.nn._sharding import ParallelConfig
 
 def get_config():
     sizes = {{"model": {{"d_model": 16, "num_heads": 2}}, "data": {{"batch_size": 8}}}}

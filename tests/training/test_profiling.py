@@ -9,8 +9,8 @@ from training_recipes import change, text_recipe
 
 import train as entry
 from transformer.config import ConfigError
-from transformer.training.loop import train
-from transformer.training.profiling import Profiler, Window, parse_window
+from transformer.training._loop import train
+from transformer.training._profiling import Profiler, Window, parse_window
 
 
 @pytest.fixture
@@ -117,7 +117,7 @@ def test_on_the_command_line(tmp_path, monkeypatch):
     class Done:
         exit_code = 0
 
-    monkeypatch.setattr("transformer.training.loop.train", lambda *args, **kwargs: given.update(kwargs) or Done)
+    monkeypatch.setattr("transformer.training._loop.train", lambda *args, **kwargs: given.update(kwargs) or Done)
     words = [str(recipe), "--workdir", str(tmp_path / "run")]
     assert entry.main([*words, "--profile", "10:20"]) == 0
     assert given["profile"] == Window(10, 20)

@@ -25,10 +25,10 @@ from transformer.training import (
     load_recipe,
     to_json,
 )
-from transformer.training.overrides import fast, override
-from transformer.training.recipe import FILE, MAY_CHANGE, Origin, save_recipe, with_vocabulary
-from transformer.training.serial import flatten
-from transformer.training.settings import schedule_warning
+from transformer.training._overrides import fast, override
+from transformer.training._recipe import FILE, MAY_CHANGE, Origin, save_recipe, with_vocabulary
+from transformer.training._serial import flatten
+from transformer.training._settings import schedule_warning
 
 LINES = JsonLines(path="a.jsonl", field="body")
 PAIRS = ParallelText(source_path="a", target_path="b", batch_size=12)

@@ -12,12 +12,12 @@ import pytest
 from training_recipes import change, text_recipe
 
 from transformer.__main__ import main
-from transformer.training.checkpoint import Checkpointer
-from transformer.training.loop import train
-from transformer.training.metrics import read_metrics
-from transformer.training.recipe import save_recipe
-from transformer.training.restart import check_not_lost, set_aside, writing_explained
-from transformer.training.runs import WorkdirError, load_run
+from transformer.training._checkpoint import Checkpointer
+from transformer.training._loop import train
+from transformer.training._metrics import read_metrics
+from transformer.training._recipe import save_recipe
+from transformer.training._restart import check_not_lost, set_aside, writing_explained
+from transformer.training._runs import WorkdirError, load_run
 
 pytestmark = pytest.mark.usefixtures("compile_once")
 
@@ -80,7 +80,7 @@ def test_the_command_that_resumes_does_not_restart(monkeypatch, tmp_path):
         seen.update(options)
         raise SystemExit(0)
 
-    monkeypatch.setattr("transformer.training.loop.train", fake)
+    monkeypatch.setattr("transformer.training._loop.train", fake)
     with pytest.raises(SystemExit):
         main(["train", "number_words", "--restart", "--workdir", str(tmp_path / "run")])
     assert seen["restart"] is True

@@ -14,16 +14,16 @@ import numpy as np
 import pytest
 from training_recipes import change, text_recipe
 
-from transformer.training import loop
-from transformer.training.checkpoint import Checkpointer
-from transformer.training.lock import WorkdirInUseError
-from transformer.training.loop import train
-from transformer.training.metrics import read_metrics
-from transformer.training.recipe import with_vocabulary
-from transformer.training.report import cut_samples
-from transformer.training.runs import WorkdirError, has_checkpoints, load_run
-from transformer.training.signals import StopSignal
-from transformer.training.state import abstract_state
+from transformer.training import _loop as loop
+from transformer.training._checkpoint import Checkpointer
+from transformer.training._lock import WorkdirInUseError
+from transformer.training._loop import train
+from transformer.training._metrics import read_metrics
+from transformer.training._recipe import with_vocabulary
+from transformer.training._report import cut_samples
+from transformer.training._runs import WorkdirError, has_checkpoints, load_run
+from transformer.training._signals import StopSignal
+from transformer.training._state import abstract_state
 
 pytestmark = pytest.mark.usefixtures("compile_once")
 

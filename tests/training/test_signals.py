@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from transformer.training import signals as module
-from transformer.training.signals import StopSignal
+from transformer.training import _signals as module
+from transformer.training._signals import StopSignal
 
 
 def start(body):

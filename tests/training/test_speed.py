@@ -10,15 +10,15 @@ from training_recipes import tiny_batch, tiny_recipe
 
 from transformer.config import TransformerConfig
 from transformer.data import TextFile
-from transformer.training import speed as speed_module
-from transformer.training.chips import CHIPS, DEVICE_KINDS, GPUS, peak_flops
-from transformer.training.journal import Journal, Ledger
-from transformer.training.memory import peak_bytes
-from transformer.training.metrics import MetricsWriter, Progress, read_metrics
-from transformer.training.parallel import place
+from transformer.training import _speed as speed_module
+from transformer.training._chips import CHIPS, DEVICE_KINDS, GPUS, peak_flops
+from transformer.training._journal import Journal, Ledger
+from transformer.training._memory import peak_bytes
+from transformer.training._metrics import MetricsWriter, Progress, read_metrics
+from transformer.training._parallel import place
+from transformer.training._speed import Speed
+from transformer.training._state import abstract_state
 from transformer.training.plan import batch_shapes, step_flops
-from transformer.training.speed import Speed
-from transformer.training.state import abstract_state
 
 
 class Spread:
@@ -113,7 +113,7 @@ def test_without_a_peak_there_is_no_mfu_and_that_is_said():
 def journal_lines(tmp_path, monkeypatch, *, compiled_at=(), **kwargs):
     """Lines of six steps of a second each, two a line; some had to be compiled, ten seconds each."""
     now = [0.0]
-    monkeypatch.setattr("transformer.training.journal.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("transformer.training._journal.time.perf_counter", lambda: now[0])
     recipe = tiny_recipe(steps=6)
     recipe = dataclasses.replace(recipe, logging=dataclasses.replace(recipe.logging, every=2))
     told = {"loss_sum": 1.0, "weight": 8.0, "grad_norm": 1.0, "learning_rate": 0.1, "skipped": 0, "finite": True}

@@ -19,17 +19,17 @@ from training_recipes import (
 )
 
 from transformer.config import Execution
-from transformer.nn.sharding import ParallelConfig
-from transformer.training import journal as module
-from transformer.training.evaluation import evaluate_loss
-from transformer.training.finite import first_bad_parameter, why_not_finite
-from transformer.training.journal import Journal, Ledger, LossSpikeError
-from transformer.training.loop import train
-from transformer.training.metrics import MetricsWriter, Progress, read_metrics
-from transformer.training.parallel import place
-from transformer.training.recipe import build_model
-from transformer.training.state import parameter_paths
-from transformer.training.step import NonFiniteError, check_finite
+from transformer.nn._sharding import ParallelConfig
+from transformer.training import _journal as module
+from transformer.training._evaluation import evaluate_loss
+from transformer.training._finite import first_bad_parameter, why_not_finite
+from transformer.training._journal import Journal, Ledger, LossSpikeError
+from transformer.training._loop import train
+from transformer.training._metrics import MetricsWriter, Progress, read_metrics
+from transformer.training._parallel import place
+from transformer.training._recipe import build_model
+from transformer.training._state import parameter_paths
+from transformer.training._step import NonFiniteError, check_finite
 
 pytestmark = pytest.mark.usefixtures("compile_once")
 
@@ -274,7 +274,7 @@ def test_an_update_that_is_not_finite_is_named_and_so_is_what_is_known_besides()
 @pytest.mark.slow
 def test_a_run_that_stops_says_where_it_came_from(tmp_path, monkeypatch):
     """As a checkpoint would that holds NaN: the first step after it says which parameter."""
-    from transformer.training import loop
+    from transformer.training import _loop as loop
 
     original = loop.begin
 

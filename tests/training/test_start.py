@@ -18,20 +18,20 @@ from training_recipes import change, text_recipe
 from transformer.__main__ import main
 from transformer.config import ConfigError
 from transformer.data import SST2, LabeledText, TokenizerConfig, load_tokenizer, prepare
-from transformer.data.pretrained_tokenizer import load_pretrained_tokenizer
+from transformer.data._pretrained_tokenizer import load_pretrained_tokenizer
 from transformer.inference import classify, export, open_model, start_from
-from transformer.nn.masks import Mask
+from transformer.nn._masks import Mask
+from transformer.nn._sharding import ParallelConfig
 from transformer.nn.models import CausalLM, Classifier
-from transformer.nn.sharding import ParallelConfig
-from transformer.training.checkpoint import Checkpointer
-from transformer.training.loop import train
-from transformer.training.parallel import place
-from transformer.training.recipe import from_json, load_recipe, to_json
-from transformer.training.runs import WorkdirError, load_run, open_run
-from transformer.training.start import Start, begun_from, check_options, told
-from transformer.training.state import abstract_state, initial_params
+from transformer.training._checkpoint import Checkpointer
+from transformer.training._loop import train
+from transformer.training._parallel import place
+from transformer.training._recipe import from_json, load_recipe, to_json
+from transformer.training._runs import WorkdirError, load_run, open_run
+from transformer.training._start import Start, begun_from, check_options, told
+from transformer.training._state import abstract_state, initial_params
 from transformer.zoo import load_pretrained
-from transformer.zoo.weights.files import WeightFiles, write_weights
+from transformer.zoo.weights._files import WeightFiles, write_weights
 
 pytestmark = pytest.mark.usefixtures("compile_once")
 

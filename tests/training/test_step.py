@@ -8,8 +8,8 @@ import pytest
 from training_recipes import change, compiled_step, start, tiny_batch, tiny_recipe
 
 from transformer.nn.models import count_parameters
-from transformer.training.state import parameter_paths
-from transformer.training.step import NonFiniteError, check_finite, make_eval_step, make_train_step
+from transformer.training._state import parameter_paths
+from transformer.training._step import NonFiniteError, check_finite, make_eval_step, make_train_step
 
 TASKS = ["causal_lm", "seq2seq"]
 

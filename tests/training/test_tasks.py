@@ -8,12 +8,12 @@ import jax
 import pytest
 
 from transformer.data import DATA
-from transformer.training.flops import step_flops
-from transformer.training.overrides import load_recipe_file
+from transformer.training._flops import step_flops
+from transformer.training._overrides import load_recipe_file
+from transformer.training._recipe import build_model
+from transformer.training._state import initial_params
+from transformer.training._tasks import TASKS, Task, ValuesTask
 from transformer.training.plan import batch_shapes, without_data
-from transformer.training.recipe import build_model
-from transformer.training.state import initial_params
-from transformer.training.tasks import TASKS, Task, ValuesTask
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "transformer"
@@ -40,7 +40,7 @@ def test_no_code_compares_names_of_tasks():
         for path in sorted(PACKAGE.rglob("*.py"))
         for line in task_comparisons(path.read_text(encoding="utf-8"))
     }
-    assert not found, f"put what differs on the task, in transformer/training/tasks.py: {', '.join(sorted(found))}"
+    assert not found, f"put what differs on the task, in transformer/training/_tasks.py: {', '.join(sorted(found))}"
 
 
 @pytest.mark.parametrize(

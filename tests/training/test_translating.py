@@ -11,15 +11,16 @@ from training_recipes import change, record_drawn_run
 from transformer.__main__ import main
 from transformer.config import ConfigError, Execution, TransformerConfig
 from transformer.data import Multi30k, NumberWords, ParallelText, TokenizerConfig, prepare
-from transformer.data.dataset import Example
+from transformer.data._dataset import Example
 from transformer.generate import Beam
-from transformer.nn.sharding import ParallelConfig
-from transformer.training import EvaluationConfig, LoggingConfig, OptimizerConfig, Recipe, TrainingConfig, loop
-from transformer.training.metrics import read_metrics
-from transformer.training.report import report
-from transformer.training.runs import load_run
-from transformer.training.summary import Summary, read_summary, render, save_summary
-from transformer.training.translating import Translation, corpus_score, make_beam, translate, write_lines
+from transformer.nn._sharding import ParallelConfig
+from transformer.training import EvaluationConfig, LoggingConfig, OptimizerConfig, Recipe, TrainingConfig
+from transformer.training import _loop as loop
+from transformer.training._metrics import read_metrics
+from transformer.training._report import report
+from transformer.training._runs import load_run
+from transformer.training._summary import Summary, read_summary, render, save_summary
+from transformer.training._translating import Translation, corpus_score, make_beam, translate, write_lines
 
 RIGHT = ["ein mann geht .", "zwei hunde laufen im schnee .", "eine frau liest ein buch ."]
 
@@ -240,7 +241,7 @@ def test_what_cannot_be_written_is_said_and_the_measures_stand(copied, capsys, m
     def full(*args):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("transformer.training.translating.write_lines", full)
+    monkeypatch.setattr("transformer.training._translating.write_lines", full)
     found = evaluated(capsys, copied[0])
     assert found["hypotheses"] is None
     assert found["bleu"] == copied[1].corpus.bleu

@@ -11,8 +11,8 @@ from matplotlib.image import imread
 from transformer.config import Execution, LayerKind, StackOptions, TransformerConfig
 from transformer.nn.models import CausalLM, Seq2Seq
 from transformer.viz import attention_maps as module
-from transformer.viz.attention_maps import save_attention_maps
-from transformer.viz.attention_weights import AttentionMap, attention_maps
+from transformer.viz._attention_maps import save_attention_maps
+from transformer.viz._attention_weights import AttentionMap, attention_maps
 
 SIZES = {"vocab_size": 11, "d_model": 6, "num_heads": 3, "d_ff": 5}
 

@@ -17,9 +17,9 @@ from golden import ours
 
 from transformer.config import MLA, Execution, LayerKind, StackOptions, TransformerConfig
 from transformer.nn.models import CausalLM, Forecaster, Seq2Seq
-from transformer.viz import attention_page as module
-from transformer.viz.attention_page import Panel, attention_page, quantize, save_attention_page
-from transformer.viz.attention_weights import AttentionMap, attention_maps, attention_rollout
+from transformer.viz import _attention_page as module
+from transformer.viz._attention_page import Panel, attention_page, quantize, save_attention_page
+from transformer.viz._attention_weights import AttentionMap, attention_maps, attention_rollout
 from transformer.zoo import load_pretrained
 
 ROOT = Path(__file__).resolve().parents[2]

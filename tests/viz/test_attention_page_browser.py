@@ -10,7 +10,7 @@ import pytest
 from attention_page_parts import data_of, random_map, translation, weights_of
 from browser import Browser
 
-from transformer.viz.attention_page import Panel, attention_page, save_attention_page
+from transformer.viz._attention_page import Panel, attention_page, save_attention_page
 
 pytestmark = pytest.mark.slow
 

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from transformer.viz import curves
-from transformer.viz.curves import compare_losses, loss_curve
+from transformer.viz import _curves as curves
+from transformer.viz._curves import compare_losses, loss_curve
 
 
 def write(path, records):

@@ -15,14 +15,14 @@ import pytest
 from training_recipes import change, text_recipe
 
 from transformer.__main__ import main
-from transformer.cli.report import in_another_workdir, names_of, read_run
-from transformer.training.calls import read_calls, record_call, versions
-from transformer.training.lock import WorkdirLock, in_use
-from transformer.training.recipe import save_recipe
-from transformer.training.report import append_samples, read_samples
-from transformer.training.summary import Summary, save_summary
-from transformer.viz.report_curves import CHARTS, frame_of, kept_points, lines_of, short, svg, ticks
-from transformer.viz.report_page import RunReport, report_page, save_report
+from transformer.cli._report import in_another_workdir, names_of, read_run
+from transformer.training._calls import read_calls, record_call, versions
+from transformer.training._lock import WorkdirLock, in_use
+from transformer.training._recipe import save_recipe
+from transformer.training._report import append_samples, read_samples
+from transformer.training._summary import Summary, save_summary
+from transformer.viz._report_curves import CHARTS, frame_of, kept_points, lines_of, short, svg, ticks
+from transformer.viz._report_page import RunReport, report_page, save_report
 
 PNG = b"\x89PNG\r\n\x1a\n"
 HOSTILE = "</script><b>bold</b><img src=x onerror=alert(1)>\x1b[31m\x00\ud800 & \u2028"
@@ -96,7 +96,7 @@ def run(capsys):
 @pytest.fixture
 def no_pictures(monkeypatch):
     """PNGs take most of the time."""
-    monkeypatch.setattr("transformer.viz.report_page.save_png", lambda chart, lines, path: None)
+    monkeypatch.setattr("transformer.viz._report_page.save_png", lambda chart, lines, path: None)
 
 
 def page_of(*workdirs):

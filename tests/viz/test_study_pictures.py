@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from transformer.viz import study_pictures as studies
+from transformer.viz import _study_pictures as studies
 
 
 def drawn(path, color):

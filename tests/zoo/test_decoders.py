@@ -13,10 +13,10 @@ from golden.case import numbers
 
 from transformer.config import LayerKind, MoE, RotaryScaling, TransformerConfig
 from transformer.zoo import ENTRIES, load_pretrained
-from transformer.zoo.fields import fold
-from transformer.zoo.pretrained import find_family
-from transformer.zoo.weights.files import write_weights
-from transformer.zoo.weights.rules import layer_kinds
+from transformer.zoo._fields import fold
+from transformer.zoo._pretrained import find_family
+from transformer.zoo.weights._files import write_weights
+from transformer.zoo.weights._rules import layer_kinds
 
 SIZES = {
     "vocab_size": 37,

@@ -11,9 +11,9 @@ from golden import ours
 
 from transformer.config import ConfigError
 from transformer.zoo import ENTRIES, build, load_pretrained, save_pretrained
-from transformer.zoo.deepseek_v3 import FusedHeads, Interleaved
-from transformer.zoo.weights.files import write_weights
-from transformer.zoo.weights.rules import MATRIX, Fused
+from transformer.zoo._deepseek_v3 import FusedHeads, Interleaved
+from transformer.zoo.weights._files import write_weights
+from transformer.zoo.weights._rules import MATRIX, Fused
 
 FAMILY = ENTRIES["deepseek_v3"]
 HEAD = FAMILY.heads["DeepseekV3ForCausalLM"]

@@ -10,7 +10,7 @@ from golden.case import numbers
 
 from transformer.config import ConfigError
 from transformer.zoo import ENTRIES, load_pretrained, save_pretrained
-from transformer.zoo.weights.files import WeightFiles, write_weights
+from transformer.zoo.weights._files import WeightFiles, write_weights
 
 
 def record_of(family, name="lm"):

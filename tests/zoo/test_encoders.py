@@ -8,13 +8,13 @@ from golden import case as golden_case
 from golden import ours
 
 from transformer.config import LayerKind
-from transformer.nn.masks import Mask
+from transformer.nn._masks import Mask
 from transformer.nn.models import Classifier, Embedder, MaskedLM
 from transformer.zoo import ENTRIES, abstract_params, build, choose_family, load_pretrained, save_pretrained
-from transformer.zoo.bert import Repeated
-from transformer.zoo.vit import Convolution
-from transformer.zoo.weights.files import WeightFiles, write_weights
-from transformer.zoo.weights.rules import Row, WithoutFirst
+from transformer.zoo._bert import Repeated
+from transformer.zoo._vit import Convolution
+from transformer.zoo.weights._files import WeightFiles, write_weights
+from transformer.zoo.weights._rules import Row, WithoutFirst
 
 
 def tensors_of(record):

@@ -9,7 +9,7 @@ from golden import case as golden_case
 from transformer.config import ConfigError, LayerKind, TransformerConfig
 from transformer.nn.models import CausalLM, Classifier, MaskedLM, Seq2Seq, VisionClassifier
 from transformer.zoo import ENTRIES, choose_family, load_pretrained, save_pretrained, with_equivalent
-from transformer.zoo.equivalents import REWRITES
+from transformer.zoo._equivalents import REWRITES
 
 SIZES = {"vocab_size": 29, "d_model": 12, "num_heads": 3, "num_layers": 2, "d_ff": 17}
 WITHOUT = {"stack.period": (LayerKind(self_attention=False),)}

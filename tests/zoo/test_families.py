@@ -14,8 +14,8 @@ from property_parts import rounding
 from transformer.__main__ import main
 from transformer.config import ConfigError, EmbeddingOptions, HeadTransform, TransformerConfig
 from transformer.generate import Sampling, generate
-from transformer.nn.caches import cache_length
-from transformer.nn.masks import Mask
+from transformer.nn._caches import cache_length
+from transformer.nn._masks import Mask
 from transformer.nn.models import CausalLM, Embedder, MaskedLM, Seq2Seq, count_parameters
 from transformer.zoo import (
     ENTRIES,
@@ -26,7 +26,7 @@ from transformer.zoo import (
     save_pretrained,
     with_plain_embeddings,
 )
-from transformer.zoo.weights.files import WeightFiles
+from transformer.zoo.weights._files import WeightFiles
 
 
 def head_of(family, name):
@@ -192,7 +192,7 @@ def test_dtype_and_mesh(tmp_path):
     assert again.model.config.dtype == "bfloat16"
     jax.tree.map(np.testing.assert_array_equal, again.params, half.params)
 
-    from transformer.nn.sharding import make_mesh
+    from transformer.nn._sharding import make_mesh
 
     spread = load_pretrained(tmp_path / "theirs", mesh=make_mesh({"fsdp": 2, "data": -1}))
     jax.tree.map(np.testing.assert_array_equal, spread.params, loaded.params)

@@ -10,7 +10,7 @@ from transformer.config import EmbeddingOptions
 from transformer.generate import Sampling, generate
 from transformer.nn.models import CausalLM, Embedder, Seq2Seq
 from transformer.zoo import load_pretrained, save_pretrained
-from transformer.zoo.weights.loading import parameter_shapes, saved_tensors
+from transformer.zoo.weights._loading import parameter_shapes, saved_tensors
 
 pytestmark = pytest.mark.parity
 
@@ -101,9 +101,9 @@ def test_what_was_trained_here_opens_there(reference, tmp_path):
     from transformer.config import Execution, TransformerConfig
     from transformer.data import TextFile
     from transformer.inference import export, open_model
-    from transformer.nn.sharding import ParallelConfig
+    from transformer.nn._sharding import ParallelConfig
     from transformer.training import EvaluationConfig, LoggingConfig, Recipe, TrainingConfig
-    from transformer.training.loop import train
+    from transformer.training._loop import train
 
     (tmp_path / "text.txt").write_text("ROMEO: But soft, what light through yonder window breaks?\n" * 30)
     recipe = Recipe(

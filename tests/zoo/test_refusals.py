@@ -12,9 +12,9 @@ from golden import ours
 
 from transformer.config import LayerKind
 from transformer.zoo import load_pretrained
-from transformer.zoo.fields import fold
+from transformer.zoo._fields import fold
 from transformer.zoo.weights import SAME, TensorInfo, WeightFiles, check_complete, write_weights
-from transformer.zoo.weights.rules import Link, Target
+from transformer.zoo.weights._rules import Link, Target
 
 
 @pytest.fixture

@@ -18,20 +18,22 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
 
-from transformer.cli.devices import TPU_VARIABLES, accelerator_present
-from transformer.cli.errors import describe, one_line
+from transformer.cli._devices import TPU_VARIABLES, accelerator_present
+from transformer.cli._errors import describe, one_line
 
-PROJECT = "transformer-zoo"
-SOURCE = Path(__file__).resolve().parents[2]
+__all__ = ["RuntimeProblem", "check_devices", "check_versions", "missing", "one_line_errors", "storage"]
+
+_PROJECT = "transformer-zoo"
+_SOURCE = Path(__file__).resolve().parents[2]
 """the checkout, unless the package is installed"""
 
-MACHINE = ("jax", "jaxlib", "numpy")
+_MACHINE = ("jax", "jaxlib", "numpy")
 """packages that the machine provides, in versions that fit its accelerator; only the user may replace them"""
 
-LOADED = (*MACHINE, "flax", "ml_dtypes", "optax")
+_LOADED = (*_MACHINE, "flax", "ml_dtypes", "optax")
 """packages that cannot be replaced after their import"""
 
-ROOM = 2**28
+_ROOM = 2**28
 """bytes that a small run needs: checkpoints of some million parameters"""
 
 _RESTART = "restart the session (Runtime > Restart session), then Run all"
@@ -58,17 +60,17 @@ def check_versions(
             jaxlib or NumPy do not fit JAX.
     """
     installed = installed or _installed
-    for name in LOADED:
+    for name in _LOADED:
         loaded, found = getattr(modules.get(name), "__version__", None), installed(name)
         if None not in (loaded, found) and loaded != found:
             raise RuntimeProblem(
                 f"{name} {loaded} is loaded, but {found} is installed, which takes effect after a restart: {_RESTART}."
             )
-    owners = [(PROJECT, requirement) for requirement in requirements()]
+    owners = [(_PROJECT, requirement) for requirement in _requirements()]
     owners += [(f"jax {installed('jax')}", requirement) for requirement in _required_by_jax()]
     for owner, requirement in owners:
         name, found = requirement.name, installed(requirement.name)
-        if name in MACHINE and found is not None and not requirement.specifier.contains(found, prereleases=True):
+        if name in _MACHINE and found is not None and not requirement.specifier.contains(found, prereleases=True):
             extra = {"tpu": "jax[tpu]", "gpu": "jax[cuda12]"}.get(accelerator_present(environment=environment), "jax")
             raise RuntimeProblem(
                 f"{name} {found} does not fit {owner}, which needs {requirement}. Choose the latest runtime version "
@@ -84,14 +86,14 @@ def _required_by_jax() -> list[Any]:
     return [one for one in found if one.marker is None or one.marker.evaluate({"extra": ""})]
 
 
-def requirements(*extras: str) -> list[Any]:
+def _requirements(*extras: str) -> list[Any]:
     """Requirements of this project with extras ("train", "zoo"), as `packaging.requirements.Requirement`."""
     from packaging.requirements import Requirement  # ipykernel depends on it: every notebook has it
 
     found, groups = [], _groups()
     for line in groups[""] + [line for extra in extras for line in groups[extra]]:
         requirement = Requirement(line)
-        if requirement.name == PROJECT:
+        if requirement.name == _PROJECT:
             found += [inner for extra in sorted(requirement.extras) for inner in map(Requirement, groups[extra])]
         elif requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
             found.append(requirement)
@@ -101,7 +103,7 @@ def requirements(*extras: str) -> list[Any]:
 def missing(*extras: str, installed: Callable[[str], str | None] | None = None) -> list[str]:
     """What pip has to install for these extras: requirements that no installed package satisfies."""
     installed, needed = installed or _installed, {}
-    for requirement in requirements(*extras):
+    for requirement in _requirements(*extras):
         found = installed(requirement.name)
         if found is None or not requirement.specifier.contains(found, prereleases=True):
             needed[str(requirement)] = None
@@ -110,15 +112,15 @@ def missing(*extras: str, installed: Callable[[str], str | None] | None = None) 
 
 def _groups() -> dict[str, list[str]]:
     """Requirements by extra, "" for the base: of the checkout's pyproject.toml, or of the installed package."""
-    file = SOURCE / "pyproject.toml"
+    file = _SOURCE / "pyproject.toml"
     if file.is_file():
         project = tomllib.loads(file.read_text(encoding="utf-8"))["project"]
-        if project["name"] == PROJECT:
+        if project["name"] == _PROJECT:
             return {"": project["dependencies"], **project["optional-dependencies"]}
     groups: dict[str, list[str]] = {"": []}
-    for name in metadata.metadata(PROJECT).get_all("Provides-Extra") or ():
+    for name in metadata.metadata(_PROJECT).get_all("Provides-Extra") or ():
         groups[name] = []
-    for line in metadata.requires(PROJECT) or ():
+    for line in metadata.requires(_PROJECT) or ():
         needed, _, marker = line.partition(";")
         extra = re.search(r"""extra == ["']([\w-]+)["']""", marker)
         groups["" if extra is None else extra[1]].append(needed.strip())
@@ -151,19 +153,19 @@ def check_devices(root: Path = Path("/"), environment: Mapping[str, str] = os.en
         devices = jax.devices()
     except RuntimeError as error:
         first = one_line(str(error).strip().partition("\n")[0])[:300].rstrip(".")
-        raise RuntimeProblem(f"JAX cannot start: {first}. {remedy(expected)}") from error
+        raise RuntimeProblem(f"JAX cannot start: {first}. {_remedy(expected)}") from error
     used = devices[0].platform
     if expected not in ("cpu", used) and not intended:
         name = expected.upper()
-        raise RuntimeProblem(f"This is a {name} runtime, but JAX uses the {used.upper()}. {remedy(expected)}")
+        raise RuntimeProblem(f"This is a {name} runtime, but JAX uses the {used.upper()}. {_remedy(expected)}")
     for device in devices:
         memory = (device.memory_stats() or {}).get("bytes_limit")
         print(f"{device.id}: {device.device_kind}{f', {memory / 2**30:.1f} GiB' if memory else ''}")
-    if used == "tpu" and (difference := libtpu_difference()):
+    if used == "tpu" and (difference := _libtpu_difference()):
         print(f"note: {difference}. If JAX or a kernel fails to compile, {_matching_libtpu()}.")
 
 
-def libtpu_difference(installed: Callable[[str], str | None] | None = None) -> str | None:
+def _libtpu_difference(installed: Callable[[str], str | None] | None = None) -> str | None:
     """How the installed libtpu differs from the one that this JAX was released with; None if it does not."""
     from packaging.specifiers import SpecifierSet
 
@@ -186,10 +188,10 @@ def _matching_libtpu() -> str:
     return f'run %pip install "libtpu{_libtpu_of_jax()}" and {_RESTART}'
 
 
-def remedy(accelerator: str, installed: Callable[[str], str | None] | None = None) -> str:
+def _remedy(accelerator: str, installed: Callable[[str], str | None] | None = None) -> str:
     """What to do when JAX does not use the machine's "tpu" or "gpu"."""
     installed = installed or _installed
-    if accelerator == "tpu" and (difference := libtpu_difference(installed)):
+    if accelerator == "tpu" and (difference := _libtpu_difference(installed)):
         return f"The reason may be that {difference}: {_matching_libtpu()}."
     if accelerator == "gpu":
         plugins = {name: installed(name) for name in ("jax-cuda12-plugin", "jax-cuda13-plugin")}
@@ -200,7 +202,7 @@ def remedy(accelerator: str, installed: Callable[[str], str | None] | None = Non
     return f"Another process may use it: {_RESTART}. If that does not help: {_NEW_MACHINE}."
 
 
-def storage(drive: str, local: str | os.PathLike = "runs", room: int = ROOM) -> Path:
+def storage(drive: str, local: str | os.PathLike = "runs", room: int = _ROOM) -> Path:
     """The folder for runs: in Colab one on Google Drive, which is mounted at `drive`, and elsewhere `local`.
 
     Args:
@@ -225,7 +227,7 @@ def storage(drive: str, local: str | os.PathLike = "runs", room: int = ROOM) -> 
             raise RuntimeProblem(f"Google Drive is not mounted ({one_line(str(error))}). {otherwise}") from error
         if not (Path(drive) / "MyDrive").is_dir():
             raise RuntimeProblem(f"Google Drive is not mounted: {drive} has no folder MyDrive. {otherwise}")
-        folder = Path(drive) / "MyDrive" / PROJECT
+        folder = Path(drive) / "MyDrive" / _PROJECT
     _check_room(folder, room)
     return folder
 
@@ -263,14 +265,14 @@ def one_line_errors(shell: Any = None) -> None:
 
 
 def _show(shell: Any, kind: type, error: Exception, trace: TracebackType, tb_offset: int | None = None) -> None:
-    if is_explained(error, trace):
+    if _is_explained(error, trace):
         sys.last_type, sys.last_value, sys.last_traceback = kind, error, trace  # for %tb
         shell._showtraceback(kind, error, [f"{describe(error)}  (%tb shows the traceback)"])
     else:
         shell.showtraceback((kind, error, trace), tb_offset=tb_offset)
 
 
-def is_explained(error: BaseException, trace: TracebackType | None) -> bool:
+def _is_explained(error: BaseException, trace: TracebackType | None) -> bool:
     """Whether the message says it all: an error that this package defines, or a ValueError or OSError raised in it."""
     if type(error).__module__.partition(".")[0] == "transformer" and not isinstance(error, RuntimeProblem):
         return True

@@ -1,35 +1,29 @@
 """Training data. `prepare(config)` returns a dataset with batches, a tokenizer and a fingerprint."""
 
-from transformer.data.config import DataKind, TokenizerConfig
-from transformer.data.dataset import Batch, Dataset, Example, padding
-from transformer.data.kinds import (
-    DATA,
-    PLACES,
-    SST2,
-    DataConfig,
-    Digits,
-    ETTh1,
-    ImageFile,
-    JsonLines,
-    LabeledText,
-    MaskedSST2,
-    MaskedText,
-    Multi30k,
-    NumberWords,
-    ParallelText,
-    SeriesFile,
-    SST2Sentences,
-    TextFile,
-    TFDSTranslation,
-    TinyShakespeare,
-)
-from transformer.data.pipeline import check_batch, prepare
-from transformer.data.tokenizer import Tokenizer
-from transformer.data.tokenizer_kinds import load_tokenizer
+from transformer.data._config import DataKind, TokenizerConfig
+from transformer.data._dataset import Batch, Dataset, Example
+from transformer.data._pipeline import prepare
+from transformer.data._series import from_model, to_model
+from transformer.data._tokenizer import Tokenizer
+from transformer.data._tokenizer_kinds import load_tokenizer
+from transformer.data.kinds import DATA, DataConfig
+from transformer.data.kinds._digits import Digits
+from transformer.data.kinds._etth1 import ETTh1
+from transformer.data.kinds._image_file import ImageFile
+from transformer.data.kinds._json_lines import JsonLines
+from transformer.data.kinds._labeled_text import LabeledText
+from transformer.data.kinds._masked_text import MaskedText
+from transformer.data.kinds._multi30k import Multi30k
+from transformer.data.kinds._number_words import NumberWords
+from transformer.data.kinds._parallel_text import ParallelText
+from transformer.data.kinds._series_file import SeriesFile
+from transformer.data.kinds._sst2 import SST2, MaskedSST2, SST2Sentences
+from transformer.data.kinds._text_file import TextFile
+from transformer.data.kinds._tfds_translation import TFDSTranslation
+from transformer.data.kinds._tiny_shakespeare import TinyShakespeare
 
 __all__ = [
     "DATA",
-    "PLACES",
     "SST2",
     "Batch",
     "DataConfig",
@@ -53,8 +47,8 @@ __all__ = [
     "TinyShakespeare",
     "Tokenizer",
     "TokenizerConfig",
-    "check_batch",
+    "from_model",
     "load_tokenizer",
-    "padding",
     "prepare",
+    "to_model",
 ]

@@ -1,9 +1,9 @@
 """Text out of a trained model: prefill of the prompts in one call, then one compiled loop, one token a step."""
 
-from transformer.generate.batches import beam_search_all
-from transformer.generate.beam import Beam, Hypothesis, beam_search
-from transformer.generate.generation import generate
-from transformer.generate.sampling import Sampling, sample
-from transformer.generate.speculative import Draft
+from transformer.generate._batches import beam_search_all
+from transformer.generate._beam import Beam, Hypothesis, beam_search
+from transformer.generate._generation import generate
+from transformer.generate._sampling import Sampling, sample
+from transformer.generate._speculative import Draft
 
 __all__ = ["Beam", "Draft", "Hypothesis", "Sampling", "beam_search", "beam_search_all", "generate", "sample"]

@@ -1,10 +1,10 @@
 """Models in use: opened from wherever they are, and what texts become by them."""
 
-from transformer.inference.opening import Opened, export, is_workdir, load, open_model, save
-from transformer.inference.reading import Class, Score, classify, embed, score
-from transformer.inference.sentences import SentenceSettings, sentence_settings
-from transformer.inference.starting import start_from
-from transformer.inference.translating import TranslatedLine, TranslatedText, translate_lines
+from transformer.inference._opening import Opened, export, is_workdir, load, open_model, save
+from transformer.inference._reading import Class, Score, classify, embed, score
+from transformer.inference._sentences import SentenceSettings, sentence_settings
+from transformer.inference._starting import start_from
+from transformer.inference._translating import TranslatedLine, TranslatedText, translate_lines
 
 __all__ = [
     "Class",

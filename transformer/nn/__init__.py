@@ -3,39 +3,52 @@
 Nothing here needs more than jax, flax, numpy and jaxtyping.
 """
 
-from transformer.nn.attention import MultiHeadAttention, dot_product_attention
-from transformer.nn.blocks import LayerInputs, PostNormBlock, PreNormBlock
-from transformer.nn.caches import KVCache
-from transformer.nn.masks import Mask
-from transformer.nn.models import (
-    CausalLM,
-    Classifier,
-    Embedder,
-    Forecaster,
-    MaskedLM,
-    Seq2Seq,
-    SpeechToText,
-    VisionClassifier,
+from transformer.nn import compat
+from transformer.nn._attention import MultiHeadAttention, dot_product_attention
+from transformer.nn._blocks import LayerInputs, PostNormBlock, PreNormBlock
+from transformer.nn._caches import KVCache
+from transformer.nn._int8 import quantize
+from transformer.nn._layers import FeedForward, LayerNorm
+from transformer.nn._masks import Mask
+from transformer.nn._partitioning import axis_rules
+from transformer.nn._positions import ALiBi, Learned, NoPosition, Rotary, Sinusoidal, SinusoidalHalves, T5Bias
+from transformer.nn._sharding import (
+    AXES,
+    ParallelConfig,
+    batch_sharding,
+    make_mesh,
+    mesh_sizes,
+    state_shardings,
+    with_logical_axes,
 )
-from transformer.nn.partitioning import axis_rules
-from transformer.nn.positions import ALiBi, Learned, NoPosition, Rotary, Sinusoidal, SinusoidalHalves, T5Bias
-from transformer.nn.stacks import Decoder, Encoder
+from transformer.nn._stacks import Decoder, Encoder
+from transformer.nn.models._base import count_parameters
+from transformer.nn.models._causal_lm import CausalLM
+from transformer.nn.models._encoders import Classifier, Embedder, MaskedLM
+from transformer.nn.models._forecaster import Forecaster
+from transformer.nn.models._seq2seq import Seq2Seq
+from transformer.nn.models._speech import SpeechToText
+from transformer.nn.models._vision import VisionClassifier
 
 __all__ = [
+    "AXES",
     "ALiBi",
     "CausalLM",
     "Classifier",
     "Decoder",
     "Embedder",
     "Encoder",
+    "FeedForward",
     "Forecaster",
     "KVCache",
     "LayerInputs",
+    "LayerNorm",
     "Learned",
     "Mask",
     "MaskedLM",
     "MultiHeadAttention",
     "NoPosition",
+    "ParallelConfig",
     "PostNormBlock",
     "PreNormBlock",
     "Rotary",
@@ -46,5 +59,13 @@ __all__ = [
     "T5Bias",
     "VisionClassifier",
     "axis_rules",
+    "batch_sharding",
+    "compat",
+    "count_parameters",
     "dot_product_attention",
+    "make_mesh",
+    "mesh_sizes",
+    "quantize",
+    "state_shardings",
+    "with_logical_axes",
 ]

@@ -10,9 +10,11 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from transformer.nn import attention
-from transformer.nn.axes import Array, DType, Float, PRNGKey
-from transformer.nn.masks import Mask
+from transformer.nn import _attention as attention
+from transformer.nn._axes import Array, DType, Float, PRNGKey
+from transformer.nn._masks import Mask
+
+__all__ = ["MultiHeadDotProductAttention", "dot_product_attention"]
 
 
 def dot_product_attention(

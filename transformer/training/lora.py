@@ -12,15 +12,16 @@ import jax
 import jax.numpy as jnp
 
 import transformer.nn.models  # noqa: F401 - declares the axes of their parameters
-from transformer.config import ConfigError, check_choice
-from transformer.config.checks import check_positive, check_whole
-from transformer.nn.axes import PRNGKey
-from transformer.nn.parameter_axes import axes_of, declared
+from transformer.config._checks import ConfigError, check_choice, check_positive, check_whole
+from transformer.nn._axes import PRNGKey
+from transformer.nn._parameter_axes import axes_of, declared
+
+__all__ = ["LoRA", "init", "merge"]
 
 
-def maps() -> dict[str, None]:
+def _maps() -> dict[str, None]:
     """Names of the linear maps of layers that low-rank updates are made for, in the order of their declaration: those
-    whose kernel is declared as a hidden matrix (`transformer.nn.parameter_axes`).
+    whose kernel is declared as a hidden matrix (`transformer.nn._parameter_axes`).
     """
     ends = (end.split("/") for end, axes in declared().items() if axes.role == "hidden" and axes.inputs)
     return dict.fromkeys(end[-2] for end in ends if len(end) > 1 and end[-1] == "kernel")
@@ -46,9 +47,9 @@ class LoRA:
         check_whole(self, "rank")
         check_positive(self, "alpha")
         if not self.targets:
-            raise ConfigError(f"lora.targets is empty: name some of {', '.join(maps())}.")
+            raise ConfigError(f"lora.targets is empty: name some of {', '.join(_maps())}.")
         for name in self.targets:
-            check_choice("lora.targets", name, tuple(maps()))
+            check_choice("lora.targets", name, tuple(_maps()))
 
 
 def init(key: PRNGKey, params: Any, config: LoRA) -> Any:
@@ -101,7 +102,7 @@ def _targeted(params: Any, targets: Sequence[str]) -> dict[tuple[str, ...], Any]
     if missing := [name for name in targets if name not in there]:
         raise ConfigError(
             f"lora.targets names {', '.join(missing)}, which this model doesn't have. It has "
-            f"{', '.join(name for name in maps() if name in there) or 'none of them'}."
+            f"{', '.join(name for name in _maps() if name in there) or 'none of them'}."
         )
     return {path: leaf for path, leaf in found.items() if path[-1] in targets}
 

@@ -1,9 +1,9 @@
 """Pretrained families: each one file of data, read and written by the same few functions."""
 
-from transformer.zoo.entries import ENTRIES
-from transformer.zoo.equivalents import with_equivalent, with_plain_embeddings
-from transformer.zoo.family import Family, Head, Variant, abstract_params
-from transformer.zoo.pretrained import (
+from transformer.zoo._entries import ENTRIES
+from transformer.zoo._equivalents import with_equivalent, with_plain_embeddings
+from transformer.zoo._family import Family, Head, Variant, abstract_params
+from transformer.zoo._pretrained import (
     Pretrained,
     build,
     choose_family,

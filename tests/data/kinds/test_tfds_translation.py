@@ -12,9 +12,9 @@ import tensorflow_datasets as tfds
 from transformer import data
 from transformer.config import ConfigError
 from transformer.data import TFDSTranslation, TokenizerConfig
-from transformer.data.kinds.tfds_translation import BLOCK, PreparedPairs
-from transformer.data.tokenizer_kinds import build_tokenizer
-from transformer.training.overrides import load_recipe_file, override
+from transformer.data._tokenizer_kinds import build_tokenizer
+from transformer.data.kinds._tfds_translation import BLOCK, PreparedPairs
+from transformer.training._overrides import load_recipe_file, override
 from transformer.training.plan import batch_shapes, without_data
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -299,7 +299,7 @@ def test_a_plan_takes_the_widest_bucket():
 def test_the_recipes_train_and_translate(name, folder, tmp_path):
     """All that the recipes say, smaller: buckets, beam, averages of the last checkpoints, BLEU."""
     from transformer.__main__ import main
-    from transformer.training import loop
+    from transformer.training import _loop as loop
 
     small = f"--data.name tiny_translate/de-en --data.test-split newstest --data.data-dir {folder} "
     small += "--data.tokenizer.vocab-size 300 --data.max-source-length 40 --data.max-target-length 40 "

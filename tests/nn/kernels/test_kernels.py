@@ -14,7 +14,8 @@ from jax.sharding import AxisType
 from jax.test_util import check_grads
 
 from transformer.config import ConfigError
-from transformer.nn.attention import dot_product_attention
+from transformer.nn._attention import dot_product_attention
+from transformer.nn._masks import Mask
 from transformer.nn.kernels import (
     ALL_KERNELS,
     GPU_KERNELS,
@@ -24,7 +25,6 @@ from transformer.nn.kernels import (
     chunked_attention,
     reference_attention,
 )
-from transformer.nn.masks import Mask
 
 B, T, S, N, K, H, HV = 2, 19, 23, 6, 3, 5, 7
 KEYS = jax.random.split(jax.random.key(0), 8)
@@ -180,7 +180,7 @@ def test_what_auto_takes_is_logged_once_for_each_size(caplog):
 
 
 def test_a_gpu_takes_its_fused_kernel_where_it_serves(monkeypatch):
-    for module in ("transformer.nn.kernels", "transformer.nn.kernels.cudnn", "transformer.nn.kernels.splash"):
+    for module in ("transformer.nn.kernels", "transformer.nn.kernels._cudnn", "transformer.nn.kernels._splash"):
         monkeypatch.setattr(f"{module}.platform", lambda: "gpu")
 
     def chosen(length, **facts):
@@ -282,7 +282,7 @@ def test_the_documented_table_has_a_cell_for_all_that_is_tested():
 @pytest.mark.parametrize("kernel", [name for name in ALL_KERNELS if name != "reference"])
 def test_each_kernel_does_what_the_documented_table_says(kernel, asked, monkeypatch):
     if kernel == "cudnn" and jax.default_backend() != "gpu":  # the same call, answered by XLA
-        monkeypatch.setattr("transformer.nn.kernels.cudnn.LIBRARY", "xla")
+        monkeypatch.setattr("transformer.nn.kernels._cudnn.LIBRARY", "xla")
         if asked == "float16":
             pytest.skip("XLA's answer to cuDNN's call multiplies no float16 on CPU")
     sizes = {"data": 2, "context": 4} if kernel in SPLIT_KERNELS else {"data": 1}

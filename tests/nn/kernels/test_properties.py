@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType
 from property_parts import assert_close, often
 
-from transformer.nn.attention import dot_product_attention
+from transformer.nn._attention import dot_product_attention
+from transformer.nn._masks import Mask
 from transformer.nn.kernels import ALL_KERNELS, GPU_KERNELS, SPLIT_KERNELS
-from transformer.nn.masks import Mask
 
 BLOCKS = {"chunked": 5, "ring": 3}
 """queries and keys a block: few, so that short sequences have several"""
@@ -60,9 +60,9 @@ def made_for_tests(kernel: str):
     if kernel in BLOCKS:
         changed = dataclasses.replace(changed, run=functools.partial(changed.run, block=BLOCKS[kernel]))
     with (
-        mock.patch("transformer.nn.kernels.sliced.SLICE", 6),
-        mock.patch("transformer.nn.kernels.splash.BLOCK", 128),
-        mock.patch("transformer.nn.kernels.cudnn.LIBRARY", "xla"),
+        mock.patch("transformer.nn.kernels._sliced.SLICE", 6),
+        mock.patch("transformer.nn.kernels._splash.BLOCK", 128),
+        mock.patch("transformer.nn.kernels._cudnn.LIBRARY", "xla"),
         mock.patch.dict(ALL_KERNELS, {kernel: changed}),
         jax.set_mesh(jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=axis_types, devices=devices)),
     ):
@@ -70,7 +70,7 @@ def made_for_tests(kernel: str):
 
 
 def refused(kernel: str, request: dict) -> bool:
-    with mock.patch("transformer.nn.kernels.cudnn.LIBRARY", "xla"):
+    with mock.patch("transformer.nn.kernels._cudnn.LIBRARY", "xla"):
         return ALL_KERNELS[kernel].unsupported(attention_spec(**request)) is not None
 
 

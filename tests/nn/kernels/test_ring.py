@@ -11,12 +11,13 @@ from attention_specs import attention_spec
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from transformer.config import ConfigError, Execution, TransformerConfig
-from transformer.nn.attention import MultiHeadAttention, dot_product_attention
-from transformer.nn.kernels import AttentionSpec, choose, chunked, reference_attention, ring_attention
-from transformer.nn.masks import Mask
+from transformer.nn._attention import MultiHeadAttention, dot_product_attention
+from transformer.nn._masks import Mask
+from transformer.nn._partitioning import mapped
+from transformer.nn._positions import Rotary
+from transformer.nn.kernels import AttentionSpec, choose, reference_attention, ring_attention
+from transformer.nn.kernels import _chunked as chunked
 from transformer.nn.models import CausalLM
-from transformer.nn.partitioning import mapped
-from transformer.nn.positions import Rotary
 
 B, T, N, K, H, HV = 2, 48, 4, 2, 5, 7
 KEYS = jax.random.split(jax.random.key(0), 8)

@@ -20,12 +20,13 @@ from training_recipes import change, tiny_recipe
 
 from transformer.config import ConfigError, Execution, LayerKind, StackOptions, TransformerConfig
 from transformer.data import TextFile
-from transformer.nn.attention import dot_product_attention
-from transformer.nn.kernels import AttentionSpec, choose, reference_attention, splash, splash_attention
-from transformer.nn.masks import Mask
+from transformer.nn._attention import dot_product_attention
+from transformer.nn._masks import Mask
+from transformer.nn._partitioning import mapped
+from transformer.nn.kernels import AttentionSpec, choose, reference_attention, splash_attention
+from transformer.nn.kernels import _splash as splash
 from transformer.nn.models import CausalLM
-from transformer.nn.partitioning import mapped
-from transformer.training.parallel import MeshPlacement
+from transformer.training._parallel import MeshPlacement
 from transformer.training.plan import batch_shapes, make_plan, parse_topology, topology_devices
 
 KEYS = jax.random.split(jax.random.key(0), 6)

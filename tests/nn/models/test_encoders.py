@@ -7,14 +7,14 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from transformer.config import ConfigError, HeadTransform, Patches, TransformerConfig
-from transformer.nn.layers import LayerNorm
-from transformer.nn.masks import Mask
+from transformer.nn._layers import LayerNorm
+from transformer.nn._masks import Mask
+from transformer.nn._parameter_axes import axes_of
+from transformer.nn._sharding import parameter_spec
 from transformer.nn.models import CausalLM, Classifier, Embedder, MaskedLM, Seq2Seq, VisionClassifier
-from transformer.nn.models.encoders import pool
-from transformer.nn.models.vision import cut_patches
-from transformer.nn.parameter_axes import axes_of
-from transformer.nn.sharding import parameter_spec
-from transformer.training.state import parameter_paths
+from transformer.nn.models._encoders import pool
+from transformer.nn.models._vision import cut_patches
+from transformer.training._state import parameter_paths
 
 CONFIG = TransformerConfig(vocab_size=17, d_model=12, num_layers=1, num_heads=3, d_ff=7, position="rotary")
 TOKENS = jax.random.randint(jax.random.key(1), (2, 5), 0, 17)

@@ -14,10 +14,10 @@ from golden import ours
 
 from transformer.config import ConfigError, Series, TransformerConfig
 from transformer.inference import Opened, embed
-from transformer.nn.layers import FrozenBatchNorm
+from transformer.nn._layers import FrozenBatchNorm
+from transformer.nn._parameter_axes import axes_of
 from transformer.nn.models import Forecaster
-from transformer.nn.models.forecaster import cut_series
-from transformer.nn.parameter_axes import axes_of
+from transformer.nn.models._forecaster import cut_series
 from transformer.zoo import abstract_params, load_pretrained
 
 KEY = jax.random.key(0)

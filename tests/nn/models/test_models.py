@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from transformer.config import ConfigError, TransformerConfig
-from transformer.nn.caches import cache_length
-from transformer.nn.masks import Mask
+from transformer.nn._caches import cache_length
+from transformer.nn._masks import Mask
 from transformer.nn.models import CausalLM, Classifier, Seq2Seq
-from transformer.nn.models.encoders import pool
+from transformer.nn.models._encoders import pool
 
 CONFIG = TransformerConfig(vocab_size=17, d_model=12, num_layers=2, num_heads=3, num_kv_heads=1, d_ff=7)
 TOKENS = jax.random.randint(jax.random.key(1), (2, 9), 0, 17)

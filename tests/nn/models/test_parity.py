@@ -6,7 +6,7 @@ import pytest
 from parity_tools import EPSILON, SCALINGS, compare, ids, llama_config, randomize
 
 from transformer.config import EmbeddingOptions, RotaryScaling, TransformerConfig, gpt2_decoder, llama_decoder
-from transformer.nn.masks import Mask
+from transformer.nn._masks import Mask
 from transformer.nn.models import CausalLM, Seq2Seq
 
 pytestmark = [pytest.mark.parity, pytest.mark.usefixtures("torch")]

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from property_parts import LONGEST, VOCABULARY, Case, assert_close, cases, laid_out, often, reader, rounding
 
 from transformer.config import Execution
-from transformer.nn.caches import set_cache_length
-from transformer.nn.masks import Mask
-from transformer.nn.sharding import AXES, make_mesh, place_batch, state_shardings
+from transformer.nn._caches import set_cache_length
+from transformer.nn._masks import Mask
+from transformer.nn._sharding import AXES, make_mesh, place_batch, state_shardings
 
 LENGTH, SOURCE_LENGTH = 6, 5
 

@@ -14,11 +14,11 @@ from transformer.__main__ import main
 from transformer.config import ConfigError, Speech, TransformerConfig
 from transformer.generate import Sampling, generate
 from transformer.inference import Opened, embed
+from transformer.nn._parameter_axes import axes_of
 from transformer.nn.models import Seq2Seq, SpeechToText
-from transformer.nn.models.speech import Convolution
-from transformer.nn.parameter_axes import axes_of
+from transformer.nn.models._speech import Convolution
 from transformer.zoo import abstract_params, load_pretrained
-from transformer.zoo.weights.files import write_weights
+from transformer.zoo.weights._files import write_weights
 
 KEY = jax.random.key(0)
 CONFIG = TransformerConfig(vocab_size=23, d_model=12, num_layers=1, num_heads=3, d_ff=17, input=Speech(mel_bins=5))

@@ -10,15 +10,17 @@ from plan_recipes import CHIPS, SMALL, parallel
 from training_recipes import change, tiny_recipe
 
 from transformer.config import ConfigError
-from transformer.data import MaskedSST2, ParallelText, SST2Sentences, check_batch
+from transformer.data import MaskedSST2, ParallelText, SST2Sentences
+from transformer.data._pipeline import check_batch
 from transformer.nn.models import count_parameters
-from transformer.training.flops import batch_shapes, counted, step_tokens
+from transformer.training._flops import batch_shapes, counted, step_tokens
+from transformer.training._overrides import load_recipe_file
+from transformer.training._state import abstract_state
 from transformer.training.lora import LoRA
-from transformer.training.overrides import load_recipe_file
-from transformer.training.plan import Generation, decoding, without_data
-from transformer.training.plan.measuring import made_up_batch
-from transformer.training.plan.programs import program
-from transformer.training.state import abstract_state
+from transformer.training.plan import Generation, without_data
+from transformer.training.plan import _decoding as decoding
+from transformer.training.plan._measuring import made_up_batch
+from transformer.training.plan._programs import program
 
 PAIRS = ParallelText(source_path="a", max_source_length=12, max_target_length=10, batch_size=8)
 

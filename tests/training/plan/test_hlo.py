@@ -8,13 +8,13 @@ import pytest
 
 from transformer.config import Execution, TransformerConfig
 from transformer.data import TextFile
-from transformer.nn.moe import grouped_linear
-from transformer.nn.sharding import ParallelConfig
+from transformer.nn._moe import grouped_linear
+from transformer.nn._sharding import ParallelConfig
 from transformer.training import Recipe
-from transformer.training.parallel import MeshPlacement
+from transformer.training._parallel import MeshPlacement
+from transformer.training._state import abstract_state
+from transformer.training._step import make_train_step
 from transformer.training.plan import Program, batch_shapes
-from transformer.training.state import abstract_state
-from transformer.training.step import make_train_step
 
 TEXT = Recipe(
     name="text",

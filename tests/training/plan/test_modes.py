@@ -14,20 +14,20 @@ import pytest
 from plan_recipes import CHIPS, PAIRS, SMALL, TEXT, parallel
 
 from transformer.__main__ import main
-from transformer.cli.plan_print import decode_lines, duration, here_lines
+from transformer.cli._plan_print import decode_lines, duration, here_lines
 from transformer.config import MLA, ConfigError, Execution, LayerKind, MoE
-from transformer.training.chips import DEVICE_KINDS
+from transformer.training._chips import DEVICE_KINDS
 from transformer.training.plan import (
     Generation,
     Measured,
-    decoding,
-    hlo,
     make_decode_plan,
     make_plan,
     parse_generation,
     present_topology,
 )
-from transformer.training.plan.measuring import made_up_batch
+from transformer.training.plan import _decoding as decoding
+from transformer.training.plan import _hlo as hlo
+from transformer.training.plan._measuring import made_up_batch
 
 
 @pytest.mark.slow
@@ -172,8 +172,8 @@ class TestDecode:
 
 class TestHere:
     def test_figures_of_these_devices_are_timed(self, monkeypatch):
-        monkeypatch.setattr("transformer.training.plan.measuring.MATRIX", 128)
-        monkeypatch.setattr("transformer.training.plan.measuring.COPIED", 2**16)
+        monkeypatch.setattr("transformer.training.plan._measuring.MATRIX", 128)
+        monkeypatch.setattr("transformer.training.plan._measuring.COPIED", 2**16)
         topology, told = present_topology(jax.devices())
         assert (str(topology), topology.unit) == ("cpu:8", "device")
         assert min(topology.chip.flops, topology.chip.hbm_bandwidth, topology.hbm) > 0
@@ -221,15 +221,15 @@ class TestVerb:
         ],
     )
     def test_what_is_wrong_is_one_line(self, words, message, capsys, monkeypatch):
-        monkeypatch.setattr("transformer.training.plan.topology_devices", lambda topology: jax.devices())
+        monkeypatch.setattr("transformer.training.plan._topologies.topology_devices", lambda topology: jax.devices())
         code = main(["plan", "shakespeare_cpu", *words.split()])
         out, err = capsys.readouterr()
         assert (code, out, err.count("\n")) == (2, "", 1)
         assert re.search(message, err)
 
     def test_here(self, capsys, monkeypatch):
-        monkeypatch.setattr("transformer.training.plan.measuring.MATRIX", 128)
-        monkeypatch.setattr("transformer.training.plan.measuring.COPIED", 2**16)
+        monkeypatch.setattr("transformer.training.plan._measuring.MATRIX", 128)
+        monkeypatch.setattr("transformer.training.plan._measuring.COPIED", 2**16)
         code = main(["plan", "shakespeare_cpu", "--here", *TINY.split()])
         out, _ = capsys.readouterr()
         assert code == 0
@@ -237,9 +237,9 @@ class TestVerb:
         assert "measured / estimated: " in out
 
     def test_here_nothing_is_run_that_does_not_fit(self, capsys, monkeypatch):
-        monkeypatch.setattr("transformer.training.plan.measuring.MATRIX", 128)
-        monkeypatch.setattr("transformer.training.plan.measuring.COPIED", 2**16)
-        monkeypatch.setattr("transformer.training.plan.measuring.device_bytes", lambda devices: 1e5)
+        monkeypatch.setattr("transformer.training.plan._measuring.MATRIX", 128)
+        monkeypatch.setattr("transformer.training.plan._measuring.COPIED", 2**16)
+        monkeypatch.setattr("transformer.training.plan._measuring.device_bytes", lambda devices: 1e5)
         code = main(["plan", "shakespeare_cpu", "--here", *TINY.split()])
         out, err = capsys.readouterr()
         assert (code, err) == (1, "")
@@ -247,7 +247,7 @@ class TestVerb:
         assert "measured" not in out.replace("not a measurement", "")
 
     def test_search_as_json(self, capsys, monkeypatch):
-        monkeypatch.setattr("transformer.training.plan.topology_devices", lambda topology: jax.devices())
+        monkeypatch.setattr("transformer.training.plan._topologies.topology_devices", lambda topology: jax.devices())
         code = main(["plan", "shakespeare_cpu", "--topology", "v5e:2x4", "--search", "1", "--json", *TINY.split()])
         values = json.loads(capsys.readouterr().out)
         assert (code, values["topology"], len(values["ranked"])) == (0, "v5e:2x4", 1)

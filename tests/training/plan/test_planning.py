@@ -10,15 +10,17 @@ import jax.numpy as jnp
 import pytest
 
 from transformer.__main__ import main
-from transformer.cli.plan_print import train_lines
+from transformer.cli._plan_print import train_lines
 from transformer.config import ConfigError, Execution, LayerKind, MoE, TransformerConfig
 from transformer.data import LabeledText, NumberWords, ParallelText, TextFile, TinyShakespeare, TokenizerConfig
-from transformer.nn.sharding import ParallelConfig
+from transformer.nn._sharding import ParallelConfig
 from transformer.training import Recipe, TrainingConfig
-from transformer.training.flops import batch_rows
-from transformer.training.memory import remedies, times_smaller
-from transformer.training.overrides import override
-from transformer.training.parallel import MeshPlacement, placed_shapes
+from transformer.training._flops import batch_rows
+from transformer.training._memory import remedies, times_smaller
+from transformer.training._overrides import override
+from transformer.training._parallel import MeshPlacement, placed_shapes
+from transformer.training._state import abstract_state
+from transformer.training._step import make_train_step
 from transformer.training.plan import (
     CHIPS,
     Chip,
@@ -30,12 +32,10 @@ from transformer.training.plan import (
     estimate,
     parse_topology,
     step_flops,
-    topologies,
     topology_devices,
     without_data,
 )
-from transformer.training.state import abstract_state
-from transformer.training.step import make_train_step
+from transformer.training.plan import _topologies as topologies
 
 TEXT = Recipe(
     name="text",

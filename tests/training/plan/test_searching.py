@@ -10,21 +10,16 @@ import jax
 import pytest
 from plan_recipes import BY_TOKENS, CHIPS, PAIRS, TEXT, parallel
 
-from transformer.cli.plan_print import search_line, search_lines
+from transformer.cli._plan_print import search_line, search_lines
 from transformer.config import ConfigError, LayerKind, MoE
+from transformer.nn._sharding import AXES
 from transformer.nn.models import count_parameters
-from transformer.nn.sharding import AXES
-from transformer.training.flops import batch_rows
-from transformer.training.overrides import load_recipe_file, override
-from transformer.training.plan import (
-    Topology,
-    parse_topology,
-    ranked,
-    search,
-    searching,
-)
-from transformer.training.plan.searching import candidates, meshes
-from transformer.training.state import abstract_state
+from transformer.training._flops import batch_rows
+from transformer.training._overrides import load_recipe_file, override
+from transformer.training._state import abstract_state
+from transformer.training.plan import Topology, parse_topology, ranked, search
+from transformer.training.plan import _searching as searching
+from transformer.training.plan._searching import candidates, meshes
 
 
 class TestSearch:

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import pytest
 
 from transformer.config import AttentionOptions, Execution, LayerKind, TransformerConfig
-from transformer.nn.attention import MultiHeadAttention
+from transformer.nn._attention import MultiHeadAttention
 from transformer.nn.models import CausalLM, Classifier, Seq2Seq
-from transformer.viz.studies.sizes import sizes, sizes_table
+from transformer.viz.studies._sizes import sizes, sizes_table
 
 CONFIG = TransformerConfig(
     vocab_size=31,

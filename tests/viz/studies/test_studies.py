@@ -8,10 +8,13 @@ import numpy as np
 import pytest
 
 from transformer.config import RotaryScaling
+from transformer.nn._positions import ALiBi, NoPosition, Rotary, Sinusoidal, T5Bias
 from transformer.nn.kernels import KERNELS
-from transformer.nn.kernels.reference import masked_softmax
-from transformer.nn.positions import ALiBi, NoPosition, Rotary, Sinusoidal, T5Bias
-from transformer.viz.studies import memory, padding, positions, scale
+from transformer.nn.kernels._reference import masked_softmax
+from transformer.viz.studies import _memory as memory
+from transformer.viz.studies import _padding as padding
+from transformer.viz.studies import _positions as positions
+from transformer.viz.studies import _scale as scale
 
 
 @pytest.fixture(scope="module")

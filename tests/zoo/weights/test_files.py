@@ -13,8 +13,8 @@ import safetensors.numpy
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from transformer.zoo.weights import header
-from transformer.zoo.weights.files import WeightFiles, WeightsError, first_non_finite, write_weights
+from transformer.zoo.weights import _header as header
+from transformer.zoo.weights._files import WeightFiles, WeightsError, first_non_finite, write_weights
 
 FLOATS = [np.float32, np.float16, jnp.bfloat16]
 OTHERS = [np.float64, np.int64, np.uint8, np.bool_, np.complex64, jnp.float8_e4m3fn, jnp.float8_e5m2]
@@ -246,7 +246,7 @@ def test_an_index_of_very_many_files_is_refused_before_any_is_opened(tmp_path, m
     def opened(*given):
         raise AssertionError(given)
 
-    monkeypatch.setattr("transformer.zoo.weights.files.read_header", opened)
+    monkeypatch.setattr("transformer.zoo.weights._files.read_header", opened)
     index = {f"t{i}": f"{i}.safetensors" for i in range(4097)}
     fault(put_index(tmp_path, index), r"index\.json: expected at most 4,096 files, got 4,097\.$")
 
@@ -323,7 +323,7 @@ def test_optional_json(tmp_path, monkeypatch):
     (tmp_path.parent / "x.json").write_text("{}")
     with pytest.raises(WeightsError, match=r"'\.\./x\.json' must name a file of the directory"):
         files.json("../x.json")
-    monkeypatch.setattr("transformer.zoo.weights.files.MAX_JSON_BYTES", 15)
+    monkeypatch.setattr("transformer.zoo.weights._files.MAX_JSON_BYTES", 15)
     with pytest.raises(WeightsError, match=r"bad\.json: expected at most 15 bytes, got 16"):
         files.json("bad.json")
 

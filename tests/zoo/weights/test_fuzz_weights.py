@@ -9,7 +9,7 @@ from pathlib import Path
 from fuzz_parts import BYTE_EDITS, JSON_EDITS, ODD, Fuzz, cleared, damaged, files_of, fuzz, rewritten, written
 from hypothesis import strategies as st
 
-from transformer.zoo.weights.files import WeightFiles, WeightsError
+from transformer.zoo.weights._files import WeightFiles, WeightsError
 
 __all__ = ["fuzz"]  # a fixture
 

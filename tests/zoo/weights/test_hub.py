@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from transformer.zoo.weights.files import WeightsError
-from transformer.zoo.weights.hub import fetch
+from transformer.zoo.weights._files import WeightsError
+from transformer.zoo.weights._hub import fetch
 
 huggingface_hub = pytest.importorskip("huggingface_hub")
 errors = pytest.importorskip("huggingface_hub.errors")

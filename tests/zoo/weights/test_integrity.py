@@ -9,15 +9,15 @@ import pytest
 from golden import case as golden_case
 from golden import ours
 
-import transformer.nn.layers
+import transformer.nn._layers
 from transformer.__main__ import main
 from transformer.config import ConfigError, EmbeddingOptions, TransformerConfig
 from transformer.inference import load
 from transformer.nn.models import CausalLM
 from transformer.zoo import build, load_pretrained, save_pretrained, verify
-from transformer.zoo.example import MAX_EXAMPLE_BYTES, TOLERANCES, make_example
+from transformer.zoo._example import MAX_EXAMPLE_BYTES, TOLERANCES, make_example
 from transformer.zoo.weights import WeightFiles, WeightsError
-from transformer.zoo.weights.integrity import INTEGRITY_FILE, read_integrity
+from transformer.zoo.weights._integrity import INTEGRITY_FILE, read_integrity
 
 SQUARE = "transformer.h.0.attn.c_proj.weight"
 
@@ -34,8 +34,8 @@ def saved(tmp_path_factory):
 
 def letters(size):
     """A tokenizer of this many entries."""
-    from transformer.data.tokenizer_files import as_pretrained
-    from transformer.data.vocabularies import CharTokenizer
+    from transformer.data._tokenizer_files import as_pretrained
+    from transformer.data._vocabularies import CharTokenizer
 
     return as_pretrained(CharTokenizer([chr(ord("A") + i) for i in range(size - 3)]))
 
@@ -112,7 +112,7 @@ def test_without_the_file_what_was_changed_loads_as_it_is(directory, name):
 
 
 def test_what_was_not_changed_loads_in_every_way(directory):
-    from transformer.nn.sharding import make_mesh
+    from transformer.nn._sharding import make_mesh
 
     (directory / "generation_config.json").write_text("{}")  # a file more
     for options in ({}, {"dtype": "bfloat16"}, {"mesh": make_mesh({"fsdp": 2, "data": -1})}):
@@ -173,7 +173,7 @@ def test_half_precision_has_a_tolerance_of_its_own(saved, tmp_path, dtype, capsy
 def test_other_numerics_are_found(directory, monkeypatch, capsys):
     assert main(["convert", str(directory), "--verify"]) == 0
     assert "logits within 0" in capsys.readouterr().out
-    monkeypatch.setitem(transformer.nn.layers.ACTIVATIONS, "gelu_tanh", jax.nn.relu)
+    monkeypatch.setitem(transformer.nn._layers.ACTIVATIONS, "gelu_tanh", jax.nn.relu)
     assert main(["convert", str(directory), "--verify"]) == 2
     assert "differ from those in integrity.json: at place" in capsys.readouterr().err
 

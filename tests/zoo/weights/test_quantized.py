@@ -7,10 +7,10 @@ import pytest
 
 from transformer.config import ConfigError
 from transformer.zoo import load_pretrained
-from transformer.zoo.weights.files import WeightFiles, WeightsError, write_weights
-from transformer.zoo.weights.loading import load_params
-from transformer.zoo.weights.quantized import PlainFiles, from_fp8, from_mxfp4, plain_files
-from transformer.zoo.weights.rules import Rule, link
+from transformer.zoo.weights._files import WeightFiles, WeightsError, write_weights
+from transformer.zoo.weights._loading import load_params
+from transformer.zoo.weights._quantized import PlainFiles, from_fp8, from_mxfp4, plain_files
+from transformer.zoo.weights._rules import Rule, link
 
 HALVES = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 RANDOM = np.random.RandomState(0)

@@ -5,21 +5,23 @@ from __future__ import annotations
 import dataclasses
 from typing import Union
 
-from transformer.data.config import DataKind
-from transformer.data.kinds.digits import Digits
-from transformer.data.kinds.etth1 import ETTh1
-from transformer.data.kinds.image_file import ImageFile
-from transformer.data.kinds.json_lines import JsonLines
-from transformer.data.kinds.labeled_text import LabeledText
-from transformer.data.kinds.masked_text import MaskedText
-from transformer.data.kinds.multi30k import Multi30k
-from transformer.data.kinds.number_words import NumberWords
-from transformer.data.kinds.parallel_text import ParallelText
-from transformer.data.kinds.series_file import SeriesFile
-from transformer.data.kinds.sst2 import SST2, MaskedSST2, SST2Sentences
-from transformer.data.kinds.text_file import TextFile
-from transformer.data.kinds.tfds_translation import TFDSTranslation
-from transformer.data.kinds.tiny_shakespeare import TinyShakespeare
+from transformer.data._config import DataKind
+from transformer.data.kinds._digits import Digits
+from transformer.data.kinds._etth1 import ETTh1
+from transformer.data.kinds._image_file import ImageFile
+from transformer.data.kinds._json_lines import JsonLines
+from transformer.data.kinds._labeled_text import LabeledText
+from transformer.data.kinds._masked_text import MaskedText
+from transformer.data.kinds._multi30k import Multi30k
+from transformer.data.kinds._number_words import NumberWords
+from transformer.data.kinds._parallel_text import ParallelText
+from transformer.data.kinds._series_file import SeriesFile
+from transformer.data.kinds._sst2 import SST2, MaskedSST2, SST2Sentences
+from transformer.data.kinds._text_file import TextFile
+from transformer.data.kinds._tfds_translation import TFDSTranslation
+from transformer.data.kinds._tiny_shakespeare import TinyShakespeare
+
+__all__ = ["DATA", "PLACES", "DataConfig"]
 
 DATA: dict[str, type[DataKind]] = {
     "number_words": NumberWords,

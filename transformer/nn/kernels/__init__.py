@@ -10,25 +10,31 @@ from collections.abc import Callable
 
 import jax
 
-from transformer.config import ConfigError, Execution, nearest
-from transformer.nn.jax_compat import inside_pmap
-from transformer.nn.kernels import cudnn, splash
-from transformer.nn.kernels.chunked import chunked_attention
-from transformer.nn.kernels.contract import OPTIONS, AttentionShapes, AttentionSpec, BiasFunction, Kernel, Option
-from transformer.nn.kernels.cudnn import cudnn_attention, cudnn_compiler_refusal, cudnn_limits
-from transformer.nn.kernels.reference import reference_attention
-from transformer.nn.kernels.ring import RING_REASONS, gathered_attention, gathered_limits, ring_attention, ring_limits
-from transformer.nn.kernels.sliced import sliced_attention, sliced_limits
-from transformer.nn.kernels.splash import splash_attention, splash_compiler_refusal, splash_limits
-from transformer.nn.partitioning import has_mesh, platform
+from transformer.config._checks import ConfigError, nearest
+from transformer.config._model import Execution
+from transformer.nn._jax_compat import inside_pmap
+from transformer.nn._partitioning import has_mesh, platform
+from transformer.nn.kernels import _cudnn as cudnn
+from transformer.nn.kernels import _splash as splash
+from transformer.nn.kernels._chunked import chunked_attention
+from transformer.nn.kernels._contract import OPTIONS, AttentionShapes, AttentionSpec, BiasFunction, Kernel, Option
+from transformer.nn.kernels._cudnn import cudnn_attention, cudnn_compiler_refusal, cudnn_limits
+from transformer.nn.kernels._reference import reference_attention
+from transformer.nn.kernels._ring import RING_REASONS, gathered_attention, gathered_limits, ring_attention, ring_limits
+from transformer.nn.kernels._sliced import sliced_attention, sliced_limits
+from transformer.nn.kernels._splash import splash_attention, splash_compiler_refusal, splash_limits
 
 __all__ = [
     "ALL_KERNELS",
+    "FUSED_FROM",
     "GPU_KERNELS",
     "KERNELS",
     "OPTIONS",
+    "SLICED_SCORES",
+    "SPLASH_FROM",
     "SPLIT_KERNELS",
     "TPU_KERNELS",
+    "WHOLE_SCORES",
     "AttentionShapes",
     "AttentionSpec",
     "BiasFunction",
@@ -45,13 +51,13 @@ __all__ = [
     "splash_attention",
 ]
 
-NO_WEIGHTS = {"weights": "it never holds all weights at once"}
+_NO_WEIGHTS = {"weights": "it never holds all weights at once"}
 """why kernels in blocks do not return attention weights"""
 
 KERNELS: dict[str, Kernel] = {
     "reference": Kernel(name="reference", run=reference_attention),
-    "sliced": Kernel(name="sliced", run=sliced_attention, limits=sliced_limits, reasons=NO_WEIGHTS),
-    "chunked": Kernel(name="chunked", run=chunked_attention, reasons=NO_WEIGHTS),
+    "sliced": Kernel(name="sliced", run=sliced_attention, limits=sliced_limits, reasons=_NO_WEIGHTS),
+    "chunked": Kernel(name="chunked", run=chunked_attention, reasons=_NO_WEIGHTS),
 }
 """kernels by name, for keys and values that are whole along their length, on any device"""
 
@@ -67,14 +73,14 @@ GPU_KERNELS: dict[str, Kernel] = {
 
 SPLIT_KERNELS: dict[str, Kernel] = {
     "ring": Kernel(name="ring", run=ring_attention, limits=ring_limits, reasons=RING_REASONS, split_keys=True),
-    "gathered": Kernel(name="gathered", run=gathered_attention, limits=gathered_limits, reasons=NO_WEIGHTS),
+    "gathered": Kernel(name="gathered", run=gathered_attention, limits=gathered_limits, reasons=_NO_WEIGHTS),
 }
 """kernels by name, for queries whose length a mesh splits, and nowhere else"""
 
 ALL_KERNELS: dict[str, Kernel] = KERNELS | TPU_KERNELS | GPU_KERNELS | SPLIT_KERNELS
 """every kernel by name"""
 
-COMPILER_REFUSALS: dict[str, Callable[[AttentionSpec], str | None]] = {
+_COMPILER_REFUSALS: dict[str, Callable[[AttentionSpec], str | None]] = {
     "splash": splash_compiler_refusal,
     "cudnn": cudnn_compiler_refusal,
 }
@@ -172,7 +178,7 @@ def _has_its_devices(name: str) -> bool:
 
 
 def _compiler_refusal(name: str, spec: AttentionSpec) -> str | None:
-    return COMPILER_REFUSALS[name](spec) if name in COMPILER_REFUSALS else None
+    return _COMPILER_REFUSALS[name](spec) if name in _COMPILER_REFUSALS else None
 
 
 @functools.cache

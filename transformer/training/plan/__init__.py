@@ -1,15 +1,15 @@
 """Whether a recipe fits a TPU that is not there, told by the TPU compiler (libtpu)."""
 
-from transformer.training.chips import CHIPS, Chip
-from transformer.training.flops import Flops, batch_shapes, step_flops
-from transformer.training.plan.assumptions import without_data
-from transformer.training.plan.decoding import DecodePlan, Generation, make_decode_plan, parse_generation
-from transformer.training.plan.hlo import Collective, Cost, Program
-from transformer.training.plan.measuring import Measured, measure, present_topology
-from transformer.training.plan.planning import Plan, make_plan
-from transformer.training.plan.roofline import Estimate, estimate
-from transformer.training.plan.searching import Candidate, Tried, ranked, search
-from transformer.training.plan.topologies import CompilerError, Topology, parse_topology, topology_devices
+from transformer.training._chips import CHIPS, Chip
+from transformer.training._flops import Flops, batch_shapes, step_flops
+from transformer.training.plan._assumptions import without_data
+from transformer.training.plan._decoding import DecodePlan, Generation, make_decode_plan, parse_generation
+from transformer.training.plan._hlo import Collective, Cost, Program
+from transformer.training.plan._measuring import Measured, measure, present_topology
+from transformer.training.plan._planning import Plan, make_plan
+from transformer.training.plan._roofline import Estimate, estimate
+from transformer.training.plan._searching import Candidate, Tried, ranked, search
+from transformer.training.plan._topologies import CompilerError, Topology, parse_topology, topology_devices
 
 __all__ = [
     "CHIPS",

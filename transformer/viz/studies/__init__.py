@@ -1,9 +1,10 @@
 """Numbers that show what a formula does, computed with the zoo's own functions."""
 
-from transformer.viz.studies.memory import MemoryRow, forward_and_backward, memory_study, temporary_bytes
-from transformer.viz.studies.padding import PaddingRow, number_word_lengths, pack, padding_study, text_lengths
-from transformer.viz.studies.positions import CodesRow, PositionStudy, RepeatRow, SimilarityRow, position_study
-from transformer.viz.studies.scale import ScaleRow, scale_study, softmax_gradient
+from transformer.viz.studies._memory import MemoryRow, forward_and_backward, memory_study, temporary_bytes
+from transformer.viz.studies._padding import PaddingRow, number_word_lengths, pack, padding_study, text_lengths
+from transformer.viz.studies._positions import CodesRow, PositionStudy, RepeatRow, SimilarityRow, position_study
+from transformer.viz.studies._scale import ScaleRow, scale_study, softmax_gradient
+from transformer.viz.studies._sizes import Size, sizes, sizes_table
 
 __all__ = [
     "CodesRow",
@@ -13,6 +14,7 @@ __all__ = [
     "RepeatRow",
     "ScaleRow",
     "SimilarityRow",
+    "Size",
     "forward_and_backward",
     "memory_study",
     "number_word_lengths",
@@ -20,6 +22,8 @@ __all__ = [
     "padding_study",
     "position_study",
     "scale_study",
+    "sizes",
+    "sizes_table",
     "softmax_gradient",
     "temporary_bytes",
     "text_lengths",

@@ -1,9 +1,9 @@
 """Weights in and out: rules that say which tensors are which parameters, and directories that are read safely."""
 
-from transformer.zoo.weights.files import TensorInfo, WeightFiles, WeightsError, first_non_finite, write_weights
-from transformer.zoo.weights.hub import fetch
-from transformer.zoo.weights.loading import check_complete, load_params, parameter_shapes, saved_tensors
-from transformer.zoo.weights.rules import MATRIX, MERGED, SAME, VECTOR, Fused, Relation, Reshaped, Rule, linear, norm
+from transformer.zoo.weights._files import TensorInfo, WeightFiles, WeightsError, first_non_finite, write_weights
+from transformer.zoo.weights._hub import fetch
+from transformer.zoo.weights._loading import check_complete, load_params, parameter_shapes, saved_tensors
+from transformer.zoo.weights._rules import MATRIX, MERGED, SAME, VECTOR, Fused, Relation, Reshaped, Rule, linear, norm
 
 __all__ = [
     "MATRIX",

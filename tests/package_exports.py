@@ -1,0 +1,40 @@
+"""What each room of the package exports, read without importing it."""
+
+import ast
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "transformer"
+
+
+def assigned(path: Path, name: str) -> object:
+    """The value of a constant of a file, or None where the file has no such constant."""
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
+            return ast.literal_eval(node.value)
+    return None
+
+
+def exports(path: Path) -> set[str]:
+    """`__all__` of a file. A room that imports its names late makes it of `_EXPORTS` and `_MODULES`."""
+    late = assigned(path, "_EXPORTS")
+    if late is None:
+        return set(assigned(path, "__all__") or ())
+    return {*(assigned(path, "_MODULES") or ()), *(name for names in late.values() for name in names)}
+
+
+def rooms() -> dict[str, Path]:
+    """Public modules by dotted name: every package below the first, and the files without an underscore."""
+    paths = [path for path in sorted(PACKAGE.rglob("*.py")) if path.parent != PACKAGE]
+    public = [path for path in paths if path.name == "__init__.py" or not path.name.startswith("_")]
+    return {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in public}
+
+
+def exporters(path: Path) -> set[str]:
+    """What rooms export of the names that a file of theirs may define: those of its own folder, and of all above."""
+    found = exports(path) if not path.name.startswith("_") else set()
+    folder = path.parent
+    while folder != PACKAGE:
+        found |= exports(folder / "__init__.py")
+        folder = folder.parent
+    return found

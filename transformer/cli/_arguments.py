@@ -1,0 +1,72 @@
+"""Parse a command line into a typed dataclass; report errors in one line."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import re
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
+
+import tyro
+
+from transformer.config._checks import ConfigError, boxed_message, nearest
+from transformer.config._invocation import program
+
+Command = TypeVar("Command")
+
+
+def parse(command: type[Command], verb: str, arguments: Sequence[str]) -> Command:
+    """Parse arguments into a command. --help shows the docstrings of the class and its fields.
+
+    Raises:
+        ConfigError: an unknown option (the error suggests the nearest one), or a missing or wrong value.
+        SystemExit: --help was printed (code 0).
+    """
+    options = [f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(command)] + ["--help"]
+    for word in arguments:
+        option = word.split("=", 1)[0]
+        if option.startswith("--") and option.replace("_", "-") not in options:
+            texts = [text for text in ("--prompt", "--text") if text in options]
+            hint = nearest(option, options)
+            if not hint and texts:
+                hint = f" Pass a text that starts with dashes as {texts[0]}='{option}'."
+            raise ConfigError(f"{verb} has no option {option}.{hint} --help lists all options.")
+    _refuse_empty_paths(command, verb, arguments)
+    captured = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(captured):
+            return tyro.cli(tyro.conf.FlagCreatePairsOff[command], args=list(arguments), prog=program(verb))
+    except SystemExit as stop:
+        if stop.code in (None, 0):
+            raise
+        raise ConfigError(f"{boxed_message(captured.getvalue())} --help describes each option.") from None
+
+
+def _refuse_empty_paths(command: type, verb: str, arguments: Sequence[str]) -> None:
+    """Raise ConfigError for an empty path: pathlib would read it as the current directory."""
+    fields = [field for field in dataclasses.fields(command) if "Path" in str(field.type)]
+    options = {f"--{field.name.replace('_', '-')}" for field in fields if "Positional" not in str(field.type)}
+    before, leading = "", True  # after an option, an empty argument may be one of several texts
+    for word in arguments:
+        option, separator, value = word.partition("=")
+        if option.replace("_", "-") in options and separator and not value:
+            raise ConfigError(f"{option} must name a file or a directory, got ''. Remove it, or pass a path.")
+        if word == "" and before.replace("_", "-") in options:
+            raise ConfigError(f"{before} must name a file or a directory, got ''. Remove it, or pass a path.")
+        leading = leading and not word.startswith("-")
+        if word == "" and leading and len(fields) > len(options):
+            raise ConfigError(f"{verb} needs a file or a directory, got ''. Pass a path.")
+        before = word
+
+
+@contextlib.contextmanager
+def told_as_options(**options: str) -> Iterator[None]:
+    """Replace field names in a ConfigError by the options that set them: `size="beam_size"`, --beam-size."""
+    try:
+        yield
+    except ConfigError as error:
+        fields = rf"\b({'|'.join(options)})\b"
+        text = re.sub(fields, lambda found: f"--{options[found[0]].replace('_', '-')}", str(error))
+        raise ConfigError(text) from None

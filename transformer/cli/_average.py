@@ -1,0 +1,51 @@
+"""`python -m transformer average`: the mean of a run's last checkpoints, as a model of its own."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from transformer.cli._arguments import parse
+from transformer.config._checks import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Average:
+    """Averages the parameters of the last checkpoints of a run (Vaswani et al. 2017, section 6.1: the last 5, or 20).
+
+    The mean is written as a workdir of its own, which every other verb opens. The run is only read.
+    """
+
+    workdir: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="WORKDIR")]
+    """workdir of a training run, such as runs/number_words"""
+    last: int
+    """how many checkpoints; a run keeps the newest --checkpoint.keep-last"""
+    to: Path | None = None
+    """where to write; None: WORKDIR-average-LAST. An earlier average there is replaced, nothing else is"""
+    json: bool = False
+    """print JSON"""
+    debug: bool = False
+    """show the traceback of an error"""
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Prints which steps were averaged, and where the mean is."""
+    command = parse(Average, "average", arguments)
+    if command.last < 1:
+        raise ConfigError(f"--last must be at least 1, got {command.last}.")
+
+    from transformer.training._averaging import average
+
+    logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax tells of every file it reads
+    done = average(command.workdir, command.last, command.to)
+    if command.json:
+        print(json.dumps({"workdir": str(done.workdir), "of": str(command.workdir), "steps": done.steps}, indent=2))
+        return
+    steps = ", ".join(map(str, done.steps))
+    print(f"the mean of {len(done.steps)} checkpoints of {command.workdir}, steps {steps}: {done.workdir}")

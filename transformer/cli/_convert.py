@@ -1,0 +1,81 @@
+"""`python -m transformer convert`: a model as the files that everybody reads."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from transformer.cli._arguments import parse
+from transformer.cli._models import ModelCommand
+from transformer.config._checks import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Convert(ModelCommand):
+    """Export a model to Hugging Face format: write config.json, safetensors and the tokenizer into a new directory.
+    A training run is exported as the family that its model equals; a directory of weights in another dtype or with
+    other shards.
+    """
+
+    output: Annotated[tyro.conf.Positional[Path | None], tyro.conf.arg(metavar="OUT")] = None
+    """directory to write; it must not exist, or be empty. Omit it with --verify to check DIR"""
+    family: str | None = None
+    """as which family; None: its own, or the first that has all that the model has"""
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """type of the numbers; None: as they are"""
+    max_shard_gib: float = 5.0
+    """size from which the weights are split into several files"""
+    verify: bool = False
+    """load OUT (DIR, if OUT is omitted) and compare its files and the logits of a short input with integrity.json"""
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Prints the files that were written."""
+    command = parse(Convert, "convert", arguments)
+    if not 0 < command.max_shard_gib < math.inf:
+        raise ConfigError(f"--max-shard-gib must be a number above 0, got {command.max_shard_gib}.")
+    if command.output is None:
+        if not command.verify:
+            raise ConfigError("OUT is missing, the directory to write. To check an exported DIR, pass --verify.")
+        _verify(command, command.directory)
+        return
+    from transformer.inference._opening import export
+
+    if command.output.is_dir() and any(command.output.iterdir()):  # before a model is read
+        raise ConfigError(f"{command.output} is not empty: nothing is overwritten. Name a new directory, or empty it.")
+    opened = command.load()
+    chosen = export(
+        opened,
+        command.output,
+        family=command.family,
+        dtype=command.dtype,
+        max_shard_bytes=int(command.max_shard_gib * 2**30),
+    )
+    files = sorted(path for path in command.output.iterdir() if path.is_file())
+    if command.json:
+        command.print_json(opened, family=chosen.name, files=[str(path) for path in files])
+    else:
+        print(f"{chosen.title}: {chosen.citation}")
+        for path in files:
+            print(f"{path}  {path.stat().st_size:,} bytes")
+    if command.verify:
+        _verify(command, command.output)
+
+
+def _verify(command: Convert, directory: Path) -> None:
+    """Prints how well an exported directory reproduces its expected logits."""
+    from transformer.zoo._pretrained import verify
+
+    if not directory.is_dir():
+        raise FileNotFoundError(f"there is no directory {directory}. Name one that `convert` wrote.")
+    difference = verify(directory)
+    if not command.json:
+        print(f"{directory}: files unchanged, logits within {difference:.1g} of the expected ones")
+    elif command.output is None:
+        print(json.dumps({"directory": str(directory), "difference": difference}, indent=2))

@@ -1,0 +1,143 @@
+"""`python -m transformer evaluate`: how good a trained model is on data it never saw."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from transformer.cli._arguments import parse, told_as_options
+from transformer.cli._models import ModelCommand
+from transformer.config._checks import ConfigError
+
+if TYPE_CHECKING:
+    from transformer.data._dataset import Dataset
+    from transformer.generate._beam import Beam
+    from transformer.training._runs import Run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluate(ModelCommand):
+    """Measures loss and perplexity, or the error of forecasts, on a split of the run's data. Pairs are also translated
+    and compared, number words word for word, others by BLEU and chrF; the translations are written to
+    DIR/hypotheses.SPLIT.txt, one a line in the order of the data, and what is right to DIR/references.SPLIT.txt.
+
+    The data is read from where the run had it.
+    """
+
+    split: str | None = None
+    """part of the data; None: test where there is one, else validation"""
+    examples: int | None = None
+    """pairs that are translated, of more a selection, evenly spread; 0: none, None: 1000"""
+    beam_size: int | None = None
+    """hypotheses that are followed at once; 1: always the likeliest token; None: as the run's recipe says"""
+    alpha: float | None = None
+    """length penalty of a beam: a log-probability is divided by ((5 + length) / 6)^alpha; None: as the recipe says"""
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Prints the measures."""
+    command = parse(Evaluate, "evaluate", arguments)
+    if command.examples is not None and command.examples < 0:
+        raise ConfigError(f"--examples must be at least 0, got {command.examples}.")
+    opened = command.load()
+    run = opened.run
+    if run is None:
+        raise ConfigError(
+            f"{command.directory} holds weights and no recipe: there is no data to evaluate on. `score` gives the "
+            f"perplexity of a text of yours."
+        )
+
+    from transformer.data._pipeline import prepare
+    from transformer.nn.kernels import anywhere
+    from transformer.training._evaluation import compiled_eval_step, evaluate_loss
+    from transformer.training._tasks import TASKS
+
+    translates = TASKS[run.recipe.task].source
+    if not translates and (command.examples, command.beam_size, command.alpha) != (None, None, None):
+        raise ConfigError(
+            f"{command.directory} translates nothing: --examples, --beam-size and --alpha are for pairs. Leave them "
+            f"out."
+        )
+    beam = _beam(command, run)
+    dataset = prepare(run.recipe.data, tokenizer=run.tokenizer)
+    same = run.fingerprint is None or dataset.is_known_as(run.fingerprint)
+    if not same:
+        warnings.warn(
+            f"the data is not what {command.directory} was trained on (fingerprint {run.fingerprint[:12]}, now "
+            f"{dataset.fingerprint[:12]}): what is held out now may have been trained on then.",
+            stacklevel=1,
+        )
+    split = command.split or ("test" if "test" in dataset.splits else "validation")
+    recipe = dataclasses.replace(run.recipe, execution=anywhere(run.recipe.execution))  # of training's, maybe elsewhere
+    result = evaluate_loss(compiled_eval_step(recipe), run.params, dataset.eval_batches(split))
+    values, lines = {"exact_match": {}}, []
+    if translates and command.examples != 0:
+        values, lines = _translations(command, run, dataset, split, beam)
+    measures, told = result.measures, str(result)
+    if result.accuracy is not None:
+        measures["perplexity"] = perplexity = math.exp(min(result.loss, 700.0))
+        told = f"loss: {result.loss:.4f} nats, perplexity {perplexity:.4g}, accuracy {100 * result.accuracy:.2f} %"
+    if command.json:
+        command.print_json(opened, split=split, **measures, targets=int(result.targets), same_data=same, **values)
+        return
+    print(f"{command.directory}, step {run.step}, split {split}: {int(result.targets):,} targets")
+    print(told)
+    for line in lines:
+        print(line)
+
+
+def _beam(command: Evaluate, run: Run) -> Beam | None:
+    from transformer.training._translating import make_beam
+
+    wanted = run.recipe.evaluation
+    size = wanted.beam_size if command.beam_size is None else command.beam_size
+    if size == 1 and command.alpha is not None:
+        raise ConfigError("--alpha is the length penalty of a beam, and one hypothesis is none. Give --beam-size, too.")
+    with told_as_options(size="beam_size", alpha="alpha"):
+        return make_beam(size, wanted.beam_alpha if command.alpha is None else command.alpha)
+
+
+def _translations(
+    command: Evaluate, run: Run, dataset: Dataset, split: str, beam: Beam | None
+) -> tuple[dict[str, Any], list[str]]:
+    """What came of translating, as values and in words."""
+    from transformer.training._translating import Translation, corpus_score, scores, translate, write_lines
+
+    data, directory = run.recipe.data, command.directory
+    examples = dataset.examples(split, 1000 if command.examples is None else command.examples)
+    outputs = translate(
+        run.model,
+        run.params,
+        run.tokenizer,
+        [example.source for example in examples],
+        max_new_tokens=dataset.max_target_length,
+        beam=beam,
+        batch_size=data.eval_batch_size,
+    )
+    translations = [Translation(*pair) for pair in zip(examples, outputs, strict=True)]
+    found: dict[str, Any] = {"exact_match": {}}
+    if data.bleu_tokenization is None:
+        matches = scores(translations)
+        found["exact_match"] = {
+            group or "all": {"right": s.right, "total": s.total, "rate": s.rate} for group, s in matches.items()
+        }
+        lines = [f"  {data.group_name} {g}: {s}" if g else f"exact match: {s}" for g, s in matches.items()]
+    else:
+        corpus = corpus_score(translations, data.bleu_tokenization)
+        found |= dataclasses.asdict(corpus)
+        lines = corpus.lines(split)
+    written = {"hypotheses": directory / f"hypotheses.{split}.txt", "references": directory / f"references.{split}.txt"}
+    try:
+        write_lines(written["hypotheses"], outputs)
+        write_lines(written["references"], (example.target for example in examples))
+    except OSError as error:  # the measures are what was asked for
+        warnings.warn(f"the translations are not written: {error}", stacklevel=1)
+        written = dict.fromkeys(written)
+    else:
+        lines += [f"{name}: {path}" for name, path in written.items()]
+    found["beam"] = None if beam is None else {"size": beam.size, "alpha": beam.alpha}
+    return found | {name: path and str(path) for name, path in written.items()}, lines

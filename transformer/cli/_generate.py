@@ -1,0 +1,153 @@
+"""`python -m transformer generate`: translate or continue texts."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import tyro
+
+from transformer.cli._arguments import parse, told_as_options
+from transformer.cli._models import ModelCommand
+from transformer.config._checks import ConfigError
+
+if TYPE_CHECKING:
+    from transformer.cli._texts import Written
+    from transformer.generate._sampling import Sampling
+    from transformer.inference._opening import Opened
+
+FILTERS = ("top_k", "top_p", "min_p")
+"""options that restrict the tokens to sample from"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generate(ModelCommand):
+    """Translates each prompt (encoder-decoder: one line of output a prompt), or goes on with it (causal model).
+
+    Without --prompt the text comes from stdin: every line is a sentence to translate, or all of it is to be continued.
+    """
+
+    prompt: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """text for the model; again for more texts; - reads stdin"""
+    max_new_tokens: int | None = None
+    """write at most so many tokens a prompt; None: 128 for a translation, 200 for running text"""
+    temperature: float | None = None
+    """divides the logits, 0: always the likeliest token; None: 0 for a translation, 0.8 for running text, 1 with a
+    filter"""
+    top_k: int | None = None
+    """choose among the k likeliest tokens"""
+    top_p: float | None = None
+    """choose among the fewest likeliest tokens that together have this probability"""
+    min_p: float | None = None
+    """choose among tokens at least this share as likely as the likeliest"""
+    seed: int = 0
+    """of the choices; the same seed gives the same text"""
+    slots: int | None = None
+    """running text: prompts that are written at once; where one ends, the next begins. None: all"""
+    draft: str | None = None
+    """running text: a smaller model of the same tokenizer that guesses ahead; the text stays the same"""
+    draft_tokens: int | None = None
+    """guesses of the draft at a time; None: 4"""
+    int8: bool = False
+    """keep the weights in 8 bits: a quarter of the memory; what that saves and costs is said on stderr"""
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Prints what the model writes."""
+    command = parse(Generate, "generate", arguments)
+    _check(command)
+    from transformer.cli import _texts as texts
+    from transformer.nn.models._seq2seq import Seq2Seq
+
+    texts.check_prompts(command.prompt)  # before loading the model, which takes seconds
+    _check_sampling(command)
+    run = command.load_writer()
+    translates = isinstance(run.model, Seq2Seq)
+    options = _decoding_options(command, translates)
+    if command.int8:
+        run = _in_8_bits(run)
+    prompts = texts.read_prompts(command.prompt, lines=translates)
+    texts.warn_of_unknown(run, prompts)
+    written = (texts.translate if translates else texts.continue_texts)(
+        run,
+        prompts,
+        max_new_tokens=command.max_new_tokens or (128 if translates else 200),
+        sampling=_sampling(command, greedy=translates),
+        seed=command.seed,
+        **options,
+    )
+    if command.json:
+        command.print_json(run, results=[dataclasses.asdict(one) for one in written])
+    else:
+        _print(written, translates)
+
+
+def _check(command: Generate) -> None:
+    """Raises ConfigError for option values and combinations that are invalid with any model."""
+    if command.max_new_tokens is not None and command.max_new_tokens < 1:
+        raise ConfigError(f"--max-new-tokens must be at least 1, got {command.max_new_tokens}.")
+    if not 0 <= command.seed < 2**32:
+        raise ConfigError(f"--seed must be from 0 to {2**32 - 1}, got {command.seed}.")
+    if command.slots is not None and command.slots < 1:
+        raise ConfigError(f"--slots must be at least 1, got {command.slots}.")
+    if command.slots is not None and command.draft is not None:
+        raise ConfigError("--slots and --draft can't be used together: leave one of them out.")
+    if command.draft_tokens is not None and command.draft_tokens < 1:
+        raise ConfigError(f"--draft-tokens must be at least 1, got {command.draft_tokens}.")
+    if command.draft_tokens is not None and command.draft is None:
+        raise ConfigError("--draft-tokens needs --draft. Pass --draft, or remove --draft-tokens.")
+
+
+def _check_sampling(command: Generate) -> None:
+    """Raises ConfigError, naming the option, for sampling parameters that are invalid with any model."""
+    with told_as_options(**{name: name for name in ("temperature", *FILTERS)}):
+        _sampling(command, greedy=False)
+
+
+def _sampling(command: Generate, *, greedy: bool) -> Sampling:
+    """The sampling parameters; without a temperature or a filter, `greedy` selects the default temperature."""
+    from transformer.generate._sampling import Sampling
+
+    filters = {name: getattr(command, name) for name in FILTERS}
+    temperature = command.temperature
+    if temperature is None:
+        filtered = any(value is not None for value in filters.values())
+        temperature = 1.0 if filtered else 0.0 if greedy else 0.8
+    return Sampling(temperature=temperature, **filters)
+
+
+def _print(written: Sequence[Written], translates: bool) -> None:
+    """Prints one line for each translation, or each prompt with its continuation."""
+    from transformer.cli._texts import shown
+
+    if translates:
+        for one in written:
+            print(shown(one.output))
+    else:
+        print("\n---\n".join(shown(one.prompt + one.output) for one in written))
+
+
+def _decoding_options(command: Generate, translates: bool) -> dict[str, Any]:
+    """Keyword arguments of `generate` for continuous batching (--slots) and speculative decoding (--draft)."""
+    if translates and (command.slots is not None or command.draft is not None):
+        raise ConfigError("--slots and --draft are for a model that goes on with a text. Leave them out.")
+    options: dict[str, Any] = {} if command.slots is None else {"slots": command.slots}
+    if command.draft is not None:
+        from transformer.generate._speculative import Draft
+        from transformer.inference._opening import open_model
+
+        draft = open_model(command.draft)
+        options["draft"] = Draft(model=draft.model, params=draft.params, tokens=command.draft_tokens or 4)
+    return options
+
+
+def _in_8_bits(run: Opened) -> Opened:
+    from transformer.nn._int8 import quantize
+
+    params, report = quantize(run.params)
+    for row in report:
+        print(row, file=sys.stderr)
+    return dataclasses.replace(run, params=params)

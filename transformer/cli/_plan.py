@@ -1,0 +1,196 @@
+"""`python -m transformer plan RECIPE --topology v5e:4x4`: whether a recipe fits a TPU that is not there."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TextIO
+
+from transformer.cli._errors import DONE, FAULT
+from transformer.cli._plan_print import decode_lines, here_lines, search_line, search_lines, train_lines
+from transformer.config._checks import ConfigError
+from transformer.config._invocation import program
+
+if TYPE_CHECKING:
+    from transformer.training._recipe import Recipe
+    from transformer.training.plan._topologies import Topology
+
+SEARCHED = 12
+"""candidates that a search compiles, where it is not told how many"""
+STEPS = 10
+"""steps that --here measures"""
+USAGE = """\
+usage: {program} RECIPE --topology v5e:4x4 [--decode [ROWS:PROMPT:NEW]] [--search [N]] [--json]
+       {program} RECIPE --here
+
+Compiles the training step of a recipe for a TPU that need not be there: whether it fits, memory by kind, what chips
+tell each other, and an estimate of the time of a step. No data is read. Exit code 1: it does not fit.
+  --topology NAME:SIZES       chips along each axis: v5e:4x4, v5p:2x2x2
+  --decode [ROWS:PROMPT:NEW]  generation instead: texts at once, tokens of each that are read, and that are written
+  --search [N]                the N (12) most promising meshes, batch sizes and remat policies compiled, and ranked
+  --here                      compiles for the devices of this machine, runs steps and compares
+  --json                      one JSON object
+  --debug                     a traceback with an error, and what the compiler writes to stderr
+The recipe's fields (RECIPE --help lists them) are set as for `train`: --parallel.fsdp 4 --data.batch-size 64.
+"""
+
+
+def usage() -> str:
+    """What --help prints without a recipe."""
+    return USAGE.format(program=program("plan"))
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Prints the plan; returns 0 where the recipe fits, 1 where it does not."""
+    own, rest = _parsed(arguments)
+    if rest and rest[0] in ("-h", "--help"):
+        print(usage(), end="")
+        return DONE
+    if not rest or rest[0].startswith("-"):
+        got = f"got {rest[0]}" if rest else "got nothing"
+        raise ConfigError(f"a recipe comes first, {got}. Try: plan configs/number_words.py --topology v5e:1x1")
+    _check(own)
+    if not own.here:
+        _without_devices()
+
+    from transformer.training._overrides import find_recipe, load_recipe_file, override
+    from transformer.training.plan._assumptions import without_data
+
+    recipe, about = load_recipe_file(find_recipe(rest[0]))
+    recipe = override(recipe, rest[1:], program=f"{program('plan')} {rest[0]}", description=f"{about}\n\n{usage()}")
+    if own.topology is None and not own.here:
+        raise ConfigError("--topology is missing: which TPU to plan for, such as --topology v5e:4x4, or --here.")
+    recipe, assumed = without_data(recipe)
+    answer = _here(recipe, assumed) if own.here else _there(own, recipe, assumed)
+    if own.json:
+        told = {"recipe": recipe.name, "topology": str(answer.topology), "assumed": assumed, **answer.values}
+        print(json.dumps(told, indent=2))
+    else:
+        print("\n".join(answer.lines))
+    return DONE if answer.fits else FAULT
+
+
+def _parsed(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for flag in ("--json", "--debug", "--here"):
+        parser.add_argument(flag, action="store_true")
+    parser.add_argument("--topology")
+    parser.add_argument("--decode", nargs="?", const="")
+    parser.add_argument("--search", nargs="?", const=str(SEARCHED))
+    try:
+        return parser.parse_known_args(arguments)
+    except argparse.ArgumentError as error:
+        raise ConfigError(f"{error}. --topology takes chips along each axis, such as v5e:4x4.") from None
+
+
+def _check(own: argparse.Namespace) -> None:
+    chosen = [flag for flag in ("--here", "--decode", "--search") if getattr(own, flag[2:]) not in (None, False)]
+    if len(chosen) > 1:
+        raise ConfigError(f"{' and '.join(chosen)} are plans of their own. Give one of them.")
+    if own.search is not None and not (own.search.isdecimal() and int(own.search)):
+        raise ConfigError(f"--search takes how many to compile, an integer of at least 1, got {own.search!r}.")
+    if own.here and own.topology is not None:
+        raise ConfigError("--here is about this machine. Leave --topology out, or --here.")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What is printed of a plan, of any kind: `values` as JSON, or `lines`; and whether anything `fits` `topology`."""
+
+    topology: Topology
+    values: dict[str, Any]
+    lines: Iterable[str]
+    fits: bool
+
+
+def _without_devices() -> None:
+    """libtpu is not to look for a TPU, nor JAX to compute on one: this is about another."""
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["TPU_SKIP_MDS_QUERY"] = "1"
+    os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # its lock is for processes that use the chips
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")  # where JAX was imported before
+
+
+def _values(plan: Any) -> dict[str, Any]:
+    values = dataclasses.asdict(plan)
+    if "flops" in values:
+        values["flops"]["total"] = plan.flops.total
+    return values
+
+
+def _there(own: argparse.Namespace, recipe: Recipe, assumed: Sequence[str]) -> Answer:
+    from transformer.training.plan._decoding import make_decode_plan, parse_generation
+    from transformer.training.plan._planning import make_plan
+    from transformer.training.plan._topologies import parse_topology, topology_devices
+
+    topology = parse_topology(own.topology)
+    generation = None if own.decode is None else parse_generation(own.decode or None, recipe)
+    terminal = os.fdopen(os.dup(2), "w")  # stays what it is while stderr is quiet
+    with terminal, contextlib.nullcontext() if own.debug else quiet_stderr():
+        devices = topology_devices(topology)
+        if own.search is not None:
+            return _search(recipe, assumed, topology, devices, int(own.search), terminal)
+        if generation is not None:
+            plan = make_decode_plan(recipe, generation, topology, devices)
+            return Answer(topology, _values(plan), decode_lines(recipe.name, topology, assumed, plan), plan.fits)
+        plan = make_plan(recipe, topology, devices)
+        return Answer(topology, _values(plan), train_lines(recipe.name, topology, assumed, plan), plan.fits)
+
+
+def _here(recipe: Recipe, assumed: Sequence[str]) -> Answer:
+    import jax
+
+    from transformer.training.plan._measuring import measure, present_topology
+    from transformer.training.plan._planning import make_plan
+
+    devices = recipe.parallel.choose(jax.local_devices())
+    topology, figures = present_topology(devices)
+    plan = make_plan(recipe, topology, devices)
+    values, lines = _values(plan), [*train_lines(recipe.name, topology, assumed, plan)]
+    if plan.fits:
+        measured = measure(recipe, STEPS)
+        values |= {"figures": figures, "measured": dataclasses.asdict(measured)}
+        lines += here_lines(plan, measured, figures)
+    return Answer(topology, values, lines, plan.fits)
+
+
+def _search(
+    recipe: Recipe, assumed: Sequence[str], topology: Topology, devices: list[Any], limit: int, terminal: TextIO
+) -> Answer:
+    from transformer.training._metrics import Progress
+    from transformer.training.plan._searching import ranked, search
+
+    tried = []
+    with Progress(limit, stream=terminal) as progress:
+        for one in search(recipe, topology, devices, limit):
+            tried.append(one)
+            progress.advance(len(tried))
+            progress.print(search_line(one))
+    best = ranked(tried)
+    values = [{"flags": one.candidate.flags} | _values(one.plan) for one in best]
+    fits = any(one.plan is not None and one.plan.fits for one in tried)
+    return Answer(topology, {"ranked": values}, search_lines(recipe.name, topology, assumed, tried, best), fits)
+
+
+@contextlib.contextmanager
+def quiet_stderr() -> Iterator[None]:
+    """Inside, what compiled code writes to stderr is dropped: libtpu warns of workers that are not to be there."""
+    sys.stderr.flush()
+    kept = os.dup(2)
+    try:
+        with tempfile.TemporaryFile() as nowhere:
+            os.dup2(nowhere.fileno(), 2)
+            yield
+    finally:
+        sys.stderr.flush()
+        os.dup2(kept, 2)
+        os.close(kept)

@@ -1,0 +1,202 @@
+"""`python -m transformer report`: what came of a run, or of several beside each other, as one page."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+from transformer import __version__
+from transformer.cli._arguments import parse
+from transformer.config._checks import ConfigError
+from transformer.config._invocation import program
+
+if TYPE_CHECKING:
+    from transformer.training._recipe import Recipe
+    from transformer.training._summary import Summary
+    from transformer.viz._report_page import RunReport
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """Writes one HTML page about a run: curves of loss, learning rate, gradient norm and speed, samples over time, the
+    resolved recipe, versions, and the commands to repeat it. Several runs are compared on one page. Each picture is
+    written as PNG, too. Runs are only read, and may be under way.
+    """
+
+    workdirs: Annotated[tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="WORKDIR [WORKDIR ...]")]
+    """workdirs of runs, such as runs/number_words"""
+    output: Path | None = None
+    """the HTML file, PNGs go beside it; None: report.html in the workdir, of several comparison.html in the first"""
+    overwrite: bool = False
+    """replace files at --output that this program did not write"""
+    json: bool = False
+    """print JSON"""
+    debug: bool = False
+    """show the traceback of an error"""
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Prints the paths of the page and of the pictures."""
+    command = parse(Report, "report", arguments)
+    workdirs = [*dict.fromkeys(Path(os.path.normpath(path)) for path in command.workdirs)]
+    if not workdirs:
+        raise ConfigError("there is no run to report on. Name a workdir, such as runs/number_words.")
+    output, ours = command.output, command.output is None  # names in a workdir are the program's
+    if output is None:
+        output = workdirs[0] / ("report.html" if len(workdirs) == 1 else "comparison.html")
+    if output.is_dir() or output.suffix not in (".html", ".htm"):
+        raise ConfigError(f"--output takes the HTML file to write, such as report.html, got {output}.")
+
+    from transformer.viz._output_files import check_replaceable
+    from transformer.viz._report_page import save_report
+
+    if not (ours or command.overwrite):  # before runs are read
+        check_replaceable([output])
+    again = shlex.join([*map(str, workdirs), *(["--output", str(output)] if command.output else [])])
+    now = datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
+    names = names_of(workdirs)
+    runs = [read_run(path, name) for path, name in zip(workdirs, names, strict=True)]
+    made = f"{now}, transformer-zoo {__version__}: {program('report')} {again}"
+    paths = save_report(
+        runs,
+        output,
+        title=" and ".join(names) if len(names) < 4 else f"{len(names)} runs",
+        made=made,
+        overwrite=ours or command.overwrite,
+    )
+    print(_json(runs, paths) if command.json else "\n".join(map(str, paths)))
+
+
+def _json(runs: Sequence[RunReport], paths: Sequence[Path]) -> str:
+    """The paths of the report and the facts of each run, as a JSON object."""
+    facts = [{"name": run.name, "status": run.status, **run.facts} for run in runs]
+    page, *pictures = map(str, paths)
+    return json.dumps({"page": page, "pictures": pictures, "runs": facts}, indent=2)
+
+
+def names_of(workdirs: Sequence[Path]) -> list[str]:
+    """The last part of each path; the whole of all where two would be alike."""
+    short = [path.resolve().name for path in workdirs]
+    return short if len(set(short)) == len(short) else [str(path) for path in workdirs]
+
+
+def read_run(workdir: Path, name: str) -> RunReport:
+    """What a workdir tells of its run.
+
+    Raises:
+        FileNotFoundError: it is no workdir.
+        ValueError: a file of it that can't be read; the message names it.
+    """
+    from transformer.training._calls import read_calls
+    from transformer.training._metrics import FILE
+    from transformer.training._recipe import load_recipe
+    from transformer.training._report import read_samples
+    from transformer.training._serial import flatten
+    from transformer.training._summary import read_summary, render
+    from transformer.training._tasks import TASKS
+    from transformer.viz._records import read_metrics
+    from transformer.viz._report_page import RunReport
+
+    recipe = load_recipe(workdir)
+    metrics = workdir / FILE
+    records = read_metrics(metrics) if metrics.exists() else []
+    step = max((record["step"] for record in records), default=0)
+    summary = read_summary(workdir)
+    if summary is not None and summary.step < step:
+        summary = None  # of before the run went on
+    calls = read_calls(workdir)
+    return RunReport(
+        name=name,
+        status=status_of(workdir, recipe, step, summary),
+        facts=_facts(recipe, records, summary, calls),
+        records=records,
+        unit=TASKS[recipe.task].unit,
+        targets=TASKS[recipe.task].targets,
+        outcome="" if summary is None else render(summary),
+        samples=read_samples(workdir),
+        recipe=flatten(recipe),
+        versions=calls[-1]["versions"] if calls else {},
+        calls=[_told(call) for call in calls],
+        commands=_commands(workdir, recipe, summary, calls),
+    )
+
+
+def status_of(workdir: Path, recipe: Recipe, step: int, summary: Summary | None) -> str:
+    """How far a run is that has logged up to `step`."""
+    from transformer.training._lock import in_use
+    from transformer.training._runs import is_average
+
+    steps = recipe.training.steps
+    if is_average(workdir):
+        return "an average of checkpoints of another run"
+    if in_use(workdir):
+        return f"under way, step {step:,} of {steps:,}"
+    if summary is not None and summary.step >= steps:
+        return f"finished, {summary.step:,} steps"
+    return f"stopped at step {step:,} of {steps:,}, or later" if step else "nothing logged yet"
+
+
+def _facts(recipe: Recipe, records: Sequence[dict], summary: Summary | None, calls: Sequence[dict]) -> dict[str, str]:
+    from transformer.training._tasks import TASKS
+
+    told = {"recipe": recipe.name, "task": recipe.task}
+    if calls:
+        told["device"] = calls[-1]["device"].removeprefix("device: ")
+    if summary is not None:
+        told["parameters"] = f"{summary.parameters:,}"
+        told["time"] = f"{summary.seconds / 60:,.1f} minutes, with evaluation and compilation"
+        told["speed"] = f"{summary.tokens_per_s:,.0f} {TASKS[recipe.task].targets}/s while training"
+    losses = [(record["eval/loss"], record["step"]) for record in records if "eval/loss" in record]
+    if losses:
+        best, at = min((pair for pair in losses if pair[0] == pair[0]), default=losses[-1])
+        told["held-out loss"] = f"{losses[-1][0]:.4f} {TASKS[recipe.task].unit}, best {best:.4f} at step {at:,}"
+    compiling = sum(record.get("perf/compile_s", 0.0) for record in records)
+    if compiling:
+        told["compilation"] = f"{compiling:,.1f} s"
+    return told
+
+
+def _told(call: dict[str, Any]) -> str:
+    shown = ", ".join(f"{name} {version}" for name, version in call["versions"].items())
+    return f"{call['time']} from step {call['step']:,}: {call['command']}\n  {call['device']}; {shown}"
+
+
+def _commands(workdir: Path, recipe: Recipe, summary: Summary | None, calls: Sequence[dict]) -> dict[str, str]:
+    from transformer.training._tasks import TASKS
+
+    command = calls[0]["command"] if calls else "" if summary is None else summary.command
+    told = {}
+    if command:
+        told["the same run again, in a workdir of its own:"] = in_another_workdir(command, f"{workdir}-again")
+    versions = calls[-1]["versions"] if calls else {}
+    pins = [f"{name}=={version}" for name, version in versions.items() if name not in ("python", "transformer-zoo")]
+    if pins:
+        told["with the same versions:"] = f"pip install {' '.join(pins)}"
+    where = shlex.quote(str(workdir))
+    told["how good it is, on held-out data:"] = f"{program('evaluate')} {where}"
+    if TASKS[recipe.task].writes:
+        prompt = summary.prompt if summary is not None and summary.prompt else "..."
+        told["what it writes:"] = f"{program('generate')} {where} --prompt {shlex.quote(prompt)}"
+    return told
+
+
+def in_another_workdir(command: str, workdir: str) -> str:
+    """The command line with another --workdir; as it is where it has none, or is no command line."""
+    try:
+        words = shlex.split(command)
+    except ValueError:
+        return command
+    for place, word in enumerate(words):
+        if word == "--workdir" and place + 1 < len(words):
+            return shlex.join([*words[: place + 1], workdir, *words[place + 2 :]])
+        if word.startswith("--workdir="):
+            return shlex.join([*words[:place], f"--workdir={workdir}", *words[place + 1 :]])
+    return command

@@ -1,0 +1,48 @@
+"""`python -m transformer score`: how likely texts are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import tyro
+
+from transformer.cli._arguments import parse
+from transformer.cli._models import ModelCommand
+from transformer.cli._streams import decode_argument
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreTexts(ModelCommand):
+    """Prints perplexity, log-likelihood (nats), tokens and text, between tabs, for each text.
+
+    An encoder-decoder scores a text given its source: as many --source as --text.
+    """
+
+    text: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """text to score; again for more texts; - reads lines from stdin"""
+    source: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """encoder-decoder: what the text is an answer to; one for each text"""
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Prints the scores."""
+    command = parse(ScoreTexts, "score", arguments)
+    from transformer.cli._texts import read_prompts, shown, warn_of_unknown
+    from transformer.inference._reading import score
+
+    texts = read_prompts(command.text, lines=True, option="--text")
+    opened = command.load()
+    sources = [decode_argument(source) for source in command.source]
+    warn_of_unknown(opened, texts, normalize=False)
+    warn_of_unknown(opened, sources)
+    scores = score(opened, texts, sources or None)
+    if command.json:
+        results = [
+            {"text": text, "log_likelihood": one.log_likelihood, "tokens": one.tokens, "perplexity": one.perplexity}
+            for text, one in zip(texts, scores, strict=True)
+        ]
+        command.print_json(opened, results=results)
+        return
+    for text, one in zip(texts, scores, strict=True):
+        print(f"{one.perplexity:.4g}\t{one.log_likelihood:.4f}\t{one.tokens}\t{shown(text)}")

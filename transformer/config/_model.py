@@ -1,0 +1,362 @@
+"""The config of a whole model, and how to compute it."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from transformer.config._checks import (
+    ConfigError,
+    check_choices,
+    check_flags,
+    check_positive,
+    check_range,
+    check_whole,
+    nearest,
+)
+from transformer.config._options import (
+    AttentionOptions,
+    EmbeddingOptions,
+    OutputOptions,
+    Projection,
+    RotaryOptions,
+    Speech,
+    StackOptions,
+    T5BiasOptions,
+)
+from transformer.config._parts import FeedForwardActivation, Layer, LayerKind, Patches, Series
+from transformer.config._paths import Convert, with_paths
+
+Norm = Literal["layer_norm", "rms_norm", "zero_centered_rms_norm", "layer_norm_without_bias", "frozen_batch_norm"]
+NormPosition = Literal["pre", "post", "pre_without_residual", "sandwich", "reordered", "parallel"]
+Position = Literal["sinusoidal", "sinusoidal_halves", "learned", "rotary", "alibi", "t5", "none"]
+Dtype = Literal["float32", "bfloat16", "float16"]
+Remat = Literal["none", "full", "dots", "names"]
+
+
+_FORMER = {
+    **{name: f"attention.{name}" for name in ("head_dim", "value_dim", "qk_norm", "qk_norm_scope", "causal", "mla")},
+    **{f"attention_{name}": f"attention.{name}" for name in ("biases", "scale", "softcap", "sinks", "dropout_rate")},
+    **{f"rotary_{name}": f"rotary.{name}" for name in ("base", "dim", "scaling")},
+    "relative_buckets": "t5_bias.buckets",
+    "relative_max_distance": "t5_bias.max_distance",
+    "position_table_per_layer": "t5_bias.per_layer",
+    "scale_embeddings": "embedding.scale",
+    "embedding_norm": "embedding.norm",
+    "tie_embeddings": "embedding.tie",
+    **{name: f"embedding.{name}" for name in ("token_types", "source_vocab_size", "source_max_length")},
+    **{name: f"stack.{name}" for name in ("num_encoder_layers", "num_decoder_layers", "final_norm")},
+    **{name: f"stack.{name}" for name in ("prefix", "period", "suffix")},
+    **{name: f"output.{name}" for name in ("num_classes", "pooling")},
+    "normalize_embeddings": "output.normalize",
+    "head_transform": "output.transform",
+    "output_bias": "output.bias",
+    "logit_scale": "output.scale",
+    "logit_softcap": "output.softcap",
+    "patches": "input",
+    "series": "input",
+    "mel_bins": "input",
+}
+"""names of fields up to version 0.1 -> paths of the fields that replace them"""
+
+
+def _input(kind: type) -> Convert:
+    """Reads a former field of its own, such as `patches`, as `input`: None removes an input of this kind alone."""
+
+    def convert(value: Any, now: Any) -> Any:
+        if value is None:
+            return None if isinstance(now, kind) else now
+        return Speech(mel_bins=value) if kind is Speech else value
+
+    return convert
+
+
+@with_paths(_FORMER, {"patches": _input(Patches), "series": _input(Series), "mel_bins": _input(Speech)})
+@dataclass(frozen=True, kw_only=True)
+class TransformerConfig:
+    """A transformer model: its sizes and the kind of each of its parts.
+
+    Fields of a part can be given by dotted path: `TransformerConfig(**{"rotary.base": 500_000.0})`.
+
+    Raises:
+        ConfigError: sizes that don't fit together, or an unknown name; the message says what to change.
+    """
+
+    vocab_size: int | None = None
+    """V, vocabulary size; None: the tokenizer's (training fills it in)"""
+    d_model: int = 512
+    """D, width of the residual stream"""
+    num_layers: int = 6
+    """L, layers of a stack"""
+    num_heads: int = 8
+    """N, query heads"""
+    num_kv_heads: int | None = None
+    """K, key and value heads, each shared by N / K query heads; None: num_heads"""
+    d_ff: int | None = None
+    """F, inner width of the feed-forward layer; None: 4 d_model"""
+    activation: FeedForwardActivation = "relu"
+    """activation of the feed-forward layer; swiglu_clamped (gpt-oss) needs gated: (up + 1) gate sigmoid(1.702 gate),
+    where gate is at most 7 and up is between -7 and 7"""
+    gated: bool = False
+    """gated feed-forward layer: multiply by a second, activated projection (SwiGLU is silu + gated)"""
+    use_bias: bool = True
+    """biases in the projections of attention and feed-forward layers"""
+    norm: Norm = "layer_norm"
+    """normalization layer"""
+    norm_position: NormPosition = "pre"
+    """pre: x + f(norm(x)); post: norm(x + f(x)), the paper's; pre_without_residual: f(norm(x)), an ablation; sandwich:
+    x + norm(f(norm(x))); reordered: x + norm(f(x)), OLMo 2's; parallel: x + attention(norm(x)) +
+    feed_forward(norm(x))"""
+    norm_epsilon: float = 1e-6
+    """added to the variance before the square root"""
+    position: Position = "sinusoidal"
+    """position scheme"""
+    max_length: int | None = None
+    """rows of the learned position table; only for position=learned"""
+    dropout_rate: float = 0.0
+    """dropout rate of each sublayer's output and of the sum of token and position embeddings"""
+    initializer_range: float | None = None
+    """standard deviation of normal initialization (output projections: divided by sqrt(2 L)); None: Glorot uniform"""
+    dtype: Dtype = "float32"
+    """dtype of activations and matrix multiplications"""
+    param_dtype: Dtype = "float32"
+    """dtype of parameters"""
+    attention: AttentionOptions = AttentionOptions()
+    """head sizes, score scaling, query and key norms, sinks, latent attention"""
+    rotary: RotaryOptions = RotaryOptions()
+    """rotary positions; only for position=rotary"""
+    t5_bias: T5BiasOptions = T5BiasOptions()
+    """T5's relative position bias; only for position=t5"""
+    embedding: EmbeddingOptions = EmbeddingOptions()
+    """embedding tables: scaling, tying, token types, the encoder's own sizes"""
+    stack: StackOptions = StackOptions()
+    """layer counts of encoder and decoder, and different kinds of layers in one stack"""
+    output: OutputOptions = OutputOptions()
+    """output layer: classes, pooling, transform, bias, softcap"""
+    input: Patches | Series | Speech | None = None
+    """what the model reads instead of tokens: image patches, a time series or speech; None: tokens"""
+
+    def __post_init__(self):
+        check_choices(self, activation=FeedForwardActivation, norm=Norm, norm_position=NormPosition, position=Position)
+        check_choices(self, dtype=Dtype, param_dtype=Dtype)
+        check_flags(self, "gated", "use_bias")
+        check_whole(self, "vocab_size", "d_model", "num_layers", "num_heads", "num_kv_heads", "d_ff", "max_length")
+        check_positive(self, "norm_epsilon", "initializer_range")
+        check_range(self, 0.0, 1.0, "dropout_rate")
+        if self.attention.mla is None and self.attention.head_dim is None and self.d_model % self.num_heads:
+            raise ConfigError(
+                f"d_model ({self.d_model}) must be a multiple of num_heads ({self.num_heads}) when head_dim is not "
+                f"given. Give head_dim, or change one of them."
+            )
+        if self.num_heads % self.kv_heads:
+            raise ConfigError(
+                f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self.kv_heads}): each key head "
+                f"serves equally many query heads. Change one of them."
+            )
+        if self.activation == "swiglu_clamped" and not self.gated:
+            raise ConfigError(
+                "activation='swiglu_clamped' is a function of a gate and what it lets through, but gated is False. "
+                "Take gated=True, or another activation."
+            )
+        self._check_latent()
+        self._check_position()
+        self._check_norms()
+        for stack, layers in self._stack_sizes().items():
+            self._check_pattern(stack, layers)
+
+    def _check_position(self):
+        self._check_table_rows()
+        if self.position == "rotary" and self.attention.mla is None:
+            rotated = self.size_of_head if self.rotary.dim is None else self.rotary.dim
+            if rotated % 2 or rotated > self.size_of_head:
+                raise ConfigError(
+                    f"rotary positions rotate pairs of dimensions: {rotated} dimensions of a head of size "
+                    f"{self.size_of_head} can't be rotated. Set rotary.dim to an even number of at most "
+                    f"attention.head_dim, or change attention.head_dim."
+                )
+        if self.position in ("sinusoidal", "sinusoidal_halves") and self.d_model % 2:
+            raise ConfigError(f"sinusoidal positions are sine and cosine pairs: d_model ({self.d_model}) must be even.")
+        if self.t5_bias.per_layer and self.position != "t5":
+            raise ConfigError(
+                f"t5_bias.per_layer gives each layer its own table of T5's position bias, but position is "
+                f"{self.position!r}. Remove it, or set position='t5'."
+            )
+
+    def _check_table_rows(self):
+        """The number of rows of a learned position table: given if there is a table, and as long as the input."""
+        if (self.position == "learned") != (self.max_length is not None):
+            raise ConfigError(
+                f"max_length is the number of rows of a learned position table: position={self.position!r} with "
+                f"max_length={self.max_length}. Give max_length with position='learned', and only there."
+            )
+        if self.embedding.source_max_length is not None and self.position != "learned":
+            raise ConfigError(
+                f"embedding.source_max_length is the number of rows of the encoder's learned position table, but "
+                f"position is {self.position!r}. Remove it, or set position='learned'."
+            )
+        if self.patches is not None and self.max_length not in (None, 1 + self.patches.count):
+            raise ConfigError(
+                f"max_length ({self.max_length}) must be {1 + self.patches.count}: a class token and "
+                f"{self.patches.count} patches. Change it, or the sizes in input."
+            )
+        if self.series is not None and self.max_length not in (None, self.series.positions):
+            raise ConfigError(
+                f"max_length ({self.max_length}) must be {self.series.positions}, the number of positions of a "
+                f"channel of the series. Change it, or the sizes in input."
+            )
+
+    def _check_latent(self):
+        attention = self.attention
+        if attention.mla is None:
+            return
+        if self.position != "rotary":
+            raise ConfigError(
+                f"attention.mla rotates a part of each head, but position is {self.position!r}. Set "
+                f"position='rotary', or remove attention.mla."
+            )
+        sizes = {"num_kv_heads": self.num_kv_heads, "rotary.dim": self.rotary.dim}
+        sizes |= {"attention.head_dim": attention.head_dim, "attention.value_dim": attention.value_dim}
+        given = {name: size for name, size in sizes.items() if size is not None}
+        given |= {f"attention.{name}": True for name in ("qk_norm", "sinks") if getattr(attention, name)}
+        for name, value in given.items():
+            raise ConfigError(
+                f"{name} is {value}, but attention.mla computes keys and values from a latent: it has sizes of its "
+                f"own, normalizes the latent and has no sinks. Remove {name}, or attention.mla."
+            )
+        biased = set(attention.biases or ())
+        if biased and biased != set(Projection.__args__):
+            raise ConfigError(
+                f"attention.biases is {attention.biases}, but with attention.mla all projections from and to the "
+                f"residual stream have a bias, or none: list all of {', '.join(Projection.__args__)}, or none."
+            )
+
+    def _check_norms(self):
+        kinds = self.kinds
+        if self.norm_position in ("post", "reordered") and not all(kind.attention_norm for kind in kinds):
+            raise ConfigError(
+                f"attention_norm=False removes the norm before attention, but norm_position={self.norm_position!r} "
+                f"has none there. Remove it, or set norm_position='pre'."
+            )
+
+    def _stack_sizes(self) -> dict[str, int]:
+        sizes = {"num_layers": self.num_layers}
+        for name in ("num_encoder_layers", "num_decoder_layers"):
+            if getattr(self.stack, name) is not None:
+                sizes[f"stack.{name}"] = getattr(self.stack, name)
+        return sizes
+
+    def _check_pattern(self, name: str, layers: int):
+        repeats = self.repeats(layers)
+        if repeats < 0 or len(self.stack.prefix) + repeats * len(self.stack.period) + len(self.stack.suffix) != layers:
+            raise ConfigError(
+                f"{name} ({layers}) must be prefix ({len(self.stack.prefix)}) + suffix ({len(self.stack.suffix)}) + a "
+                f"multiple of the period ({len(self.stack.period)}). Change {name}, or the kinds in stack."
+            )
+
+    @property
+    def kinds(self) -> tuple[LayerKind, ...]:
+        """The kinds of layers that the pattern has: prefix, period and suffix, each once."""
+        return (*self.stack.prefix, *self.stack.period, *self.stack.suffix)
+
+    def repeats(self, num_layers: int | None = None) -> int:
+        """How often the period repeats in a stack of `num_layers` layers (None: those of the config)."""
+        num_layers = self.num_layers if num_layers is None else num_layers
+        return (num_layers - len(self.stack.prefix) - len(self.stack.suffix)) // len(self.stack.period)
+
+    def layers(self, num_layers: int | None = None) -> tuple[Layer, ...]:
+        """The layers of a stack of `num_layers` layers (None: those of the config), in order: prefix, repeats of the
+        period, suffix.
+        """
+        prefix = [Layer(kind, f"prefix_{i}") for i, kind in enumerate(self.stack.prefix)]
+        repeated = [
+            Layer(kind, f"layers/slot_{slot}", repeat)
+            for repeat in range(self.repeats(num_layers))
+            for slot, kind in enumerate(self.stack.period)
+        ]
+        suffix = [Layer(kind, f"suffix_{i}") for i, kind in enumerate(self.stack.suffix)]
+        return (*prefix, *repeated, *suffix)
+
+    @property
+    def kv_heads(self) -> int:
+        """K: num_kv_heads, or num_heads."""
+        return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+
+    @property
+    def size_of_head(self) -> int:
+        """H: that of mla, head_dim, or d_model / num_heads."""
+        if self.attention.mla is not None:
+            return self.attention.mla.head_dim
+        return self.d_model // self.num_heads if self.attention.head_dim is None else self.attention.head_dim
+
+    @property
+    def size_of_value(self) -> int:
+        """Size of a value head: that of mla, value_dim, or that of the key head."""
+        if self.attention.mla is not None:
+            return self.attention.mla.v_head_dim
+        return self.size_of_head if self.attention.value_dim is None else self.attention.value_dim
+
+    @property
+    def feed_forward_width(self) -> int:
+        """F: d_ff, or 4 d_model."""
+        return 4 * self.d_model if self.d_ff is None else self.d_ff
+
+    @property
+    def encoder_layers(self) -> int:
+        """Layers of an encoder-decoder's encoder."""
+        return self.num_layers if self.stack.num_encoder_layers is None else self.stack.num_encoder_layers
+
+    @property
+    def decoder_layers(self) -> int:
+        """Layers of an encoder-decoder's decoder."""
+        return self.num_layers if self.stack.num_decoder_layers is None else self.stack.num_decoder_layers
+
+    @property
+    def longest_source(self) -> int | None:
+        """Rows of the learned table of an encoder-decoder's encoder: source_max_length, or max_length."""
+        return self.max_length if self.embedding.source_max_length is None else self.embedding.source_max_length
+
+    @property
+    def patches(self) -> Patches | None:
+        """The image patches that the model reads; None: it reads something else."""
+        return self.input if isinstance(self.input, Patches) else None
+
+    @property
+    def series(self) -> Series | None:
+        """The time series that the model reads; None: it reads something else."""
+        return self.input if isinstance(self.input, Series) else None
+
+    @property
+    def speech(self) -> Speech | None:
+        """The speech frames that the model reads; None: it reads something else."""
+        return self.input if isinstance(self.input, Speech) else None
+
+    def replace(self, **changes: Any) -> TransformerConfig:
+        """A copy with some fields changed, validated again. Fields of a part are given by dotted path, and the other
+        fields of the part keep their values: `config.replace(**{"rotary.base": 500_000.0})`.
+
+        Raises:
+            ConfigError: an unknown field (the message suggests the nearest name), or an impossible model.
+        """
+        names = [field.name for field in dataclasses.fields(self)]
+        for name in changes:
+            if name.partition(".")[0] not in (*names, *self.former_names):
+                raise ConfigError(f"TransformerConfig has no field {name!r}.{nearest(name, names)}")
+        return dataclasses.replace(self, **changes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Execution:
+    """How a model is computed: changes speed and memory, never the result beyond rounding."""
+
+    attention: str = "auto"
+    """attention kernel: auto chooses by platform, length and demand"""
+    scan: bool = True
+    """compile one layer and loop over it; false unrolls the same parameters (faster on CPU, slower to compile)"""
+    remat: Remat = "none"
+    """what the backward pass recomputes: none, full (all), dots (all but products), names (all but named values)"""
+    sow_weights: bool = False
+    """sow attention weights into the collection "intermediates" where a call makes it mutable, to inspect them"""
+
+    def __post_init__(self):
+        check_choices(self, remat=Remat)

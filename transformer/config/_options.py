@@ -1,0 +1,197 @@
+"""The named parts of a model config: attention, positions, embeddings, stacks, output and inputs other than tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from transformer.config._checks import (
+    ConfigError,
+    check_choice,
+    check_choices,
+    check_flags,
+    check_positive,
+    check_range,
+    check_whole,
+)
+from transformer.config._parts import MLA, HeadTransform, LayerKind, RotaryScaling
+
+Projection = Literal["query", "key", "value", "out"]
+NormScope = Literal["head", "all"]
+Pooling = Literal["mean", "first", "last"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionOptions:
+    """Options of the attention layers, besides the number of heads.
+
+    Raises:
+        ConfigError: a value out of range, or an unknown name.
+    """
+
+    section: ClassVar[str] = "attention"
+    head_dim: int | None = None
+    """H, size of a query or key head; None: d_model / num_heads"""
+    value_dim: int | None = None
+    """size of a value head; None: head_dim"""
+    biases: tuple[Projection, ...] | None = None
+    """projections with a bias, a subset of query, key, value and out; None: all or none, as use_bias"""
+    scale: float | None = None
+    """factor on the attention scores; None: 1 / sqrt(head_dim)"""
+    softcap: float | None = None
+    """c: replace the scores by c tanh(scores / c); None: no cap"""
+    sinks: bool = False
+    """one learned logit per head that receives attention weight but contributes no value"""
+    qk_norm: bool = False
+    """apply RMSNorm to queries and keys (zero-centered RMSNorm if norm is zero-centered)"""
+    qk_norm_scope: NormScope = "head"
+    """what qk_norm normalizes: head: each head separately; all: all heads of a token together"""
+    dropout_rate: float = 0.0
+    """dropout rate of the attention weights"""
+    causal: bool = False
+    """causal self-attention in an encoder model (a decoder used as a classifier or embedder)"""
+    mla: MLA | None = None
+    """multi-head latent attention; None: queries, keys and values are projections of x"""
+
+    def __post_init__(self):
+        check_choices(self, qk_norm_scope=NormScope)
+        check_flags(self, "sinks", "qk_norm", "causal")
+        check_whole(self, "head_dim", "value_dim")
+        check_positive(self, "scale", "softcap")
+        check_range(self, 0.0, 1.0, "dropout_rate")
+        for projection in self.biases or ():
+            check_choice("attention.biases", projection, Projection.__args__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RotaryOptions:
+    """Rotary positions (Su et al. 2021, arXiv 2104.09864); only for position=rotary."""
+
+    section: ClassVar[str] = "rotary"
+    base: float = 10_000.0
+    """wavelengths range from 2 pi to 2 pi base positions"""
+    dim: int | None = None
+    """number of head dimensions that are rotated, counted from the first; None: all"""
+    scaling: RotaryScaling | None = None
+    """frequency scaling for long sequences"""
+
+    def __post_init__(self):
+        check_whole(self, "dim")
+        check_positive(self, "base")
+
+
+@dataclass(frozen=True, kw_only=True)
+class T5BiasOptions:
+    """T5's relative position bias (Raffel et al. 2019, arXiv 1910.10683, section 2.1); only for position=t5.
+
+    Raises:
+        ConfigError: a value out of range, or a max_distance of at most half of the buckets.
+    """
+
+    section: ClassVar[str] = "t5_bias"
+    buckets: int = 32
+    """rows of the bias table"""
+    max_distance: int = 128
+    """distances of at least this many positions share one bucket"""
+    per_layer: bool = False
+    """each layer learns its own bias table; false: the layers of a stack share one"""
+
+    def __post_init__(self):
+        check_whole(self, "buckets", least=4)
+        check_whole(self, "max_distance")
+        check_flags(self, "per_layer")
+        if self.max_distance <= self.buckets // 2:
+            raise ConfigError(
+                f"t5_bias.max_distance ({self.max_distance}) must be above t5_bias.buckets / 2 ({self.buckets // 2}): "
+                f"the first half of the buckets are single distances. Change one of them."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbeddingOptions:
+    """Options of the embedding tables."""
+
+    section: ClassVar[str] = "embedding"
+    scale: bool = True
+    """multiply token embeddings by sqrt(d_model)"""
+    norm: bool = False
+    """normalize the sum of token and position embeddings, before dropout"""
+    tie: bool = True
+    """the output layer uses the (decoder's) token embedding table"""
+    token_types: int | None = None
+    """rows of the token type table of an encoder model; None: no such table"""
+    source_vocab_size: int | None = None
+    """encoder vocabulary size, if different from the decoder's; None: encoder and decoder share one table"""
+    source_max_length: int | None = None
+    """rows of the encoder's learned position table in an encoder-decoder; None: max_length"""
+
+    def __post_init__(self):
+        check_flags(self, "scale", "norm", "tie")
+        check_whole(self, "token_types", "source_vocab_size", "source_max_length")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StackOptions:
+    """How layers are arranged: `prefix`, then `period` repeated, then `suffix`, as many as num_layers in total.
+
+    Raises:
+        ConfigError: a value out of range, or an empty period.
+    """
+
+    section: ClassVar[str] = "stack"
+    num_encoder_layers: int | None = None
+    """layers of the encoder in an encoder-decoder; None: num_layers"""
+    num_decoder_layers: int | None = None
+    """layers of the decoder in an encoder-decoder; None: num_layers"""
+    prefix: tuple[LayerKind, ...] = ()
+    """kinds of the first layers, before the repeated pattern"""
+    period: tuple[LayerKind, ...] = (LayerKind(),)
+    """kinds of the layers in the repeated pattern"""
+    suffix: tuple[LayerKind, ...] = ()
+    """kinds of the last layers, after the repeated pattern"""
+    final_norm: bool = True
+    """normalize after the last layer (not with post-norm)"""
+
+    def __post_init__(self):
+        check_whole(self, "num_encoder_layers", "num_decoder_layers")
+        check_flags(self, "final_norm")
+        if not self.period:
+            raise ConfigError("stack.period is empty: it needs at least one LayerKind.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputOptions:
+    """Options of the output layer: logits over the vocabulary, classes, or one vector per sequence."""
+
+    section: ClassVar[str] = "output"
+    num_classes: int | None = None
+    """number of classes of a Classifier or VisionClassifier"""
+    pooling: Pooling = "mean"
+    """how a Classifier or Embedder reduces a sequence to one vector"""
+    normalize: bool = False
+    """scale the vectors of an Embedder to length 1"""
+    transform: HeadTransform | None = None
+    """a dense layer with an activation before the output layer; None: no such layer"""
+    bias: bool | None = None
+    """bias of the output layer; None: only classifiers have one"""
+    scale: float | None = None
+    """factor on the input of the output layer"""
+    softcap: float | None = None
+    """c: replace the logits by c tanh(logits / c); None: no cap"""
+
+    def __post_init__(self):
+        check_choices(self, pooling=Pooling)
+        check_flags(self, "normalize", "bias")
+        check_whole(self, "num_classes")
+        check_positive(self, "scale", "softcap")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speech:
+    """Log-mel frames as input of a SpeechToText (Radford et al. 2022, arXiv 2212.04356, section 2.2)."""
+
+    mel_bins: int
+    """M, mel frequency bins per frame"""
+
+    def __post_init__(self):
+        check_whole(self, "mel_bins")

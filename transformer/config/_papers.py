@@ -1,0 +1,61 @@
+"""Models as papers print them."""
+
+from __future__ import annotations
+
+from transformer.config._model import TransformerConfig
+from transformer.config._options import EmbeddingOptions
+
+
+def transformer_base(**changes: object) -> TransformerConfig:
+    """The base model of Vaswani et al. 2017 (arXiv 1706.03762, table 3): N = 6, 512 / 8 / 2048, dropout 0.1."""
+    return _PAPER.replace(**changes)
+
+
+def transformer_big(**changes: object) -> TransformerConfig:
+    """The big model of Vaswani et al. 2017 (arXiv 1706.03762, table 3): N = 6, 1024 / 16 / 4096, dropout 0.3."""
+    return _PAPER.replace(**{"d_model": 1024, "num_heads": 16, "d_ff": 4096, "dropout_rate": 0.3} | changes)
+
+
+def gpt2_decoder(**changes: object) -> TransformerConfig:
+    """The decoder of GPT-2 (Radford et al. 2019): learned positions for 1,024 tokens. Pass its sizes as `changes`."""
+    return _GPT2.replace(**changes)
+
+
+def llama_decoder(**changes: object) -> TransformerConfig:
+    """The decoder of Llama (Touvron et al. 2023, arXiv 2302.13971): RMSNorm, rotary positions, gated SiLU, no biases,
+    untied embeddings. Pass its sizes as `changes`.
+    """
+    return _LLAMA.replace(**changes)
+
+
+_PAPER = TransformerConfig(
+    d_model=512,
+    num_layers=6,
+    num_heads=8,
+    d_ff=2048,
+    activation="relu",
+    norm="layer_norm",
+    norm_position="post",
+    position="sinusoidal",
+    dropout_rate=0.1,
+)
+
+_GPT2 = TransformerConfig(
+    activation="gelu_tanh",
+    norm_epsilon=1e-5,
+    position="learned",
+    max_length=1024,
+    initializer_range=0.02,
+    embedding=EmbeddingOptions(scale=False),
+)
+
+_LLAMA = TransformerConfig(
+    activation="silu",
+    gated=True,
+    use_bias=False,
+    norm="rms_norm",
+    norm_epsilon=1e-5,
+    position="rotary",
+    initializer_range=0.02,
+    embedding=EmbeddingOptions(scale=False, tie=False),
+)

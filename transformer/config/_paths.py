@@ -1,0 +1,143 @@
+"""Fields of nested configs by dotted paths, such as `rotary.base`, and by the names that they had before."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from transformer.config._checks import ConfigError, nearest
+
+Convert = Callable[[Any, Any], Any]
+"""(given value, current value at the path) -> new value at the path"""
+
+_quiet = ContextVar("quiet", default=False)
+
+
+@contextmanager
+def former_names_accepted() -> Iterator[None]:
+    """Inside, former names are read without a warning: for files that an earlier version wrote."""
+    token = _quiet.set(True)
+    try:
+        yield
+    finally:
+        _quiet.reset(token)
+
+
+def with_paths(former: Mapping[str, str], convert: Mapping[str, Convert] | None = None) -> Callable[[type], type]:
+    """Class decorator: a config dataclass whose constructor also accepts dotted paths and former names.
+
+    `Config(**{"rotary.base": 5.0})` sets the field `base` of the part `rotary` and keeps the others. A former name is
+    read as the path that replaces it, as keyword and as attribute, with a DeprecationWarning.
+
+    Args:
+        former: former name -> path of the field that replaces it.
+        convert: former name -> conversion of its values, where they have changed too.
+
+    Raises:
+        TypeError: from the constructor, for a field that does not exist.
+        AttributeError: from an instance, for an attribute that does not exist.
+    """
+    convert = {} if convert is None else convert
+
+    def decorate(cls: type) -> type:
+        original = cls.__init__
+
+        @functools.wraps(original)
+        def init(self: Any, **given: Any) -> None:
+            names = {field.name for field in dataclasses.fields(cls)}
+            if given.keys() <= names:
+                return original(self, **given)
+            fields = {name: given.pop(name) for name in list(given) if name in names}
+            inside: dict[str, dict[str, Any]] = {}
+            for name, value in given.items():
+                path = former.get(name, name)
+                if path != name:
+                    _warn(cls, name, path)
+                part, _, rest = path.partition(".")
+                if part not in names:
+                    raise TypeError(f"{cls.__name__} has no field {part!r}.{nearest(part, names)}")
+                if name in convert:
+                    fields[part] = convert[name](value, fields[part] if part in fields else _default(cls, part))
+                elif rest:
+                    inside.setdefault(part, {})[rest] = value
+                else:
+                    fields[part] = value
+            for part, changes in inside.items():
+                now = fields[part] if part in fields else _default(cls, part)
+                fields[part] = set_paths(now, changes, part)
+            return original(self, **fields)
+
+        def getattr_(self: Any, name: str) -> Any:
+            if name not in former:
+                raise AttributeError(f"{cls.__name__!r} object has no attribute {name!r}")
+            _warn(cls, name, former[name])
+            return get_path(self, former[name])
+
+        cls.__init__ = init
+        cls.__getattr__ = getattr_
+        cls.former_names = dict(former)
+        return cls
+
+    return decorate
+
+
+def get_path(config: Any, path: str) -> Any:
+    """The value of a field by its dotted path."""
+    return functools.reduce(getattr, path.split("."), config)
+
+
+def set_paths(config: Any, changes: Mapping[str, Any], where: str) -> Any:
+    """A copy of a config with the fields at some dotted paths changed, all at once. `where` is its name in errors.
+
+    Raises:
+        ConfigError: there is no such field; the message suggests the nearest name.
+    """
+    if not dataclasses.is_dataclass(config):
+        raise ConfigError(f"{where} is {config!r}, so its field {min(changes)!r} can't be set. Set {where} first.")
+    names = [field.name for field in dataclasses.fields(config)]
+    fields: dict[str, Any] = {}
+    inside: dict[str, dict[str, Any]] = {}
+    for path, value in changes.items():
+        name, _, rest = path.partition(".")
+        if name not in names and name not in getattr(config, "former_names", {}):
+            raise ConfigError(f"{where} has no field {name!r}.{nearest(name, names)}")
+        if rest:
+            inside.setdefault(name, {})[rest] = value
+        else:
+            fields[name] = value
+    for name, below in inside.items():
+        fields[name] = set_paths(fields.get(name, getattr(config, name)), below, f"{where}.{name}")
+    return dataclasses.replace(config, **fields)
+
+
+def fields_by_path(config: Any) -> dict[str, Any]:
+    """The fields of a config and of its parts: dotted path -> value. A part is what every config of the class has."""
+    values: dict[str, Any] = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(field.default) and type(value) is type(field.default):
+            values |= {f"{field.name}.{name}": inner for name, inner in fields_by_path(value).items()}
+        else:
+            values[field.name] = value
+    return values
+
+
+def _default(cls: type, name: str) -> Any:
+    field = next(field for field in dataclasses.fields(cls) if field.name == name)
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return None if field.default is dataclasses.MISSING else field.default
+
+
+def _warn(cls: type, name: str, path: str) -> None:
+    if not _quiet.get():
+        warnings.warn(
+            f"{cls.__name__}: {name!r} is now {path!r}. The former name works for one release.",
+            DeprecationWarning,
+            stacklevel=3,
+        )

@@ -1,0 +1,137 @@
+"""Shared parts of all data configs: the base class, the tokenizer options and the field checks."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from transformer.config._checks import ConfigError, check_choice
+
+if TYPE_CHECKING:
+    from transformer.data._dataset import Dataset
+    from transformer.data._tokenizer import Tokenizer
+
+TokenizerKind = Literal["char", "byte", "word", "bpe"]
+
+SMALLEST_BPE = 256 + 3
+"""all 256 bytes and the three special tokens (padding, begin, end)"""
+
+
+def check_whole(config: object, *fields: str, least: int = 1, none: bool = False) -> None:
+    """Raise ConfigError if a field is not an integer of at least `least` (or None, where `none` allows it)."""
+    for field in fields:
+        value = getattr(config, field)
+        if none and value is None:
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            allowed = f"an integer of at least {least}" + (", or None" if none else "")
+            raise ConfigError(f"{field} must be {allowed}, got {value!r}.")
+
+
+def check_share(config: object, field: str) -> None:
+    """Raise ConfigError if a field is not a number between 0 and 1, both excluded."""
+    value = getattr(config, field)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < 1:
+        raise ConfigError(f"{field} must be above 0 and below 1, got {value!r}.")
+
+
+def check_shares(config: Any) -> None:
+    """Raise ConfigError if `validation_share` and `test_share` are out of range or leave nothing to train on."""
+    check_share(config, "validation_share")
+    check_share(config, "test_share")
+    if config.validation_share + config.test_share >= 1:
+        raise ConfigError(
+            f"the sum of validation_share ({config.validation_share}) and test_share ({config.test_share}) must be "
+            "below 1. Use smaller shares."
+        )
+
+
+def check_path(config: object, *fields: str) -> None:
+    """Raise ConfigError if a field is empty."""
+    for field in fields:
+        if not getattr(config, field):
+            raise ConfigError(f"{field} must be a file name, got {getattr(config, field)!r}.")
+
+
+def check_labels(labels: tuple[str, ...], otherwise: str) -> None:
+    """Raise ConfigError for a single, empty or repeated label; `otherwise` names the labels used without the option."""
+    if len(labels) == 1 or len(set(labels)) < len(labels) or "" in labels:
+        raise ConfigError(
+            f"labels must be at least two different names, got {', '.join(map(repr, labels))}. Remove them to use "
+            f"{otherwise}."
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerConfig:
+    """Tokenizer options. Source and target of a pair share one vocabulary.
+
+    Raises:
+        ConfigError: an unknown kind, or a vocab_size that is too small or does not apply to the kind.
+    """
+
+    kind: TokenizerKind = "char"
+    """char: one token per character of the data; byte: UTF-8 bytes; word: words separated by spaces; bpe: byte-pair
+    encoding learned from the data"""
+    vocab_size: int | None = None
+    """vocabulary size. bpe: size to train to (None: 8192); word: keep the most frequent words and map the rest to <unk>
+    (None: keep all)"""
+
+    def __post_init__(self):
+        check_choice("tokenizer.kind", self.kind, TokenizerKind.__args__)
+        if self.vocab_size is None:
+            return
+        if self.kind in ("char", "byte"):
+            raise ConfigError(
+                f"vocab_size ({self.vocab_size}) can't be set for a {self.kind} tokenizer: its vocabulary follows from "
+                "the data. Remove it, or use kind word or bpe."
+            )
+        check_whole(self, "vocab_size", least=SMALLEST_BPE if self.kind == "bpe" else 5)
+
+
+CHARACTERS = TokenizerConfig(kind="char")
+"""default tokenizer of running text"""
+WORDS = TokenizerConfig(kind="word")
+"""default tokenizer of number words"""
+SUBWORDS = TokenizerConfig(kind="bpe")
+"""default tokenizer of sentences"""
+
+
+class DataKind(ABC):
+    """Base class of all kinds of data: a frozen dataclass whose fields are the options of the kind.
+
+    `batch_size` and `eval_batch_size` are fields of every kind. A kind of data usually inherits from the base class of
+    its task (`TextConfig`, `PairConfig`, `LabeledConfig`, `MaskedConfig`, `SeriesConfig`, `ImageConfig`), which
+    implements `prepare`; it adds its fields and implements `read`.
+    """
+
+    kind: ClassVar[str]
+    """name of the kind, as saved in recipe.json"""
+    task: ClassVar[str]
+    """name of the training task, one of `training.tasks.TASKS`"""
+    open_lengths: ClassVar[tuple[str, ...]] = ()
+    """fields with lengths in tokens that may be None: the data determines them then"""
+
+    @abstractmethod
+    def read(self) -> Any:
+        """Read and return the texts or numeric data of every split.
+
+        Raises:
+            FileNotFoundError: a file is missing; the message says how to get it.
+            ValueError: a file has unexpected content.
+            OSError: no network, or the disk is full.
+            ImportError: the package that contains the data is not installed.
+        """
+
+    @abstractmethod
+    def prepare(self, tokenizer: Tokenizer | None = None) -> Dataset:
+        """Return the dataset; without `tokenizer`, build a tokenizer from the texts. Raises the errors of `read`,
+        and ValueError if the data is too short.
+        """
+
+
+def shared_rows(config: Any) -> tuple[str, int]:
+    """Return the name and value of the field that divides the number of rows of every batch."""
+    field = "batch_size" if getattr(config, "batch_tokens", None) is None else "row_multiple"
+    return field, getattr(config, field)

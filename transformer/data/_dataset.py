@@ -1,0 +1,203 @@
+"""A prepared dataset: numpy batches of fixed shapes, shuffled and sharded by Grain, and the source texts."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from transformer.config._checks import nearest
+from transformer.data._config import DataKind
+from transformer.data._tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    import grain
+
+Batch = dict[str, np.ndarray]
+"""arrays by name. All: targets and weights. Running text: tokens (B, T), with targets and weights (B, T); pairs: also
+source (B, S) and source_lengths (B,). Labeled text: tokens (B, T) and lengths, targets and weights (B,). Numeric data:
+values (B, ...), with targets and weights (B,)"""
+
+
+IN_MEMORY = {"num_threads": 0, "prefetch_buffer_size": 0}
+"""options of Grain: all data is in memory, so reader threads would only take CPU time from the training step"""
+
+
+@dataclass(frozen=True)
+class Example:
+    """One pair of texts, `source` and `target`, and the group under which its score is reported (for number words: the
+    number of digits).
+    """
+
+    source: str
+    target: str
+    group: str = ""
+
+
+class Dataset(ABC):
+    """The result of `prepare`: batches for training and evaluation, the tokenizer (None for numeric data), and a
+    fingerprint of all of it.
+    """
+
+    config: DataKind
+    """the options, completed with the values that the data determined"""
+    tokenizer: Tokenizer | None = None
+    fingerprint: str
+
+    @property
+    def task(self) -> str:
+        """Name of the training task, one of `training.tasks.TASKS`."""
+        return self.config.task
+
+    def is_known_as(self, fingerprint: str) -> bool:
+        """Return whether a fingerprint, computed now or by an earlier version, belongs to this data."""
+        return fingerprint == self.fingerprint
+
+    @property
+    @abstractmethod
+    def splits(self) -> tuple[str, ...]:
+        """Names of the splits, as `eval_batches` takes them."""
+
+    @abstractmethod
+    def describe(self) -> str:
+        """Describe the size of the data in one line."""
+
+    @abstractmethod
+    def _size(self, split: str) -> int:
+        """Return the number of rows of a split."""
+
+    @abstractmethod
+    def _assemble(self, split: str, rows: np.ndarray) -> Batch:
+        """Assemble the batch of these rows."""
+
+    def _eval_rows(self, split: str) -> np.ndarray:
+        """Return the rows that cover every token of a split once, in order; by default all rows."""
+        return np.arange(self._size(split))
+
+    def train_batches(self, seed: int, rows: Callable[[int], np.ndarray] | None = None) -> grain.DatasetIterator:
+        """Return an endless iterator over shuffled batches; `set_state(get_state())` resumes it exactly.
+
+        The rows of the whole batch are chosen first. If several processes train together, each one then assembles only
+        its own rows, so that the state (`{"next_index": n}`) does not depend on the number of processes.
+
+        Args:
+            seed: random seed of the order.
+            rows: function from the number of rows to the indices that this process needs; None: all.
+        """
+        import grain
+
+        batches = self._train_batches(seed, np.arange if rows is None else rows)
+        if isinstance(batches, grain.MapDataset):
+            batches = batches.to_iter_dataset(grain.ReadOptions(**IN_MEMORY))
+        return iter(batches)
+
+    def _train_batches(self, seed: int, own: Callable[[int], np.ndarray]) -> grain.MapDataset | grain.IterDataset:
+        """Return an endless sequence of training batches, each with only the rows that `own` selects."""
+        import grain
+
+        order = grain.MapDataset.range(self._size("train")).seed(seed).shuffle().repeat()
+        rows = own(self.config.batch_size)
+        return order.batch(self.config.batch_size).map(lambda chosen: self._assemble("train", chosen[rows]))
+
+    def eval_batches(self, split: str = "validation", limit: int | None = None) -> list[Batch]:
+        """Return a split in order, in batches of `eval_batch_size`: all of them, or the first `limit`. The last batch
+        is padded with rows of weight 0.
+        """
+        self._check_split(split)
+        rows, size = self._eval_rows(split), self.config.eval_batch_size
+        batches = []
+        for start in range(0, len(rows), size)[:limit]:
+            part = rows[start : start + size]
+            batch = self._assemble(split, np.resize(part, size))
+            batch["weights"][len(part) :] = 0
+            batches.append(batch)
+        return batches
+
+    def examples(self, split: str = "validation", limit: int | None = None) -> list[Example]:
+        """Return the pairs of a split as text. Raises ValueError for running text and numeric data, which have none."""
+        raise ValueError(f"{self.config.kind} has numeric data and no texts. Use eval_batches().")
+
+    def prompts(self) -> list[str]:
+        """Return a few held-out texts as model inputs: to continue, translate or classify. Empty for numeric data."""
+        return []
+
+    def _check_split(self, split: str) -> None:
+        if split not in self.splits:
+            raise ValueError(
+                f"split must be one of {', '.join(self.splits)}, got {split!r}.{nearest(split, self.splits)}"
+            )
+
+
+def padding(batch: Batch) -> tuple[int, int] | None:
+    """Return the number of padding tokens, including rows of weight 0, and the number of all tokens; None for batches
+    that are never padded.
+    """
+    inside = batch["weights"] > 0
+    if "source_lengths" in batch:
+        used = int(batch["source_lengths"][inside.any(1)].sum() + inside.sum())
+        places = batch["source"].size + batch["tokens"].size
+    elif "source_segment_ids" in batch:
+        used = int((batch["source_segment_ids"] > 0).sum() + inside.sum())
+        places = batch["source"].size + batch["tokens"].size
+    elif "lengths" in batch:
+        counted = inside if inside.ndim == 1 else slice(None)  # a weight per token may be 0 for a real token
+        used, places = int(batch["lengths"][counted].sum()), batch["tokens"].size
+    else:
+        return None
+    return places - used, places
+
+
+class Ragged:
+    """Rows of different lengths in one array."""
+
+    def __init__(self, rows: Iterable[Sequence[int]]):
+        rows = list(rows)
+        self.lengths = np.array([len(row) for row in rows], np.int32)
+        self.starts = np.cumsum(self.lengths) - self.lengths
+        self.values = np.fromiter(itertools.chain.from_iterable(rows), np.int32, int(self.lengths.sum()))
+        self.longest = int(self.lengths.max(initial=0))
+
+    @classmethod
+    def joined(cls, parts: Sequence[Ragged]) -> Ragged:
+        """Concatenate the rows of all parts."""
+        whole = cls([])
+        whole.lengths = np.concatenate([part.lengths for part in parts])
+        whole.starts = np.cumsum(whole.lengths) - whole.lengths
+        whole.values = np.concatenate([part.values for part in parts])
+        whole.longest = max(part.longest for part in parts)
+        return whole
+
+    def row(self, place: int) -> np.ndarray:
+        """Return one row without padding."""
+        return self.values[self.starts[place] : self.starts[place] + self.lengths[place]]
+
+    def padded(self, rows: np.ndarray, width: int, pad: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return these rows, padded with `pad` to `width`, and their lengths."""
+        lengths = self.lengths[rows]
+        columns = np.arange(width)
+        places = np.minimum(self.starts[rows][:, None] + columns, len(self.values) - 1)
+        return np.where(columns < lengths[:, None], self.values[places], np.int32(pad)), lengths
+
+
+def spread(count: int, wanted: int) -> list[int]:
+    """Return at most `wanted` evenly spaced indices below `count`."""
+    wanted = min(count, wanted)
+    return [(2 * i + 1) * count // (2 * wanted) for i in range(wanted)]
+
+
+def fingerprint(settings: Any, texts: Mapping[str, Sequence[str]], arrays: Iterable[np.ndarray]) -> str:
+    """Return the SHA-256 of everything that determines the training data, except order (seed) and batch size."""
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
+    for split, parts in texts.items():
+        digest.update(f"{split} {len(parts)}".encode())
+        for part in parts:
+            digest.update(hashlib.sha256(part.encode("utf-8", "surrogatepass")).digest())
+    for array in arrays:
+        digest.update(np.ascontiguousarray(array, "<i4").tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,168 @@
+"""Labeled texts: shared options, texts by split, and the dataset with one class per row."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from transformer.data._config import SUBWORDS, DataKind, TokenizerConfig, check_labels, check_whole
+from transformer.data._dataset import Batch, Dataset, Example, Ragged, fingerprint, spread
+from transformer.data._pretrained_tokenizer import PretrainedTokenizer
+from transformer.data._tokenizer import Tokenizer
+from transformer.data._tokenizer_kinds import build_tokenizer
+
+
+@dataclass(frozen=True)
+class Labeled:
+    """Labeled texts by split: `splits` has pairs of a text and the index of its label in `labels`."""
+
+    splits: Mapping[str, Sequence[tuple[str, int]]]
+    labels: tuple[str, ...]
+
+
+def numbered(
+    path: str, rows: list[tuple[str, str]], written: tuple[str, ...], labels: tuple[str, ...]
+) -> list[tuple[str, int]]:
+    """Replace the label of each row by its index among the labels of the file.
+
+    Raises:
+        ValueError: a label is not among them.
+    """
+    numbers = {label: number for number, label in enumerate(written)}
+    if strange := sorted({label for _, label in rows} - numbers.keys()):
+        raise ValueError(
+            f"{path} has the label {strange[0]!r}: expected {', '.join(written)} ({', '.join(labels)}). Fix the file, "
+            "or list all labels (--data.labels)."
+        )
+    return [(text, numbers[label]) for text, label in rows]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabeledConfig(DataKind):
+    """Options of all kinds of labeled text: the model reads a text and predicts its class.
+
+    Raises:
+        ConfigError: a number out of range, or a single, empty or repeated label.
+    """
+
+    task: ClassVar[str] = "classifier"
+
+    labels: tuple[str, ...] = ()
+    """class labels as in the files, in the order of the class indices; empty: all labels of the training file,
+    sorted"""
+    max_length: int = 128
+    """maximum length of a text in tokens, including special tokens; longer texts are truncated"""
+    batch_size: int = 32
+    """texts per step, over all devices and processes"""
+    eval_batch_size: int = 64
+    """texts per evaluation batch"""
+    tokenizer: TokenizerConfig = SUBWORDS
+    """tokenizer; ignored if a pretrained model has its own"""
+
+    def __post_init__(self):
+        check_whole(self, "batch_size", "eval_batch_size")
+        check_whole(self, "max_length", least=2)
+        check_labels(self.labels, "those of the training file")
+
+    def prepare(self, tokenizer: Tokenizer | None = None) -> LabeledDataset:
+        """Return the dataset of the labeled texts. Raises the errors of `DataKind.prepare`."""
+        found = self.read()
+        if tokenizer is None:
+            parts = {split: [text for text, _ in rows] for split, rows in found.splits.items()}
+            held_out = [text for split, part in parts.items() if split != "train" for text in part]
+            tokenizer = build_tokenizer(self.tokenizer, parts["train"], held_out)
+        return LabeledDataset(self, tokenizer, found.splits, found.labels)
+
+
+class LabeledDataset(Dataset):
+    """Texts and their class indices into `labels`, padded on the right to one shape for all batches.
+
+    Raises:
+        ValueError: a text has no tokens.
+    """
+
+    def __init__(
+        self,
+        config: LabeledConfig,
+        tokenizer: Tokenizer,
+        splits: Mapping[str, Sequence[tuple[str, int]]],
+        labels: Sequence[str],
+    ):
+        self.config = dataclasses.replace(config, labels=tuple(labels))
+        self.tokenizer = tokenizer
+        self.labels = tuple(labels)
+        self._texts = {split: [text for text, _ in rows] for split, rows in splits.items()}
+        self._targets = {split: np.array([n for _, n in rows], np.int32) for split, rows in splits.items()}
+        self._tokens: dict[str, Ragged] = {}
+        self._types: dict[str, Ragged] = {}
+        self._cut = 0
+        for split, texts in self._texts.items():
+            encoded = [self._encode(text) for text in texts]
+            self._tokens[split] = Ragged(ids for ids, _ in encoded)
+            self._types[split] = Ragged(types for _, types in encoded)
+        self.longest = max(ragged.longest for ragged in self._tokens.values())
+        self._has_types = any(ragged.values.any() for ragged in self._types.values())
+        arrays = [ragged.values for ragged in self._tokens.values()] + list(self._targets.values())
+        settings = [config.kind, self.longest, list(self.labels), tokenizer.state()]
+        self.fingerprint = fingerprint(settings, self._texts, arrays)
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        """`train`, `validation` and, if the data has one, `test`."""
+        return tuple(self._texts)
+
+    def describe(self) -> str:
+        """Describe texts, classes, lengths, vocabulary and the number of truncated texts in one line."""
+        sizes = ", ".join(f"{len(texts):,} {split}" for split, texts in self._texts.items())
+        cut = f" ({self._cut:,} texts truncated)" if self._cut else ""
+        return (
+            f"{self.config.kind}: {sizes} texts of {len(self.labels)} classes ({', '.join(self.labels)}); up to "
+            f"{self.longest} tokens{cut}, vocabulary of {self.tokenizer.vocab_size:,} ({self.tokenizer.kind})"
+        )
+
+    def examples(self, split: str = "validation", limit: int | None = None) -> list[Example]:
+        """Return evenly spaced texts of a split, each with its class name as `target`."""
+        self._check_split(split)
+        texts, targets = self._texts[split], self._targets[split]
+        places = range(len(texts)) if limit is None else spread(len(texts), limit)
+        return [Example(texts[place], self.labels[targets[place]]) for place in places]
+
+    def prompts(self) -> list[str]:
+        """Return three held-out texts."""
+        return [example.source for example in self.examples(limit=3)]
+
+    def _size(self, split: str) -> int:
+        return len(self._texts[split])
+
+    def _assemble(self, split: str, rows: np.ndarray) -> Batch:
+        tokens, lengths = self._tokens[split].padded(rows, self.longest, self.tokenizer.pad_id)
+        batch = {
+            "tokens": tokens,
+            "lengths": lengths,
+            "targets": self._targets[split][rows],
+            "weights": np.ones(len(rows), np.float32),
+        }
+        if self._has_types:
+            batch["token_types"] = self._types[split].padded(rows, self.longest, 0)[0]
+        return batch
+
+    def _encode(self, text: str) -> tuple[list[int], list[int]]:
+        """Return ids and token types of a text, truncated to `max_length`; special tokens at the end are kept."""
+        if not isinstance(self.tokenizer, PretrainedTokenizer):
+            ids = self.tokenizer.encode_source(text)
+            types, last = [0] * len(ids), self.config.max_length - 1
+        else:
+            ids, types = self.tokenizer.encode_model(text)
+            ends = ids[-1:] != self.tokenizer.encode(text)[-1:]
+            last = len(ids) - 1 if ends else self.config.max_length - 1
+        if not ids:
+            raise ValueError(f"the text {text!r} has no tokens after normalization. Remove it.")
+        if len(ids) > self.config.max_length:
+            self._cut += 1
+            ids = [*ids[: self.config.max_length - 1], ids[last]]
+            types = types[: self.config.max_length]
+        return ids, types

@@ -1,0 +1,155 @@
+"""Read the user's text files: UTF-8 with or without a byte order mark, any line ends; reject files that are no text."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from transformer.config._checks import nearest
+
+
+def read_text(path: str) -> str:
+    """Read a whole text file, with all line ends converted to line feeds.
+
+    Raises:
+        FileNotFoundError: the file does not exist.
+        ValueError: it is a folder, empty, or not UTF-8 text; the message has the position of the byte.
+    """
+    file = Path(path).expanduser()
+    if not file.exists():
+        siblings = [other.name for other in file.parent.iterdir()] if file.parent.is_dir() else []
+        raise FileNotFoundError(f"no file {path}.{nearest(file.name, siblings)} Check the path.")
+    if not file.is_file():
+        raise ValueError(f"{path} is not a file. Pass one text file.")
+    content = file.read_bytes()
+    if content.startswith((b"\xff\xfe", b"\xfe\xff")):
+        raise ValueError(f"{path} is UTF-16: expected UTF-8. Convert it, for example with `iconv -f UTF-16 -t UTF-8`.")
+    if (place := content.find(b"\0")) >= 0:
+        raise ValueError(f"{path} is a binary file: expected UTF-8 text, got a NUL byte at byte {place}.")
+    try:
+        text = content.removeprefix(b"\xef\xbb\xbf").decode("utf-8")
+    except UnicodeDecodeError as error:
+        place = error.start + len(content) - len(content.removeprefix(b"\xef\xbb\xbf"))
+        raise ValueError(
+            f"{path} is not UTF-8 text: byte {place} is 0x{content[place]:02x}. If it is text in another encoding, "
+            "convert it, for example with `iconv -f LATIN1 -t UTF-8`."
+        ) from None
+    if not text.strip():
+        raise ValueError(f"{path} is empty: expected text, got {len(content)} bytes without any.")
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def read_lines(path: str) -> list[str]:
+    """Read the lines of a text file, stripped. Only line feeds end a line, as in other tools that count lines."""
+    return [line.strip() for line in read_text(path).removesuffix("\n").split("\n")]
+
+
+def read_json_lines(path: str, field: str) -> list[str]:
+    """Read the documents of a JSON-lines file; empty lines and empty documents are skipped.
+
+    Raises the errors of `read_text`, and ValueError for a line that is not a JSON object with text in `field`.
+    """
+    documents = []
+    for number, line in enumerate(read_lines(path), 1):
+        if not line:
+            continue
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path}, line {number}: expected a JSON object, got {line[:40]!r} ({error}).") from None
+        if not isinstance(record, dict):
+            raise ValueError(f"{path}, line {number}: expected a JSON object, got {type(record).__name__}.")
+        if not isinstance(record.get(field), str):
+            got = (
+                f"{type(record[field]).__name__} in it" if field in record else f"fields {', '.join(record) or 'none'}"
+            )
+            raise ValueError(
+                f"{path}, line {number}: expected text in field {field!r}, got {got}.{nearest(field, record)} "
+                "Set the field that contains the text (--data.field)."
+            )
+        document = record[field].replace("\r\n", "\n").replace("\r", "\n")
+        if document.strip():
+            documents.append(document)
+    if not documents:
+        raise ValueError(f"{path} is empty: expected documents in field {field!r}, got none with text.")
+    return documents
+
+
+def read_pairs(source_path: str, target_path: str | None) -> tuple[list[tuple[str, str]], int]:
+    """Read sentence pairs; also return how many lines were skipped because a side was empty.
+
+    The pairs are in two files with the same number of lines or, without `target_path`, in one file with source, tab,
+    target on each line. Raises the errors of `read_text`, and ValueError for lines that are no pairs.
+    """
+    if target_path is None:
+        rows = [line.split("\t") for line in _tab_lines(source_path)]
+        for number, row in enumerate(rows, 1):
+            if len(row) != 2 and row != [""]:
+                raise ValueError(
+                    f"{source_path}, line {number}: expected source, one tab, target; got {len(row) - 1} tabs in "
+                    f"{' | '.join(row)[:60]!r}. Fix the line, or pass two files (--data.target-path)."
+                )
+        pairs = [(row[0].strip(), row[-1].strip() if len(row) == 2 else "") for row in rows]
+    else:
+        sources, targets = read_lines(source_path), read_lines(target_path)
+        if len(sources) != len(targets):
+            raise ValueError(
+                f"source and target must have the same number of lines: {source_path} has {len(sources)}, "
+                f"{target_path} has {len(targets)}. Line n of one file must be the translation of line n of the other."
+            )
+        pairs = list(zip(sources, targets, strict=True))
+    kept = [pair for pair in pairs if all(pair)]
+    if not kept:
+        raise ValueError(
+            f"{source_path} has no pair with text on both sides ({len(pairs)} lines read). Check the file."
+        )
+    return kept, len(pairs) - len(kept)
+
+
+def read_labeled(path: str, text_column: str, label_column: str) -> list[tuple[str, str]]:
+    """Read texts and labels from a tab-separated file whose first line names the columns; empty lines are skipped.
+
+    Quotation marks are ordinary characters, as in the files of GLUE. Raises the errors of `read_text`, and ValueError
+    for missing columns and for lines with missing or empty cells.
+    """
+    header, *rows = (line.split("\t") for line in _tab_lines(path))
+    places = []
+    for column in (text_column, label_column):
+        if column not in header:
+            raise ValueError(
+                f"{path} has no column {column!r}: its first line has {', '.join(map(repr, header))[:200]}."
+                f"{nearest(column, header)} Write the column names on the first line, separated by tabs."
+            )
+        places.append(header.index(column))
+    pairs = []
+    for number, row in enumerate(rows, 2):
+        if row == [""]:
+            continue
+        if len(row) != len(header) or not all(row[place].strip() for place in places):
+            raise ValueError(
+                f"{path}, line {number}: expected {len(header)} columns as in the first line, with a {text_column} and "
+                f"a {label_column}; got {len(row)}: {' | '.join(row)[:60]!r}. Fix the line."
+            )
+        pairs.append(tuple(row[place].strip() for place in places))
+    if not pairs:
+        raise ValueError(f"{path} has only a first line: expected texts and labels below it.")
+    return pairs
+
+
+def _tab_lines(path: str) -> list[str]:
+    lines = read_text(path).removesuffix("\n").split("\n")
+    return ["" if not line.strip() else line for line in lines]
+
+
+def cut(count: int, share: float, path: str, what: str, option: str = "--data.validation-path") -> int:
+    """Return the index at which the held-out part at the end begins; both parts are nonempty.
+
+    Raises:
+        ValueError: there are fewer than 2 items; the message names the `option` that takes a second file.
+    """
+    if count < 2:
+        raise ValueError(
+            f"{path} is too short to hold out a part for evaluation: expected at least 2 {what}, got {count}. Add more "
+            f"text, or pass a second file for evaluation ({option})."
+        )
+    return min(max(int(count * (1 - share)), 1), count - 1)

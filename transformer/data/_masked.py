@@ -1,0 +1,191 @@
+"""Masked texts: shared options, texts by split, and the dataset, which draws new masked positions each time that a text
+is trained on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+
+from transformer.config._checks import ConfigError
+from transformer.data._config import SMALLEST_BPE, SUBWORDS, DataKind, TokenizerConfig, check_share, check_whole
+from transformer.data._dataset import Batch, Dataset, Example, Ragged, fingerprint, spread
+from transformer.data._tokenizer import Tokenizer
+from transformer.data._tokenizer_kinds import build_tokenizer
+from transformer.nn._axes import Array, Bool, Float, Int
+
+if TYPE_CHECKING:
+    import grain
+
+HIDDEN, REPLACED = 0.8, 0.1
+"""fractions of the predicted tokens that are replaced by the mask token and by a random token"""
+
+
+def hide(
+    tokens: Int[np.ndarray, "B T"],
+    may_hide: Bool[np.ndarray, "B T"],
+    draws: Float[np.ndarray, "B T 3"],
+    share: float,
+    mask_id: int,
+    text_ids: Int[np.ndarray, "V"],
+) -> tuple[Int[np.ndarray, "B T"], Bool[np.ndarray, "B T"]]:
+    """Mask tokens as in BERT (Devlin et al. 2018, arXiv 1810.04805, section 3.1 and appendix A.1); return the model
+    input and the positions to predict.
+
+    A `share` of the positions in `may_hide` is selected. Of those, 80 % become `mask_id`, 10 % become a random one of
+    `text_ids`, and 10 % are unchanged. Each position has three `draws` from [0, 1): is it selected, is it masked,
+    replaced or unchanged, and which random token replaces it.
+    """
+    chosen = may_hide & (draws[..., 0] < share)
+    random_ids = text_ids[(draws[..., 2] * len(text_ids)).astype(np.int64)]
+    fate = draws[..., 1]
+    replaced = np.where(fate < HIDDEN, mask_id, np.where(fate < HIDDEN + REPLACED, random_ids, tokens))
+    return np.where(chosen, replaced, tokens).astype(np.int32), chosen
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Texts by split, `splits`."""
+
+    splits: Mapping[str, Sequence[str]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskedConfig(DataKind):
+    """Options of all kinds of masked text: the model predicts a fraction of the tokens from the others.
+
+    Raises:
+        ConfigError: a number out of range.
+    """
+
+    task: ClassVar[str] = "masked_lm"
+
+    max_length: int = 128
+    """row length in tokens, including special tokens; longer texts become several rows"""
+    batch_size: int = 32
+    """rows per step, over all devices and processes"""
+    eval_batch_size: int = 64
+    """rows per evaluation batch"""
+    mask_share: float = 0.15
+    """fraction of the tokens to predict; of these, 80 % are masked, 10 % replaced at random and 10 % unchanged"""
+    tokenizer: TokenizerConfig = SUBWORDS
+    """tokenizer; ignored if a pretrained model has its own"""
+
+    def __post_init__(self):
+        check_whole(self, "batch_size", "eval_batch_size")
+        check_whole(self, "max_length", least=2)
+        check_share(self, "mask_share")
+        least = {"bpe": SMALLEST_BPE, "word": 5}.get(self.tokenizer.kind)
+        if least is not None and self.tokenizer.vocab_size == least:
+            raise ConfigError(
+                f"tokenizer.vocab_size must be at least {least + 1}, because the mask token needs an id, got {least}."
+            )
+
+    def prepare(self, tokenizer: Tokenizer | None = None) -> MaskedDataset:
+        """Return the dataset of the texts. Raises the errors of `DataKind.prepare`."""
+        found = self.read()
+        held_out = [text for split, part in found.splits.items() if split != "train" for text in part]
+        tokenizer = tokenizer or build_tokenizer(self.tokenizer, found.splits["train"], held_out, masked=True)
+        return MaskedDataset(self, tokenizer, found.splits)
+
+
+class MaskedDataset(Dataset):
+    """Texts with masked tokens to predict, padded on the right to one shape for all batches.
+
+    In training, the masked positions depend only on the seed and the position in the data. In evaluation they are
+    fixed.
+
+    Raises:
+        ValueError: the tokenizer has no mask token, or a split has no text tokens.
+    """
+
+    def __init__(self, config: MaskedConfig, tokenizer: Tokenizer, splits: Mapping[str, Sequence[str]]):
+        if tokenizer.mask_id is None:
+            raise ValueError(
+                f"the {tokenizer.kind} tokenizer has no mask token. Initialize from a masked language model, or train "
+                "from scratch: training then builds a tokenizer with a mask token."
+            )
+        self.config = config
+        self.tokenizer = tokenizer
+        self._texts = splits
+        self._ids = np.array(tokenizer.text_ids, np.int32)
+        self._is_text = np.zeros(tokenizer.vocab_size, bool)
+        self._is_text[self._ids] = True
+        self._tokens = {}
+        for split, texts in splits.items():
+            rows = [row for text in texts for row in self._rows(text)]
+            if not rows:
+                raise ValueError(f"the {split} texts have no tokens to mask. Add more text.")
+            self._tokens[split] = Ragged(rows)
+        self.longest = max(ragged.longest for ragged in self._tokens.values())
+        settings = [config.kind, self.longest, config.mask_share, tokenizer.state()]
+        self.fingerprint = fingerprint(settings, splits, [ragged.values for ragged in self._tokens.values()])
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        """`train`, `validation` and, if the data has one, `test`."""
+        return tuple(self._tokens)
+
+    def describe(self) -> str:
+        """Describe rows, tokens, lengths and vocabulary in one line."""
+        sizes = ", ".join(
+            f"{len(ragged.lengths):,} {split} rows ({len(ragged.values):,} tokens)"
+            for split, ragged in self._tokens.items()
+        )
+        return (
+            f"{self.config.kind}: {sizes}, up to {self.longest} tokens, vocabulary of {self.tokenizer.vocab_size:,} "
+            f"({self.tokenizer.kind})"
+        )
+
+    def examples(self, split: str = "validation", limit: int | None = None) -> list[Example]:
+        """Raise ValueError: masked texts have no pairs."""
+        raise ValueError(f"{self.config.kind} has texts and no pairs of source and target. Use prompts().")
+
+    def prompts(self) -> list[str]:
+        """Return three full held-out texts."""
+        texts = [text for text in self._texts["validation"] if text.strip()]
+        return [texts[place] for place in spread(len(texts), 3)]
+
+    def _rows(self, text: str) -> list[list[int]]:
+        """Split a text into rows of at most `max_length`, each with the special tokens that the tokenizer adds."""
+        ids, whole = self.tokenizer.encode(self.tokenizer.normalize(text)), self.tokenizer.encode_source(text)
+        start = next((i for i in range(len(whole) - len(ids) + 1) if whole[i : i + len(ids)] == ids), 0)
+        before, after = whole[:start], whole[start + len(ids) :]
+        room = self.config.max_length - len(before) - len(after)
+        if room < 1:
+            raise ValueError(
+                f"max_length ({self.config.max_length}) leaves no room for text: this tokenizer adds {len(before)} "
+                f"tokens before a text and {len(after)} after it. Use a larger --data.max-length."
+            )
+        return [[*before, *ids[i : i + room], *after] for i in range(0, len(ids), room)]
+
+    def _size(self, split: str) -> int:
+        return len(self._tokens[split].lengths)
+
+    def _train_batches(self, seed: int, own: Callable[[int], np.ndarray]) -> grain.MapDataset:
+        import grain
+
+        size = self.config.batch_size
+        rows = own(size)
+
+        def assemble(place: int, chosen: np.ndarray) -> Batch:
+            draws = np.random.default_rng([seed, place]).random((size, self.longest, 3))
+            return self._hidden("train", chosen[rows], draws[rows])
+
+        order = grain.MapDataset.range(self._size("train")).seed(seed).shuffle().repeat()
+        return order.batch(size).map_with_index(assemble)
+
+    def _assemble(self, split: str, rows: np.ndarray) -> Batch:
+        """Assemble evaluation rows. The random draws of a row do not depend on the other rows of its batch."""
+        draws = [np.random.default_rng([int(row)]).random((self.longest, 3)) for row in rows]
+        return self._hidden(split, rows, np.stack(draws))
+
+    def _hidden(self, split: str, rows: np.ndarray, draws: Float[Array, "B T 3"]) -> Batch:
+        targets, lengths = self._tokens[split].padded(rows, self.longest, self.tokenizer.pad_id)
+        inside = np.arange(self.longest) < lengths[:, None]
+        may_hide = inside & self._is_text[targets]
+        tokens, chosen = hide(targets, may_hide, draws, self.config.mask_share, self.tokenizer.mask_id, self._ids)
+        return {"tokens": tokens, "lengths": lengths, "targets": targets, "weights": chosen.astype(np.float32)}

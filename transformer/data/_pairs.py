@@ -1,0 +1,302 @@
+"""Pairs of texts: shared options, pairs by split, and the dataset of sources and targets."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+
+from transformer.config._checks import ConfigError
+from transformer.data._buckets import TokenBatches
+from transformer.data._config import DataKind, check_whole
+from transformer.data._dataset import Batch, Dataset, Example, Ragged, fingerprint, spread
+from transformer.data._normalization import NORMALIZERS
+from transformer.data._packing import packed_batches
+from transformer.data._tokenizer import Tokenizer
+from transformer.data._tokenizer_kinds import build_tokenizer
+
+if TYPE_CHECKING:
+    import grain
+
+BLOCK = 4096
+"""number of pairs encoded at once"""
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Pairs by split (`splits`), the normalization of their sources, and the number of half-empty lines skipped."""
+
+    splits: Mapping[str, Sequence[Example]]
+    normalization: str = "none"
+    skipped: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairConfig(DataKind):
+    """Options of all kinds of paired text: the model reads a source and generates a target.
+
+    Raises:
+        ConfigError: a number out of range, a field that another one makes useless, or no room for packed rows.
+    """
+
+    task: ClassVar[str] = "seq2seq"
+    open_lengths: ClassVar[tuple[str, ...]] = ("max_source_length", "max_target_length")
+    group_name: ClassVar[str] = "group"
+    """name of the groups in which exact matches are counted"""
+    bleu_tokenization: ClassVar[str | None] = "13a"
+    """tokenization of BLEU, by its name in sacreBLEU; None: translations are scored by exact match instead"""
+
+    max_source_length: int | None = None
+    """maximum source length in tokens; longer pairs are skipped and counted (None: the longest in the data)"""
+    max_target_length: int | None = None
+    """maximum target length in tokens, including the end token; longer pairs are skipped and counted (None: the longest
+    in the data)"""
+    batch_size: int = 128
+    """pairs per step, over all devices and processes; unused with batch_tokens"""
+    batch_tokens: int | None = None
+    """batch size in tokens of the longer side, including padding; batches have pairs of similar length (None: use
+    batch_size)"""
+    buckets: int = 8
+    """with batch_tokens: maximum number of padded lengths; each is compiled once"""
+    row_multiple: int = 8
+    """with batch_tokens: the number of rows of every batch is a multiple of this, to divide by devices and
+    micro-batches"""
+    packed_length: int | None = None
+    """with batch_tokens: pack several pairs into rows of this many tokens per side (None: one pair per row)"""
+    eval_batch_size: int = 250
+    """pairs per evaluation batch"""
+
+    def __post_init__(self):
+        check_whole(self, "batch_size", "eval_batch_size", "buckets", "row_multiple")
+        check_whole(self, "batch_tokens", "packed_length", none=True)
+        self._check_unused("batch_tokens", "batch_size")
+        self._check_unused("packed_length", "buckets")
+        if self.packed_length is not None and not self.packed_rows:
+            raise ConfigError(
+                f"packed_length ({self.packed_length}) needs batch_tokens of at least row_multiple "
+                f"({self.row_multiple}) times packed_length, got {self.batch_tokens}. Raise batch_tokens."
+            )
+        check_whole(self, "max_source_length", none=True)
+        check_whole(self, "max_target_length", least=2, none=True)
+
+    def prepare(self, tokenizer: Tokenizer | None = None) -> PairDataset:
+        """Return the dataset of the pairs. Raises the errors of `DataKind.prepare`."""
+        found = self.read()
+        if tokenizer is None:
+            normalize = NORMALIZERS[found.normalization]
+            sides = {
+                split: (part for pair in pairs for part in (normalize(pair.source), pair.target))
+                for split, pairs in found.splits.items()
+            }
+            train = sides.pop("train")
+            held_out = itertools.chain(*sides.values())
+            tokenizer = build_tokenizer(self.tokenizer, train, held_out, found.normalization)
+        return PairDataset(self, tokenizer, found.splits, found.skipped)
+
+    def _check_unused(self, field: str, other: str) -> None:
+        """Raise ConfigError if `field` is set and makes `other`, which is also set, useless."""
+        value, usual = getattr(self, other), type(self).__dataclass_fields__[other].default
+        if getattr(self, field) is not None and value != usual:
+            raise ConfigError(
+                f"{other} ({value}) has no effect with {field} ({getattr(self, field)}). Remove one of them."
+            )
+
+    @property
+    def packed_rows(self) -> int:
+        """Number of rows of a packed batch."""
+        return (self.batch_tokens or 0) // self.packed_length // self.row_multiple * self.row_multiple
+
+
+class PairDataset(Dataset):
+    """Pairs of source and target, padded on the right to one shape for all batches.
+
+    Raises:
+        ValueError: no pair of a split fits into the maximum lengths.
+    """
+
+    def __init__(
+        self, config: PairConfig, tokenizer: Tokenizer, splits: Mapping[str, Sequence[Example]], skipped: int = 0
+    ):
+        if tokenizer.begin_id is None or tokenizer.eos_id is None:
+            raise ValueError(
+                "this tokenizer has no token that begins a target, or none that ends it: it can't encode pairs. Use a "
+                "tokenizer with both: config.json names them as decoder_start_token_id and eos_token_id."
+            )
+        self.config = config
+        self.tokenizer = tokenizer
+        self._skipped = skipped
+        self._pairs = splits
+        self._places: dict[str, np.ndarray] = {}  # indices of the pairs of a split that are kept
+        self._sources: dict[str, Ragged] = {}
+        self._targets: dict[str, Ragged] = {}
+        digests = {split: [self._encode(split, pairs)] for split, pairs in splits.items()}
+        self.max_source_length = config.max_source_length or max(r.longest for r in self._sources.values())
+        self.max_target_length = config.max_target_length or max(r.longest for r in self._targets.values())
+        self._check_packing()
+        self._batches = self._token_batches()
+        self.fingerprint = self._fingerprint(digests)
+
+    def _encode(self, split: str, pairs: Sequence[Example]) -> str:
+        """Encode a split and keep the pairs that fit the lengths; returns a hash of all its texts."""
+        longest_source = self.config.max_source_length or np.inf
+        longest_target = self.config.max_target_length or np.inf
+        digest, places, sources, targets = hashlib.sha256(), [], [], []
+        for start, block in _blocks(pairs):
+            for text in itertools.chain.from_iterable((pair.source, pair.target) for pair in block):
+                digest.update(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest())
+            read = _each_once(self.tokenizer.encode_sources, [pair.source for pair in block])
+            write = _each_once(self.tokenizer.encode_all, [pair.target for pair in block])
+            kept = [
+                place
+                for place in range(len(block))
+                if 0 < len(read[place]) <= longest_source and 0 < len(write[place]) < longest_target
+            ]
+            places.append(start + np.array(kept, np.int64))
+            sources.append(Ragged(read[place] for place in kept))
+            targets.append(Ragged([*write[place], self.tokenizer.eos_id] for place in kept))
+        self._places[split] = np.concatenate([np.zeros(0, np.int64), *places])
+        if not len(self._places[split]):
+            raise ValueError(
+                f"no {split} pair is left of {len(pairs)}: expected some with text on both sides, sources of at most "
+                f"{self.config.max_source_length or 'any number of'} and targets of at most "
+                f"{self.config.max_target_length or 'any number of'} tokens. Use larger --data.max-source-length and "
+                "--data.max-target-length, or other data."
+            )
+        self._skipped += len(pairs) - len(self._places[split])
+        self._sources[split], self._targets[split] = Ragged.joined(sources), Ragged.joined(targets)
+        return digest.hexdigest()
+
+    def _token_batches(self) -> TokenBatches | None:
+        """The buckets of pairs of like length; None if a batch has a fixed number of pairs, or packed rows."""
+        if self.config.batch_tokens is None or self.config.packed_length is not None:
+            return None
+        return TokenBatches(
+            self._sources["train"].lengths,
+            self._targets["train"].lengths,
+            batch_tokens=self.config.batch_tokens,
+            buckets=self.config.buckets,
+            row_multiple=self.config.row_multiple,
+        )
+
+    def is_known_as(self, fingerprint: str) -> bool:
+        """Return whether a fingerprint belongs to this data. The first versions hashed all texts in one list: compute
+        that one too.
+        """
+        if fingerprint == self.fingerprint:
+            return True
+        as_first = {
+            split: [text for pair in pairs for text in (pair.source, pair.target)]
+            for split, pairs in self._pairs.items()
+        }
+        return fingerprint == self._fingerprint(as_first)
+
+    def _fingerprint(self, texts: dict) -> str:
+        settings = [self.config.kind, self.max_source_length, self.max_target_length, self.tokenizer.state()]
+        arrays = [ragged.values for side in (self._sources, self._targets) for ragged in side.values()]
+        return fingerprint(settings, texts, arrays)
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        """`train` and `validation`; number words also have `test` and `basics` (0-20 and d x 10^k)."""
+        return tuple(self._places)
+
+    def describe(self) -> str:
+        """Describe pairs, lengths, vocabulary and the number of skipped pairs in one line."""
+        sizes = ", ".join(f"{len(places):,} {split}" for split, places in self._places.items())
+        packed = self.config.packed_length and self.config.packed_rows
+        left_out = f", {self._skipped:,} skipped (empty or too long)" if self._skipped else ""
+        return (
+            f"{self.config.kind}: {sizes} pairs{left_out}; sources up to {self.max_source_length} and targets up to "
+            f"{self.max_target_length} tokens, vocabulary of {self.tokenizer.vocab_size:,} ({self.tokenizer.kind})"
+            + ("" if self._batches is None else f"; {self._batches.describe()}")
+            + (f"; packed into {packed} rows of {self.config.packed_length}" if packed else "")
+        )
+
+    def examples(self, split: str = "validation", limit: int | None = None) -> list[Example]:
+        """Return the pairs of a split; at most `limit`, balanced over groups and evenly spaced within each group."""
+        self._check_split(split)
+        pairs, kept = self._pairs[split], self._places[split].tolist()
+        if limit is None or limit >= len(kept):
+            return [pairs[place] for place in kept]
+        groups = defaultdict(list)
+        for place in kept:
+            groups[pairs[place].group].append(place)
+        chosen: list[int] = []
+        by_size = sorted(groups.values(), key=len)
+        for number, places in enumerate(by_size):
+            share = min((limit - len(chosen)) // (len(by_size) - number), len(places))
+            chosen += [places[i] for i in spread(len(places), share)]
+        return [pairs[place] for place in sorted(chosen)]
+
+    def prompts(self) -> list[str]:
+        """Return three held-out sources."""
+        return [example.source for example in self.examples(limit=3)]
+
+    def _size(self, split: str) -> int:
+        return len(self._places[split])
+
+    def _check_packing(self) -> None:
+        length = self.config.packed_length
+        longest = max(self._sources["train"].longest, self._targets["train"].longest)
+        if length is not None and length < longest:
+            raise ValueError(
+                f"packed_length ({length}) is shorter than the longest pair, {longest} tokens on one side. Use at "
+                f"least that, or leave long pairs out (--data.max-source-length, --data.max-target-length)."
+            )
+
+    def _train_batches(self, seed: int, own: Callable[[int], np.ndarray]) -> grain.MapDataset | grain.IterDataset:
+        import grain
+
+        if self.config.packed_length is not None:
+            order = grain.MapDataset.range(self._size("train")).seed(seed).shuffle().repeat()
+            sides = self._sources["train"], self._targets["train"]
+            length, rows = self.config.packed_length, self.config.packed_rows
+            return packed_batches(order, *sides, self.tokenizer, row_length=length, rows=rows, own=own)
+        if self._batches is None:
+            return super()._train_batches(seed, own)
+
+        def assemble(item):
+            bucket, chosen, filled = item
+            rows = own(len(chosen))
+            batch = self._assemble("train", chosen[rows], bucket.source_length, bucket.target_length)
+            batch["weights"][rows >= filled] = 0
+            return batch
+
+        return grain.MapDataset.source(self._batches.seeded(seed)).map(assemble)
+
+    def _assemble(
+        self, split: str, rows: np.ndarray, source_length: int | None = None, target_length: int | None = None
+    ) -> Batch:
+        pad = self.tokenizer.pad_id
+        source, source_lengths = self._sources[split].padded(rows, source_length or self.max_source_length, pad)
+        targets, lengths = self._targets[split].padded(rows, target_length or self.max_target_length, pad)
+        inside = np.arange(targets.shape[1]) < lengths[:, None]
+        begun = np.concatenate([np.full((len(rows), 1), self.tokenizer.begin_id, np.int32), targets[:, :-1]], axis=1)
+        return {
+            "source": source,
+            "source_lengths": source_lengths,
+            "tokens": np.where(inside, begun, np.int32(pad)),
+            "targets": targets,
+            "weights": inside.astype(np.float32),
+        }
+
+
+def _each_once(encode: Callable[[list[str]], list[list[int]]], texts: list[str]) -> list[list[int]]:
+    """Encode each distinct text once: number words repeat as often as a number was drawn."""
+    known = list(dict.fromkeys(texts))
+    ids = dict(zip(known, encode(known), strict=True))
+    return [ids[text] for text in texts]
+
+
+def _blocks(pairs: Iterable[Example]) -> Iterator[tuple[int, list[Example]]]:
+    """Yield blocks of pairs, large enough for all threads, with the index of the first pair."""
+    rest = iter(pairs)
+    for start in itertools.count(0, BLOCK):
+        if not (block := list(itertools.islice(rest, BLOCK))):
+            return
+        yield start, block

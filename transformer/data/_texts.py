@@ -1,0 +1,126 @@
+"""Running text: shared options, documents, and the dataset of token windows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from transformer.data._config import CHARACTERS, DataKind, TokenizerConfig, check_whole
+from transformer.data._dataset import Batch, Dataset, Example, fingerprint, spread
+from transformer.data._tokenizer import Tokenizer
+from transformer.data._tokenizer_kinds import build_tokenizer
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Running text: documents by split (`splits`). With `separate`, an end token follows each document."""
+
+    splits: Mapping[str, Sequence[str]]
+    separate: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextConfig(DataKind):
+    """Options of all kinds of running text: windows of `sequence_length` tokens for next-token prediction."""
+
+    task: ClassVar[str] = "causal_lm"
+
+    sequence_length: int = 256
+    """context length: tokens per training window"""
+    batch_size: int = 32
+    """windows per step, over all devices and processes"""
+    eval_batch_size: int = 64
+    """windows per evaluation batch"""
+    tokenizer: TokenizerConfig = CHARACTERS
+    """tokenizer"""
+
+    def __post_init__(self):
+        check_whole(self, "sequence_length", "batch_size", "eval_batch_size")
+
+    def prepare(self, tokenizer: Tokenizer | None = None) -> TextDataset:
+        """Return the dataset of the documents. Raises the errors of `DataKind.prepare`."""
+        found = self.read()
+        tokenizer = tokenizer or build_tokenizer(self.tokenizer, found.splits["train"], found.splits["validation"])
+        return TextDataset(self, tokenizer, found.splits, found.separate)
+
+
+class TextDataset(Dataset):
+    """Running text: training windows start at any token; evaluation uses each token of the held-out text once.
+
+    Raises:
+        ValueError: the training text is shorter than a window, or the held-out text has fewer than 2 tokens.
+    """
+
+    def __init__(self, config: TextConfig, tokenizer: Tokenizer, splits: Mapping[str, Sequence[str]], separate: bool):
+        self.config = config
+        self.tokenizer = tokenizer
+        self._texts = splits
+        end = [tokenizer.eos_id] if separate and tokenizer.eos_id is not None else []
+        self._tokens = {
+            split: np.array([i for text in texts for i in tokenizer.encode(text) + end], np.int32)
+            for split, texts in splits.items()
+        }
+        length = len(self._tokens["train"])
+        if length <= config.sequence_length:
+            raise ValueError(
+                f"the training text is shorter than the context: expected more than sequence_length "
+                f"({config.sequence_length}) tokens, got {length}. Add text, or use a smaller --data.sequence-length."
+            )
+        for split, tokens in self._tokens.items():
+            if len(tokens) < 2:
+                raise ValueError(
+                    f"the {split} text is too short: expected at least 2 tokens, got {len(tokens)}. Add text."
+                )
+        self.fingerprint = fingerprint(
+            [config.kind, config.sequence_length, tokenizer.state()], splits, self._tokens.values()
+        )
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        """`train` and `validation`."""
+        return tuple(self._tokens)
+
+    def describe(self) -> str:
+        """Describe tokens and vocabulary in one line."""
+        sizes = ", ".join(f"{len(tokens):,} {split} tokens" for split, tokens in self._tokens.items())
+        return f"{self.config.kind}: {sizes}, vocabulary of {self.tokenizer.vocab_size:,} ({self.tokenizer.kind})"
+
+    def examples(self, split: str = "validation", limit: int | None = None) -> list[Example]:
+        """Raise ValueError: running text has no pairs."""
+        raise ValueError(f"{self.config.kind} is running text and has no pairs of source and target. Use prompts().")
+
+    def prompts(self) -> list[str]:
+        """Return the starts of three lines of the held-out text (or of all text if that is blank), each with at most 40
+        characters (or one word) and half a context.
+        """
+        held_out, all_others = (self._texts[split] for split in ("validation", "train"))
+        lines = _lines(held_out) or _lines(all_others)
+        chosen = []
+        for line in dict.fromkeys(lines[place] for place in spread(len(lines), 3)):
+            cut = line[:40].rpartition(" ")[0] or line.partition(" ")[0]  # whole words only: a cut word may be unknown
+            start = line if len(line) <= 40 else cut
+            ids = self.tokenizer.encode(start)
+            most = max(1, self.config.sequence_length // 2)
+            chosen.append(start if len(ids) <= most else self.tokenizer.decode(ids[:most]))
+        return chosen
+
+    def _size(self, split: str) -> int:
+        return len(self._tokens[split]) - self.config.sequence_length
+
+    def _eval_rows(self, split: str) -> np.ndarray:
+        return np.arange(0, len(self._tokens[split]) - 1, self.config.sequence_length)
+
+    def _assemble(self, split: str, rows: np.ndarray) -> Batch:
+        """Return the windows that start at `rows`; positions past the end of the text have weight 0."""
+        tokens = self._tokens[split]
+        places = rows[:, None] + np.arange(self.config.sequence_length + 1)
+        inside = places < len(tokens)
+        window = np.where(inside, tokens[np.minimum(places, len(tokens) - 1)], self.tokenizer.pad_id)
+        return {"tokens": window[:, :-1], "targets": window[:, 1:], "weights": inside[:, 1:].astype(np.float32)}
+
+
+def _lines(texts: Sequence[str]) -> list[str]:
+    return [line.strip() for text in texts for line in text.split("\n") if line.strip()]

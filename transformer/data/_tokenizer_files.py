@@ -1,0 +1,99 @@
+"""Export tokenizers of this package to the `tokenizer.json` of the tokenizers library."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from transformer.data._bpe import BPETokenizer
+from transformer.data._pretrained_tokenizer import PretrainedTokenizer
+from transformer.data._tokenizer import TOKENIZER_FILE, Tokenizer
+from transformer.data._vocabularies import ByteTokenizer, CharTokenizer, WordTokenizer
+
+if TYPE_CHECKING:
+    import tokenizers
+
+
+def as_pretrained(tokenizer: Tokenizer) -> PretrainedTokenizer:
+    """Convert a tokenizer to one of the tokenizers library with the same ids for every text.
+
+    Raises:
+        ValueError: the library has no equivalent of the normalization of prompts, or a word of the vocabulary is the
+            name of a special token.
+    """
+    import tokenizers
+
+    if isinstance(tokenizer, PretrainedTokenizer):
+        return tokenizer
+    if tokenizer.normalization != "none":
+        raise ValueError(
+            f"this tokenizer normalizes prompts with {tokenizer.normalization!r}, which a {TOKENIZER_FILE} can't "
+            "represent."
+        )
+    special = tokenizer.special_tokens
+    library = _pipeline(tokenizer, _ids(tokenizer))
+    library.add_special_tokens([tokenizers.AddedToken(token, special=True, normalized=False) for token in special])
+    files = {TOKENIZER_FILE: library.to_str(), "tokenizer_config.json": json.dumps(_settings(tokenizer))}
+    return PretrainedTokenizer({name: text.encode() for name, text in files.items()}, tokenizer.vocab_size)
+
+
+def _ids(tokenizer: Tokenizer) -> dict[str, int]:
+    """The id of each entry of the vocabulary and of each special token. ValueError if a word is both."""
+    special = tokenizer.special_tokens
+    ids = {entry: len(special) + i for i, entry in enumerate(_entries(tokenizer))}
+    if twice := [token for token in special if token in ids]:
+        raise ValueError(
+            f"the vocabulary has the word {twice[0]}, which is also the name of a special token: in a {TOKENIZER_FILE} "
+            f"the word would become that token."
+        )
+    return ids | {token: i for i, token in enumerate(special)}
+
+
+def _pipeline(tokenizer: Tokenizer, ids: dict[str, int]) -> tokenizers.Tokenizer:
+    """The model, pre-tokenizer and decoder of the library that compute what `tokenizer` does."""
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers
+
+    unknown = {} if tokenizer.unk_id is None else {"unk_token": tokenizer.special_tokens[tokenizer.unk_id]}
+    before: Any
+    after: Any
+    match tokenizer:
+        case BPETokenizer():
+            model: Any = models.BPE(vocab=ids, merges=tokenizer.merges)
+            before, after = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+        case ByteTokenizer():
+            model = models.BPE(vocab=ids, merges=[])
+            before, after = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False), decoders.ByteLevel()
+        case CharTokenizer():
+            model = models.WordLevel(ids, **unknown)
+            before, after = pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated"), decoders.Fuse()
+        case WordTokenizer():
+            model = models.WordLevel(ids, **unknown)
+            before, after = pre_tokenizers.WhitespaceSplit(), None
+        case _:
+            raise ValueError(f"a {TOKENIZER_FILE} can't represent a tokenizer of the kind {tokenizer.kind!r}.")
+    library = tokenizers.Tokenizer(model)
+    library.pre_tokenizer = before
+    if after is not None:
+        library.decoder = after
+    return library
+
+
+def _settings(tokenizer: Tokenizer) -> dict[str, Any]:
+    """The contents of tokenizer_config.json: the roles of the special tokens."""
+    special = tokenizer.special_tokens
+    unknown = None if tokenizer.unk_id is None else special[tokenizer.unk_id]
+    names = {"pad_token": special[0], "bos_token": special[1], "eos_token": special[2], "unk_token": unknown}
+    names |= {} if tokenizer.mask_id is None else {"mask_token": special[tokenizer.mask_id]}
+    return names | {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+
+
+def _entries(tokenizer: Tokenizer) -> list[str]:
+    """Return the vocabulary in the order of its ids; bytes become the characters that the library uses for them."""
+    if not isinstance(tokenizer, ByteTokenizer):
+        return tokenizer.vocabulary
+    # Radford et al. 2019 (GPT-2): printable bytes are written as themselves, other bytes as characters from 256 on.
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    rest = [byte for byte in range(256) if byte not in printable]
+    characters = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(rest)}
+    return [characters[byte] for byte in range(256)]

@@ -1,0 +1,113 @@
+"""Build a tokenizer from texts, or load it from a file."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from transformer.config._checks import nearest
+from transformer.config._untrusted import parse_json, read_bounded
+from transformer.data._bpe import BPETokenizer
+from transformer.data._config import TokenizerConfig
+from transformer.data._tokenizer import FORMAT, SPECIAL_TOKENS, TOKENIZER_FILE, Tokenizer
+from transformer.data._vocabularies import ByteTokenizer, CharTokenizer, WordTokenizer
+
+DEFAULT_BPE_SIZE = 8192
+"""default size of a bpe vocabulary"""
+
+TOKENIZERS: dict[str, type[Tokenizer]] = {
+    kind.kind: kind for kind in (CharTokenizer, ByteTokenizer, WordTokenizer, BPETokenizer)
+}
+"""tokenizers by kind"""
+
+
+def build_tokenizer(
+    config: TokenizerConfig,
+    train: Iterable[str],
+    held_out: Iterable[str] = (),
+    normalization: str = "none",
+    masked: bool = False,
+) -> Tokenizer:
+    """Build a tokenizer for these texts, with a mask token if `masked`.
+
+    A closed vocabulary (char, and word without a size) contains everything that occurs in any text, so that all texts
+    can be encoded. Learned or counted vocabularies (bpe, word with a size) use only the training texts.
+    """
+    if config.kind == "byte":
+        return ByteTokenizer(normalization, masked)
+    if config.kind == "bpe":
+        return BPETokenizer.train(train, config.vocab_size or DEFAULT_BPE_SIZE, normalization, masked)
+    if config.kind == "char":
+        characters = set().union(*(set(text) for text in train), *(set(text) for text in held_out))
+        return CharTokenizer(sorted(characters), normalization, masked)
+    words = Counter(word for text in train for word in text.split())
+    if config.vocab_size is None:
+        known = sorted(words.keys() | {word for text in held_out for word in text.split()})
+        return WordTokenizer(known, normalization, masked=masked)
+    frequent = sorted(words, key=lambda word: (-words[word], word))[: config.vocab_size - 4 - masked]
+    return WordTokenizer(frequent, normalization, unknown=True, masked=masked)
+
+
+def load_tokenizer(directory: str | os.PathLike) -> Tokenizer:
+    """Load a tokenizer saved without a model. Raises FileNotFoundError or ValueError (damaged file)."""
+    path = Path(directory) / TOKENIZER_FILE
+    if not os.path.lexists(path):
+        raise FileNotFoundError(
+            f"no tokenizer in {directory}: expected a file {path}. Pass the folder that save() wrote."
+        )
+    try:
+        state = parse_json(read_bounded(Path(directory), TOKENIZER_FILE))
+        if isinstance(state, dict) and "format" not in state and "model" in state:  # of the tokenizers library
+            from transformer.data._pretrained_tokenizer import load_saved_alone
+
+            return load_saved_alone(directory)
+        return _from_state(state)
+    except ValueError as error:
+        told = str(error).rstrip(".")
+        raise ValueError(f"{path} is not a valid tokenizer: {told}. Restore it from a copy, or train again.") from error
+
+
+def _from_state(state: Any) -> Tokenizer:
+    if not isinstance(state, dict):
+        raise ValueError(f"expected a JSON object, got {type(state).__name__}.")
+    if state.get("format") != FORMAT:
+        raise ValueError(f"expected format {FORMAT}, got {state.get('format')!r:.80}.")
+    kind, normalization = state.get("kind"), state.get("normalization")
+    if not isinstance(kind, str) or kind not in TOKENIZERS:
+        hint = nearest(str(kind), TOKENIZERS)
+        raise ValueError(f"kind must be one of {', '.join(TOKENIZERS)}, got {kind!r:.80}.{hint}")
+    if not isinstance(normalization, str):
+        raise ValueError(f"normalization must be a string, got {normalization!r:.80}.")
+    special = state.get("special_tokens")
+    unknown, masked = _extras(special, kind)
+    if kind == "byte":
+        return ByteTokenizer(normalization, masked)
+    vocabulary = _strings(state, "vocabulary")
+    if kind == "char":
+        return CharTokenizer(vocabulary, normalization, masked)
+    if kind == "word":
+        return WordTokenizer(vocabulary, normalization, unknown, masked)
+    return BPETokenizer(vocabulary, [merge.split(" ") for merge in _strings(state, "merges")], normalization, masked)
+
+
+def _extras(special: Any, kind: str) -> tuple[bool, bool]:
+    """Return whether the special tokens of a file include an unknown token and a mask token."""
+    given = special if isinstance(special, list) else []
+    unknown, masked = "<unk>" in given, "<mask>" in given
+    expected = [*SPECIAL_TOKENS[:3], *["<unk>"][: unknown and kind == "word"], *["<mask>"][:masked]]
+    if given != expected:
+        raise ValueError(
+            f"special_tokens must be {list(SPECIAL_TOKENS[:3])} (then <unk> for words, and <mask>), got "
+            f"{special!r:.200}."
+        )
+    return unknown, masked
+
+
+def _strings(state: dict, field: str) -> list[str]:
+    value = state.get(field)
+    if not isinstance(value, list) or not all(isinstance(entry, str) for entry in value):
+        raise ValueError(f"{field} must be a list of strings, got {type(value).__name__}.")
+    return value

@@ -1,0 +1,88 @@
+"""Images of the user, from a NumPy file."""
+
+from __future__ import annotations
+
+import zipfile
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+
+from transformer.config._checks import nearest
+from transformer.data._config import check_path, check_shares
+from transformer.data._images import ImageConfig, Images, split_by_hash
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageFile(ImageConfig):
+    """Your own images: a NumPy file (.npz) with two arrays, `images` (N, height, width) or (N, height, width,
+    channels), bytes 0 to 255 or unscaled floating-point values, and `labels` (N,), integers from 0.
+
+    Raises:
+        ConfigError: an empty path, or shares that leave nothing for training.
+    """
+
+    kind: ClassVar[str] = "image_file"
+
+    path: str
+    """path of the .npz file"""
+    validation_share: float = 0.1
+    """fraction of the images for evaluation, selected by SHA-256"""
+    test_share: float = 0.2
+    """fraction of the images for the test, selected by SHA-256"""
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_path(self, "path")
+        check_shares(self)
+
+    def read(self) -> Images:
+        """Return the images; bytes are scaled to 0 to 1.
+
+        Raises:
+            FileNotFoundError: the file does not exist.
+            ValueError: the file has other contents, or labels that are out of range or all equal.
+        """
+        images, numbers = _arrays(self.path)
+        if numbers.min() < 0 or (self.labels and numbers.max() >= len(self.labels)):
+            bad = numbers.min() if numbers.min() < 0 else numbers.max()
+            names = f"0 to {len(self.labels) - 1} ({', '.join(self.labels)[:100]})" if self.labels else "0 and above"
+            raise ValueError(f"{self.path} has the label {bad}: expected {names}. Fix the file, or --data.labels.")
+        labels = self.labels or tuple(map(str, range(int(numbers.max()) + 1)))
+        if len(labels) < 2:
+            raise ValueError(f"{self.path} has only the label {labels[0]!r}: expected at least two.")
+        splits = split_by_hash(images, numbers.astype(np.int32), self.validation_share, self.test_share)
+        return Images(splits, labels)
+
+
+def _arrays(path: str) -> tuple[np.ndarray, np.ndarray]:
+    """Read and check images (N, height, width, channels), float32, and labels (N,)."""
+    file = Path(path).expanduser()
+    if not file.is_file():
+        siblings = [other.name for other in file.parent.iterdir()] if file.parent.is_dir() else []
+        raise FileNotFoundError(f"no file {path}.{nearest(file.name, siblings)} Check the path.")
+    try:
+        with np.load(file, allow_pickle=False) as found:
+            images, numbers = found["images"], found["labels"]
+    except (ValueError, TypeError, KeyError, IndexError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        raise ValueError(
+            f"{path} is not an .npz file with the arrays images and labels ({error}). Create one with "
+            "numpy.savez(path, images=..., labels=...)."
+        ) from error
+    if images.ndim not in (3, 4) or not (images.dtype == np.uint8 or np.issubdtype(images.dtype, np.floating)):
+        raise ValueError(
+            f"images in {path} must be bytes or floating-point values of shape (N, height, width) or (N, height, "
+            f"width, channels), got {images.dtype} of shape {images.shape}."
+        )
+    if numbers.shape != (len(images),) or not np.issubdtype(numbers.dtype, np.integer) or not len(numbers):
+        raise ValueError(
+            f"labels in {path} must be integers, one for each of the {len(images)} images, got {numbers.dtype} of "
+            f"shape {numbers.shape}."
+        )
+    images = images if images.ndim == 4 else images[..., None]
+    images = images.astype(np.float32) / (255.0 if images.dtype == np.uint8 else 1.0)
+    if not np.isfinite(images).all():
+        raise ValueError(f"image {int(np.argwhere(~np.isfinite(images))[0, 0])} of {path} is not finite. Fix the file.")
+    return images.astype(np.float32), numbers

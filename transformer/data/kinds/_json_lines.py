@@ -1,0 +1,29 @@
+"""A JSON-lines file of the user, one document per line."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from transformer.data._local_files import cut, read_json_lines
+from transformer.data._texts import Documents
+from transformer.data.kinds._text_file import LocalText
+
+
+@dataclass(frozen=True, kw_only=True)
+class JsonLines(LocalText):
+    """Your own JSON-lines file: one JSON object per line, with a document in one of its fields."""
+
+    kind: ClassVar[str] = "json_lines"
+
+    field: str = "text"
+    """name of the field that contains the document"""
+
+    def read(self) -> Documents:
+        """Return the documents; the last ones are held out, unless validation_path is set."""
+        train = read_json_lines(self.path, self.field)
+        if self.validation_path is not None:
+            held_out = read_json_lines(self.validation_path, self.field)
+            return Documents({"train": train, "validation": held_out}, separate=True)
+        end = cut(len(train), self.validation_share, self.path, "documents")
+        return Documents({"train": train[:end], "validation": train[end:]}, separate=True)

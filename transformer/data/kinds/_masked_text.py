@@ -1,0 +1,45 @@
+"""Texts from a file of the user, one per line, for masked language modeling."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from transformer.data._config import check_path, check_share
+from transformer.data._local_files import cut, read_lines
+from transformer.data._masked import MaskedConfig, Texts
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskedText(MaskedConfig):
+    """Your own text file (UTF-8) with one text per line: a sentence, paragraph or document. Empty lines are skipped.
+
+    Raises:
+        ConfigError: an empty path, or a number out of range.
+    """
+
+    kind: ClassVar[str] = "masked_text"
+
+    path: str
+    """path of the training file"""
+    validation_path: str | None = None
+    """path of a second file for evaluation (None: the end of the training file)"""
+    validation_share: float = 0.1
+    """without validation_path: fraction at the end of the file for evaluation"""
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_path(self, "path")
+        check_share(self, "validation_share")
+
+    def read(self) -> Texts:
+        """Return the nonempty lines; the last ones are held out, unless validation_path is set."""
+
+        def lines(path: str) -> list[str]:
+            return [line for line in read_lines(path) if line]
+
+        train = lines(self.path)
+        if self.validation_path is not None:
+            return Texts({"train": train, "validation": lines(self.validation_path)})
+        end = cut(len(train), self.validation_share, self.path, "lines")
+        return Texts({"train": train[:end], "validation": train[end:]})

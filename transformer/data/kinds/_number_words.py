@@ -1,0 +1,240 @@
+"""Numbers in words in seven languages, and their splits: training, validation, test and basics.
+
+The words come from num2words, with corrections for errors below a million (version 0.5.14):
+
+* Spanish: "uno" is shortened before "mil": 21 000 is "veintiún mil", 31 000 "treinta y un mil", 201 000 "doscientos
+  un mil" (RAE, Diccionario panhispánico de dudas, "cardinales").
+* German: "eins" is "ein" before "tausend": 101 000 is "einhunderteintausend" (Duden).
+* Italian: 118 is "centodiciotto", not "centodicotto"; a final "tre" has an accent: "centoventitré"
+  (Treccani, "tre").
+* English: no comma after "thousand", as in running text; "and" is kept (British).
+
+Portuguese is European ("dezasseis"), French uses hyphens as before 1990 ("vingt et un", "quatre-vingt-deux").
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import random
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+
+from transformer.config._checks import ConfigError, check_choice, nearest
+from transformer.data._config import WORDS, TokenizerConfig, check_whole
+from transformer.data._dataset import Example
+from transformer.data._pairs import PairConfig, Pairs
+from transformer.data._prepared import Prepared
+
+Language = Literal["en", "es", "pt", "ru", "fr", "de", "it"]
+
+ONE_WORD_LANGUAGES = ("de", "it")
+"""Languages that write an integer as one word: a word vocabulary can't encode unseen numbers."""
+
+NORMALIZATION_OF = {"en": "english_number_words", "pt": "portuguese_number_words"}
+"""normalization by language; other languages use number_words"""
+
+BASIC_SHARE = 0.15
+"""Fraction of training pairs drawn from 0-20 and d x 10^k: drawn only by digit count, 100 or 10 000 would be rare."""
+
+ROUND_SHARE = 0.15
+"""Fraction of training pairs with at most two nonzero digits, such as 40 300 or 700 002."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NumberWords(PairConfig):
+    """Integers below 10^max_digits in words of two languages: a small, exact task that is hard to memorize.
+
+    Raises:
+        ConfigError: both languages are the same, a number is out of range, or a word tokenizer with a language that
+            writes a number as one word.
+    """
+
+    kind: ClassVar[str] = "number_words"
+    group_name: ClassVar[str] = "digits"
+    bleu_tokenization: ClassVar[None] = None
+
+    source_language: Language = "en"
+    """source language"""
+    target_language: Language = "es"
+    """target language"""
+    max_digits: int = 6
+    """maximum number of digits, 2 to 6"""
+    train_examples: int = 60_000
+    """number of training pairs, drawn once (held-out numbers are excluded)"""
+    test_examples: int = 1_000
+    """number of test numbers, never seen in training, balanced over digit counts as far as possible"""
+    validation_examples: int = 500
+    """number of validation numbers for evaluation during training, never seen in training or test"""
+    tokenizer: TokenizerConfig = WORDS
+    """tokenizer; de and it write a number as one word and need char, byte or bpe"""
+    data_dir: str | None = None
+    """folder of prepared TFDS data (None: $TFDS_DATA_DIR, else ~/tensorflow_datasets)"""
+
+    def __post_init__(self):
+        super().__post_init__()
+        for field in ("source_language", "target_language"):
+            check_choice(field, getattr(self, field), Language.__args__)
+        if self.source_language == self.target_language:
+            raise ConfigError(
+                f"source_language and target_language are both {self.source_language!r}. Use two different ones of "
+                f"{', '.join(Language.__args__)}."
+            )
+        check_whole(self, "max_digits", least=2)
+        if self.max_digits > 6:
+            raise ConfigError(f"max_digits must be from 2 to 6 (numbers below a million), got {self.max_digits}.")
+        check_whole(self, "train_examples", least=200)
+        check_whole(self, "test_examples", "validation_examples")
+        for language in (self.source_language, self.target_language):
+            if language in ONE_WORD_LANGUAGES and self.tokenizer.kind == "word":
+                raise ConfigError(
+                    f"a word tokenizer can't be used with language {language!r}, which writes a number as one word: an "
+                    "unseen number would be an unknown word. Use tokenizer.kind char, byte or bpe."
+                )
+
+    def read(self) -> Pairs:
+        """Return the pairs; each number is repeated as often as it was drawn."""
+        found = _prepared(self).records(self.data_dir)
+        splits = {
+            split: [
+                example
+                for row in sorted(rows, key=lambda row: row["number"])
+                for example in [Example(row["source"].decode(), row["target"].decode(), str(len(str(row["number"]))))]
+                * row["times"]
+            ]
+            for split, rows in found.items()
+        }
+        return Pairs(splits, NORMALIZATION_OF.get(self.source_language, "number_words"))
+
+
+def _prepared(config: NumberWords) -> Prepared:
+    """Describe the dataset of these options: splits train, validation, test and basics (0-20 and d x 10^k)."""
+    languages = config.source_language, config.target_language
+    digits, counts = config.max_digits, (config.train_examples, config.validation_examples, config.test_examples)
+
+    def examples(files: Any) -> dict[str, Iterator[tuple[int, dict]]]:
+        del files
+        numbers = {
+            "train": training_numbers(digits, config.train_examples),
+            "validation": held_out_numbers("validation", digits, config.validation_examples),
+            "test": held_out_numbers("test", digits, config.test_examples),
+            "basics": basic_numbers(digits),
+        }
+        return {split: _in_words(drawn, *languages) for split, drawn in numbers.items()}
+
+    return Prepared(
+        name="number_words",
+        # The variant has every option that changes the data, so that different data never shares prepared files.
+        variant="_".join(map(str, (*languages, digits, "digits", *counts))),
+        description="Integers in words of two languages, from num2words with corrections.",
+        features=lambda features: {
+            "number": features.Scalar(dtype=np.int32),
+            "times": features.Scalar(dtype=np.int32, doc="how often the number was drawn"),
+            "source": features.Text(),
+            "target": features.Text(),
+        },
+        examples=examples,
+    )
+
+
+def _in_words(numbers: list[int], source: str, target: str) -> Iterator[tuple[int, dict]]:
+    for number, times in Counter(numbers).items():
+        yield (
+            number,
+            {"number": number, "times": times, "source": words(number, source), "target": words(number, target)},
+        )
+
+
+def words(number: int, language: str) -> str:
+    """Write an integer from 0 to 999,999 in words of a `Language`. Raises ValueError for anything else.
+
+    >>> words(742, "en"), words(21_000, "es")
+    ('seven hundred and forty-two', 'veintiún mil')
+    """
+    if language not in Language.__args__:
+        known = Language.__args__
+        raise ValueError(f"language must be one of {', '.join(known)}, got {language!r}.{nearest(language, known)}")
+    if not 0 <= number < 1_000_000:
+        raise ValueError(f"number must be from 0 to 999,999, got {number}.")
+    text = _num2words()(number, lang=language)
+    if language == "en":
+        return text.replace(",", "")
+    if language == "es":
+        return text.replace("veintiuno mil", "veintiún mil").replace("uno mil", "un mil")
+    if language == "de":
+        return text.replace("einstausend", "eintausend")
+    if language == "it":
+        text = text.replace("dicotto", "diciotto")
+        return text[:-1] + "é" if text.endswith("tre") and number > 3 else text
+    return text
+
+
+@functools.cache
+def _num2words():
+    import num2words
+
+    return num2words.num2words
+
+
+def basic_numbers(max_digits: int) -> list[int]:
+    """Return 0 to 20 and d x 10^k: the vocabulary of numbers, never held out, because no rule gives "thirteen"."""
+    round_ones = {digit * 10**zeros for zeros in range(max_digits) for digit in range(1, 10)}
+    return sorted(set(range(21)) | round_ones)
+
+
+def role(number: int) -> str:
+    """Return `"train"` (8 of 10), `"validation"` or `"test"` for a number that is not basic, by the hash of the number.
+
+    The split does not depend on the random draws or the languages, so that no draw can move a number to another one.
+    """
+    tenth = int.from_bytes(hashlib.sha256(str(number).encode()).digest()[:8], "big") % 10
+    return {0: "test", 1: "validation"}.get(tenth, "train")
+
+
+def held_out_numbers(split: str, max_digits: int, count: int) -> list[int]:
+    """Return up to `count` numbers of a held-out split, balanced over digit counts as far as possible.
+
+    The test split has 7 two-digit and about 90 three-digit numbers, and thousands of longer ones.
+    """
+    basic = set(basic_numbers(max_digits))
+    chosen: list[int] = []
+    for digits in range(2, max_digits + 1):
+        share = (count - len(chosen)) // (max_digits + 1 - digits)
+        draw = random.Random(f"{split} {digits}")
+        if digits <= 4:
+            supply = [n for n in range(10 ** (digits - 1), 10**digits) if n not in basic and role(n) == split]
+            chosen += draw.sample(supply, min(share, len(supply)))
+        else:
+            longer: dict[int, None] = {}
+            while len(longer) < min(share, 5_000 * 10 ** (digits - 5)):
+                number = draw.randrange(10 ** (digits - 1), 10**digits)
+                if number not in basic and role(number) == split:
+                    longer[number] = None
+            chosen += longer
+    return sorted(chosen)
+
+
+def training_numbers(max_digits: int, count: int) -> list[int]:
+    """Draw `count` training numbers, with repetitions: all basic, some round ones, balanced digit counts."""
+    basic = basic_numbers(max_digits)
+    known = set(basic)
+    draw = random.Random(f"train {max_digits} {count}")
+
+    def of_length() -> int:
+        digits = draw.randint(1, max_digits)
+        return draw.randrange(10 ** (digits - 1) if digits > 1 else 0, 10**digits)
+
+    def few_digits() -> int:
+        return sum(draw.randint(1, 9) * 10 ** draw.randrange(max_digits) for _ in range(2))
+
+    numbers = basic + draw.choices(basic, k=max(0, round(BASIC_SHARE * count) - len(basic)))
+    while len(numbers) < count:
+        number = few_digits() if draw.random() < ROUND_SHARE / (1 - BASIC_SHARE) else of_length()
+        if number < 10**max_digits and (number in known or role(number) == "train"):
+            numbers.append(number)
+    draw.shuffle(numbers)
+    return numbers[:count]

@@ -1,0 +1,113 @@
+"""A time series of the user, from a CSV file."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, TypeAlias
+
+import numpy as np
+
+from transformer.config._checks import nearest
+from transformer.data._config import check_path, check_shares
+from transformer.data._local_files import read_text
+from transformer.data._series import Series, SeriesConfig
+
+Lines: TypeAlias = Sequence[tuple[int, list[str]]]
+"""line numbers of a file, and the cells of each line"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeriesFile(SeriesConfig):
+    """Your own time series: a CSV file (UTF-8) with column names in the first line, then one step per line, in order.
+
+    Raises:
+        ConfigError: an empty path, or shares that leave nothing for training.
+    """
+
+    kind: ClassVar[str] = "series_file"
+
+    path: str
+    """path of the CSV file"""
+    validation_share: float = 0.1
+    """fraction of the steps, before the test steps, for evaluation"""
+    test_share: float = 0.2
+    """fraction of the steps, at the end, for the test"""
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_path(self, "path")
+        check_shares(self)
+
+    def _wanted(self, header: Sequence[str], lines: Lines) -> tuple[str, ...]:
+        """Return the names of the columns to read: `columns`, or all whose first entry is a number."""
+        first = lines[0][1] if lines else []
+        found = [name for name, text in zip(header, first, strict=False) if _number(text) is not None]
+        wanted = self.columns or tuple(found)
+        if not wanted:
+            raise ValueError(
+                f"{self.path} has no numeric column: its first step is {lines[:1]!r:.100}. Check the file."
+            )
+        for name in wanted:
+            if name not in header:
+                raise ValueError(
+                    f"{self.path} has no column {name!r}: its first line has {', '.join(header)[:200]}."
+                    f"{nearest(name, header)} Use its column names (--data.columns)."
+                )
+        return wanted
+
+    def _values(self, header: Sequence[str], lines: Lines, wanted: Sequence[str]) -> np.ndarray:
+        """Return the values of these columns, (steps, columns)."""
+        values = np.empty((len(lines), len(wanted)))
+        for channel, name in enumerate(wanted):
+            place = header.index(name)
+            for step, (number, row) in enumerate(lines):
+                value = _number(row[place])
+                if value is None:
+                    raise ValueError(
+                        f"{self.path}, line {number}: expected a number in column {name}, got {row[place]!r:.40}. Fill "
+                        "in missing values, or leave the column out (--data.columns lists the columns to use)."
+                    )
+                values[step, channel] = value
+        return values
+
+    def read(self) -> Series:
+        """Return the numeric columns of the file; the splits follow each other in time.
+
+        Raises:
+            FileNotFoundError: the file does not exist.
+            ValueError: a column is missing, or a line lacks a number.
+        """
+        reader = csv.reader(io.StringIO(read_text(self.path)))  # a quoted cell may hold a line feed
+        try:
+            (_, header), *lines = [(reader.line_num, row) for row in reader if row]
+        except csv.Error as error:
+            raise ValueError(f"{self.path}, line {reader.line_num}: {error}. Fix the line.") from error
+        header = [name.strip() for name in header]
+        if len(set(header)) < len(header):
+            raise ValueError(
+                f"{self.path} has a column name twice in its first line: {', '.join(header)[:200]}. Rename one."
+            )
+        for number, row in lines:
+            if len(row) != len(header):
+                raise ValueError(
+                    f"{self.path}, line {number}: expected {len(header)} columns as in the first line, got {len(row)}: "
+                    f"{','.join(row)[:60]!r}. Fix the line."
+                )
+        wanted = self._wanted(header, lines)
+        values = self._values(header, lines, wanted)
+        count = len(values)
+        test, validation = round(count * self.test_share), round(count * self.validation_share)
+        ends = {"train": count - test - validation, "validation": count - test, "test": count}
+        starts = dict(zip(ends, (0, *ends.values()), strict=False))
+        return Series(values, wanted, {split: (starts[split], ends[split]) for split in ends})
+
+
+def _number(text: str) -> float | None:
+    try:
+        number = float(text)
+    except ValueError:
+        return None
+    return number if np.isfinite(number) else None

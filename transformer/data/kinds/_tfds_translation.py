@@ -1,0 +1,217 @@
+"""Sentence pairs of a TFDS translation dataset, by name, read without TensorFlow."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from transformer.config._checks import ConfigError, nearest
+from transformer.data._config import SUBWORDS, TokenizerConfig
+from transformer.data._dataset import Example
+from transformer.data._pairs import PairConfig, Pairs
+from transformer.data._prepared import data_dir
+
+BLOCK = 4096
+"""number of pairs read at once when iterating"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TFDSTranslation(PairConfig):
+    """Sentence pairs of any TFDS dataset with a text per language, by name. The dataset is prepared once in the
+    array_record format, and read without TensorFlow.
+
+    Raises:
+        ConfigError: an invalid name, or the same language or split twice.
+    """
+
+    kind: ClassVar[str] = "tfds_translation"
+
+    name: str
+    """name in TFDS, such as wmt14_translate/de-en, or with a version: wmt14_translate/de-en:1.0.0"""
+    source_language: str
+    """source language: the name of its text field in the dataset, such as en"""
+    target_language: str
+    """target language: the name of its text field in the dataset"""
+    train_split: str = "train"
+    """name of the training split"""
+    validation_split: str = "validation"
+    """name of the validation split, evaluated during training"""
+    test_split: str | None = "test"
+    """name of the split to translate after training (None: the validation split)"""
+    tokenizer: TokenizerConfig = SUBWORDS
+    """tokenizer"""
+    data_dir: str | None = None
+    """folder of prepared TFDS data (None: $TFDS_DATA_DIR, else ~/tensorflow_datasets)"""
+
+    def __post_init__(self):
+        super().__post_init__()
+        part = r"[A-Za-z0-9_][\w.+-]*"
+        if not isinstance(self.name, str) or not re.fullmatch(rf"{part}(/{part})?(:\d+\.\d+\.\d+)?", self.name):
+            raise ConfigError(
+                f"name must be the name of a TFDS dataset, such as wmt14_translate/de-en, got {self.name!r}."
+            )
+        for field in ("source_language", "target_language", "train_split", "validation_split"):
+            if not getattr(self, field):
+                raise ConfigError(f"{field} must be a name, got {getattr(self, field)!r}.")
+        if self.source_language == self.target_language:
+            raise ConfigError(
+                f"source_language and target_language are both {self.source_language!r}. Use two different ones."
+            )
+        splits = [self.train_split, self.validation_split, *([] if self.test_split is None else [self.test_split])]
+        if len(set(splits)) < len(splits):
+            raise ConfigError(
+                f"train_split, validation_split and test_split must be different, got {', '.join(splits)}. Use slices "
+                "such as train[:99%] and train[99%:] to divide a split."
+            )
+
+    def read(self) -> Pairs:
+        """Return the pairs of the splits: train, validation and, if configured, test.
+
+        Raises:
+            FileNotFoundError: the dataset is not prepared.
+            ValueError: the dataset has another format, or lacks a split or a language.
+        """
+        import tensorflow_datasets as tfds
+
+        folder = _folder(self)
+        try:
+            # Not tfds.builder(name): the class of the dataset may import TensorFlow.
+            builder = tfds.builder_from_directory(folder)
+            features = builder.info.features
+            splits = list(builder.info.splits)
+        except Exception as error:  # damaged files make TFDS raise errors of any type
+            raise ValueError(_unreadable(folder, error)) from error
+        texts = [name for name, feature in dict(features).items() if isinstance(feature, tfds.features.Text)]
+        languages = self.source_language, self.target_language
+        for field, language in zip(("source_language", "target_language"), languages, strict=True):
+            if language not in texts:
+                raise ValueError(
+                    f"{self.name} has no text {language!r} ({field}): it has {', '.join(texts) or 'no texts'}."
+                    f"{nearest(language, texts)} (Read in {folder}.)"
+                )
+        wanted = {"train": self.train_split, "validation": self.validation_split, "test": self.test_split}
+        wanted = {split: name for split, name in wanted.items() if name is not None}
+        found, taken = {}, {}
+        for split, name in wanted.items():
+            if (known := re.match(r"[^\[]*", name)[0]) not in splits:
+                raise ValueError(
+                    f"{self.name} has no split {known!r} ({split}_split): it has {', '.join(splits)}."
+                    f"{nearest(known, splits)} (Read in {folder}.)"
+                )
+            taken[split] = _parts(builder.info.splits, split, name)
+            for other, parts in taken.items():
+                if other != split and _overlap(parts, taken[split]):
+                    raise ValueError(
+                        f"{split}_split {name!r} overlaps with {other}_split {wanted[other]!r}: held-out pairs would "
+                        "be trained on, or counted twice. Use disjoint slices, such as train[:99%] and "
+                        "train[99%:]."
+                    )
+            try:
+                rows = builder.as_data_source(split=name)
+            except NotImplementedError:
+                raise ValueError(
+                    f"{self.name} was prepared in {folder} as {builder.info.file_format.value}, which does not support "
+                    f"random access. Delete that folder, or use another one (--data.data-dir), and prepare it again. "
+                    f"{_how(self)}"
+                ) from None
+            except Exception as error:
+                raise ValueError(_unreadable(folder, error)) from error
+            found[split] = PreparedPairs(rows, languages, folder)
+        return Pairs(found)
+
+
+class PreparedPairs(Sequence[Example]):
+    """Pairs that stay on disk: each is read on access, so that millions of pairs take no memory.
+
+    Args: rows: the records of a split. languages: names of the source and target fields in a record. folder: where the
+    records are stored, for errors.
+
+    Raises:
+        ValueError: a file can't be read.
+    """
+
+    def __init__(self, rows: Any, languages: tuple[str, str], folder: Path):
+        self._rows = rows
+        self._languages = languages
+        self.folder = folder
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, places: int | slice) -> Any:
+        chosen = range(len(self))[places]
+        return self._read(chosen) if isinstance(places, slice) else self._read([chosen])[0]
+
+    def __iter__(self) -> Iterator[Example]:
+        for start in range(0, len(self), BLOCK):
+            yield from self[start : start + BLOCK]
+
+    def _read(self, places: Sequence[int]) -> list[Example]:
+        try:
+            rows = self._rows.__getitems__(list(places))
+        except Exception as error:  # damaged files raise errors of any type
+            raise ValueError(_unreadable(self.folder, error)) from error
+        source, target = self._languages
+        return [Example(row[source].decode().strip(), row[target].decode().strip()) for row in rows]
+
+
+def _parts(splits: Any, split: str, name: str) -> list[tuple[str, int, int]]:
+    """Return the file ranges of a split: file, first and last pair. Raises ValueError for an invalid or empty slice."""
+    try:
+        files = splits[name].file_instructions
+    except ValueError:
+        files = []
+    parts = [(file.filename, file.skip, file.skip + file.take) for file in files]
+    if not parts or any(first >= last for _, first, last in parts):
+        raise ValueError(
+            f"{split}_split {name!r} is not a split, or has no pairs. Use the name of a split, or a "
+            "slice such as train[:99%] or train[1000:]."
+        )
+    return parts
+
+
+def _overlap(parts: list[tuple[str, int, int]], others: list[tuple[str, int, int]]) -> bool:
+    return any(a == b and low < end and start < high for a, low, high in parts for b, start, end in others)
+
+
+def _folder(config: TFDSTranslation) -> Path:
+    """Return the folder of the prepared dataset: its newest version, or the version in the name."""
+    name, _, version = config.name.partition(":")
+    root = data_dir(config.data_dir)
+    place = root / name
+    versions = {
+        tuple(map(int, path.name.split("."))): path
+        for path in place.glob("*.*.*")
+        if re.fullmatch(r"\d+\.\d+\.\d+", path.name)
+    }
+    if not version and versions:
+        return versions[max(versions)]
+    if version and (place / version).is_dir():
+        return place / version
+    variants = sorted({f"{name}/{path.parent.name}" for path in place.glob("*/*.*.*") if path.is_dir()})
+    others = [f"{name}:{path.name}" for _, path in sorted(versions.items())] or variants
+    there = f" Found: {', '.join(others)}." if others else ""
+    raise FileNotFoundError(
+        f"{config.name} is not prepared in {root} (--data.data-dir; default: $TFDS_DATA_DIR, else "
+        f"~/tensorflow_datasets).{there} Prepare it. {_how(config)}"
+    )
+
+
+def _how(config: TFDSTranslation) -> str:
+    """Return the command that prepares the dataset. It is not run here: most TFDS builders import TensorFlow."""
+    place = str(data_dir(config.data_dir))
+    return (
+        "Run this once on a machine with TensorFlow (the folder may then be copied): "
+        f'python -c "import tensorflow_datasets as tfds; tfds.builder({config.name!r}, data_dir={place!r}, '
+        "file_format='array_record').download_and_prepare()\""
+    )
+
+
+def _unreadable(folder: Path, error: Exception) -> str:
+    return (
+        f"the prepared data in {folder} can't be read: {str(error).strip()[:200]}. Delete that folder and prepare it "
+        "again, or use another one (--data.data-dir)."
+    )

@@ -1,0 +1,238 @@
+"""What a user hands in, checked before anything is compiled (compiled code can't raise), and made into arrays."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from numbers import Integral
+from typing import Any, SupportsIndex, TypeAlias
+
+import numpy as np
+
+from transformer.config._checks import ConfigError
+from transformer.config._model import TransformerConfig
+from transformer.config._parts import LayerKind
+from transformer.generate._decoding import Rows
+from transformer.nn.kernels import anywhere
+from transformer.nn.models._causal_lm import CausalLM
+from transformer.nn.models._seq2seq import Seq2Seq
+from transformer.nn.models._speech import FRAMES_A_POSITION, SpeechToText, check_frames
+
+Ids: TypeAlias = Any
+"""token ids of one row: a list or an array of whole numbers; looked at by `check_rows`, which says what is wrong"""
+
+
+def check_writer(verb: str, model: Any, params: Any) -> int:
+    """The size of the model's vocabulary.
+
+    Raises:
+        ValueError: a model that writes no text, or parameters in an outer "params"; `verb` is who asks.
+        ConfigError: no vocab_size yet.
+    """
+    if not isinstance(model, CausalLM | Seq2Seq):
+        raise ValueError(f"{verb} takes a CausalLM or a Seq2Seq, got a {type(model).__name__}, which writes no text.")
+    if isinstance(params, Mapping) and set(params) == {"params"}:
+        raise ValueError('params must be the parameters themselves, got {"params": ...}: pass params["params"].')
+    return vocabulary(model.config)
+
+
+def decoding_model(model: Any) -> Any:
+    """The model for inference: with a kernel that takes a cache, and with room for every token at its experts. A share
+    of the length (`MoE.capacity_factor`) would make a row depend on how it is padded and what is read beside it.
+    """
+
+    def roomy(kind: LayerKind) -> LayerKind:
+        moe = kind.moe and dataclasses.replace(kind.moe, capacity_factor=None)
+        return dataclasses.replace(kind, moe=moe)
+
+    stack = model.config.stack
+    kinds = {part: tuple(map(roomy, getattr(stack, part))) for part in ("prefix", "period", "suffix")}
+    config = model.config.replace(stack=dataclasses.replace(stack, **kinds))
+    return model.clone(config=config, execution=anywhere(model.execution))
+
+
+def end_ids(eos_id: SupportsIndex | Sequence[SupportsIndex] | None, vocab_size: int) -> list[int]:
+    """The ids that end a row, each once: of one, several or None. ValueError: one that is outside the vocabulary."""
+    ends = [] if eos_id is None else [eos_id] if isinstance(eos_id, SupportsIndex) else list(eos_id)
+    for end in ends:
+        check_id("eos_id", end, vocab_size)
+    return list(dict.fromkeys(int(end) for end in ends if end is not None))
+
+
+def source_rows(model: CausalLM | Seq2Seq, sources: Any, vocab_size: int) -> Rows | None:
+    """The sources as padded rows, of a SpeechToText as frames; None for a CausalLM.
+
+    Raises:
+        ValueError: sources for a CausalLM, none for a Seq2Seq, or what is wrong with them.
+    """
+    if isinstance(model, CausalLM):
+        if sources is not None:
+            raise ValueError("sources are for a Seq2Seq: a CausalLM has no encoder. Put the text into prompts.")
+        return None
+    if sources is None:
+        raise ValueError("sources is missing: a Seq2Seq writes from a source. prompts only say how the target begins.")
+    if isinstance(model, SpeechToText):
+        return frame_rows(model.config, sources)
+    rows = check_rows("source", sources, model.config.embedding.source_vocab_size or vocab_size)
+    check_source_lengths(model.config, rows)
+    return pad(rows, padded_length(rows, model.config.longest_source))
+
+
+def target_rows(
+    prompts: Sequence[Ids] | None, source: Rows | None, bos_id: SupportsIndex | None, vocab_size: int
+) -> list[np.ndarray]:
+    """What each row begins with: the prompts, or `[bos_id]` for each source. ValueError: neither, or what is wrong."""
+    check_id("bos_id", bos_id, vocab_size)
+    if prompts is None:
+        if source is None:
+            raise ValueError("prompts is missing: give a list of token ids for each row.")
+        if bos_id is None:
+            raise ValueError("bos_id is missing: give the id that a target begins with, or prompts.")
+        prompts = [[bos_id]] * len(source.lengths)
+    rows = check_rows("prompt", prompts, vocab_size)
+    if source is not None and len(source.lengths) != len(rows):
+        raise ValueError(f"there must be as many prompts as sources, got {len(rows)} and {len(source.lengths)}.")
+    return rows
+
+
+def slots_of_prompts(rows: Sequence[np.ndarray], source: Rows | None, longest: int | None) -> int:
+    """How long the padded prompts are. Almost every target begins with one token: no 15 more beside it."""
+    single = source is not None and all(len(row) == 1 for row in rows)
+    return 1 if single else padded_length(rows, longest)
+
+
+def padded_length(rows: Sequence[np.ndarray], longest: int | None) -> int:
+    """How long padded rows are: no longer than a learned position table, which all of them fit."""
+    slots = bucket(max(len(row) for row in rows))
+    return slots if longest is None else min(slots, longest)
+
+
+def bucket(size: int) -> int:
+    """`size` rounded up to a multiple of 16, and of a quarter of the power of two below it where that is more: at most
+    a quarter too long beyond 64, few shapes to compile, and neighbors mostly share one.
+    """
+    step = max(16, 1 << max((size - 1).bit_length() - 3, 0))
+    return -(-size // step) * step
+
+
+def pad(rows: Sequence[np.ndarray], length: int) -> Rows:
+    """Rows of ids as one array (B, length). Padding repeats a row's own last id: whatever other rows of the embedding
+    table hold, it can't reach this row.
+    """
+    tokens = np.stack([np.pad(row, (0, length - len(row)), mode="edge") for row in rows])
+    return Rows(tokens=tokens.astype(np.int32), lengths=np.array([len(row) for row in rows], np.int32))
+
+
+def check_rows(what: str, rows: Sequence[Ids], vocab_size: int) -> list[np.ndarray]:
+    """The rows as arrays of ids.
+
+    Raises:
+        ValueError: no rows, an empty row, something that is no whole number, or an id outside the vocabulary; `what`
+            ("prompt" or "source"), row and place are named.
+    """
+    if isinstance(rows, str) or len(rows) == 0:
+        raise ValueError(f"{what}s must be a list with at least one list of token ids, got {rows!r}.")
+    return [_check_row(f"{what} {number}", row, vocab_size) for number, row in enumerate(rows)]
+
+
+def _check_row(name: str, row: Ids, vocab_size: int) -> np.ndarray:
+    if isinstance(row, str) or np.ndim(row) != 1:
+        raise ValueError(f"{name} must be a list of token ids, got {row!r}. Encode text with its tokenizer first.")
+    if len(row) == 0:
+        raise ValueError(
+            f"{name} is empty: there must be at least one token to go on from, such as the tokenizer's bos_id."
+        )
+    ids = np.asarray(row)
+    if ids.dtype.kind not in "iu":
+        raise ValueError(f"{name} must hold whole numbers, got values of type {ids.dtype}.")
+    outside = np.flatnonzero((ids < 0) | (ids >= vocab_size))
+    if outside.size:
+        raise ValueError(
+            f"{name} has id {ids[outside[0]]} at place {outside[0]}, but token ids must be from 0 to {vocab_size - 1} "
+            f"(vocab_size {vocab_size}). Was the text encoded by another tokenizer?"
+        )
+    return ids
+
+
+def check_id(name: str, value: SupportsIndex | None, vocab_size: int) -> None:
+    """Raises ValueError unless `value` is None or an id of the vocabulary."""
+    if value is None:
+        return
+    if not isinstance(value, Integral) or isinstance(value, bool) or not 0 <= value < vocab_size:
+        raise ValueError(
+            f"{name} must be a token id from 0 to {vocab_size - 1} (vocab_size {vocab_size}), got {value!r}."
+        )
+
+
+def check_new_tokens(max_new_tokens: SupportsIndex) -> int:
+    """Raises ValueError unless it is an integer of at least 1."""
+    if not isinstance(max_new_tokens, Integral) or isinstance(max_new_tokens, bool) or max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens must be an integer of at least 1, got {max_new_tokens!r}.")
+    return int(max_new_tokens)
+
+
+def row_seeds(seed: SupportsIndex | Sequence[SupportsIndex], batch: int) -> tuple[np.ndarray, np.ndarray]:
+    """Seed of each row and the number folded into it, both (B,): (seed, row number) for one seed, (own seed, 0) for
+    one a row.
+
+    Raises:
+        ValueError: not as many as rows, or one that doesn't fit 32 bits.
+    """
+    single = isinstance(seed, Integral)
+    seeds = [seed] * batch if single else list(seed)
+    if len(seeds) != batch:
+        raise ValueError(f"seed must be one number, or one for each of the {batch} rows, got {len(seeds)}.")
+    for value in seeds:
+        if not isinstance(value, Integral) or isinstance(value, bool) or not 0 <= value < 2**32:
+            raise ValueError(f"seed must be an integer from 0 to {2**32 - 1}, got {value!r}.")
+    return np.array(seeds, np.uint32), np.arange(batch) if single else np.zeros(batch, int)
+
+
+def frame_rows(config: TransformerConfig, sources: Any) -> Rows:
+    """Sources of a SpeechToText, frames (B, F, M), with the encoder's positions as lengths. ValueError: another shape,
+    or pieces of unlike lengths.
+    """
+    try:
+        frames = np.asarray(sources)
+    except ValueError as error:
+        raise ValueError("sources of a SpeechToText must be frames, an array (batch, frames, mel bins).") from error
+    check_frames(config, frames)
+    positions = -(-frames.shape[1] // FRAMES_A_POSITION)
+    return Rows(tokens=frames.astype(np.float32), lengths=np.full(len(frames), positions, np.int32))
+
+
+def check_source_lengths(config: TransformerConfig, sources: Sequence[np.ndarray]) -> None:
+    """Raises ValueError where a learned position table has too few rows for a source."""
+    if config.position != "learned":
+        return
+    field = "max_length" if config.embedding.source_max_length is None else "embedding.source_max_length"
+    for number, row in enumerate(sources):
+        if len(row) > config.longest_source:
+            table = _table(field, config.longest_source)
+            raise ValueError(f"source {number} has {len(row)} tokens, but {table}. Shorten the source.")
+
+
+def _table(field: str, rows: int) -> str:
+    return f"the model's learned position table ends at {rows} ({field})"
+
+
+def check_lengths(config: TransformerConfig, prompts: Sequence[np.ndarray], max_new_tokens: int) -> None:
+    """Raises ValueError where a learned position table has too few rows for a prompt and what follows."""
+    if config.position != "learned":
+        return
+    for number, row in enumerate(prompts):
+        total = len(row) + max_new_tokens
+        if total > config.max_length:
+            room = config.max_length - len(row)
+            remedy = f"Ask for at most {room} new tokens, or shorten the prompt." if room > 0 else "Shorten the prompt."
+            raise ValueError(
+                f"prompt {number} has {len(row)} tokens, with {max_new_tokens} new ones {total}, but "
+                f"{_table('max_length', config.max_length)}. {remedy}"
+            )
+
+
+def vocabulary(config: TransformerConfig) -> int:
+    """The config's vocab_size; ConfigError when there is none yet."""
+    if config.vocab_size is None:
+        raise ConfigError("vocab_size is not set: a model that generates needs to know how many tokens there are.")
+    return config.vocab_size

@@ -1,0 +1,396 @@
+"""Residual blocks, one class for each equation, and the only place where a config becomes leaves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from transformer.config._checks import ConfigError
+from transformer.config._model import Execution, TransformerConfig
+from transformer.config._parts import MLA, LayerKind
+from transformer.nn._attention import MultiHeadAttention
+from transformer.nn._axes import Hidden, Leaf
+from transformer.nn._caches import ContextCache, KVCache
+from transformer.nn._layers import NORMS, FeedForward, Initializer, is_deterministic
+from transformer.nn._masks import Mask
+from transformer.nn._mla import LatentAttention
+from transformer.nn._moe import RoutedFeedForward
+from transformer.nn._parameter_axes import declare
+from transformer.nn._partitioning import constrain
+from transformer.nn._positions import ALiBi, Learned, NoPosition, Rotary, Sinusoidal, SinusoidalHalves, T5Bias
+
+Aux: TypeAlias = dict[str, jax.Array]
+"""what a layer reports beside its output: losses of a router, one sum for each row, (B,); none for dense layers"""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class LayerInputs:
+    """What every layer of a stack is told, besides x and its own cache."""
+
+    mask: Leaf = Mask()
+    """a `Mask`, of self-attention"""
+    positions: Leaf | None = None
+    """(B, T); None: 0, 1, 2, ... after what the cache holds"""
+    position_table: Leaf | None = None
+    """(R, W), the position scheme's learnt table, if it biases scores by one that is the stack's"""
+    context: Leaf | None = None
+    """(B, S, Dc) for cross-attention; None: what its cache holds"""
+    context_mask: Leaf = Mask()
+    """a `Mask`, of cross-attention"""
+    deterministic: bool | None = field(default=None, metadata={"static": True})
+    """True: evaluate; False: drop (rng "dropout"). Required if the config has a dropout rate above 0"""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class LayerCache:
+    """What one decoder layer remembers between steps."""
+
+    self_attention: Leaf
+    """a `KVCache`"""
+    cross_attention: Leaf | None = None
+    """a `ContextCache`, in a decoder with cross-attention"""
+
+    @staticmethod
+    def create(config: TransformerConfig, kind: LayerKind, batch: int, length: int, *, cross: bool) -> LayerCache:
+        """An empty cache of `length` tokens for each of `batch` rows. Without self-attention it only counts them."""
+        sizes = (config.kv_heads, config.size_of_head, config.size_of_value)
+        if config.attention.mla is not None:
+            mla = config.attention.mla
+            sizes = (1, mla.kv_lora_rank + mla.qk_rope_head_dim, 0)  # the latent and the rotated key
+        sizes = sizes if kind.self_attention else (0, 0, 0)
+        return LayerCache(
+            self_attention=KVCache.create(batch, length, *sizes, jnp.dtype(config.dtype)),
+            cross_attention=ContextCache() if cross else None,
+        )
+
+
+def position_scheme(config: TransformerConfig, kind: LayerKind = LayerKind(), *, causal: bool) -> NoPosition:
+    """The position scheme of a layer of this kind."""
+    match config.position:
+        case "sinusoidal":
+            return Sinusoidal()
+        case "sinusoidal_halves":
+            return SinusoidalHalves()
+        case "learned":
+            return Learned(max_length=config.max_length, features=config.d_model)
+        case "rotary":
+            base = config.rotary.base if kind.rotary_base is None else kind.rotary_base
+            scaling = config.rotary.scaling if kind.rotary_scaling is None else kind.rotary_scaling
+            return Rotary(base=base, size=config.rotary.dim, scaling=scaling)
+        case "alibi":
+            return ALiBi(num_heads=config.num_heads)
+        case "t5":
+            return T5Bias(
+                num_heads=config.num_heads,
+                buckets=config.t5_bias.buckets,
+                max_distance=config.t5_bias.max_distance,
+                bidirectional=not causal,
+            )
+        case _:
+            return NoPosition()
+
+
+def table_parameter(config: TransformerConfig, scheme: NoPosition) -> tuple[Initializer, tuple[int, int], str]:
+    """Initializer, shape (R, W) and dtype of the table that a position scheme learns."""
+    return nn.initializers.normal(config.initializer_range or 0.02), scheme.table_shape, config.param_dtype
+
+
+def make_norm(config: TransformerConfig, name: str) -> nn.Module:
+    """A normalization layer of the config's kind."""
+    return NORMS[config.norm](config.norm_epsilon, config.dtype, config.param_dtype, name=name)
+
+
+def kernel_init(config: TransformerConfig) -> Initializer | None:
+    """Initializer of projections into a sublayer; None: their own default, Glorot uniform."""
+    return None if config.initializer_range is None else nn.initializers.normal(config.initializer_range)
+
+
+def output_init(config: TransformerConfig) -> Initializer | None:
+    """Initializer of projections onto the residual stream: with `initializer_range`, smaller by sqrt(2 L), so that
+    the sum of 2 L of them has the variance of one (Radford et al. 2019, section 2.3).
+    """
+    if config.initializer_range is None:
+        return None
+    return nn.initializers.normal(config.initializer_range / math.sqrt(2 * config.num_layers))
+
+
+class Block(nn.Module):
+    """A layer: for each sublayer f, x = equation(x, f). Subclasses differ in their equation alone.
+
+    Parameters: `self_attention/`, `cross_attention/`, `feed_forward/`, `attention_norm/` and the like, those that the
+    config, `kind` and the equation ask for.
+    """
+
+    parameter_axes = declare({"position_table": "_ _"})
+
+    # No method has the name of a parameter subtree: in NNX (`nnx.bridge.ToNNX`) both are attributes of one object.
+    config: TransformerConfig
+    kind: LayerKind = LayerKind()
+    causal: bool = False
+    """whether the stack is causal: the T5 bias then has buckets for the past alone"""
+    cross: bool = False
+    """whether there is cross-attention"""
+    execution: Execution = Execution()
+
+    def norm(self, name: str) -> Callable[[Hidden], Hidden]:
+        """A normalization layer (B, T, D) -> (B, T, D) of this name; nothing for the one that this kind of layer leaves
+        out.
+        """
+        if name == "attention_norm" and not self.kind.attention_norm:
+            return lambda x: x
+        return make_norm(self.config, name)
+
+    def dropout(self, x: Hidden, inputs: LayerInputs) -> Hidden:
+        """x (B, T, D) with some numbers set to zero and the rest scaled up, unless deterministic."""
+        rate = self.config.dropout_rate
+        return nn.Dropout(rate)(x, deterministic=is_deterministic(self, inputs.deterministic, rate))
+
+    def attend_to_self(self, x: Hidden, inputs: LayerInputs, cache: LayerCache | None) -> tuple[Hidden, KVCache | None]:
+        """x (B, T, D) attends to itself and to what the cache holds; returns (B, T, D) and the cache."""
+        window = Mask() if self.kind.window is None else Mask.window(self.kind.window)
+        scheme = position_scheme(self.config, self.kind, causal=self.causal)
+        scheme = NoPosition() if scheme.adds else scheme  # the stack has added it to the embeddings
+        table = inputs.position_table
+        if self.config.t5_bias.per_layer:
+            table = self.param("position_table", *table_parameter(self.config, scheme))
+        given = {
+            "mask": inputs.mask & window,
+            "positions": inputs.positions,
+            "cache": None if cache is None else cache.self_attention,
+            "deterministic": inputs.deterministic,
+            "sow_weights": self.execution.sow_weights,
+        }
+        if self.config.attention.mla is not None:
+            return self._latent_attention("self_attention", self.config.attention.mla, scheme)(x, **given)
+        return self._attention("self_attention", scheme)(x, position_table=table, **given)
+
+    def attend_to_context(
+        self, x: Hidden, inputs: LayerInputs, cache: LayerCache | None
+    ) -> tuple[Hidden, ContextCache | None]:
+        """x (B, T, D) attends to the context (B, S, Dc) or what the cache kept of it; returns (B, T, D) and the cache.
+
+        Raises:
+            ValueError: neither a context nor a cache; ConfigError: a config with mla.
+        """
+        if self.config.attention.mla is not None:
+            raise ConfigError("mla is for self-attention alone: leave it out for an encoder-decoder.")
+        if inputs.context is None and cache is None:
+            raise ValueError("cross-attention has nothing to attend to: give a context, or a cache filled with one.")
+        return self._attention("cross_attention", NoPosition())(
+            x,
+            inputs.context,
+            mask=inputs.context_mask,
+            cache=None if cache is None else cache.cross_attention,
+            deterministic=inputs.deterministic,
+            sow_weights=self.execution.sow_weights,
+        )
+
+    def apply_feed_forward(self, x: Hidden, inputs: LayerInputs, cache: LayerCache | None = None) -> tuple[Hidden, Aux]:
+        """(B, T, D) -> (B, T, D), each position for itself; through the experts chosen for it where the kind of layer
+        has a `moe`. aux: the losses of their router. `cache` is not needed: no other position is read.
+        """
+        config, moe = self.config, self.kind.moe
+        alike = {
+            "activation": config.activation,
+            "gated": config.gated,
+            "use_bias": config.use_bias,
+            "kernel_init": kernel_init(config),
+            "output_init": output_init(config),
+            "dtype": config.dtype,
+            "param_dtype": config.param_dtype,
+            "name": "feed_forward",
+        }
+        if moe is None:
+            return FeedForward(width=config.feed_forward_width, **alike)(x), {}
+        width = config.feed_forward_width if moe.d_ff is None else moe.d_ff
+        return RoutedFeedForward(moe, width=width, **alike)(x, inputs.mask)
+
+    def _attention(self, name: str, scheme: NoPosition) -> MultiHeadAttention:
+        config = self.config
+        return MultiHeadAttention(
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.attention.head_dim,
+            value_dim=config.attention.value_dim,
+            use_bias=config.use_bias,
+            biases=config.attention.biases,
+            qk_norm=config.attention.qk_norm,
+            qk_norm_scope=config.attention.qk_norm_scope,
+            qk_norm_kind=config.norm if config.norm == "zero_centered_rms_norm" else "rms_norm",
+            sinks=config.attention.sinks,
+            norm_epsilon=config.norm_epsilon,
+            **self._any_attention(name, scheme),
+        )
+
+    def _latent_attention(self, name: str, mla: MLA, scheme: NoPosition) -> LatentAttention:
+        biases = self.config.attention.biases
+        use_bias = self.config.use_bias if biases is None else bool(biases)
+        return LatentAttention(mla=mla, use_bias=use_bias, **self._any_attention(name, scheme))
+
+    def _any_attention(self, name: str, scheme: NoPosition) -> dict[str, Any]:
+        config = self.config
+        return {
+            "num_heads": config.num_heads,
+            "scale": config.attention.scale,
+            "softcap": config.attention.softcap,
+            "dropout_rate": config.attention.dropout_rate,
+            "position": scheme,
+            "kernel_init": kernel_init(config),
+            "output_init": output_init(config),
+            "implementation": self.execution.attention,
+            "dtype": config.dtype,
+            "param_dtype": config.param_dtype,
+            "name": name,
+        }
+
+    def sublayers(self) -> tuple[str, ...]:
+        """The sublayers of this layer in the order in which they are computed."""
+        names = {"attention": self.kind.self_attention, "cross_attention": self.cross, "feed_forward": True}
+        return tuple(name for name, exists in names.items() if exists)
+
+    def equation(self, x: Hidden, f: Sublayer) -> Hidden:
+        """x (B, T, D) -> x after the sublayer f (B, T, D)."""
+        raise NotImplementedError(f"{type(self).__name__} is not a whole block. Take a subclass with an equation.")
+
+    @nn.compact
+    def __call__(
+        self, x: Hidden, inputs: LayerInputs, cache: LayerCache | None = None
+    ) -> tuple[Hidden, LayerCache | None, Aux]:
+        """x (B, T, D) -> x, the layer's cache, aux."""
+        compute = {
+            "attention": self.attend_to_self,
+            "cross_attention": self.attend_to_context,
+            "feed_forward": self.apply_feed_forward,
+        }
+        extras: dict[str, Any] = {}
+        block_input = x
+        for name in self.sublayers():
+
+            def run(x: Hidden, name: str = name) -> Hidden:
+                y, extras[name] = compute[name](x, inputs, cache)
+                return y
+
+            x = self.equation(x, Sublayer(self, name, run, inputs, block_input))
+        if cache is not None:
+            own = extras["attention"] if "attention" in extras else _count(x, cache.self_attention)
+            cache = LayerCache(own, extras.get("cross_attention"))
+        return constrain(x, "batch", "length", "embed"), cache, extras["feed_forward"]
+
+
+@dataclass(frozen=True)
+class Sublayer:
+    """f in the equation of a block (Vaswani et al. 2017, section 3.1): attention, cross-attention or feed-forward,
+    without norms and dropout. Calls map (B, T, D) to (B, T, D).
+    """
+
+    block: Block
+    name: str
+    """attention, cross_attention or feed_forward: the names of its norms begin with it"""
+    run: Callable[[Hidden], Hidden]
+    """f itself"""
+    inputs: LayerInputs
+    block_input: Hidden
+    """x as the block got it"""
+
+    def __call__(self, x: Hidden) -> Hidden:
+        """f(x)."""
+        return self.run(x)
+
+    def norm(self, x: Hidden) -> Hidden:
+        """The norm of this sublayer, with parameters of its own."""
+        return self.block.norm(f"{self.name}_norm")(x)
+
+    def post_norm(self, x: Hidden) -> Hidden:
+        """The second norm of this sublayer."""
+        return self.block.norm(f"{self.name}_post_norm")(x)
+
+    def dropout(self, x: Hidden) -> Hidden:
+        """Dropout of the block's rate."""
+        return self.block.dropout(x, self.inputs)
+
+
+def _count(x: Hidden, cache: KVCache) -> KVCache:
+    """The cache of a layer without self-attention, T tokens later: it has no keys, but knows how many went by."""
+    nothing = jnp.zeros((*x.shape[:2], 0, 0), x.dtype)
+    return cache.append(nothing, nothing, jnp.zeros(x.shape[:2], jnp.int32))
+
+
+class PreNormBlock(Block):
+    """Pre-norm (Xiong et al. 2020, arXiv 2002.04745). The stack normalizes once more after its last layer."""
+
+    def equation(self, x: Hidden, f: Sublayer) -> Hidden:
+        """x + f(norm(x)): (B, T, D) -> (B, T, D)."""
+        return x + f.dropout(f(f.norm(x)))
+
+
+class PostNormBlock(Block):
+    """Post-norm, as in the paper (Vaswani et al. 2017, section 3.1)."""
+
+    def equation(self, x: Hidden, f: Sublayer) -> Hidden:
+        """norm(x + f(x)): (B, T, D) -> (B, T, D)."""
+        return f.norm(x + f.dropout(f(x)))
+
+
+class PreNormWithoutResidualBlock(Block):
+    """An ablation: pre-norm without its `x +` (He et al. 2015, arXiv 1512.03385; Dong et al. 2021, arXiv 2103.03404:
+    attention alone then loses rank with depth).
+    """
+
+    def equation(self, x: Hidden, f: Sublayer) -> Hidden:
+        """f(norm(x)): (B, T, D) -> (B, T, D)."""
+        return f.dropout(f(f.norm(x)))
+
+
+class SandwichBlock(Block):
+    """A norm before and after each sublayer (Ding et al. 2021, arXiv 2105.13290; Gemma 2, arXiv 2408.00118)."""
+
+    def equation(self, x: Hidden, f: Sublayer) -> Hidden:
+        """x + post_norm(f(norm(x))): (B, T, D) -> (B, T, D)."""
+        return x + f.dropout(f.post_norm(f(f.norm(x))))
+
+
+class ReorderedNormBlock(Block):
+    """A norm after each sublayer, before the residual is added: `res_post` (Liu et al. 2021, arXiv 2111.09883), the
+    reordered norm of OLMo 2 (arXiv 2501.00656, section 3.2).
+    """
+
+    def equation(self, x: Hidden, f: Sublayer) -> Hidden:
+        """x + norm(f(x)): (B, T, D) -> (B, T, D)."""
+        return x + f.dropout(f.norm(f(x)))
+
+
+class ParallelBlock(Block):
+    """Attention and feed-forward read the same input (GPT-NeoX, Black et al. 2022, arXiv 2204.06745, section 2.1).
+    ConfigError: cross-attention, which has no place in it.
+    """
+
+    def sublayers(self) -> tuple[str, ...]:
+        """Feed-forward, then attention: the order of the sum."""
+        if self.cross:
+            raise ConfigError(
+                "norm_position='parallel' has no place for cross-attention. Take another norm_position for an "
+                "encoder-decoder."
+            )
+        return super().sublayers()[::-1]
+
+    def equation(self, x: Hidden, f: Sublayer) -> Hidden:
+        """x + f(norm(x_0)), x_0 the input of the block: (B, T, D) -> (B, T, D)."""
+        return x + f.dropout(f(f.norm(f.block_input)))
+
+
+BLOCKS: dict[str, type[Block]] = {
+    "pre": PreNormBlock,
+    "post": PostNormBlock,
+    "pre_without_residual": PreNormWithoutResidualBlock,
+    "sandwich": SandwichBlock,
+    "reordered": ReorderedNormBlock,
+    "parallel": ParallelBlock,
+}
+"""blocks by norm_position"""

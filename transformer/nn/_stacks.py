@@ -1,0 +1,200 @@
+"""Encoder and decoder: prefix + repeats x period + suffix of blocks, the repeats compiled once by `nn.scan`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from transformer.config._model import Execution, TransformerConfig
+from transformer.config._parts import LayerKind
+from transformer.nn._axes import Array, Context, Hidden, Positions
+from transformer.nn._blocks import BLOCKS, Aux, LayerCache, LayerInputs, make_norm, position_scheme, table_parameter
+from transformer.nn._caches import cache_length
+from transformer.nn._layers import is_deterministic
+from transformer.nn._masks import Mask
+from transformer.nn._parameter_axes import LAYERS, declare
+from transformer.nn._partitioning import constrain
+
+SAVED_NAMES = ("attention_output", "feed_forward_hidden")
+"""values that remat="names" keeps for the backward pass"""
+
+REMAT_POLICIES = {
+    "full": jax.checkpoint_policies.nothing_saveable,
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "names": jax.checkpoint_policies.save_only_these_names(*SAVED_NAMES),
+}
+"""what the backward pass may keep instead of computing it again, by name"""
+
+
+class _Period(nn.Module):
+    """One pass over the pattern of layers that repeats."""
+
+    config: TransformerConfig
+    causal: bool
+    cross: bool
+    execution: Execution
+
+    @nn.compact
+    def __call__(self, x: Hidden, cache: Any, inputs: LayerInputs) -> tuple[Hidden, tuple[Any, Aux]]:
+        caches, auxes = {}, {}
+        for slot, kind in enumerate(self.config.stack.period):
+            name = f"slot_{slot}"
+            block = _block(self, kind, name, looped=self.execution.scan)
+            x, caches[name], auxes[name] = block(x, inputs, None if cache is None else cache[name])
+        return x, (None if cache is None else caches, sum_aux(auxes.values()))
+
+
+def _block(parent: Any, kind: LayerKind, name: str, looped: bool) -> nn.Module:
+    block, remat = BLOCKS[parent.config.norm_position], parent.execution.remat
+    if remat != "none":
+        # Inside a loop the compiler can't merge the recomputation with the original; unrolled it could, and must not.
+        block = nn.remat(block, policy=REMAT_POLICIES[remat], prevent_cse=not looped)
+    return block(parent.config, kind, parent.causal, parent.cross, parent.execution, name=name)
+
+
+def sum_aux(auxes: Iterable[Aux]) -> Aux:
+    """What several layers or stacks report, added name by name: (B,) each. Dense ones among them add nothing."""
+    total: Aux = {}
+    for aux in auxes:
+        total = total | {name: total[name] + aux[name] if name in total else aux[name] for name in aux}
+    return total
+
+
+class Stack(nn.Module):
+    """Layers over embeddings (B, T, D): positions are added, perhaps normalized, and dropped out; layers run; all but
+    post-norm ends with a norm.
+
+    Parameters: `prefix_i/`, `layers/slot_k/` (leading axis: repeats), `suffix_i/`, `final_norm/` but for post-norm,
+    `embedding_norm/` and `position_table` where there is one. `execution.scan` changes none of them. `causal` and
+    `cross` are those of `Block`.
+    """
+
+    parameter_axes = declare({"position_table": "_ _"})
+
+    config: TransformerConfig
+    num_layers: int | None = None
+    """None: the config's num_layers"""
+    causal: bool = False
+    cross: bool = False
+    execution: Execution = Execution()
+
+    @nn.compact
+    def __call__(
+        self,
+        x: Hidden,
+        context: Context | None = None,
+        *,
+        positions: Positions | None = None,
+        mask: Mask | Array | None = None,
+        context_mask: Mask | Array | None = None,
+        cache: Any = None,
+        deterministic: bool | None = None,
+    ) -> tuple[Hidden, Any, Aux]:
+        """Embeddings (B, T, D) -> hidden states (B, T, D), cache, aux. A `Decoder` adds causality to `mask` itself.
+
+        Args:
+            context: (B, S, Dc), read by cross-attention.
+            positions: (B, T); None: 0, 1, 2, ... after what the cache holds.
+            mask: of self-attention; context_mask: of cross-attention.
+            cache: of `init_cache`, or as returned; None: no memory.
+            deterministic: True evaluates; False turns dropout on (rng "dropout"). Required if the config has a dropout
+                rate above 0.
+
+        Raises:
+            ValueError: embeddings of another rank or width, or `deterministic` missing.
+        """
+        config = self.config
+        if x.ndim != 3 or x.shape[-1] != config.d_model:
+            raise ValueError(
+                f"embeddings must be (batch, length, d_model {config.d_model}), got shape {x.shape}. Project them to "
+                f"d_model, or change it; a single sequence is x[None]."
+            )
+        deterministic = is_deterministic(self, deterministic, config.dropout_rate, config.attention.dropout_rate)
+        if positions is None:
+            start = 0 if cache is None else cache_length(cache)[:, None]
+            positions = jnp.broadcast_to(start + jnp.arange(x.shape[1])[None, :], x.shape[:2])
+        x, table = self._add_positions(x, positions)
+        x = nn.Dropout(config.dropout_rate)(constrain(x, "batch", "length", "embed"), deterministic=deterministic)
+
+        mask = Mask.of(mask)
+        inputs = LayerInputs(
+            mask=Mask.causal() & mask if self.causal else mask,
+            positions=positions,
+            position_table=table,
+            context=context,
+            context_mask=Mask.of(context_mask),
+            deterministic=deterministic,
+        )
+        x, caches, aux = self._run_layers(x, cache, inputs)
+        if config.stack.final_norm and config.norm_position != "post":
+            x = make_norm(config, "final_norm")(x)
+        return x, caches, aux
+
+    def _add_positions(self, x: Hidden, positions: Positions) -> tuple[Hidden, Array | None]:
+        """Embeddings with their positions, normalized if the config says so, and the table that all layers share."""
+        config, table = self.config, None
+        scheme = position_scheme(config, causal=self.causal)
+        if scheme.table_shape is not None and not config.t5_bias.per_layer:
+            table = self.param("position_table", *table_parameter(config, scheme))
+        x = scheme.add(x, positions, table).astype(config.dtype)
+        return (make_norm(config, "embedding_norm")(x) if config.embedding.norm else x), table
+
+    def _run_layers(self, x: Hidden, cache: Any, inputs: LayerInputs) -> tuple[Hidden, Any, Aux]:
+        """Prefix, repeats of the period, suffix: hidden states, cache and aux after the last layer."""
+        config, repeats = self.config, self.config.repeats(self.num_layers)
+        caches, auxes = {}, []
+
+        def run_one(name, kind, x):
+            block = _block(self, kind, name, looped=False)
+            x, caches[name], aux = block(x, inputs, None if cache is None else cache[name])
+            auxes.append(aux)
+            return x
+
+        for i, kind in enumerate(config.stack.prefix):
+            x = run_one(f"prefix_{i}", kind, x)
+        if repeats:
+            # A scan with all repeats unrolled keeps one layout of parameters for scanned and unrolled layers.
+            period = nn.scan(
+                _Period,
+                variable_axes={"params": 0, "intermediates": 0},
+                split_rngs={"params": True, "dropout": True},
+                in_axes=(0, nn.broadcast),
+                length=repeats,
+                unroll=1 if self.execution.scan else repeats,
+                metadata_params={nn.PARTITION_NAME: LAYERS},  # for parameters in boxes: `sharding.with_logical_axes`
+            )(config, self.causal, self.cross, self.execution, name="layers")
+            x, (caches["layers"], aux) = period(x, None if cache is None else cache["layers"], inputs)
+            auxes.append(jax.tree.map(lambda a: a.sum(0), aux))
+        for i, kind in enumerate(config.stack.suffix):
+            x = run_one(f"suffix_{i}", kind, x)
+        return x, None if cache is None else caches, sum_aux(auxes)
+
+    @nn.nowrap
+    def init_cache(self, batch: int, length: int) -> dict[str, Any]:
+        """An empty cache of `length` tokens for each of `batch` rows; needs no parameters."""
+        config = self.config
+
+        def named(name: str, kinds: tuple[LayerKind, ...]) -> dict[str, Any]:
+            caches = (LayerCache.create(config, kind, batch, length, cross=self.cross) for kind in kinds)
+            return {f"{name}_{i}": one for i, one in enumerate(caches)}
+
+        cache = named("prefix", config.stack.prefix) | named("suffix", config.stack.suffix)
+        repeats = config.repeats(self.num_layers)
+        if repeats:
+            period = named("slot", config.stack.period)
+            cache["layers"] = jax.tree.map(lambda a: jnp.broadcast_to(a, (repeats, *a.shape)), period)
+        return cache
+
+
+class Encoder(Stack):
+    """A stack whose positions see each other both ways."""
+
+
+class Decoder(Stack):
+    """A causal stack; with `cross`, each layer also attends to a context."""
+
+    causal: bool = True

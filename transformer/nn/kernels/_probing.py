@@ -1,0 +1,98 @@
+"""Ask the compiler of the devices in use whether it accepts a kernel, by compiling a tiny program once per process."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import re
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from transformer.nn._masks import Mask
+from transformer.nn.kernels._contract import AttentionSpec
+
+Example: TypeAlias = Callable[[Any], tuple[Callable[..., Any], Sequence[jax.ShapeDtypeStruct]]]
+"""dtype -> a small program that uses a kernel, and the shapes of its arguments"""
+
+
+def compiler_error(example: Example, dtype: Any, platform: str) -> str | None:
+    """Compile an example for one device of the mesh in force, or else for JAX's first device.
+
+    Each example is compiled once per process, dtype and device, in about half a second.
+
+    Returns:
+        The first line of the compiler's error; None if the compiler accepts the example, or if there is no device of
+        this platform to compile for (as with an abstract mesh).
+    """
+    device = _device()
+    if device is None or device.platform != platform:
+        return None
+    return _error(example, jnp.dtype(dtype).name, device)
+
+
+def attention_example(
+    attend: Callable[..., Any], shape: tuple[int, int, int, int], dtype: Any
+) -> tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]:
+    """The example of an attention kernel: forward and backward pass of causal self-attention, with queries, keys and
+    values of `shape` (B, T, N, H).
+    """
+
+    def loss(query, key, value):
+        out, _ = attend(query, key, value, AttentionSpec(mask=Mask.causal()))
+        return out.astype(jnp.float32).sum()
+
+    return jax.grad(loss, argnums=(0, 1, 2)), [jax.ShapeDtypeStruct(shape, dtype)] * 3
+
+
+def library_version(name: str) -> str:
+    """The name of an installed package with its version: "libtpu 0.0.23", or "libtpu" where pip does not know it."""
+    try:
+        return f"{name} {importlib.metadata.version(name)}"
+    except importlib.metadata.PackageNotFoundError:
+        return name
+
+
+def matching_libtpu() -> str:
+    """What to give `pip install` for the libtpu that the installed JAX was released with: "libtpu==0.0.23"."""
+    for requirement in importlib.metadata.requires("jax") or ():
+        if found := re.match(r"(libtpu==[\w.*]+)", requirement):
+            return found.group(1)
+    return "libtpu"
+
+
+def _device() -> Any | None:
+    """A device that the compiler can be asked for; None if there is none."""
+    kind = jax.sharding.get_abstract_mesh().abstract_device
+    local = jax.local_devices()
+    if kind is None:
+        return local[0]
+    # A device of this process comes first: no process may compile for a single device of another.
+    same = [device for device in local if device.device_kind == kind.device_kind]
+    # Inside a trace jax.sharding.get_mesh raises, and the abstract mesh has no devices.
+    from jax._src.mesh import get_concrete_mesh
+
+    mesh = get_concrete_mesh()
+    return next(iter(same), None if mesh is None or mesh.empty else mesh.devices.flat[0])
+
+
+@functools.cache
+def _error(example: Example, dtype: str, device: Any) -> str | None:
+    # A thread of its own has no mesh and no trace in force, whatever the caller is in the middle of.
+    with ThreadPoolExecutor(1) as pool:
+        error = pool.submit(_compile, example, dtype, device).exception()
+    return None if error is None else next((line for line in str(error).splitlines() if line), type(error).__name__)
+
+
+def _compile(example: Example, dtype: str, device: Any) -> None:
+    mesh = Mesh(np.array([device]), ("data",), axis_types=(AxisType.Auto,))
+    whole = NamedSharding(mesh, PartitionSpec())
+    with jax.set_mesh(mesh):  # so that `partitioning.platform` is that of the device
+        function, shapes = example(jnp.dtype(dtype))
+        arrays = [jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=whole) for shape in shapes]
+        jax.jit(function).lower(*arrays).compile()

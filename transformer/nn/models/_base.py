@@ -1,0 +1,198 @@
+"""What the models share: embedding and head, an encoder over tokens."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from transformer.config._checks import ConfigError
+from transformer.config._model import Execution, TransformerConfig
+from transformer.config._parts import HeadTransform
+from transformer.nn._axes import Array, Float, Hidden, Int, Logits, Positions, Tokens
+from transformer.nn._blocks import Aux, kernel_init, make_norm
+from transformer.nn._layers import ACTIVATIONS, Embedding, Linear
+from transformer.nn._masks import Mask
+from transformer.nn._parameter_axes import declare
+from transformer.nn._stacks import Encoder
+
+
+class HeadMap(nn.Module):
+    """What a config's `head_transform` says: a map `dense` (D, D), an activation and perhaps a norm `norm` (Devlin et
+    al. 2018, arXiv 1810.04805).
+    """
+
+    parameter_axes = declare({"head_transform/dense/kernel": "embed -> _"}, role="output")
+
+    config: TransformerConfig
+    transform: HeadTransform
+    """the config's head_transform"""
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
+        """(..., D) -> (..., D)."""
+        config, transform = self.config, self.transform
+        features, init = (x.shape[-1],), kernel_init(config)
+        x = Linear(features, 1, transform.use_bias, init, config.dtype, config.param_dtype, name="dense")(x)
+        x = ACTIVATIONS[transform.activation](x)
+        return make_norm(config, "norm")(x) if transform.norm else x
+
+
+class Model(nn.Module):
+    """What the models share: embedding and head (Vaswani et al. 2017, section 3.4)."""
+
+    parameter_axes = declare(
+        {"output/kernel": "embed -> vocab", "output/bias": "vocab", "output_bias": "vocab"}, role="output", int8=True
+    )
+
+    config: TransformerConfig
+    execution: Execution = Execution()
+
+    def _table(self, vocab_size: int | None, field: str = "vocab_size") -> Embedding:
+        config = self.config
+        if vocab_size is None:
+            raise ConfigError(f"{field} is not set: a {type(self).__name__} needs to know how many tokens there are.")
+        return Embedding(vocab_size, config.d_model, kernel_init(config), config.dtype, config.param_dtype)
+
+    def _setup_head(self, features: int, *, tied: bool, use_bias: bool = False) -> None:
+        """Makes what `head` needs for so many logits; `use_bias` where the config leaves it open."""
+        config = self.config
+        use_bias = use_bias if config.output.bias is None else config.output.bias
+        self._setup_transform()
+        if not tied:
+            self.output = Linear((features,), 1, use_bias, kernel_init(config), config.dtype, config.param_dtype)
+        elif use_bias:
+            self.output_bias = self.param("output_bias", nn.initializers.zeros, (features,), config.param_dtype)
+
+    def _setup_transform(self) -> None:
+        if self.config.output.transform is not None:
+            self.head_transform = HeadMap(self.config, self.config.output.transform)
+
+    def _embed(self, table: Embedding, tokens: Tokens) -> Hidden:
+        """Looks tokens up; times sqrt(d_model) where the config says so (Vaswani et al. 2017, section 3.4)."""
+        _check_tokens(tokens, table.vocab_size)
+        x = table(tokens)
+        return x * jnp.asarray(math.sqrt(self.config.d_model), x.dtype) if self.config.embedding.scale else x
+
+    def with_aux(self, *inputs: Any, **options: Any) -> tuple[Logits, Aux]:
+        """What a call without a cache takes -> logits (B, T, V), and aux, what the layers report to the training
+        loss.
+        """
+        x, _, aux = self.run_stacks(*inputs, **options)
+        return self.head(x), aux
+
+    def hidden_with_aux(self, *inputs: Any, **options: Any) -> tuple[Hidden, Aux]:
+        """Deprecated: use `run_stacks`, which also returns the cache. Removed in the next minor release."""
+        warnings.warn("hidden_with_aux is deprecated, use run_stacks.", DeprecationWarning, stacklevel=2)
+        x, _, aux = self.run_stacks(*inputs, **options)
+        return x, aux
+
+    @nn.nowrap
+    def head_parameters(self, params: Mapping[str, Any]) -> dict[str, Any]:
+        """Of a tree of parameters, those that `head` reads."""
+        names = {"embedding"} if self.config.embedding.tie else {"output"}
+        return {name: params[name] for name in names | {"output_bias", "head_transform"} if name in params}
+
+    def head(self, hidden: Hidden) -> Logits:
+        """Hidden states (B, T, D) -> logits (B, T, V), float32."""
+        hidden = self._before_output(hidden)
+        logits = self.embedding.attend(hidden) if self.config.embedding.tie else self.output(hidden)
+        logits = logits.astype(jnp.float32)
+        if self.config.embedding.tie and self.config.output.bias:
+            logits = logits + self.output_bias.astype(jnp.float32)[None, None]
+        cap = self.config.output.softcap
+        return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+    def _before_output(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
+        x, scale = self._transformed(x), self.config.output.scale
+        return x if scale is None else x * jnp.asarray(scale, x.dtype)
+
+    def _transformed(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
+        return x if self.config.output.transform is None else self.head_transform(x)
+
+
+class TokenEncoder(Model):
+    """What encoder models share: token embeddings, plus those of token types, through an encoder (Devlin et al. 2018,
+    section 3). It sees both ways, or with the config's `causal` back alone.
+    """
+
+    parameter_axes = declare({"token_type_embedding/embedding": "_ embed"})
+
+    def _setup_encoder(self) -> None:
+        config = self.config
+        self.embedding = self._table(config.vocab_size)
+        if config.embedding.token_types is not None:
+            self.token_type_embedding = self._table(config.embedding.token_types)
+        self.encoder = Encoder(config, causal=config.attention.causal, execution=self.execution)
+
+    def hidden(
+        self,
+        tokens: Tokens,
+        positions: Positions | None = None,
+        mask: Mask | None = None,
+        deterministic: bool = True,
+        token_types: Int[Array, "B T"] | None = None,
+    ) -> Hidden:
+        """Tokens (B, T) -> the encoder's output (B, T, D). `token_types` None: type 0 everywhere.
+
+        Raises:
+            ValueError: ids or types outside their tables (only where values are known: not inside jit, which gives
+                NaN), or types for a model without any.
+        """
+        return self.run_stacks(tokens, positions, mask, deterministic, token_types)[0]
+
+    def run_stacks(
+        self,
+        tokens: Tokens,
+        positions: Positions | None = None,
+        mask: Mask | None = None,
+        deterministic: bool = True,
+        token_types: Int[Array, "B T"] | None = None,
+    ) -> tuple[Hidden, None, Aux]:
+        """Return hidden states (B, T, D), None for the cache, and aux, the layers' terms of the training loss.
+
+        Raises:
+            ValueError: `token_types` for a model without token types.
+        """
+        x = self._embed(self.embedding, tokens)
+        if self.config.embedding.token_types is not None:
+            token_types = jnp.zeros_like(tokens) if token_types is None else token_types
+            _check_tokens(token_types, self.config.embedding.token_types, "token_types")
+            x = x + self.token_type_embedding(token_types)
+        elif token_types is not None:
+            raise ValueError(
+                "token_types are given, but the model has no table of them. Leave them out, or set the config's."
+            )
+        return self.encoder(x, positions=positions, mask=mask, deterministic=deterministic)
+
+
+def _check_tokens(tokens: Tokens, vocab_size: int, field: str = "vocab_size") -> None:
+    """ValueError unless `tokens` (B, T) are rows of a table of `vocab_size`. Compiled code can't raise (an id outside
+    gives NaN there); called directly, it says what is wrong.
+    """
+    what = "token ids" if field == "vocab_size" else field
+    if getattr(tokens, "ndim", None) != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
+        got = f"{tokens.dtype} of shape {tokens.shape}" if hasattr(tokens, "dtype") else type(tokens).__name__
+        raise ValueError(
+            f"{what} must be an array of integers, (batch, length), got {got}. A single row is jnp.asarray([ids])."
+        )
+    if isinstance(tokens, jax.core.Tracer) or not tokens.size:
+        return
+    ids = np.asarray(tokens)
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= vocab_size:
+        raise ValueError(
+            f"{what} must be from 0 to {vocab_size - 1} ({field} {vocab_size}), got {low if low < 0 else high}. "
+            f"Was the text encoded by another tokenizer?"
+        )
+
+
+def count_parameters(params: Any) -> int:
+    """Numbers in a tree of parameters, or of their shapes."""
+    return sum(leaf.size for leaf in jax.tree.leaves(params))

@@ -1,0 +1,382 @@
+"""The training loop: one page of named sections around a pure step. Only the loop feeds batches and writes files."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import flax.linen as nn
+import jax
+
+from transformer.data._dataset import Batch, Dataset, padding
+from transformer.data._pipeline import check_batch
+from transformer.nn.models._base import count_parameters
+from transformer.training import _processes as processes
+from transformer.training._calls import record_call
+from transformer.training._checkpoint import Checkpointer
+from transformer.training._evaluation import evaluate_loss
+from transformer.training._finite import why_not_finite
+from transformer.training._journal import Journal, Ledger
+from transformer.training._lock import NAME as LOCK
+from transformer.training._lock import WorkdirLock
+from transformer.training._memory import EVALUATION, STEP, MemoryWatch
+from transformer.training._metrics import MetricsWriter, Progress
+from transformer.training._numbers import draw_forecasts
+from transformer.training._parallel import Placement, place
+from transformer.training._profiling import Profiler, Window
+from transformer.training._recipe import Recipe, build_model, to_json
+from transformer.training._report import append_samples, cache_line, cut_samples, device_line, report, samples
+from transformer.training._restart import set_aside, writing_explained
+from transformer.training._runs import begin, checkpoint_data, load_run, open_run, record_run, shared_facts
+from transformer.training._settings import schedule_warning
+from transformer.training._signals import StopSignal
+from transformer.training._speed import Speed
+from transformer.training._start import Start
+from transformer.training._state import TrainState, make_usable, model_params, parameter_paths
+from transformer.training._step import make_train_step
+from transformer.training._summary import Summary, read_summary, render, render_finished, render_stopped, save_summary
+from transformer.training._tasks import TASKS
+
+
+def train(
+    recipe: Recipe,
+    workdir: str | os.PathLike,
+    *,
+    command: str = "",
+    start: Start | None = None,
+    profile: Window | None = None,
+    take_over: bool = False,
+    restart: bool = False,
+) -> Summary:
+    """Train a recipe in a workdir to its last step or until a signal. An existing run is resumed, bit for bit.
+
+    The workdir contains recipe.json, calls.jsonl, tokenizer/, checkpoints/, first_checkpoint.json, metrics.jsonl,
+    tensorboard/, samples.txt, loss.png, summary.json and, with `profile`, profile/. All processes of one run
+    (`parallel.coordinator`) make the same call, with one workdir that all can see.
+
+    Args:
+        recipe: what to train.
+        workdir: directory of the run; created if it does not exist.
+        command: the command that resumes this run, to be printed.
+        start: a model to initialize from (`transformer.inference.start_from` reads it); not needed again to resume.
+        profile: the steps to trace.
+        take_over: replace the lock of a process on another host (`WorkdirLock`).
+        restart: begin anew; the files of an earlier run in the workdir move to its directory `previous`.
+
+    Raises:
+        ValueError: a recipe or data that can't be, or a workdir of another run.
+        WorkdirInUseError, CheckpointSaveError, OSError: the workdir can't be used or written.
+        NonFiniteError: loss, gradient or parameter was not finite, with nan_policy "stop", or always again.
+        LossSpikeError: a loss far above the usual, with spike_policy "stop".
+        ProcessesError: other processes of the run can't be reached, or are gone.
+        OutOfMemoryError: a device has no room for it; says how much it takes, and what helps.
+    """
+    began, workdir = time.perf_counter(), Path(workdir)
+    command = command or f"transformer.training.train(recipe, {str(workdir)!r})"
+    with processes.together(recipe.parallel), contextlib.ExitStack() as resources:
+        # Workdir: only the first process writes to it. A signal to any process stops all of them.
+        lock = WorkdirLock(workdir, take_over)
+        own_dir = resources.enter_context(_one_writer(workdir, lock))
+        stopping = processes.SharedStop(resources.enter_context(StopSignal()))
+
+        # Recipe, data, model, and the pure step on its devices
+        recipe, dataset = _open_alike(recipe, workdir, start, restart)
+        model, steps = build_model(recipe), recipe.training.steps
+        watch = resources.enter_context(MemoryWatch(recipe))
+        placement = watch.placement = place(recipe, make_train_step)
+        print("\n".join(filter(None, (f"data: {dataset.describe()}", placement.describe()))))
+
+        # State: restored from the newest checkpoint, or new
+        if restart and (previous := processes.first_decides(lambda: str(set_aside(workdir) or ""))):
+            print(f"restart: the earlier run is now in {previous}")
+        keep = {"keep_last": recipe.checkpoint.keep_last, "keep_best": recipe.checkpoint.keep_best}
+        checkpoints = resources.enter_context(Checkpointer(workdir, **keep))
+        batches = dataset.train_batches(recipe.training.seed, placement.rows)
+        state, ledger = begin(recipe, dataset, workdir, checkpoints, batches, placement, start)
+        step, usable = int(state.step), make_usable(recipe)
+        record_run(recipe, dataset, own_dir)
+        cut_samples(own_dir, step)
+
+        # Summary: a finished run prints it again and ends here
+        shapes = jax.eval_shape(usable, state)
+        about = {"name": recipe.name, "workdir": str(workdir), "command": command, "task": recipe.task}
+        summary = Summary(**about, steps=steps, parameters=count_parameters(shapes))
+        print(_model_lines(recipe, model, summary.parameters, state))
+        if finished := _finished_before(summary, step, ledger):
+            return finished
+        speed, where = Speed(recipe, shapes, placement), f"going on from step {step}" if step else "a new run"
+        print(f"{speed}\nworkdir: {workdir}, {where}, to step {steps}", flush=True)
+        record_call(own_dir, step, command, device_line())
+
+        # Metrics, progress bar and trace
+        log, targets = recipe.logging, TASKS[recipe.task].targets
+        writer = resources.enter_context(
+            MetricsWriter(own_dir, restored_step=step or None, tensorboard=log.tensorboard)
+        )
+        progress = resources.enter_context(Progress(steps, start_step=step, mode=log.progress, targets=targets))
+        profiler = Profiler(profile, workdir, step=step, first=processes.is_first(), say=progress.print)
+        resources.enter_context(profiler)
+
+        # Training, then the report
+        state = placement.spread(state)  # by this name: a second one would keep a copy of the state alive
+        training = _Training(
+            recipe=recipe,
+            dataset=dataset,
+            model=model,
+            placement=placement,
+            usable=usable,
+            batches=batches,
+            ledger=ledger,
+            journal=Journal(recipe, ledger, writer, progress, parameter_paths(state.params), speed=speed),
+            state=state,
+            step=step,
+            checkpoints=checkpoints,
+            writer=writer,
+            progress=progress,
+            profiler=profiler,
+            watch=watch,
+            stopping=stopping,
+            lock=lock,
+            own_dir=own_dir,
+            began=began - ledger.seconds,
+        )
+        training.run()
+        return training.finish(summary)
+
+
+@contextlib.contextmanager
+def _one_writer(workdir: Path, lock: WorkdirLock) -> Iterator[Path]:
+    """Let only the first process write to the workdir; yields the directory for the files of this process.
+
+    The first process holds the lock and gets the workdir. Every other process runs the same program, but it writes to a
+    temporary directory and prints nothing.
+    """
+    with contextlib.ExitStack() as resources:
+        own_dir = workdir
+        if processes.is_first():
+            resources.enter_context(lock)
+        else:
+            own_dir = Path(resources.enter_context(tempfile.TemporaryDirectory()))
+            silence = resources.enter_context(open(os.devnull, "w"))
+            resources.enter_context(contextlib.redirect_stdout(silence))
+        processes.check_shared(workdir / LOCK)
+        resources.enter_context(writing_explained(workdir))
+        yield own_dir
+
+
+def _open_alike(recipe: Recipe, workdir: Path, start: Start | None, restart: bool) -> tuple[Recipe, Dataset]:
+    """Open the recipe and its data (`open_run`). ConfigError if the processes of the run disagree on either."""
+    print("\n".join(filter(None, (device_line(), cache_line()))), flush=True)
+    processes.check_alike("settings", shared_facts(recipe))
+    processes.check_alike("--restart", str(restart))
+    processes.check_alike("models to start from", "" if start is None else start.fingerprint)
+    recipe, dataset = open_run(recipe, workdir, say=print, start=start, restart=restart)
+    if (warning := schedule_warning(recipe.optimizer, recipe.training.steps)) and processes.is_first():
+        print(f"warning: {warning}", file=sys.stderr, flush=True)
+    processes.check_alike("data", dataset.fingerprint)
+    return recipe, dataset
+
+
+def _model_lines(recipe: Recipe, model: nn.Module, parameters: int, state: TrainState) -> str:
+    """The model and its number of parameters; with LoRA also how many of them are trained."""
+    vocabulary = f", vocabulary of {recipe.model.vocab_size}" if TASKS[recipe.task].tokens else ""
+    line = f"model: {type(model).__name__}, {parameters:,} parameters{vocabulary}"
+    if recipe.lora is None:
+        return line
+    return f"{line}\nLoRA of rank {recipe.lora.rank}: {count_parameters(state.params):,} parameters are trained"
+
+
+def _finished_before(summary: Summary, step: int, ledger: Ledger) -> Summary | None:
+    """The summary of a run whose steps, last evaluation and report are all done, printed again; otherwise None."""
+    last = read_summary(summary.workdir) or summary
+    if not processes.first_decides(lambda: step >= summary.steps and ledger.evaluated >= step and last.step == step):
+        return None
+    print(f"{render(last)}\n{render_finished(dataclasses.replace(last, command=summary.command))}")
+    return last
+
+
+@dataclasses.dataclass(kw_only=True)
+class _Training:
+    """A run in training: the state, the next batch, and everything that the steps write."""
+
+    recipe: Recipe
+    dataset: Dataset
+    model: nn.Module
+    placement: Placement
+    """runs the pure step on the devices"""
+    usable: Callable[[TrainState], Any]
+    """parameters to evaluate, of a state"""
+    batches: Any
+    ledger: Ledger
+    journal: Journal
+    state: TrainState
+    """as `placement.train_step` takes it"""
+    step: int
+    """number of steps done"""
+    checkpoints: Checkpointer
+    writer: MetricsWriter
+    progress: Progress
+    profiler: Profiler
+    watch: MemoryWatch
+    stopping: processes.SharedStop
+    lock: WorkdirLock
+    own_dir: Path
+    """directory for the files of this process: the workdir, or for all but the first process a temporary directory"""
+    began: float
+    """`time.perf_counter()` at the start of the run, as if all calls had been one"""
+    compiled: set[tuple] = dataclasses.field(default_factory=set)
+    """shapes of batches for which the step is compiled"""
+
+    def run(self) -> None:
+        """Train to the last step or until a signal; evaluate and save where the recipe says so."""
+        recipe, steps = self.recipe, self.recipe.training.steps
+        while True:
+            self.profiler.at(self.step, self.journal.pause)
+            stop = self.stopping.soon()
+            to_evaluate = self.ledger.evaluated < self.step and _due(self.step, recipe.evaluation.every, steps)
+            to_save = _due(self.step, recipe.checkpoint.every or recipe.evaluation.every, steps)
+            if to_evaluate or to_save or stop:
+                self.journal.pause()
+            if to_evaluate and not stop:
+                self.evaluate()
+                stop = self.stopping()
+                to_save = to_save or self.checkpoints.newest_step == self.step  # resumed: its checkpoint lacks the loss
+            if self.step and (to_save or stop):
+                self.save()
+                stop = self.stopping()
+            if self.step >= steps or stop:
+                break
+            self.advance()
+        self.checkpoints.wait()
+
+    def advance(self) -> None:
+        """Train on the next batch. The metrics of a step are read after the next step was dispatched."""
+        recipe, asked = self.recipe, time.perf_counter()
+        batch = next(self.batches)
+        check_batch(
+            batch, recipe.model.vocab_size, recipe.model.embedding.source_vocab_size, recipe.model.output.num_classes
+        )
+        self.journal.fed(time.perf_counter() - asked)
+        with self._compilation_timed(batch):
+            self.watch.batch = batch
+            with self.profiler.step(self.step + 1):
+                self.state, metrics = self.placement.train_step(self.state, batch, self.journal.skip_above())
+        self.step += 1
+        self.journal.add(self.step, metrics, padding(batch), batch, self._why_not_finite)
+
+    def _why_not_finite(self, batch: Batch) -> str:
+        """A sentence that names what is not finite: a parameter, or the logits of a row of the batch."""
+        state = self.placement.whole(self.state)
+        return why_not_finite(self.recipe, self.model, model_params(self.recipe, state.params, state.base), batch)
+
+    @contextlib.contextmanager
+    def _compilation_timed(self, batch: Batch) -> Iterator[None]:
+        """Report the first step of each batch shape, which is compiled, and keep its time out of the speed."""
+        shapes = tuple(array.shape for array in batch.values())
+        if shapes in self.compiled:
+            yield
+            return
+        self.journal.read()  # otherwise waiting for the step before would count as compilation
+        again = " for a batch of other sizes" if self.compiled else ""
+        self.progress.print(f"compiling the training step{again} ...")
+        before = time.perf_counter()
+        yield
+        seconds = time.perf_counter() - before
+        self.progress.print(f"compiled in {seconds:.1f} s")
+        self.compiled.add(shapes)
+        self.journal.compiled(seconds)
+
+    def evaluate(self) -> None:
+        """Measure the loss on held-out data and write samples; a signal ends this without a record."""
+        recipe, step = self.recipe, self.step
+        self.watch.now = EVALUATION
+        held_out = self.dataset.eval_batches(limit=recipe.evaluation.batches)
+        params = self.usable(self.placement.whole(self.state))
+        strict = recipe.training.nan_policy == "stop"
+        result = evaluate_loss(self.placement.eval_step, params, held_out, self.stopping, strict)
+        text = "" if self.stopping() else samples(recipe, self.model, params, self.dataset, step)
+        if result is not None and not self.stopping():  # otherwise the resumed run evaluates again
+            labels = TASKS[recipe.task].labels
+            self.ledger.record_evaluation(step, result.loss, result.accuracy, result.mae, labels)
+            self.writer.write(step, {f"eval/{name}": value for name, value in result.measures.items()})
+            self.progress.print(f"step {step}: eval {result}")
+            if text:
+                append_samples(self.own_dir, step, text)
+                self.progress.print(text)
+        self.watch.now = STEP
+
+    def save(self) -> None:
+        """Start to save a checkpoint, after all metrics of its steps are on the disk."""
+        self.lock.check()
+        self.writer.flush()
+        self.ledger.seconds = time.perf_counter() - self.began
+        data = checkpoint_data(self.dataset, self.batches, self.ledger)
+        metric = self.ledger.eval_metric if self.ledger.evaluated == self.step else None
+        state = self.placement.whole(self.state)
+        self.checkpoints.save(self.step, state, data=data, recipe=to_json(self.recipe), metric=metric)
+
+    def finish(self, summary: Summary) -> Summary:
+        """Measure the model that the run keeps, draw the loss, and write and print the summary."""
+        recipe, own_dir = self.recipe, self.own_dir
+        self.watch.now = EVALUATION
+        summary = self._measured(_with_totals(summary, self.step, self.ledger))
+        self.writer.flush()
+        if self.step >= min(recipe.logging.every, recipe.training.steps):
+            from transformer.viz._curves import loss_curve  # matplotlib takes a while: not before the first step
+
+            unit = TASKS[recipe.task].unit
+            loss_curve(own_dir / "metrics.jsonl", own_dir / "loss.png", title=recipe.name, unit=unit)
+        seconds = time.perf_counter() - self.began
+        summary = dataclasses.replace(summary, stop_code=self.stopping.exit_code, seconds=seconds)
+        self.progress.close()
+        if summary.stop_code is None:
+            save_summary(summary, own_dir)
+            print(render(summary))
+        else:
+            print(render_stopped(summary))
+        return summary
+
+    def _measured(self, summary: Summary) -> Summary:
+        """The summary with measures and texts of the best model that is kept; unchanged after a signal."""
+        if self.stopping():
+            return summary
+        recipe, model, dataset = self.recipe, self.model, self.dataset
+        params, shown = self.usable(self.placement.whole(self.state)), self.step
+        if recipe.checkpoint.keep_best and summary.best_step not in (None, shown):
+            best = load_run(summary.workdir)
+            params, shown = best.params, best.step
+        summary = dataclasses.replace(summary, shown_step=shown)
+        summary = report(recipe, model, params, dataset, summary, self.stopping)
+        if summary.measures:
+            self.writer.write(self.step, summary.measures)
+        if (picture := TASKS[recipe.task].picture) and not self.stopping():
+            draw_forecasts(recipe, model, params, dataset, self.own_dir / picture)
+        return summary
+
+
+def _with_totals(summary: Summary, step: int, ledger: Ledger) -> Summary:
+    """The summary with the numbers of the ledger after `step` steps."""
+    return dataclasses.replace(
+        summary,
+        step=step,
+        tokens_per_s=ledger.tokens_per_s,
+        skipped=ledger.skipped,
+        spikes=ledger.spikes,
+        eval_loss=ledger.eval_loss,
+        eval_accuracy=ledger.eval_accuracy,
+        eval_mae=ledger.eval_mae,
+        best_loss=ledger.best_loss,
+        best_step=ledger.best_step,
+    )
+
+
+def _due(step: int, every: int | None, steps: int) -> bool:
+    """Whether something that is done every so many steps, and at the last one, is due after this step."""
+    return step > 0 and (step == steps or (every is not None and step % every == 0))

@@ -1,0 +1,190 @@
+"""Metrics into a file, into TensorBoard and onto the screen."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as RichProgress
+
+from transformer.viz._records import metrics_lines, read_metrics
+
+__all__ = ["FILE", "MetricsWriter", "Progress", "read_metrics"]
+
+FILE = "metrics.jsonl"
+
+
+class MetricsWriter:
+    """Appends to `workdir/metrics.jsonl`, one strict-JSON object a line: {"step": 10, "train/loss": 2.5, ...}.
+
+    Numbers that JSON has not are the strings "NaN", "Infinity" and "-Infinity". `restored_step` is the step that the
+    run goes on from: lines after it are dropped, lines up to it stay, so that the file becomes that of an
+    uninterrupted run; None starts a new file. Hence: write all lines of step n, and `flush`, before step n is saved.
+    Raises OSError when the workdir cannot be written, ValueError naming a line of an old file that is no JSON.
+    """
+
+    def __init__(self, workdir: str | os.PathLike, *, restored_step: int | None = None, tensorboard: bool = False):
+        self._path = Path(workdir) / FILE
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        kept = []
+        if restored_step is not None and self._path.exists():
+            kept = [line for line, record in metrics_lines(self._path) if record["step"] <= restored_step]
+        temporary = self._path.with_suffix(".tmp")
+        temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+        os.replace(temporary, self._path)
+        # unbuffered: a line is there at once, and after a failed write nothing is left to fail again
+        self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115  closed by close()
+        self._board = None
+        if tensorboard:
+            from tensorboardX import SummaryWriter  # only who wants it pays for its import
+
+            purge = None if restored_step is None else restored_step + 1  # TensorBoard hides what was written after
+            self._board = SummaryWriter(str(self._path.parent / "tensorboard"), purge_step=purge)
+
+    def write(self, step: int, values: Mapping[str, Any]) -> None:
+        """One line. Values are Python, NumPy or JAX scalars (a JAX one is waited for)."""
+        numbers = {name: _number(name, value) for name, value in values.items()}
+        record = {"step": int(step)} | {name: _strict(number) for name, number in numbers.items()}
+        try:
+            line = json.dumps(record, allow_nan=False).encode() + b"\n"
+            while line:  # a nearly full disk takes a part
+                line = line[self._file.write(line) :]
+        except OSError as error:
+            remedy = "free some space, or choose another workdir, and run the same command again"
+            raise OSError(error.errno, f"{error.strerror}; {remedy}", str(self._path)) from error
+        if self._board is not None:
+            for name, number in numbers.items():
+                self._board.add_scalar(name, number, int(step))
+
+    def flush(self) -> None:
+        """Everything written is on the disk."""
+        os.fsync(self._file.fileno())
+        if self._board is not None:
+            self._board.flush()
+
+    def close(self) -> None:
+        """Ends the writing; the file stays."""
+        self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self.close()
+
+
+class Progress:
+    """A bar with step, loss, speed and time left on a terminal; one plain line per `update` into anything else.
+
+    `targets` is what the speed counts. mode "auto" asks the stream (stdout if not given), "bar" and "lines" insist,
+    "none" shows nothing but `print`; any other is a ValueError.
+    """
+
+    def __init__(
+        self,
+        total_steps: int,
+        *,
+        start_step: int = 0,
+        mode: str = "auto",
+        targets: str = "tokens",
+        stream: io.TextIOBase | None = None,
+    ):
+        if mode not in ("auto", "bar", "lines", "none"):
+            raise ValueError(f"progress mode must be 'auto', 'bar', 'lines' or 'none', got {mode!r}.")
+        self._stream = sys.stdout if stream is None else stream
+        if mode == "auto":
+            terminal = self._stream.isatty() and os.environ.get("TERM") not in ("dumb", "")
+            mode = "bar" if terminal else "lines"
+        self._mode, self._total, self._step = mode, total_steps, start_step
+        self._targets = targets
+        self._began: tuple[float, int] | None = None  # time and step of the first figures: before, it compiled
+        if mode == "bar":
+            columns = [TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[figures]}")]
+            self._bar = RichProgress(
+                *columns, TimeRemainingColumn(), console=Console(file=self._stream, force_terminal=True)
+            )
+            self._task = self._bar.add_task("", total=total_steps, completed=start_step, figures="")
+            self._bar.start()
+
+    def update(
+        self,
+        step: int,
+        *,
+        loss: float | None = None,
+        targets_per_s: float | None = None,
+        mfu: float | None = None,
+    ) -> None:
+        """To be called when metrics are logged (not every step): moves the bar, or writes a line; the loss in nats, the
+        MFU a fraction.
+        """
+        self._step = step
+        figures = [] if loss is None else [f"loss {float(loss):.4f}"]
+        figures += [] if targets_per_s is None else [f"{float(targets_per_s):,.0f} {self._targets}/s"]
+        figures += [] if mfu is None else [f"MFU {100 * mfu:.1f} %"]
+        if self._mode == "bar":
+            self._bar.update(self._task, completed=step, figures="  ".join(figures))
+        elif self._mode == "lines":
+            self.print("  ".join([f"step {step}/{self._total}", *figures, *self._left()]))
+
+    def advance(self, step: int) -> None:
+        """Moves the bar without new figures (cheap; writes nothing where there is no bar)."""
+        self._step = step
+        if self._mode == "bar":
+            self._bar.update(self._task, completed=step)
+
+    def print(self, text: str) -> None:
+        """Text of its own (samples, an evaluation), above the bar."""
+        if self._mode == "bar":
+            self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        else:
+            self._stream.write(text + "\n")
+            self._stream.flush()
+
+    def close(self) -> None:
+        """Leaves the bar as it stands."""
+        if self._mode == "bar":
+            self._bar.stop()
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self.close()
+
+    def _left(self) -> list[str]:
+        now = time.monotonic()
+        if self._began is None:
+            self._began = now, self._step
+        began, first = self._began
+        if self._step <= first or self._step >= self._total:
+            return []
+        seconds = round((now - began) / (self._step - first) * (self._total - self._step))
+        return [f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02} left"]
+
+
+def _number(name: str, value: Any) -> int | float:
+    array = np.asarray(value)
+    if name == "step" or array.ndim or array.dtype == object or array.dtype.kind in "SUc":
+        raise ValueError(f"metric {name!r} must be a real number and not be called 'step', got {value!r}.")
+    if array.dtype.kind in "biu":
+        return int(array)
+    # a float32 by its own shortest decimals: 0.1, not 0.10000000149011612
+    return float(array) if array.dtype == np.float64 else float(str(array.astype(np.float32)))
+
+
+def _strict(number: int | float) -> int | float | str:
+    if isinstance(number, int) or math.isfinite(number):
+        return number
+    return "NaN" if math.isnan(number) else "Infinity" if number > 0 else "-Infinity"

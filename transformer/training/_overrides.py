@@ -1,0 +1,171 @@
+"""Load a recipe file and override its fields with command-line options; report errors in one line."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.util
+import io
+import itertools
+import os
+import sys
+import types
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import tyro
+
+from transformer.config._checks import ConfigError, boxed_message, nearest
+from transformer.config._model import TransformerConfig
+from transformer.config._recipe_files import bundled, find_recipe, recipe_files
+from transformer.training._recipe import Recipe
+from transformer.training._serial import flatten
+from transformer.training.lora import LoRA
+
+__all__ = ["fast", "find_recipe", "load_recipe_file", "override", "recipe_files"]
+
+
+def load_recipe_file(path: str | os.PathLike) -> tuple[Recipe, str]:
+    """Return the recipe of a file's `get_config()`, and the file's docstring.
+
+    The file may build on other recipes: `from configs.number_words import get_config as number_words`.
+
+    Raises:
+        ConfigError: the file can't be run, has no get_config, or get_config returns no recipe.
+    """
+    path = Path(path)
+    spec = importlib.util.spec_from_file_location(f"recipe_{path.stem}", path)
+    if spec is None:
+        raise ConfigError(f"{path} is not a Python file. Pass a recipe such as configs/number_words.py.")
+    module = importlib.util.module_from_spec(spec)
+    with _recipes_importable(path.parent):
+        try:
+            spec.loader.exec_module(module)
+        except Exception as error:
+            raise ConfigError(f"{path} can't be run: {type(error).__name__}: {error}") from error
+        if not callable(getattr(module, "get_config", None)):
+            raise ConfigError(
+                f"{path} is not a recipe: it has no function get_config(). Add one that returns a "
+                f"transformer.training.Recipe."
+            )
+        try:
+            recipe = module.get_config()
+        except Exception as error:
+            raise ConfigError(f"{path}: get_config() failed: {type(error).__name__}: {error}") from error
+    if not isinstance(recipe, Recipe):
+        raise ConfigError(
+            f"{path}: get_config() must return a transformer.training.Recipe, got {type(recipe).__name__}."
+        )
+    return recipe, (module.__doc__ or "").strip()
+
+
+@contextlib.contextmanager
+def _recipes_importable(folder: Path) -> Iterator[None]:
+    """Make `import configs.NAME` find recipes while the context is active, so that a recipe can build on another one.
+
+    Searches this folder, then `configs/` of the current directory, then the bundled recipes.
+    """
+
+    def taken() -> dict[str, types.ModuleType]:
+        names = [name for name in sys.modules if name.partition(".")[0] == "configs"]
+        return {name: sys.modules.pop(name) for name in names}
+
+    before = taken()
+    package = types.ModuleType("configs")
+    package.__path__ = [str(place.resolve()) for place in (folder, Path("configs"), bundled())]
+    sys.modules["configs"] = package
+    try:
+        yield
+    finally:
+        taken()
+        sys.modules.update(before)
+
+
+def override(recipe: Recipe, arguments: Sequence[str], *, program: str, description: str = "") -> Recipe:
+    """Return the recipe with fields set by options such as `--model.num-layers 4`.
+
+    Any option of `lora` turns LoRA on; `--lora None` turns it off.
+
+    Args:
+        program: name of the command in usage and errors.
+        description: first text of --help.
+
+    Raises:
+        ConfigError: an unknown option (the error suggests the nearest one), a wrong value, or contradicting fields.
+        SystemExit: --help was printed (code 0).
+    """
+    recipe, arguments = _with_lora(recipe, [_current_option(argument) for argument in arguments])
+    captured = io.StringIO()
+    unknown = _unknown_option(recipe, arguments)
+    if unknown:
+        raise ConfigError(f"unknown option {unknown}.{nearest(unknown, _options(recipe))} --help lists all options.")
+    try:
+        with contextlib.redirect_stderr(captured):
+            return tyro.cli(
+                tyro.conf.FlagConversionOff[tyro.conf.AvoidSubcommands[Recipe]],
+                default=recipe,
+                args=list(arguments),
+                prog=program,
+                description=description or "Train a recipe.",
+            )
+    except SystemExit as stop:
+        if stop.code in (None, 0):
+            raise
+        raise ConfigError(boxed_message(captured.getvalue())) from None
+
+
+def _current_option(argument: str) -> str:
+    """A command-line argument, with the former name of a field of the model replaced by the current one."""
+    option, equals, value = argument.partition("=")
+    group, _, path = option.removeprefix("--").partition(".")
+    name, dot, rest = path.partition(".")
+    name = name.replace("-", "_")
+    if group != "model" or not option.startswith("--") or name not in TransformerConfig.former_names:
+        return argument
+    new = "input.mel_bins" if name == "mel_bins" else TransformerConfig.former_names[name]
+    current = f"--model.{new}{dot}{rest}".replace("_", "-")
+    # FutureWarning: Python shows it to users, unlike DeprecationWarning.
+    warnings.warn(f"{option} is now {current}. The former name works for one release.", FutureWarning, stacklevel=2)
+    return f"{current}{equals}{value}"
+
+
+def _with_lora(recipe: Recipe, arguments: list[str]) -> tuple[Recipe, list[str]]:
+    """Return the recipe with `lora` turned on or off by the arguments, and the arguments without `--lora None`: tyro
+    has no flag for a whole group.
+    """
+    options = any(word.startswith("--lora.") for word in arguments)
+    for place, pair in enumerate(itertools.pairwise(arguments)):
+        if pair == ("--lora", "None"):
+            if options:
+                raise ConfigError("--lora None turns LoRA off, but --lora.* options turn it on. Remove one of them.")
+            return dataclasses.replace(recipe, lora=None), arguments[:place] + arguments[place + 2 :]
+    return (dataclasses.replace(recipe, lora=LoRA()) if options and recipe.lora is None else recipe), arguments
+
+
+def fast(recipe: Recipe) -> Recipe:
+    """Shorten a recipe to a few steps of training, evaluation, checkpoints and samples, to check that it runs."""
+    change = dataclasses.replace
+    return change(
+        recipe,
+        training=change(recipe.training, steps=4),
+        optimizer=change(recipe.optimizer, warmup_steps=min(2, recipe.optimizer.warmup_steps)),
+        evaluation=change(
+            recipe.evaluation, every=2, batches=1, samples=1, sample_tokens=16, exact_match_examples=20, translations=3
+        ),
+        checkpoint=change(recipe.checkpoint, every=2),
+        logging=change(recipe.logging, every=1),
+    )
+
+
+def _options(recipe: Recipe) -> list[str]:
+    names = [f"--{field.replace('_', '-')}" for field in flatten(recipe)]
+    names += [f"--lora.{field.name}" for field in dataclasses.fields(LoRA)]
+    own = ("help", "list", "fast", "workdir", "init", "profile", "restart", "take-over", "debug")
+    return [*dict.fromkeys(names), *(f"--{name}" for name in own)]
+
+
+def _unknown_option(recipe: Recipe, arguments: Sequence[str]) -> str | None:
+    names = set(_options(recipe)) | {"-h"}
+    given = [argument.split("=", 1)[0] for argument in arguments if argument.startswith("--")]
+    return next((option for option in given if option.replace("_", "-") not in names), None)

@@ -1,0 +1,273 @@
+"""A recipe: the full config of a run, a frozen tree of dataclasses. Each file in `configs/` returns one."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import flax.linen as nn
+
+from transformer.config._checks import ConfigError
+from transformer.config._model import Execution, TransformerConfig
+from transformer.config._untrusted import parse_json, read_bounded
+from transformer.data._config import shared_rows
+from transformer.data.kinds import PLACES, DataConfig
+from transformer.nn._sharding import ParallelConfig
+from transformer.training._serial import decode, encode, flatten
+from transformer.training._settings import (
+    CheckpointConfig,
+    EvaluationConfig,
+    LoggingConfig,
+    OptimizerConfig,
+    TrainingConfig,
+)
+from transformer.training._tasks import TASKS
+from transformer.training.lora import LoRA
+
+FORMAT = "transformer recipe"
+VERSION = 1
+"""version of recipe.json; other versions are rejected"""
+FILE = "recipe.json"
+
+LARGEST = 2**31 - 1
+"""largest integer in a recipe: steps, sizes and counts become int32"""
+LARGEST_SEED = 2**32 - 1
+"""largest `training.seed`: JAX and Grain take 32 bits, and JAX would silently drop the higher ones"""
+
+MAY_CHANGE = (
+    "name",
+    "execution",
+    "parallel",
+    "evaluation",
+    "checkpoint",
+    "logging",
+    "training.steps",
+    "training.accumulation",
+    "training.nan_policy",
+    "training.spike_policy",
+    "training.spike_deviations",
+    "data.eval_batch_size",
+    "origin.source",
+    *sorted(f"data.{field}" for field in PLACES),
+)
+"""Fields, or groups of fields, that may change when a run is resumed. All others affect its result and must match."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """Source of a run's initial parameters. Training fills it in; recipes leave it empty."""
+
+    source: str
+    """directory or name passed to --init; it may have moved since"""
+    model: str
+    """kind of model in that source"""
+    fingerprint: str
+    """SHA-256 of the loaded parameters"""
+    new: tuple[str, ...] = ()
+    """paths of parameters that the source lacks: they are initialized randomly and trained in full"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """The full config of a run.
+
+    Raises:
+        ConfigError: fields that contradict each other; the message says what to change.
+    """
+
+    name: str
+    """name of the run; the default workdir is runs/<name>"""
+    model: TransformerConfig
+    """model config"""
+    data: DataConfig
+    """training data and tokenizer"""
+    execution: Execution = Execution()
+    """execution options: kernel, scan, rematerialization"""
+    parallel: ParallelConfig = ParallelConfig()
+    """devices and sharding"""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """optimizer and learning-rate schedule"""
+    training: TrainingConfig = TrainingConfig()
+    """number of steps, seed, loss and safeguards"""
+    evaluation: EvaluationConfig = EvaluationConfig()
+    """evaluation and samples"""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """checkpoints"""
+    logging: LoggingConfig = LoggingConfig()
+    """metrics and progress display"""
+    lora: LoRA | None = None
+    """LoRA: train low-rank updates of a pretrained model instead of all parameters; any --lora option turns it on"""
+    origin: Origin | None = None
+    """source of the initial parameters; filled in for --init"""
+
+    def __post_init__(self):
+        if not self.name or self.name != os.path.basename(self.name):
+            raise ConfigError(
+                f"name must be a plain name, because it becomes a directory under runs/, got {self.name!r}. Use "
+                f"letters, digits, '-' and '_'."
+            )
+        self._check_limits()
+        field, rows = shared_rows(self.data)
+        if rows % self.training.accumulation:
+            raise ConfigError(
+                f"data.{field} ({rows}) must be a multiple of training.accumulation "
+                f"({self.training.accumulation}): all micro-batches have the same number of rows. Change one of them."
+            )
+        if self.lora is not None and self.optimizer.name == "muon":
+            raise ConfigError(
+                "optimizer.name muon needs whole weight matrices, but lora trains two factors of each matrix. Use "
+                "adamw, or remove lora."
+            )
+        TASKS[self.task].check(self.training)
+        for field in ("sequence_length", "packed_length"):
+            length = getattr(self.data, field, None)
+            if self.model.max_length is not None and length is not None and length > self.model.max_length:
+                raise ConfigError(
+                    f"data.{field} ({length}) must be at most model.max_length ({self.model.max_length}), the size of "
+                    f"the learned position table. Change one of them."
+                )
+        by_tokens = getattr(self.data, "batch_tokens", None) is not None
+        if self.parallel.context != 1 and by_tokens and self.data.packed_length is None:
+            raise ConfigError(
+                f"parallel.context ({self.parallel.context}) needs rows of a fixed length, but data.batch_tokens makes "
+                f"batches of different lengths. Remove it, or set data.packed_length to a multiple of it."
+            )
+
+    def _check_limits(self) -> None:
+        """Raise ConfigError for an integer that does not fit its type, and for an empty path."""
+        for field, value in flatten(self).items():
+            most = LARGEST_SEED if field == "training.seed" else LARGEST
+            if isinstance(value, int) and abs(value) > most:
+                raise ConfigError(f"{field} must be at most {most}, got {value}.")
+        for field in sorted(PLACES):
+            if getattr(self.data, field, None) == "":
+                raise ConfigError(f"data.{field} must name a file or a folder, got ''. Remove it, or pass a path.")
+
+    @property
+    def task(self) -> str:
+        """The training task that the data defines: one of `tasks.TASKS`."""
+        return type(self.data).task
+
+
+def build_model(recipe: Recipe) -> nn.Module:
+    """Build the model of a recipe whose vocabulary size is known.
+
+    Raises:
+        ConfigError: model.vocab_size is None (`with_vocabulary` fills it in from a tokenizer).
+    """
+    task = TASKS[recipe.task]
+    if task.tokens and recipe.model.vocab_size is None:
+        raise ConfigError("model.vocab_size is not set. Set it, or train: training sets it from the tokenizer.")
+    return task.model(recipe.model, recipe.execution)
+
+
+def with_vocabulary(recipe: Recipe, vocab_size: int) -> Recipe:
+    """Set model.vocab_size from the tokenizer; a size in the recipe must be large enough.
+
+    Raises:
+        ConfigError: model.vocab_size is smaller than the tokenizer's.
+    """
+    given = recipe.model.vocab_size
+    if given is None:
+        return dataclasses.replace(recipe, model=recipe.model.replace(vocab_size=vocab_size))
+    if given < vocab_size:
+        raise ConfigError(
+            f"model.vocab_size ({given}) must be at least {vocab_size}, the number of tokens of the tokenizer. Remove "
+            f"it: training sets it."
+        )
+    return recipe
+
+
+def with_labels(recipe: Recipe, labels: tuple[str, ...]) -> Recipe:
+    """Set data.labels and model.output.num_classes from the labels of the data.
+
+    Raises:
+        ConfigError: model.output.num_classes differs from the number of labels.
+    """
+    given = recipe.model.output.num_classes
+    if given not in (None, len(labels)):
+        raise ConfigError(
+            f"model.output.num_classes is {given}, but the data has {len(labels)} labels ({', '.join(labels)}). Remove "
+            f"it: training sets it."
+        )
+    model = recipe.model.replace(**{"output.num_classes": len(labels)})
+    return dataclasses.replace(recipe, model=model, data=dataclasses.replace(recipe.data, labels=labels))
+
+
+def to_json(recipe: Recipe) -> dict[str, Any]:
+    """Convert a recipe to JSON values; `from_json` is the inverse."""
+    return {"format": FORMAT, "version": VERSION, "recipe": encode(recipe)}
+
+
+def from_json(values: Any, where: str = "recipe") -> Recipe:
+    """Convert the values of `to_json` to a recipe; `where` names the file in errors.
+
+    Raises:
+        ConfigError: the values are no recipe, have another version, or have unknown, missing or mistyped fields.
+    """
+    if not isinstance(values, dict) or values.get("format") != FORMAT:
+        raise ConfigError(f'{where} is not a recipe: it lacks "format": {FORMAT!r}.')
+    if values.get("version") != VERSION:
+        raise ConfigError(
+            f"{where} has recipe version {values.get('version')!r}, this program reads version {VERSION}. "
+            f"Use the version of this program that wrote the file."
+        )
+    return decode(Recipe, values.get("recipe"), where)
+
+
+def save_recipe(recipe: Recipe, workdir: str | os.PathLike) -> Path:
+    """Write `workdir/recipe.json` atomically and return its path."""
+    path = Path(workdir) / FILE
+    partial = path.with_suffix(".json.partial")
+    partial.write_text(json.dumps(to_json(recipe), indent=2) + "\n", encoding="utf-8")
+    os.replace(partial, path)
+    return path
+
+
+def load_recipe(workdir: str | os.PathLike) -> Recipe:
+    """Load the recipe of a workdir.
+
+    Raises:
+        FileNotFoundError: the workdir does not exist, or has no recipe.
+        ConfigError: recipe.json can't be read.
+    """
+    path = Path(workdir) / FILE
+    if not os.path.lexists(path):
+        raise FileNotFoundError(
+            f"{path} does not exist: {workdir} is not the workdir of a run. Pass one, such as runs/number_words."
+        )
+    try:
+        values = parse_json(read_bounded(Path(workdir), FILE))
+    except ValueError as error:
+        raise ConfigError(f"{path} is damaged ({error}). Remove it: the next training run writes it again.") from error
+    return from_json(values, str(path))
+
+
+@dataclass(frozen=True)
+class Change:
+    """One field that differs between two recipes: its dotted name, the `old` and the `new` value."""
+
+    field: str
+    old: Any
+    new: Any
+
+    def __str__(self):
+        return f"{self.field}: {self.old!r} -> {self.new!r}"
+
+
+def difference(old: Recipe, new: Recipe) -> tuple[list[Change], list[Change]]:
+    """Return the differences: first fields that must match to resume a run, then those that may change."""
+    before, after = flatten(old), flatten(new)
+    if type(old.data) is not type(new.data):
+        before["data"], after["data"] = type(old.data).kind, type(new.data).kind
+    must_match, may_change = [], []
+    for field in dict.fromkeys([*before, *after]):
+        if before.get(field) != after.get(field) or (field in before) != (field in after):
+            change = Change(field, before.get(field), after.get(field))
+            free = any(field == name or field.startswith(f"{name}.") for name in MAY_CHANGE)
+            (may_change if free else must_match).append(change)
+    return must_match, may_change

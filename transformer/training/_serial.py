@@ -1,0 +1,174 @@
+"""Frozen dataclasses to JSON and back: tagged, typed, complete. A file with a missing or unknown field is an error.
+
+Every dataclass becomes an object whose key `class` (a Python keyword, so never a field) holds its tag: the class
+attribute `kind` where it has one, else the class name. Reading back is driven by the type hints.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Union
+
+from transformer.config._checks import ConfigError, nearest
+from transformer.config._parts import Patches, Series
+from transformer.config._paths import former_names_accepted
+
+TAG = "class"
+
+LATER = {
+    "EvaluationConfig": ("beam_size", "beam_alpha"),
+    "Execution": ("sow_weights",),
+    "LayerKind": ("self_attention", "moe", "attention_norm"),
+    "MoE": ("router_bias", "scoring", "e_score_correction_bias", "num_groups", "top_groups", "routed_scaling_factor"),
+    "OptimizerConfig": ("decay_fraction",),
+    "ParallelConfig": ("coordinator", "num_processes", "process_id", "patience"),
+    **dict.fromkeys(("number_words", "parallel_text"), ("batch_tokens", "buckets", "row_multiple", "packed_length")),
+    "Recipe": ("parallel", "lora", "origin"),
+    "RotaryScaling": ("attention_factor", "truncate"),
+    "TrainingConfig": ("z_loss", "loss_tokens", "spike_policy", "spike_deviations"),
+    "TransformerConfig": (
+        *("attention_biases", "embedding_norm", "source_max_length", "position_table_per_layer", "token_types"),
+        *("head_transform", "output_bias", "logit_scale", "qk_norm_scope", "causal", "normalize_embeddings", "patches"),
+        *("mel_bins", "mla", "series", "final_norm", "input"),
+    ),
+}
+"""fields that a class got after files of it were written; a file without one means its default"""
+
+FORMER_TYPES = {"patches": Patches | None, "series": Series | None, "mel_bins": int | None}
+"""former fields of another type than the field that replaces them"""
+
+
+def tag_of(cls: type) -> str:
+    """The name a dataclass goes by in JSON."""
+    kind = getattr(cls, "kind", None)
+    is_field = any(field.name == "kind" for field in dataclasses.fields(cls))
+    return kind if isinstance(kind, str) and not is_field else cls.__name__
+
+
+def encode(value: Any) -> Any:
+    """A JSON value for a tree of dataclasses, tuples, lists and plain values; TypeError for anything else."""
+    if dataclasses.is_dataclass(value):
+        fields = {field.name: encode(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {TAG: tag_of(type(value))} | fields
+    if isinstance(value, tuple | list):
+        return [encode(item) for item in value]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise TypeError(f"a {type(value).__name__} can't be written to JSON: {value!r}")
+
+
+def decode(hint: Any, value: Any, where: str) -> Any:
+    """The value of type `hint` that `encode` made `value` of.
+
+    `where` names the place for errors.
+
+    Raises:
+        ConfigError: unknown, missing or mistyped fields, with the place and the nearest right name.
+    """
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any:
+        return value
+    if origin is Literal:
+        if value not in arguments:
+            raise ConfigError(f"{where} must be one of {', '.join(map(str, arguments))}, got {value!r:.80}.")
+        return value
+    if origin in (Union, types.UnionType):
+        return _decode_union(arguments, value, where)
+    if origin in (tuple, list):
+        return _decode_sequence(origin, arguments, value, where)
+    if dataclasses.is_dataclass(hint):
+        return _decode_dataclass(_choose({tag_of(hint): hint}, value, where), value, where)
+    # 2**1023 is the largest power of 2 that a float holds: of a larger integer float() would raise OverflowError.
+    if hint is float and isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**1023:
+        return float(value)
+    if hint is type(None) and value is None:
+        return None
+    if not isinstance(hint, type) or not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
+        raise ConfigError(f"{where} must be of type {getattr(hint, '__name__', hint)}, got {value!r:.80}.")
+    return value
+
+
+def _choose(choices: Mapping[str, type], value: Any, where: str) -> type:
+    if not isinstance(value, dict) or TAG not in value:
+        raise ConfigError(f"{where} must be an object with a {TAG!r} ({', '.join(choices)}), got {value!r:.80}.")
+    if not isinstance(value[TAG], str) or value[TAG] not in choices:
+        hint = nearest(value[TAG], choices) if isinstance(value[TAG], str) else ""
+        raise ConfigError(f"{where} is of class {value[TAG]!r:.80}, which is not one of {', '.join(choices)}.{hint}")
+    return choices[value[TAG]]
+
+
+def _decode_dataclass(cls: type, value: dict, where: str) -> Any:
+    names = [field.name for field in dataclasses.fields(cls)]
+    former: dict[str, str] = getattr(cls, "former_names", {})
+    for name in value:
+        if name not in names and name not in former and name != TAG:
+            raise ConfigError(f"{where} has an unknown field {name!r:.80}.{nearest(name, names)}")
+    later = [name for name in LATER.get(tag_of(cls), ()) if name not in value]
+    missing = [name for name in names if name not in value and name not in later]
+    missing = [name for name in missing if not _has_former(former, name, value, later)]
+    if missing:
+        raise ConfigError(f"{where} lacks {', '.join(missing)}: it was written by another version, or cut short.")
+    decoded = {name: decode(_hint(cls, name), value[name], f"{where}.{name}") for name in value if name != TAG}
+    with former_names_accepted():
+        return cls(**decoded)
+
+
+def _has_former(former: Mapping[str, str], name: str, value: Mapping[str, Any], later: Sequence[str]) -> bool:
+    """Whether `value` has the former fields that the field `name` replaces."""
+    replaced = [old for old, path in former.items() if path.partition(".")[0] == name]
+    return bool(replaced) and all(old in value or old in later for old in replaced)
+
+
+def _hint(cls: type, name: str) -> Any:
+    """The type of a field, by its name or a former one."""
+    if name in FORMER_TYPES and name in getattr(cls, "former_names", {}):
+        return FORMER_TYPES[name]
+    for part in getattr(cls, "former_names", {}).get(name, name).split("."):
+        cls = typing.get_type_hints(cls)[part]
+    return cls
+
+
+def _decode_union(arguments: tuple, value: Any, where: str) -> Any:
+    if value is None and type(None) in arguments:
+        return None
+    if isinstance(value, dict):
+        choices = {tag_of(kind): kind for kind in arguments if dataclasses.is_dataclass(kind)}
+        return _decode_dataclass(_choose(choices, value, where), value, where)
+    errors = []
+    for argument in arguments:
+        if argument is not type(None):
+            try:
+                return decode(argument, value, where)
+            except ConfigError as error:
+                errors.append(error)
+    raise errors[0]
+
+
+def _decode_sequence(origin: type, arguments: tuple, value: Any, where: str) -> Any:
+    if not isinstance(value, list):
+        raise ConfigError(f"{where} must be a list, got {value!r:.80}.")
+    if origin is list or (len(arguments) == 2 and arguments[1] is Ellipsis):
+        hints = [arguments[0]] * len(value)
+    elif len(arguments) == len(value):
+        hints = list(arguments)
+    else:
+        raise ConfigError(f"{where} must have {len(arguments)} items, got {len(value)}.")
+    return origin(decode(hints[index], item, f"{where}[{index}]") for index, item in enumerate(value))
+
+
+def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Dotted field names to plain values: what `difference` compares and what the command line can override."""
+    if dataclasses.is_dataclass(value):
+        flat = {}
+        for field in dataclasses.fields(value):
+            flat |= flatten(getattr(value, field.name), f"{prefix}.{field.name}" if prefix else field.name)
+        return flat
+    if isinstance(value, tuple) and any(dataclasses.is_dataclass(item) for item in value):
+        flat = {}
+        for index, item in enumerate(value):
+            flat |= flatten(item, f"{prefix}.{index}")
+        return flat
+    return {prefix: value}

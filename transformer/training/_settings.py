@@ -1,0 +1,218 @@
+"""Config groups of a recipe for training: optimizer, training, evaluation, checkpoint, logging."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from transformer.config._checks import ConfigError, check_choice
+
+OptimizerName = Literal["adamw", "muon"]
+ScheduleName = Literal["cosine", "rsqrt", "noam", "constant", "wsd"]
+NanPolicy = Literal["stop", "skip"]
+SpikePolicy = Literal["log", "skip", "stop"]
+ProgressMode = Literal["auto", "bar", "lines", "none"]
+
+
+def _check_whole(group: str, config: object, least: int, *fields: str) -> None:
+    for field in fields:
+        value = getattr(config, field)
+        if value is None and type(config).__dataclass_fields__[field].type.endswith("None"):
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ConfigError(f"{group}.{field} must be an integer of at least {least}, got {value!r}.")
+
+
+def _check_share(group: str, config: object, *fields: str) -> None:
+    for field in fields:
+        value = getattr(config, field)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= 1:
+            raise ConfigError(f"{group}.{field} must be a number from 0 to 1, got {value!r}.")
+
+
+def _check_number(group: str, config: object, low: float, high: float, *fields: str) -> None:
+    for field in fields:
+        value = getattr(config, field)
+        if value is None and type(config).__dataclass_fields__[field].type.endswith("None"):
+            continue
+        if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value < high:
+            limits = f"at least {low:g}" + ("" if high == float("inf") else f" and below {high:g}")
+            raise ConfigError(f"{group}.{field} must be a number of {limits}, got {value!r}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """Optimizer and learning-rate schedule.
+
+    Raises:
+        ConfigError: an unknown name, a number out of range, or a schedule that needs a warm-up but has none.
+    """
+
+    name: OptimizerName = "adamw"
+    """adamw; or muon (momentum, orthogonalized) for the weight matrices of the layers and AdamW with Nesterov momentum
+    for all other parameters"""
+    learning_rate: float = 1e-3
+    """peak learning rate, reached at the end of the warm-up; with noam: the factor on d_model^-0.5 (1 in the paper)"""
+    schedule: ScheduleName = "cosine"
+    """learning-rate schedule after the warm-up: cosine (decay to final_fraction), rsqrt (1/sqrt(step)), noam (the
+    original paper's), constant, or wsd (warm-up, stable, decay: constant, then linear decay to final_fraction)"""
+    warmup_steps: int = 100
+    """warm-up steps, over which the learning rate rises linearly from 0"""
+    decay_steps: int | None = None
+    """step at which the decay of cosine and wsd ends; None: training.steps"""
+    final_fraction: float = 0.1
+    """final learning rate of cosine and wsd, as a fraction of learning_rate"""
+    decay_fraction: float = 0.2
+    """wsd: length of the decay, as a fraction of the steps up to its end; limited to the steps after the warm-up; 0:
+    drop to the final rate in one step, at the end"""
+    beta1: float = 0.9
+    """AdamW: decay of the moving average of gradients"""
+    beta2: float = 0.99
+    """AdamW: decay of the moving average of squared gradients"""
+    epsilon: float = 1e-8
+    """AdamW: added to the denominator for numerical stability"""
+    momentum: float = 0.95
+    """Muon: decay of the momentum"""
+    weight_decay: float = 0.01
+    """decoupled weight decay (multiplied by the learning rate); not applied to norms, biases, position tables and
+    other vectors"""
+    decay_embeddings: bool = False
+    """apply weight decay to token embeddings too"""
+    clip_norm: float | None = 1.0
+    """clip the gradient to this global norm; None: no clipping"""
+
+    def __post_init__(self):
+        check_choice("optimizer.name", self.name, OptimizerName.__args__)
+        check_choice("optimizer.schedule", self.schedule, ScheduleName.__args__)
+        _check_number("optimizer", self, 0.0, float("inf"), "learning_rate", "weight_decay", "epsilon")
+        _check_number("optimizer", self, 0.0, 1.0, "beta1", "beta2", "momentum")
+        _check_share("optimizer", self, "final_fraction", "decay_fraction")
+        _check_whole("optimizer", self, 0, "warmup_steps")
+        _check_whole("optimizer", self, 1, "decay_steps")
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise ConfigError(
+                f"optimizer.clip_norm must be above 0, got {self.clip_norm!r}. Use None to turn clipping off."
+            )
+        if self.schedule in ("rsqrt", "noam") and self.warmup_steps < 1:
+            raise ConfigError(f"optimizer.warmup_steps must be at least 1 with schedule={self.schedule!r}, got 0.")
+
+
+def schedule_warning(config: OptimizerConfig, steps: int) -> str | None:
+    """Return a warning about a learning-rate schedule that does not suit a run of `steps` steps, or None.
+
+    This is a warning, not an error: a short run may be the first part of a longer one, because `training.steps` may be
+    raised when the run is resumed and `optimizer.warmup_steps` may not be changed.
+    """
+    warmup, decay = config.warmup_steps, config.decay_steps
+    if warmup > steps:
+        return (
+            f"the learning rate never reaches its peak: the warm-up has {warmup} steps (--optimizer.warmup-steps), the "
+            f"run {steps} (--training.steps). Shorten the warm-up, or train longer."
+        )
+    if config.schedule in ("cosine", "wsd") and decay is not None and decay <= warmup:
+        return (
+            f"the learning rate drops to its final value directly after the warm-up: the decay ends at step {decay} "
+            f"(--optimizer.decay-steps), the warm-up at step {warmup} (--optimizer.warmup-steps). Raise "
+            f"--optimizer.decay-steps, or remove it."
+        )
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig:
+    """Number of steps, seed, loss and safeguards of training."""
+
+    steps: int = 1000
+    """total number of optimizer updates; raise it to continue a finished run"""
+    seed: int = 0
+    """random seed of initialization, dropout and data order"""
+    accumulation: int = 1
+    """gradient accumulation: micro-batches per update, computed one after another to save memory; must divide
+    data.batch_size"""
+    label_smoothing: float = 0.0
+    """label smoothing: probability mass spread over the vocabulary (training loss only)"""
+    z_loss: float = 0.0
+    """weight of the z-loss, the squared log-sum-exp of the logits, which keeps logits small (training loss only)"""
+    loss_tokens: int | None = None
+    """tokens per device whose logits are computed at once; None: chosen by size; 0: all tokens"""
+    ema_decay: float | None = None
+    """decay of an exponential moving average of the parameters, used in evaluation and after training; None: no
+    average"""
+    nan_policy: NanPolicy = "stop"
+    """on a non-finite loss, gradient or parameter: stop with an error, or skip that update and count it"""
+    spike_policy: SpikePolicy = "log"
+    """on a loss spike: log and count it; skip that update too; or stop with an error"""
+    spike_deviations: float = 10.0
+    """a loss is a spike if it is more than this many standard deviations above the mean of about 50 recent losses"""
+
+    def __post_init__(self):
+        check_choice("training.nan_policy", self.nan_policy, NanPolicy.__args__)
+        check_choice("training.spike_policy", self.spike_policy, SpikePolicy.__args__)
+        _check_whole("training", self, 1, "steps", "accumulation")
+        _check_whole("training", self, 0, "seed", "loss_tokens")
+        _check_number("training", self, 0.0, 1.0, "label_smoothing", "ema_decay")
+        _check_number("training", self, 0.0, float("inf"), "z_loss")
+        _check_number("training", self, 1.0, float("inf"), "spike_deviations")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationConfig:
+    """Evaluation on held-out data and samples, during and after training."""
+
+    every: int | None = 200
+    """steps between evaluations; None: evaluate only at the end"""
+    batches: int | None = None
+    """batches of held-out data per evaluation; None: all"""
+    samples: int = 3
+    """number of texts to generate at each evaluation"""
+    sample_tokens: int = 200
+    """length of a generated text in tokens (language models; a translation stops at its end token)"""
+    temperature: float = 0.8
+    """sampling temperature of generated texts (language models; translations are greedy); 0 is greedy"""
+    exact_match_examples: int = 1000
+    """held-out pairs to translate and score after training: number words by exact match, other pairs by BLEU and
+    chrF; 0 disables it"""
+    translations: int = 10
+    """number of these translations that the summary shows"""
+    beam_size: int = 1
+    """beam size of these translations; 1 is greedy decoding"""
+    beam_alpha: float = 0.6
+    """length penalty of beam search: scores are divided by ((5 + length) / 6)^beam_alpha; larger values favor
+    longer targets"""
+
+    def __post_init__(self):
+        _check_whole("evaluation", self, 1, "every", "batches", "sample_tokens", "beam_size")
+        _check_whole("evaluation", self, 0, "samples", "exact_match_examples", "translations")
+        _check_number("evaluation", self, 0.0, float("inf"), "temperature", "beam_alpha")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """How often to save checkpoints, and which of them to keep."""
+
+    every: int | None = None
+    """steps between checkpoints; None: at each evaluation (also always at the end and on a stop signal)"""
+    keep_last: int = 2
+    """number of newest checkpoints to keep"""
+    keep_best: int = 1
+    """number of best checkpoints to keep: lowest eval/loss (classifiers: highest eval/accuracy)"""
+
+    def __post_init__(self):
+        _check_whole("checkpoint", self, 1, "every", "keep_last")
+        _check_whole("checkpoint", self, 0, "keep_best")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoggingConfig:
+    """Metrics, TensorBoard events and the progress display."""
+
+    every: int = 10
+    """steps between lines of metrics; each line has the means over these steps"""
+    tensorboard: bool = True
+    """also write TensorBoard event files"""
+    progress: ProgressMode = "auto"
+    """progress display: auto (a bar on a terminal, plain lines elsewhere), always a bar, always lines, or none"""
+
+    def __post_init__(self):
+        check_choice("logging.progress", self.progress, ProgressMode.__args__)
+        _check_whole("logging", self, 1, "every")

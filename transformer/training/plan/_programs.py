@@ -1,0 +1,86 @@
+"""A recipe's real training step, lowered for devices that need not be there: nothing is run and no data is read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from transformer.nn._sharding import mesh_sizes
+from transformer.training._memory import shard_bytes
+from transformer.training._parallel import MeshPlacement, PmapPlacement, placed_shapes
+from transformer.training._recipe import Recipe
+from transformer.training._state import TrainState, model_params
+
+Shapes = Mapping[str, jax.ShapeDtypeStruct]
+"""a batch, without its numbers"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepProgram:
+    """A training step before it is compiled."""
+
+    lowered: jax.stages.Lowered
+    devices: list[Any]
+    """that it runs on"""
+    sizes: Mapping[str, int]
+    """of the mesh axes"""
+    described: str
+    """the axes that split something; "" on one device"""
+    params: Any
+    """shapes of the model's parameters, with LoRA those of the merged ones"""
+    held: dict[str, int]
+    """bytes of one device by kind, that it holds before a step"""
+
+
+def program(recipe: Recipe, devices: Sequence[Any], batch: Shapes) -> StepProgram:
+    """The training step of a recipe on a batch of shapes (B, ...), lowered for these devices.
+
+    Raises:
+        ConfigError: a recipe that does not fit the devices.
+    """
+    return {"mesh": _mesh, "pmap": _pmap}[recipe.parallel.kind](recipe, devices, batch)
+
+
+def _mesh(recipe: Recipe, devices: Sequence[Any], batch: Shapes) -> StepProgram:
+    placement = MeshPlacement(recipe, devices)
+    state = placement.abstract_state()
+    return StepProgram(
+        lowered=placement.lower(batch),
+        devices=list(placement.mesh.devices.flat),
+        sizes=placement.mesh.shape,
+        described=placement.describe(),
+        params=_model_params(recipe, state),
+        held=_held(state, placed_shapes(batch, placement.mesh)),
+    )
+
+
+def _pmap(recipe: Recipe, devices: Sequence[Any], batch: Shapes) -> StepProgram:
+    placement = PmapPlacement(recipe, devices)
+    devices = recipe.parallel.choose(devices)
+    count, state = len(devices), placement.abstract_state()
+    own = {name: shape.update(shape=(shape.shape[0] // count, *shape.shape[1:])) for name, shape in batch.items()}
+    return StepProgram(
+        lowered=placement.lower(batch),
+        devices=devices,
+        sizes=mesh_sizes({"data": count}, count),
+        described=placement.describe(),
+        params=_model_params(recipe, state),
+        held=_held(state, own),
+    )
+
+
+def _model_params(recipe: Recipe, state: TrainState) -> Any:
+    return jax.eval_shape(lambda one: model_params(recipe, one.params, one.base), state)
+
+
+def _held(state: TrainState, batch: Any) -> dict[str, int]:
+    return {
+        "parameters" if state.base is None else "trained parameters (LoRA)": shard_bytes(state.params),
+        "frozen parameters": shard_bytes(state.base),
+        "optimizer state": shard_bytes(state.opt_state),
+        "averaged parameters": shard_bytes(state.ema),
+        "batch": shard_bytes(batch),
+    }

@@ -1,0 +1,227 @@
+"""Meshes, batch sizes and remat policies of a recipe tried on a topology: what a thought rules out is not compiled."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from transformer.config._checks import ConfigError
+from transformer.config._model import Remat
+from transformer.data._config import shared_rows
+from transformer.nn._sharding import AXES, check_batch_sizes, check_model, parameter_spec, row_ways
+from transformer.training._flops import batch_field, batch_rows, step_flops, step_tokens
+from transformer.training._memory import GIB, logit_bytes
+from transformer.training._recipe import Recipe
+from transformer.training._state import abstract_state
+from transformer.training._tasks import TASKS
+from transformer.training.plan._planning import Plan, make_plan
+from transformer.training.plan._roofline import estimate
+from transformer.training.plan._topologies import Topology
+
+REMATS: tuple[str, ...] = Remat.__args__
+"""what may be computed again in the backward pass"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """One way to run the recipe, and what a thought says of it."""
+
+    recipe: Recipe
+    sizes: Mapping[str, int]
+    """of the mesh axes"""
+    seconds: float
+    """of a step, guessed before compiling"""
+    needed_bytes: int
+    """that a device holds at least"""
+    flags: str
+    """to be added to the command that gave the recipe: they come last, and so hold"""
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A candidate that was compiled: its plan, or why there is none."""
+
+    candidate: Candidate
+    plan: Plan | None
+    error: str
+    """why there is no plan, or an empty text"""
+    seconds: float
+    """that it took"""
+
+
+def candidates(recipe: Recipe, topology: Topology, num_devices: int) -> list[Candidate]:
+    """All that can be, the most promising first: what may fit, by speed, then what asks for least; batches of half,
+    once and twice the rows.
+
+    Left out are meshes that do not divide model or batch, and those whose parameters and optimizer state alone are more
+    than a device holds.
+    """
+    state, flops, found = abstract_state(recipe), step_flops(recipe), []
+    available = topology.hbm * GIB
+    field, length = batch_field(recipe.data), getattr(recipe.data, "sequence_length", None)
+    size, rows = getattr(recipe.data, field), batch_rows(recipe.data)
+    batches = [dataclasses.replace(recipe.data, **{field: number}) for number in (size // 2, size, 2 * size) if number]
+    batches = [data for data in batches if batch_rows(data)]
+    for sizes in meshes(recipe, num_devices):
+        held = _held(state, sizes)
+        for data in batches if held < available else []:
+            try:
+                check_model(recipe.model, sizes)
+                check_batch_sizes(*shared_rows(data), recipe.training.accumulation, sizes, length)
+            except ConfigError:
+                continue
+            changed = dataclasses.replace(
+                recipe, data=data, parallel=dataclasses.replace(recipe.parallel, kind="mesh", **sizes)
+            )
+            for remat in REMATS:
+                execution = dataclasses.replace(recipe.execution, remat=remat)
+                one = dataclasses.replace(changed, execution=execution)
+                found.append(_guessed(one, recipe, held, flops.total * batch_rows(data) // rows, topology))
+
+    def place(one: Candidate) -> tuple[bool, float]:
+        too_much = one.needed_bytes > available
+        return too_much, one.needed_bytes if too_much else one.seconds / batch_rows(one.recipe.data)
+
+    return sorted(found, key=place)
+
+
+def _held(state: Any, sizes: Mapping[str, int]) -> int:
+    """Bytes that a device holds of a training state over a mesh of these sizes."""
+    total = 0
+    for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
+        spec = parameter_spec(jax.tree_util.keystr(path, simple=True, separator="/"), leaf.shape, sizes)
+        total += leaf.size * leaf.dtype.itemsize // math.prod(sizes[axis] for axis in spec if axis)
+    return total
+
+
+def meshes(recipe: Recipe, num_devices: int) -> Iterator[dict[str, int]]:
+    """Sizes of the mesh axes that multiply to the devices, of axes that the model has something for."""
+    axes = ["fsdp", "tensor"]
+    if TASKS[recipe.task].context_axis:
+        axes.append("context")
+    if any(kind.moe is not None for kind in recipe.model.kinds):
+        axes.append("expert")
+    divisors = [n for n in range(1, num_devices + 1) if num_devices % n == 0]
+    for split in itertools.product(divisors, repeat=len(axes)):
+        if num_devices % math.prod(split) == 0:
+            sizes = dict(zip(axes, split, strict=True)) | {"data": num_devices // math.prod(split)}
+            yield {axis: sizes.get(axis, 1) for axis in AXES}
+
+
+def _guessed(recipe: Recipe, before: Recipe, held: int, work: int, topology: Topology) -> Candidate:
+    """A coarse guess, only to order what is compiled (Korthikanti et al. 2022, arXiv 2205.05198, section 4).
+
+    `before`: the recipe that flags are put to; `held`: bytes of state a device; `work`: FLOPs of the step.
+    """
+    sizes = recipe.parallel.sizes
+    model, remat = recipe.model, recipe.execution.remat
+    width = jnp.dtype(model.dtype).itemsize
+    layers = TASKS[recipe.task].layers(model)
+    own = step_tokens(recipe) // (row_ways(sizes) * sizes["context"])
+    tensor, fsdp, num_devices = sizes["tensor"], sizes["fsdp"], math.prod(sizes.values())
+
+    # Bytes of one device: the residual stream and the inner width of a layer, and what is kept of all and of one layer.
+    stream, inner = own * model.d_model * width, own * model.feed_forward_width * width // tensor
+    inside = 8 * stream + 4 * inner
+    kept = (
+        stream
+        + {
+            "full": 0,
+            "names": stream // tensor + inner,
+            "dots": 4 * stream // tensor + 2 * inner,
+            "none": inside,
+        }[remat]
+    )
+    gradients = held * fsdp // 3  # of parameters that fsdp does not split
+    wire = 2 * gradients // fsdp * (sizes["data"] > 1) + 3 * gradients * (fsdp > 1)
+    wire += layers * stream * (8 * (tensor > 1) + 4 * (sizes["context"] > 1))
+    again = {"none": 1.0, "dots": 1.05, "names": 1.15, "full": 4 / 3}[remat]
+    guess = estimate(
+        topology.chip,
+        num_devices,
+        model_flops=work,
+        flops=round(again * work / num_devices),
+        hbm_bytes=3 * held + round(again * 2 * layers * (9 * stream + 4 * inner)),
+        wire_bytes=wire,
+    )
+    parts = recipe.training.accumulation
+    needed = held + (layers * kept + inside) // parts + logit_bytes(recipe, own // parts, tensor, "tpu")
+    told = [axis for axis, size in sizes.items() if size > 1 or axis == "data" or before.parallel.sizes[axis] != 1]
+    kind = "" if before.parallel.kind == "mesh" else "--parallel.kind mesh "
+    mesh = kind + " ".join(f"--parallel.{axis} {sizes[axis]}" for axis in told)
+    field = batch_field(recipe.data)
+    flags = f"{mesh} --data.{field.replace('_', '-')} {getattr(recipe.data, field)} --execution.remat {remat}"
+    return Candidate(recipe=recipe, sizes=sizes, seconds=guess.seconds, needed_bytes=needed, flags=flags)
+
+
+def search(recipe: Recipe, topology: Topology, devices: list[Any], limit: int) -> Iterator[Tried]:
+    """Compiles the most promising candidates, at most `limit`, and gives each as it is done.
+
+    One that asks for more than one that did not fit is passed over: the same mesh, no fewer rows, no less kept.
+    What recipe or compiler refuse of a candidate is its result, never the end.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    too_large: list[Candidate] = []
+    tried, num_devices = 0, len(recipe.parallel.choose(devices))
+    found = candidates(recipe, topology, num_devices)
+    if not found:
+        why = _why_none(recipe, topology, num_devices)
+        raise ConfigError(f"--search finds no mesh of {num_devices} {topology.unit}s: {why}")
+    for candidate in found:
+        if tried == limit:
+            return
+        if any(_asks_more(candidate, other) for other in too_large):
+            continue
+        tried += 1
+        begun, plan, told = time.perf_counter(), None, ""
+        try:
+            plan = make_plan(candidate.recipe, topology, devices)
+        except (ValueError, RuntimeError) as error:  # of the recipe or the compiler; a fault of this program ends it
+            told = f"{type(error).__name__}: {error}".partition("\n")[0]
+        if plan is not None and not plan.fits:
+            too_large.append(candidate)
+        yield Tried(candidate, plan, told, time.perf_counter() - begun)
+
+
+def _why_none(recipe: Recipe, topology: Topology, num_devices: int) -> str:
+    """What no mesh of so many devices divides, or holds, and what to do."""
+    state = abstract_state(recipe)
+    if all(_held(state, sizes) >= topology.hbm * GIB for sizes in meshes(recipe, num_devices)):
+        return (
+            f"parameters and optimizer state alone are more than the {topology.hbm:.4g} GiB of a {topology.unit}, "
+            "however they are split. Give more chips, or a kind with more memory: another --topology."
+        )
+    model, accumulation = recipe.model, recipe.training.accumulation
+    field, rows = shared_rows(recipe.data)
+    parts = [
+        (f"--data.{field.replace('_', '-')}", rows, num_devices * accumulation),
+        ("--model.d-model", model.d_model, num_devices),
+        ("--model.num-heads", model.num_heads, num_devices),
+    ]
+    uneven = [f"{flag} {size} is no multiple of {ways}" for flag, size, ways in parts if size % ways]
+    return (
+        f"{', '.join(uneven) or 'rows, width and heads do not divide together'}. Change one of them, at best the rows; "
+        "or let another number of devices share them, by --topology or --parallel.devices."
+    )
+
+
+def _asks_more(candidate: Candidate, other: Candidate) -> bool:
+    mine, theirs = candidate.recipe, other.recipe
+    keeps = mine.execution.remat in ("none", theirs.execution.remat) or theirs.execution.remat == "full"
+    return candidate.sizes == other.sizes and batch_rows(mine.data) >= batch_rows(theirs.data) and keeps
+
+
+def ranked(tried: Sequence[Tried]) -> list[Tried]:
+    """Those that fit, the fastest by the estimate first."""
+    fitting = [one for one in tried if one.plan is not None and one.plan.estimate is not None]
+    return sorted(fitting, key=lambda one: -one.plan.units_per_second)

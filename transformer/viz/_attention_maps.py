@@ -1,0 +1,274 @@
+"""Attention weights of every layer and head as pictures, with words on both axes."""
+
+from __future__ import annotations
+
+import math
+import os
+import unicodedata
+from collections.abc import Sequence, Set
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Bool, Float
+from matplotlib import font_manager
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.cm import ScalarMappable
+from matplotlib.collections import PolyCollection
+from matplotlib.colors import Normalize
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from transformer.viz._attention_weights import AttentionMap, printable
+from transformer.viz._output_files import PNG_METADATA, check_replaceable
+
+MOST_PIXELS = 200_000_000
+"""of all pictures of one text together, which take about a minute on one core"""
+
+_DPI = 110
+_LONGEST_LAYER, _LONGEST_HEAD = 22.0, 36.0  # inches of a page, either way: 2,420 and 3,960 pixels
+_FONT_SIZE = 8.0
+_LINE = 0.14  # inches that one label needs
+_COLORS, _INK, _HIDDEN, _HATCH = "Blues", "#333333", "#ececec", "#b5b5b5"
+
+
+def save_attention_maps(
+    maps: Sequence[AttentionMap],
+    directory: str | os.PathLike,
+    *,
+    source: Sequence[str] = (),
+    target: Sequence[str] = (),
+    overwrite: bool = True,
+) -> list[Path]:
+    """Draws each map into a PNG with all its heads, and where its words can't all be read there, each head into one.
+
+    `source` and `target` label the encoder's and the decoder's positions, one word each. Returns the paths written:
+    `decoder_cross_layer2.png`, `decoder_cross_layer2_head1.png`. ValueError when labels and weights differ in number,
+    or for pictures of more than `MOST_PIXELS` together. Without `overwrite`, FileExistsError when
+    a file is there that this package did not draw.
+    """
+    directory = Path(directory)
+    fonts, missing = _fonts([*map(printable, source), *map(printable, target)])
+    words = {
+        stack: [_label(word, missing) for word in labels]
+        for stack, labels in (("encoder", source), ("decoder", target))
+    }
+    total = {stack: 1 + max((one.layer for one in maps if one.stack == stack), default=0) for stack in words}
+    planned: list[tuple[Path, str, AttentionMap, list[int], list[str], list[str]]] = []
+    pixels = 0.0
+    for one in maps:
+        queries, keys = words[one.stack], words["encoder" if one.kind == "cross" else one.stack]
+        if (len(queries), len(keys)) != one.weights.shape[1:]:
+            raise ValueError(
+                f"the {one.stack}'s {one.kind}-attention has {one.weights.shape[1]} queries and "
+                f"{one.weights.shape[2]} keys, but there are {len(queries)} and {len(keys)} words for them."
+            )
+        title = f"{one.stack}, layer {one.layer + 1} of {total[one.stack]}: {one.kind}-attention"
+        for file, shown in _files(one, total[one.stack], queries, keys):
+            planned.append((directory / file, title, one, shown, queries, keys))
+            pixels += math.prod(_Page(len(shown), queries, keys).size) * _DPI**2
+    if pixels > MOST_PIXELS:
+        raise ValueError(
+            f"{len(planned):,} pictures of {pixels / 1e6:,.0f} million pixels together are too many to draw: expected "
+            f"at most {MOST_PIXELS / 1e6:,.0f} million. Shorten the text, or write one page to explore: --html FILE."
+        )
+    if not overwrite:
+        check_replaceable(path for path, *_ in planned)
+    directory.mkdir(parents=True, exist_ok=True)
+    for path, *page in planned:
+        _draw(path, *page, fonts)
+    return [path for path, *_ in planned]
+
+
+def _files(one: AttentionMap, layers: int, queries: Sequence[str], keys: Sequence[str]) -> list[tuple[str, list[int]]]:
+    """Names of the pictures of a map and the heads that each shows: all heads, and where words are left out, each."""
+    heads = list(range(len(one.weights)))
+    name = f"{one.stack}_{one.kind}_layer{one.layer + 1:0{len(str(layers))}}"
+    files = [(f"{name}.png", heads)]
+    if len(heads) > 1 and _Page(len(heads), queries, keys).stride > 1:
+        files += [(f"{name}_head{head + 1:0{len(str(len(heads)))}}.png", [head]) for head in heads]
+    return files
+
+
+class _Page:
+    """Where the heads go on a page, in inches: cells large enough for their words as long as the page can hold them."""
+
+    left, right, top, bottom, gap, head = 0.42, 0.72, 0.5, 0.34, 0.3, 0.24
+
+    def __init__(self, heads: int, queries: Sequence[str], keys: Sequence[str]):
+        self.rows_labels, self.columns_labels = _margin(queries), _margin(keys)
+        self.shape = len(queries), len(keys)
+        self.cell = min(max(2.4 / max(self.shape), 0.2), 0.42)
+        self.longest = _LONGEST_LAYER if heads > 1 else _LONGEST_HEAD
+        while True:
+            self.columns = min(range(1, heads + 1), key=lambda columns: self._ugliness(heads, columns))
+            self.rows = -(-heads // self.columns)
+            self.size = self._size(self.rows, self.columns)
+            if max(self.size) <= self.longest or self.cell < 0.005:
+                break
+            self.cell *= 0.93
+        self.stride = math.ceil(_LINE / self.cell)
+
+    def _size(self, rows: int, columns: int) -> tuple[float, float]:
+        width, height = self.panel
+        return (
+            self.left + columns * (width + self.gap) + self.right,
+            self.top + rows * (height + self.gap) + self.bottom,
+        )
+
+    @property
+    def panel(self) -> tuple[float, float]:
+        """Width and height of one head with its words."""
+        return (
+            self.rows_labels + max(self.shape[1] * self.cell, 0.5),
+            self.head + self.columns_labels + self.shape[0] * self.cell,
+        )
+
+    def _ugliness(self, heads: int, columns: int) -> float:
+        rows = -(-heads // columns)
+        width, height = self._size(rows, columns)
+        too_large = max(0.0, max(width, height) - self.longest)
+        return abs(math.log(width / height / 1.5)) + 0.25 * (rows * columns - heads) + too_large
+
+    def place(self, index: int) -> tuple[float, float, float, float]:
+        """Left, bottom, width and height of the cells of a head, as shares of the page."""
+        width, height = self.panel
+        row, column = divmod(index, self.columns)
+        left = self.left + column * (width + self.gap) + self.rows_labels
+        top = self.top + row * (height + self.gap) + self.head + self.columns_labels
+        across, down = self.shape[1] * self.cell, self.shape[0] * self.cell
+        page_width, page_height = self.size
+        return left / page_width, 1 - (top + down) / page_height, across / page_width, down / page_height
+
+
+def _draw(
+    path: Path,
+    title: str,
+    one: AttentionMap,
+    heads: Sequence[int],
+    queries: Sequence[str],
+    keys: Sequence[str],
+    fonts: list[str],
+) -> None:
+    page = _Page(len(heads), queries, keys)
+    grid_width = page.size[0]
+    note = f"rows: queries ({one.stack}), columns: keys ({'encoder' if one.kind == 'cross' else one.stack})"
+    if page.stride > 1:
+        named = "one in two words is named" if page.stride == 2 else f"one in {page.stride} words is named"
+        note += f"; {named}" + (", more on the pages of single heads" if len(heads) > 1 else "")
+    legend = 1.7 if one.hidden.any() else 0.0
+    page.size = max(grid_width, 0.3 + 0.1 * len(title), 0.3 + legend + 0.068 * len(note)), page.size[1]
+    width, height = page.size
+
+    figure = Figure(figsize=page.size, dpi=_DPI, facecolor="white")  # no pyplot: no state that others share
+    small = {"fontsize": _FONT_SIZE, "color": "#777777"}
+    figure.text(0.14 / width, 1 - 0.14 / height, title, va="top", fontsize=12, color=_INK)
+    for index, head in enumerate(heads):
+        _, bottom, _, down = place = page.place(index)
+        axes = figure.add_axes(place)
+        _draw_head(axes, one.weights[head], one.hidden, queries, keys, page, fonts)
+        axes.set_title(f"head {head + 1}", loc="left", fontsize=9, color=_INK, pad=5)
+        if index % page.columns == 0:
+            figure.text(0.14 / width, bottom + down / 2, "query", rotation=90, va="center", **small)
+        if index < page.columns and page.shape[1] * page.cell > 0.8:
+            axes.set_title("key", loc="right", pad=5, **small)
+    figure.text(0.14 / width, 0.14 / height, note, **small)
+    if legend:
+        patch = Patch(facecolor=_HIDDEN, edgecolor=_HATCH, hatch="/////", linewidth=0, label="hidden by the mask")
+        figure.legend(
+            handles=[patch],
+            loc="lower right",
+            bbox_to_anchor=(1 - 0.05 / width, 0.04 / height),
+            frameon=False,
+            fontsize=_FONT_SIZE,
+            labelcolor="#777777",
+        )
+    _, bottom, _, down = page.place(0)
+    tall = min(down, 2.4 / height)
+    bar = figure.add_axes(((grid_width - 0.72) / width, bottom + down - tall, 0.12 / width, tall))
+    bar = figure.colorbar(ScalarMappable(Normalize(0, 1), _COLORS), cax=bar, ticks=[0, 0.5, 1])
+    bar.set_label("weight", fontsize=_FONT_SIZE, color=_INK, labelpad=1)
+    bar.ax.tick_params(labelsize=_FONT_SIZE, colors=_INK, length=2)
+    bar.outline.set_linewidth(0.4)
+    FigureCanvasAgg(figure).print_png(os.fspath(path), metadata=PNG_METADATA)
+
+
+def _draw_head(
+    axes: Axes,
+    weights: Float[np.ndarray, "T S"],
+    hidden: Bool[np.ndarray, "T S"],
+    queries: Sequence[str],
+    keys: Sequence[str],
+    page: _Page,
+    fonts: list[str],
+) -> None:
+    axes.imshow(
+        np.ma.masked_array(weights, hidden), cmap=_COLORS, vmin=0, vmax=1, aspect="auto", interpolation="nearest"
+    )
+    if hidden.any():
+        axes.add_collection(
+            PolyCollection(_runs(hidden), facecolors=_HIDDEN, edgecolors=_HATCH, linewidths=0, hatch="/////"),
+            autolim=False,
+        )
+    axes.xaxis.tick_top()
+    _name(axes.xaxis, keys, page.stride, fonts)
+    _name(axes.yaxis, queries, page.stride, fonts)
+    for label in axes.get_xticklabels():
+        label.set_rotation(90 if max(map(_width, keys)) > 2 else 0)
+    axes.tick_params(which="both", length=0, pad=2.5, labelcolor=_INK)
+    axes.set_xticks(np.arange(1, len(keys)) - 0.5, minor=True)
+    axes.set_yticks(np.arange(1, len(queries)) - 0.5, minor=True)
+    if page.cell >= 0.1:
+        axes.grid(which="minor", color="#dfe3e8", linewidth=0.5)
+    for spine in axes.spines.values():
+        spine.set(color="#999999", linewidth=0.6)
+
+
+def _name(axis: Any, words: Sequence[str], stride: int, fonts: list[str]) -> None:
+    places = range(0, len(words), stride)
+    axis.set_ticks(list(places), [words[place] for place in places])
+    for label in axis.get_ticklabels():
+        label.set(fontfamily=fonts, fontsize=_FONT_SIZE, parse_math=False)  # a $ in a text is no formula
+
+
+def _runs(hidden: Bool[np.ndarray, "T S"]) -> list[list[tuple[float, float]]]:
+    """Corners of the rectangles that cover each row's stretches of hidden cells."""
+    corners = []
+    for row, cells in enumerate(hidden):
+        edges = np.flatnonzero(np.diff(np.concatenate([[False], cells, [False]]).astype(np.int8)))
+        for start, end in edges.reshape(-1, 2) - 0.5:
+            corners.append([(start, row - 0.5), (end, row - 0.5), (end, row + 0.5), (start, row + 0.5)])
+    return corners
+
+
+def _label(word: str, missing: Set[int] = frozenset(), longest: int = 16) -> str:
+    """A word as it is drawn: characters without a font as escapes, shortened."""
+    word = "".join(ascii(c)[1:-1] if ord(c) in missing else c for c in printable(word))
+    return word if _width(word) <= longest else word[: longest - 1] + "…"
+
+
+def _width(word: str) -> int:
+    """Columns of a word on a terminal: twice as many for East Asian characters."""
+    return sum(2 if unicodedata.east_asian_width(c) in "WF" else not unicodedata.combining(c) for c in word)
+
+
+def _margin(words: Sequence[str]) -> float:
+    return 0.08 + max(map(_width, words), default=0) * _FONT_SIZE * 0.64 / 72
+
+
+def _fonts(words: Sequence[str]) -> tuple[list[str], set[int]]:
+    """Font families that together have every character of the words, and those that no font here has."""
+    families = ["DejaVu Sans"]
+    missing = {ord(c) for word in words for c in word} - _glyphs(font_manager.findfont(families[0]))
+    for entry in font_manager.fontManager.ttflist if missing else ():
+        if entry.name.startswith("Last Resort"):
+            continue  # has a box for everything
+        if found := missing & _glyphs(entry.fname):
+            families.append(entry.name)
+            missing -= found
+    return families, missing
+
+
+def _glyphs(file: str) -> set[int]:
+    return set(font_manager.get_font(file).get_charmap())

@@ -1,0 +1,111 @@
+"""The loss over the steps, of one run or of several."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from transformer.viz._records import read_metrics
+from transformer.viz._style import BLUE, COLORS, INK, RED, dress, new_figure, save
+
+
+def loss_curve(
+    metrics_path: str | os.PathLike, png_path: str | os.PathLike, title: str = "Loss", unit: str = "nats per token"
+) -> None:
+    """Draws train/loss and eval/loss of a metrics.jsonl over the steps into a PNG, in nats per token or another unit.
+
+    Raises FileNotFoundError without a metrics file and ValueError when it holds no finite loss.
+    """
+    records = read_metrics(metrics_path)
+    train, evaluation = _series(records, "train/loss"), _series(records, "eval/loss")
+    if not len(train[0]) and not len(evaluation[0]):
+        raise ValueError(f"{metrics_path} holds no finite train/loss or eval/loss. Train for at least one logged step.")
+    figure = new_figure(8, 4.8, dpi=150)
+    axes = _axes(figure, title, unit)
+    steps, losses = train
+    if len(steps):
+        window = len(steps) // 40
+        if window > 1:  # many points: the trend over their scatter
+            axes.plot(steps, losses, color=BLUE, alpha=0.25, linewidth=0.8)
+            axes.plot(steps, smooth(losses, window), color=BLUE, linewidth=1.8, label=f"train, mean of {window} points")
+        else:
+            axes.plot(steps, losses, color=BLUE, linewidth=1.8, label="train", marker="." if len(steps) < 20 else None)
+    steps, losses = evaluation
+    if len(steps):
+        lowest = int(np.argmin(losses))
+        label = f"evaluation, lowest {losses[lowest]:.3f} at step {steps[lowest]:,}"
+        axes.plot(steps, losses, color=RED, linewidth=1.8, marker="o", markersize=4, label=label)
+    axes.set_ylim(bottom=max(0.0, axes.get_ylim()[0]))
+    axes.legend(frameon=False)
+    save(figure, png_path)
+
+
+def compare_losses(
+    runs: Mapping[str, Sequence[Sequence[float | int]]],
+    png_path: str | os.PathLike,
+    *,
+    bounds: Mapping[str, float] | None = None,
+    title: str = "Loss",
+) -> None:
+    """Draws the losses of several runs, {name: [[step, nats per token], ...]}, and horizontal `bounds` into a PNG.
+
+    Raises ValueError when there is no run, or one without points.
+    """
+    for name, points in runs.items():
+        if not len(points):
+            raise ValueError(f"the run {name!r} has no losses to draw: expected pairs (step, loss).")
+    if not runs:
+        raise ValueError("there are no runs to draw: expected at least one.")
+    figure = new_figure(8, 4.8, dpi=150)
+    axes = _axes(figure, title)
+    for (name, points), color in zip(runs.items(), itertools.cycle(COLORS), strict=False):
+        steps, losses = np.asarray(points, np.float64).T
+        axes.plot(steps, losses, color=color, linewidth=1.8, label=f"{name}: {losses[-1]:.3f}")
+    right = max(points[-1][0] for points in runs.values())
+    for name, value in (bounds or {}).items():
+        axes.axhline(value, color=INK, linewidth=1.0, linestyle=(0, (5, 3)))
+        text = {"textcoords": "offset points", "ha": "right", "va": "top", "color": INK}
+        axes.annotate(f"{name}: {value:.3f}", (right, value), (0, -4), **text)
+    axes.set_ylim(*_limits(runs, bounds or {}))
+    axes.legend(frameon=False, title="last value", title_fontsize=9)
+    save(figure, png_path)
+
+
+def _limits(runs: Mapping[str, Sequence[Sequence[float | int]]], bounds: Mapping[str, float]) -> tuple[float, float]:
+    """From a little below the lowest number to a little above what the slowest run had after a tenth of its points:
+    the first steps, all alike, would hide the differences.
+    """
+    low = min([*bounds.values(), *(loss for points in runs.values() for _, loss in points)])
+    high = max([*bounds.values(), *(points[min(len(points) // 10, len(points) - 1)][1] for points in runs.values())])
+    return low - 0.08 * (high - low), high + 0.05 * (high - low)
+
+
+def _axes(figure: Figure, title: str, unit: str = "nats per token") -> Axes:
+    axes = figure.add_subplot()
+    dress(axes, title, "step", f"loss ({unit})")
+    axes.title.set_fontsize(13)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda step, _: f"{step:,.0f}"))
+    return axes
+
+
+def _series(records: list[dict], name: str) -> tuple[np.ndarray, np.ndarray]:
+    pairs = [(record["step"], record[name]) for record in records if math.isfinite(record.get(name, math.nan))]
+    steps, values = zip(*pairs, strict=True) if pairs else ((), ())
+    return np.array(steps, np.int64), np.array(values, np.float64)
+
+
+def smooth(values: np.ndarray, window: int) -> np.ndarray:
+    """Running mean over `window` values around each; fewer at the ends, so that the curve reaches both."""
+    sums = np.cumsum(np.concatenate([[0.0], values]))
+    centers = np.arange(len(values))
+    low = np.maximum(centers - window // 2, 0)
+    high = np.minimum(centers + (window + 1) // 2, len(values))
+    return (sums[high] - sums[low]) / (high - low)

@@ -1,0 +1,47 @@
+"""Forecasts beside what came."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import numpy as np
+
+from transformer.nn._axes import Float
+from transformer.viz._style import BLUE, INK, RED, dress, new_figure, save
+
+
+def forecast_picture(
+    past: Float[np.ndarray, "W S C"],
+    future: Float[np.ndarray, "W T C"],
+    forecast: Float[np.ndarray, "W T C"],
+    columns: Sequence[str],
+    png_path: str | os.PathLike,
+    title: str = "Forecasts",
+) -> None:
+    """Draws windows of a time series into a PNG, one a column, and each of its channels, named by `columns`, in a row:
+    `past` (windows, steps, channels), what came, `future` (windows, horizon, channels), and its `forecast`.
+
+    Raises ValueError where the arrays don't fit each other.
+    """
+    windows, steps, channels = past.shape
+    if future.shape != forecast.shape or future.shape[::2] != (windows, channels) or len(columns) != channels:
+        raise ValueError(
+            f"a forecast must have the shape of what came, with as many windows and channels as the past {past.shape} "
+            f"and a name for each channel: got {forecast.shape} for {future.shape}, and {len(columns)} names."
+        )
+    figure = new_figure(5 * windows, 1.5 * channels + 0.8, dpi=110)
+    grid = figure.subplots(channels, windows, sharex=True, squeeze=False)
+    horizon = np.arange(1, future.shape[1] + 1)
+    for window in range(windows):
+        for channel in range(channels):
+            axes = grid[channel, window]
+            last = channel == channels - 1
+            dress(axes, title if channel == window == 0 else "", "steps from now" if last else "", columns[channel])
+            now = past[window, -1:, channel]
+            axes.plot(np.arange(1 - steps, 1), past[window, :, channel], color=INK, linewidth=0.9)
+            for values, color, name in ((future, BLUE, "what came"), (forecast, RED, "forecast")):
+                line = np.concatenate([now, values[window, :, channel]])
+                axes.plot([0, *horizon], line, color=color, linewidth=1.3, label=name)
+    grid[0, 0].legend(frameon=False, fontsize=8)
+    save(figure, png_path)

@@ -1,0 +1,259 @@
+"""Curves of one or several runs: from lines of metrics to SVG for a page and to PNG."""
+
+from __future__ import annotations
+
+import html
+import math
+import os
+import unicodedata
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from transformer.viz._curves import smooth
+from transformer.viz._style import COLORS, dress, new_figure, save
+
+WIDTH, HEIGHT = 640, 300
+"""of a picture, in its own units"""
+LEFT, RIGHT, TOP, BOTTOM = 62, 24, 10, 34
+"""what its margins take of that"""
+MOST_POINTS = 1000
+"""of a line, about: of more, the lowest and the highest of each part are drawn"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chart:
+    """A picture of some metrics over the steps, under a `title`."""
+
+    name: str
+    """of its PNG file"""
+    title: str
+    unit: str = ""
+    """"" is none"""
+    metrics: tuple[str, ...]
+    """a line each: the first plain, the others with dots"""
+    scale: float | int = 1.0
+    """what values are multiplied with"""
+    from_zero: bool = True
+    """the axis begins at 0"""
+
+
+CHARTS = (
+    Chart(name="loss", title="Loss", unit="nats a target", metrics=("train/loss", "eval/loss"), from_zero=False),
+    Chart(name="accuracy", title="Held-out accuracy", unit="%", metrics=("eval/accuracy",), scale=100),
+    Chart(name="mae", title="Held-out mean absolute error", metrics=("eval/mae",), from_zero=False),
+    Chart(name="learning-rate", title="Learning rate", metrics=("train/learning_rate",)),
+    Chart(name="gradient-norm", title="Gradient norm", metrics=("train/grad_norm",)),
+    Chart(name="router-loss", title="Loss of routers", unit="nats a target", metrics=("train/router_loss",)),
+    Chart(name="skipped", title="Batches passed over, in all", metrics=("train/skipped",)),
+    Chart(name="spikes", title="Spikes of the loss, in all", metrics=("train/spikes",)),
+    Chart(name="speed", title="Speed", unit="targets/s", metrics=("perf/tokens_per_s",)),
+    Chart(name="mfu", title="MFU", unit="% of the peak", metrics=("perf/mfu",), scale=100),
+    Chart(name="flops", title="Work of the model", unit="GFLOP/s", metrics=("perf/flops_per_s",), scale=1e-9),
+    Chart(name="memory", title="Most memory held", unit="GiB", metrics=("perf/peak_memory_bytes",), scale=2**-30),
+    Chart(name="padding", title="Padding", unit="% of the places", metrics=("data/padding",), scale=100),
+    Chart(name="data-wait", title="Waiting for data", unit="% of the time", metrics=("perf/data_wait",), scale=100),
+)
+"""pictures of a report, in its order; those without a value are left out"""
+
+
+@dataclass(frozen=True)
+class Line:
+    """A metric of a run over the steps: `steps` (n,) ascending and `values` (n,), which need not all be finite. Its
+    `label` is "" where there is but one; one with `dots` is of held-out data.
+    """
+
+    label: str
+    color: int
+    """number of the run"""
+    dots: bool
+    steps: np.ndarray
+    values: np.ndarray
+
+    @property
+    def not_finite(self) -> np.ndarray:
+        """Steps (n,) whose value can't be drawn."""
+        return self.steps[~np.isfinite(self.values)]
+
+
+def lines_of(chart: Chart, runs: Mapping[str, Iterable[Mapping[str, Any]]]) -> list[Line]:
+    """The lines of a chart, of runs by name as `read_metrics` gives their records; those without a value left out."""
+    found = []
+    for color, (name, records) in enumerate(runs.items()):
+        for place, metric in enumerate(chart.metrics):
+            # Of a step that was logged twice the later line counts.
+            points = {record["step"]: record[metric] for record in records if _is_number(record.get(metric))}
+            if points:
+                label = metric.rpartition("/")[0] if len(chart.metrics) > 1 else ""
+                label = ", ".join(part for part in (name if len(runs) > 1 else "", label) if part)
+                steps = np.array(sorted(points), np.int64)
+                values = np.array([points[step] for step in steps.tolist()], np.float64) * chart.scale
+                found.append(Line(label, color, place > 0, steps, values))
+    return found
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+@dataclass(frozen=True)
+class Frame:
+    """What part of the plane is drawn: steps up to `right`, values from `low` to `high`."""
+
+    right: float
+    low: float
+    high: float
+
+    def x(self, step: float | int | np.integer) -> float:
+        """Where a step is, in units of the picture."""
+        return LEFT + (WIDTH - LEFT - RIGHT) * step / self.right
+
+    def y(self, value: float | int | np.floating) -> float:
+        """Where a value is, likewise."""
+        return TOP + (HEIGHT - TOP - BOTTOM) * (self.high - value) / (self.high - self.low)
+
+
+def frame_of(chart: Chart, lines: Sequence[Line]) -> Frame | None:
+    """The frame of all lines; None where no value is finite. A loss falls out of it at the top: its first steps, all
+    alike, would hide the differences.
+    """
+    finite = [line.values[np.isfinite(line.values)] for line in lines]
+    finite = [values for values in finite if len(values)]
+    if not finite:
+        return None
+    low, high = min(values.min() for values in finite), max(values.max() for values in finite)
+    if not chart.from_zero:
+        high = max(values[min(len(values) // 20, len(values) - 1) :].max() for values in finite)
+    low = min(0.0, low) if chart.from_zero else low
+    margin = 0.06 * (high - low) or 0.1 * abs(high) or 1.0
+    low = low if chart.from_zero and low == 0.0 else low - margin
+    return Frame(float(max(1, *(line.steps[-1] for line in lines))), float(low), float(high + margin))
+
+
+def svg(chart: Chart, lines: Sequence[Line], key: str) -> str:
+    """A picture of the lines as an SVG element, colored by the page's style; `key` is the name of its parts.
+    ValueError where no value is finite.
+    """
+    frame = frame_of(chart, lines)
+    if frame is None:
+        raise ValueError(f"{chart.title} has no finite value to draw.")
+    title = escaped(f"{chart.title}: {'; '.join(map(told, lines))}")
+    parts = [
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{title}">',
+        f'<clipPath id="{key}"><rect x="{LEFT}" y="{TOP}" width="{WIDTH - LEFT - RIGHT}" '
+        f'height="{HEIGHT - TOP - BOTTOM}"/></clipPath>',
+    ]
+    for value in ticks(frame.low, frame.high):
+        y = frame.y(value)
+        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(f'<text class="end" x="{LEFT - 6}" y="{y + 4:.1f}">{short(value)}</text>')
+    for step in ticks(0, frame.right):
+        if step == int(step):
+            parts.append(f'<text class="middle" x="{frame.x(step):.1f}" y="{HEIGHT - 14}">{short(step)}</text>')
+    parts.append(f'<text class="end" x="{WIDTH - RIGHT}" y="{HEIGHT - 3}">step</text><g clip-path="url(#{key})">')
+    for line in lines:
+        parts += _drawn(line, frame)
+    return "".join([*parts, '</g><line class="cursor" y1="10" y2="266" hidden=""/></svg>'])
+
+
+def escaped(value: Any) -> str:
+    """As text of HTML, without control characters other than line ends and tabs."""
+    bad = {c for c in str(value) if unicodedata.category(c) in ("Cc", "Cs")} - {"\n", "\t"}
+    return html.escape(str(value).translate({ord(c): "\ufffd" for c in bad}))
+
+
+def _drawn(line: Line, frame: Frame) -> list[str]:
+    name = f"run{line.color % len(COLORS)}"
+    window = len(line.steps) // 40
+    if line.dots or window < 2 or len(line.not_finite):
+        drawn = [f'<path class="{name}{" dashed" * line.dots}" d="{_path(line.steps, line.values, frame)}"/>']
+    else:
+        drawn = [f'<path class="{name} faint" d="{_path(line.steps, line.values, frame)}"/>']
+        drawn.append(f'<path class="{name}" d="{_path(line.steps, smooth(line.values, window), frame)}"/>')
+    dotted = len(line.steps) <= (60 if line.dots else 1)
+    for step, value in zip(line.steps.tolist(), line.values.tolist(), strict=True) if dotted else ():
+        if math.isfinite(value):
+            drawn.append(f'<circle class="{name}" cx="{frame.x(step):.1f}" cy="{frame.y(value):.1f}" r="3"/>')
+    for step in line.not_finite[:50].tolist():
+        x, y = frame.x(step), HEIGHT - BOTTOM
+        drawn.append(f'<path class="lost" d="M{x - 4:.1f} {y - 8}l8 8m0 -8l-8 8"/>')
+    return drawn
+
+
+def _path(steps: np.ndarray, values: np.ndarray, frame: Frame) -> str:
+    parts, pen = [], "M"
+    for place in kept_points(values):
+        if np.isfinite(values[place]):
+            parts.append(f"{pen}{frame.x(steps[place]):.1f} {frame.y(values[place]):.1f}")
+        pen = "L" if np.isfinite(values[place]) else "M"
+    return "".join(parts)
+
+
+def kept_points(values: np.ndarray, most: int = MOST_POINTS) -> list[int]:
+    """Places in `values` (n,) that are enough for a picture: of each part the lowest, the highest and one that is not
+    finite.
+    """
+    count = len(values)
+    if count <= most:
+        return list(range(count))
+    kept = {0, count - 1}
+    for part in np.array_split(np.arange(count), most // 2):
+        finite = part[np.isfinite(values[part])]
+        kept |= set(part[~np.isfinite(values[part])][:1].tolist())
+        if len(finite):
+            kept |= {int(finite[values[finite].argmin()]), int(finite[values[finite].argmax()])}
+    return sorted(kept)
+
+
+def ticks(low: float | int, high: float | int, wanted: int = 5) -> list[float]:
+    """Round numbers from `low` to `high`, about as many as wanted."""
+    rough = (high - low) / wanted
+    scale = 10.0 ** math.floor(math.log10(rough))
+    step = next(factor * scale for factor in (1, 2, 5, 10) if factor * scale >= rough * 0.999)
+    first = math.ceil(low / step - 1e-9)
+    last = math.floor(high / step + 1e-9)
+    return [round(index * step, 12) for index in range(first, last + 1)]
+
+
+def short(value: float | int) -> str:
+    """A number in few characters: 1,200, 0.25, 2e-05, 3.1e+09."""
+    if not math.isfinite(value):
+        return str(value)
+    if value == int(value) and abs(value) < 1e6:
+        return f"{int(value):,}"
+    if 1e3 <= abs(value) < 1e6:
+        return f"{value:,.0f}"
+    return f"{value:.4g}" if 1e-3 <= abs(value) < 1e3 else f"{value:.3g}"
+
+
+def told(line: Line) -> str:
+    """What a line ends with, in words."""
+    finite = line.values[np.isfinite(line.values)]
+    last = short(float(finite[-1])) if len(finite) else "no finite value"
+    return f"{line.label or 'last'} {last}"
+
+
+def save_png(chart: Chart, lines: Sequence[Line], png_path: str | os.PathLike) -> None:
+    """Draws the lines into a PNG. ValueError where no value is finite."""
+    frame = frame_of(chart, lines)
+    if frame is None:
+        raise ValueError(f"{chart.title} has no finite value to draw.")
+    figure = new_figure(8, 4.2, dpi=130)
+    axes = figure.add_subplot()
+    dress(axes, chart.title, "step", chart.unit)
+    for line in lines:
+        color, window = COLORS[line.color % len(COLORS)], len(line.steps) // 40
+        style: dict[str, Any] = {"color": color, "linewidth": 1.8, "label": told(line)}
+        if line.dots or len(line.steps) == 1:
+            style |= {"marker": "o", "markersize": 4, "linestyle": (0, (5, 2))}
+        if line.dots or window < 2 or len(line.not_finite):
+            axes.plot(line.steps, line.values, **style)
+        else:
+            axes.plot(line.steps, line.values, color=color, alpha=0.25, linewidth=0.8)
+            axes.plot(line.steps, smooth(line.values, window), **style)
+    axes.set_xlim(0, frame.right)
+    axes.set_ylim(frame.low, frame.high)
+    axes.legend(frameon=False)
+    save(figure, png_path)

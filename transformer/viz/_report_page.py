@@ -1,0 +1,315 @@
+"""What came of one or several runs, as one HTML file: all of its data, style and program within, nothing fetched."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from transformer.viz._output_files import HTML_MARK, check_replaceable
+from transformer.viz._report_curves import (
+    CHARTS,
+    LEFT,
+    RIGHT,
+    WIDTH,
+    Chart,
+    Line,
+    escaped,
+    frame_of,
+    kept_points,
+    lines_of,
+    save_png,
+    short,
+    svg,
+    told,
+)
+from transformer.viz._style import COLORS
+
+MOST_SAMPLES = 50
+"""evaluations whose texts are on the page: the first, and the newest of the others"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunReport:
+    """What is known of a run, under its `name`, as plain values. Texts may hold anything: the page escapes them."""
+
+    name: str
+    status: str
+    """how far it is"""
+    facts: Mapping[str, str] = field(default_factory=dict)
+    """short lines on it, by what they tell"""
+    records: Sequence[Mapping[str, Any]] = ()
+    """of metrics.jsonl, as `read_metrics` gives them"""
+    unit: str = "nats per token"
+    """of the loss"""
+    targets: str = "targets"
+    """what the speed counts"""
+    outcome: str = ""
+    """what the run said at its end"""
+    samples: Sequence[tuple[int, str]] = ()
+    """step, and what the model wrote then"""
+    recipe: Mapping[str, Any] = field(default_factory=dict)
+    """the resolved recipe, values by dotted name"""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    """of what it ran with, by package"""
+    calls: Sequence[str] = ()
+    """a line for each call of the training that made it"""
+    commands: Mapping[str, str] = field(default_factory=dict)
+    """what repeats it and uses it, by what they do"""
+
+
+def report_page(runs: Sequence[RunReport], *, title: str, made: str = "") -> str:
+    """An HTML page of runs, with curves in the same pictures and, of several, the fields in which their recipes differ.
+    It forbids itself to fetch anything. `made` says by whom and when.
+
+    Raises:
+        ValueError: no run, or two of one name.
+    """
+    return _page(runs, charts_of(runs), title, made)
+
+
+def _page(runs: Sequence[RunReport], charts: Sequence[tuple[Chart, list[Line]]], title: str, made: str) -> str:
+    script = _part("report_page.js")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; base-uri 'none'"
+    body = [
+        f"<h1>{escaped(title)}</h1>",
+        f'<p class="quiet">{escaped(made)}</p>' * bool(made),
+        _overview(runs),
+        _curves(charts),
+        _differences(runs),
+        _last_values(runs),
+        *(_texts(run, len(runs) > 1) for run in runs),
+        _repeat(runs),
+        _versions(runs),
+        _recipes(runs),
+    ]
+    return (
+        '<!DOCTYPE html>\n<html lang="en">\n<meta charset="utf-8">\n'
+        f"{HTML_MARK}\n"
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{escaped(title)}</title>\n<style>{_part('report_page.css')}</style>\n<body>\n"
+        + "\n".join(part for part in body if part)
+        + f"\n<script>{script}</script>\n</body>\n</html>\n"
+    )
+
+
+def save_report(
+    runs: Sequence[RunReport], html_path: str | os.PathLike, *, title: str, made: str = "", overwrite: bool = True
+) -> list[Path]:
+    """Writes the page, and beside it a PNG of each picture, named NAME-loss.png and so on; gives their paths.
+
+    Raises:
+        ValueError: as `report_page`.
+        FileExistsError: without `overwrite`, a file is there that this package did not draw.
+    """
+    path, charts = Path(html_path), charts_of(runs)
+    if not overwrite:
+        check_replaceable([path, *(_picture(path, chart) for chart, _ in charts)])
+    page = _page(runs, charts, title, made)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(page, encoding="utf-8", errors="xmlcharrefreplace")
+    os.replace(partial, path)
+    paths = [path]
+    for chart, lines in charts:
+        paths.append(_picture(path, chart))
+        save_png(chart, lines, paths[-1])
+    return paths
+
+
+def _picture(page: Path, chart: Chart) -> Path:
+    return page.with_name(f"{page.stem}-{chart.name}.png")
+
+
+def charts_of(runs: Sequence[RunReport]) -> list[tuple[Chart, list[Line]]]:
+    """The pictures for which there is a finite value, in the units of the runs; lines with none at all stay in.
+
+    Raises:
+        ValueError: no run, or two of one name.
+    """
+    _check(runs)
+    records, found = {run.name: run.records for run in runs}, []
+    units = dict.fromkeys(run.unit for run in runs)
+    counted = dict.fromkeys(run.targets for run in runs)
+    for chart in CHARTS:
+        if chart.name == "loss":
+            chart = replace(chart, unit=" or ".join(units))
+        elif chart.name == "speed":
+            chart = replace(chart, unit=f"{' or '.join(counted)}/s")
+        lines = lines_of(chart, records)
+        if frame_of(chart, lines) is not None:
+            found.append((chart, lines))
+    return found
+
+
+def _check(runs: Sequence[RunReport]) -> None:
+    names = [run.name for run in runs]
+    if not names:
+        raise ValueError("there is no run to report on: expected at least one.")
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ValueError(f"two runs are called {twice!r}: each needs a name of its own.")
+
+
+def _part(name: str) -> str:
+    return (Path(__file__).parent / name).read_text(encoding="utf-8")
+
+
+def _table(head: Iterable[Any], rows: Iterable[Iterable[Any]]) -> str:
+    """Cells are HTML."""
+    top = "".join(f'<th scope="col">{cell}</th>' for cell in head)
+    lines = []
+    for row in rows:
+        first, *others = row
+        cells = "".join(f"<td>{cell}</td>" for cell in others)
+        lines.append(f'<tr><th scope="row">{first}</th>{cells}</tr>')
+    return f'<div class="scroll"><table><thead><tr>{top}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
+
+
+def _by_run(runs: Sequence[RunReport], what: str, values: Sequence[Mapping[str, Any]], missing: str = "") -> str:
+    """A table with a row for each name and a column for each run."""
+    names = dict.fromkeys(name for one in values for name in one)
+    rows = [[escaped(name), *(escaped(one.get(name, missing)) for one in values)] for name in names]
+    return _table([what, *(_name(runs, place) for place in range(len(runs)))], rows)
+
+
+def _name(runs: Sequence[RunReport], place: int) -> str:
+    key = f'<span class="key run{place % len(COLORS)}" aria-hidden="true">&#9632;</span> ' if len(runs) > 1 else ""
+    return f"{key}{escaped(runs[place].name)}"
+
+
+def _overview(runs: Sequence[RunReport]) -> str:
+    return _by_run(runs, "run", [{"status": run.status, **run.facts} for run in runs])
+
+
+def _curves(charts: Sequence[tuple[Chart, list[Line]]]) -> str:
+    if not charts:
+        return "<h2>Curves</h2><p>Nothing is logged yet: the first line comes after --logging.every steps.</p>"
+    hint = "Point at a picture, or use the arrow keys in it, to read its values."
+    if any(line.dots for _, lines in charts for line in lines):
+        hint += " Dashed lines with dots are of held-out data."
+    drawn = "".join(_figure(chart, lines, f"chart{place}") for place, (chart, lines) in enumerate(charts))
+    return f'<h2>Curves</h2><p class="quiet">{hint}</p><div class="charts">{drawn}</div>'
+
+
+def _figure(chart: Chart, lines: Sequence[Line], key: str) -> str:
+    frame = frame_of(chart, lines)
+    points = []
+    for line in lines:
+        kept = kept_points(line.values)
+        values = [float(f"{line.values[place]:.6g}") for place in kept]
+        points.append(
+            {
+                "label": line.label,
+                "steps": [int(line.steps[place]) for place in kept],
+                "values": [value if math.isfinite(value) else None for value in values],
+            }
+        )
+    lost = [
+        f"{line.label or chart.title} is not finite at {len(line.not_finite)} logged steps, the first is "
+        f"{short(float(line.not_finite[0]))}"
+        for line in lines
+        if len(line.not_finite)
+    ]
+    unit = f" ({escaped(chart.unit)})" if chart.unit else ""
+    return (
+        f'<figure tabindex="0" data-right="{frame.right:g}" data-left="{LEFT}" data-width="{WIDTH - LEFT - RIGHT}">'
+        f"<figcaption><b>{escaped(chart.title)}</b>{unit}{escaped(''.join(f'. {one}' for one in lost))}</figcaption>"
+        f"{svg(chart, lines, key)}<output>{escaped('; '.join(map(told, lines)))}</output>"
+        f'<script type="application/json">{_json(points)}</script></figure>'
+    )
+
+
+def _json(value: Any) -> str:
+    """JSON that ends no script element and begins no comment, whatever texts it holds."""
+    return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def _differences(runs: Sequence[RunReport]) -> str:
+    if len(runs) < 2:
+        return ""
+    names = dict.fromkeys(name for run in runs for name in run.recipe)
+    unlike = [name for name in names if len({repr(run.recipe.get(name, name)) for run in runs}) > 1]
+    values = [{name: _value(run.recipe[name]) for name in unlike if name in run.recipe} for run in runs]
+    table = (
+        _by_run(runs, "field", values, missing="no such field")
+        if unlike
+        else "<p>None: these are runs of one recipe.</p>"
+    )
+    return f"<h2>Fields in which the recipes differ</h2>{table}"
+
+
+def _value(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _last_values(runs: Sequence[RunReport]) -> str:
+    values: list[dict[str, str]] = []
+    for run in runs:
+        last: dict[str, tuple[int, Any]] = {}
+        for record in run.records:
+            last |= {name: (record["step"], value) for name, value in record.items() if name != "step"}
+        values.append(
+            {
+                name: f"{short(float(value))} (step {step:,})"
+                for name, (step, value) in sorted(last.items())
+                if isinstance(value, int | float)
+            }
+        )
+    return f"<h2>Last values</h2>{_by_run(runs, 'metric', values)}" if any(values) else ""
+
+
+def _texts(run: RunReport, several: bool) -> str:
+    parts = []
+    of = f" of {escaped(run.name)}" if several else ""
+    if run.outcome:
+        opened = "" if several else " open"
+        parts.append(
+            f"<details{opened}><summary>What came of it{of}</summary><pre>{escaped(run.outcome)}</pre></details>"
+        )
+    shown = [*run.samples[:1], *run.samples[1:][-(MOST_SAMPLES - 1) :]]
+    if shown:
+        parts.append(f"<h2>Samples over time{of}</h2>")
+    if len(shown) < len(run.samples):
+        left = len(run.samples) - len(shown)
+        parts.append(f'<p class="quiet">{left} of {len(run.samples)} are left out; samples.txt has them all.</p>')
+    for place, (step, text) in enumerate(shown):
+        opened = " open" if place == len(shown) - 1 else ""
+        parts.append(f"<details{opened}><summary>step {step:,}</summary><pre>{escaped(text.rstrip())}</pre></details>")
+    return "\n".join(parts)
+
+
+def _repeat(runs: Sequence[RunReport]) -> str:
+    parts = []
+    for place, run in enumerate(runs):
+        parts.append(f"<h3>{_name(runs, place)}</h3>" * (len(runs) > 1))
+        parts += [f"<p>{escaped(what)}</p><pre>{escaped(command)}</pre>" for what, command in run.commands.items()]
+        if run.calls:
+            calls = escaped("\n".join(run.calls))
+            parts.append(
+                f"<details><summary>Calls that made it: {len(run.calls)}</summary><pre>{calls}</pre></details>"
+            )
+    return f"<h2>To repeat it</h2>{''.join(parts)}" if any(parts) else ""
+
+
+def _versions(runs: Sequence[RunReport]) -> str:
+    if not any(run.versions for run in runs):
+        return ""
+    return f"<h2>Versions</h2>{_by_run(runs, 'package', [run.versions for run in runs], missing='not recorded')}"
+
+
+def _recipes(runs: Sequence[RunReport]) -> str:
+    values = [{name: _value(value) for name, value in run.recipe.items()} for run in runs]
+    if not any(values):
+        return ""
+    count = max(map(len, values))
+    table = _by_run(runs, "field", values, missing="no such field")
+    return f"<h2>Recipe</h2><details><summary>all {count} fields, as resolved</summary>{table}</details>"

@@ -1,0 +1,181 @@
+"""BART: encoder and decoder, post-norm, learned positions, a norm of the embeddings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformer.config._model import TransformerConfig
+from transformer.nn.models._seq2seq import Seq2Seq
+from transformer.zoo._family import Family, Head, Variant
+from transformer.zoo._fields import ACTIVATIONS, Codec, Field, FieldError, Fixed, Unread
+from transformer.zoo.weights._rules import Row, Rule, WithoutFirst, modules, norm
+
+UNUSED_ROWS = 2
+"""of a position table: the first position is row 2"""
+
+
+def stack_rules() -> list[Rule]:
+    """Rules of the two stacks of BART and of those whose tensors have its names."""
+    rules = []
+    for stack in ("encoder", "decoder"):
+        layer, ours = f"model.{stack}.layers.{{layer}}.", f"{stack}/{{layer}}/"
+        rules += [
+            *attention_rules(f"{layer}self_attn", f"{ours}self_attention"),
+            *norm(f"{layer}self_attn_layer_norm", f"{ours}attention_norm"),
+            *attention_rules(f"{layer}encoder_attn", f"{ours}cross_attention"),
+            *norm(f"{layer}encoder_attn_layer_norm", f"{ours}cross_attention_norm"),
+            *modules(layer, ours, FEED_FORWARD),
+        ]
+    return rules
+
+
+def attention_rules(tensor: str, parameter: str) -> list[Rule]:
+    """Rules of attention with the names q_proj, k_proj, v_proj and out_proj."""
+    names = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "out": "out_proj"}
+    return modules(f"{tensor}.", f"{parameter}/", names)
+
+
+FEED_FORWARD = {"feed_forward/up": "fc1", "feed_forward/down": "fc2", "feed_forward_norm": "final_layer_norm"}
+"""modules of a layer, and what BART and OPT call their tensors"""
+
+
+def _rules(config: TransformerConfig) -> Sequence[Rule]:
+    stacks, table = ("encoder", "decoder"), WithoutFirst(UNUSED_ROWS)
+    return [
+        Rule("model.shared.weight", "embedding/embedding"),
+        *(Rule(f"model.{stack}.embed_positions.weight", f"{stack}/position_table", table) for stack in stacks),
+        *(rule for stack in stacks for rule in norm(f"model.{stack}.layernorm_embedding", f"{stack}/embedding_norm")),
+        *stack_rules(),
+    ]
+
+
+LOGITS_BIAS = Rule("final_logits_bias", "output_bias", Row(1))
+"""of the head"""
+
+
+@dataclass(frozen=True)
+class BothStacks(Codec):
+    """A size that config.json gives for either stack, by `name` after "encoder_" and "decoder_", and that is one here,
+    `attribute`. FieldError: they differ.
+    """
+
+    name: str
+    attribute: str
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (f"encoder_{self.name}", f"decoder_{self.name}")
+
+    def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+        given = {name: values.get(name) for name in self.names}
+        encoder, decoder = given.values()
+        if encoder is None or encoder != decoder:
+            told = " and ".join(f"{name} is {value}" for name, value in given.items())
+            raise FieldError(f"{told}: here both stacks have the same")
+        return {self.attribute: encoder}
+
+    def write(self, config: TransformerConfig) -> dict[str, Any]:
+        size = config.feed_forward_width if self.attribute == "d_ff" else config.num_heads
+        return dict.fromkeys(self.names, size)
+
+
+@dataclass(frozen=True)
+class StackLayers(Codec):
+    """`encoder_layers` and `decoder_layers`; `num_hidden_layers` repeats the first. FieldError: it does not."""
+
+    names = ("encoder_layers", "decoder_layers", "num_hidden_layers")
+
+    def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+        encoder, decoder = values["encoder_layers"], values["decoder_layers"]
+        if values.get("num_hidden_layers", encoder) != encoder:
+            raise FieldError(f"num_hidden_layers is {values['num_hidden_layers']}, but encoder_layers is {encoder}")
+        return {"num_layers": encoder, "stack.num_encoder_layers": encoder, "stack.num_decoder_layers": decoder}
+
+    def write(self, config: TransformerConfig) -> dict[str, Any]:
+        return {"encoder_layers": config.encoder_layers, "decoder_layers": config.decoder_layers}
+
+
+@dataclass(frozen=True)
+class Former(Fixed):
+    """A field of older files that nothing reads any more; it must have one of these values, and is not written."""
+
+    def write(self, config: TransformerConfig) -> dict[str, Any]:
+        return {}
+
+
+def bart_fields(*, pre_norm: bool = False) -> tuple[Codec, ...]:
+    """The fields that BART, Marian and Blenderbot share; the last has its norms before the sublayers."""
+    return (
+        Field("d_model", "d_model"),
+        StackLayers(),
+        BothStacks("ffn_dim", "d_ff"),
+        BothStacks("attention_heads", "num_heads"),
+        Field("activation_function", "activation", "gelu", ACTIVATIONS),
+        Field("scale_embedding", "embedding.scale", False),
+        # Untied, some readers share one table between the stacks, and others give each stack its own.
+        Fixed("tie_word_embeddings", (True,)),
+        Field("dropout", "dropout_rate", 0.1),
+        Field("attention_dropout", "attention.dropout_rate", 0.0),
+        Field("init_std", "initializer_range", 0.02),
+        Fixed("is_encoder_decoder", (True,)),
+        Former("normalize_before", (pre_norm,)),
+        Former("add_final_layer_norm", (pre_norm,)),
+        Former("add_bias_logits", (False,)),
+        Unread(
+            ("activation_dropout", "classif_dropout", "encoder_layerdrop", "decoder_layerdrop", "output_past")
+            + ("force_bos_token_to_be_generated", "initializer_range", "forced_eos_token_id"),
+            # The reference would force a token of its own at the end.
+            {"forced_eos_token_id": None},
+        ),
+    )
+
+
+BART_COPIES = {
+    "model.encoder.embed_tokens.weight": "model.shared.weight",
+    "model.decoder.embed_tokens.weight": "model.shared.weight",
+    "lm_head.weight": "model.shared.weight",
+}
+"""tensors that are the one table, where source, target and logits share it"""
+
+
+def _variant(name: str, parameters: int, architecture: str, vocab: int, width: int, layers: int, heads: int) -> Variant:
+    sizes = {"vocab_size": vocab, "d_model": width, "max_position_embeddings": 1024}
+    for stack in ("encoder", "decoder"):
+        sizes |= {f"{stack}_layers": layers, f"{stack}_ffn_dim": 4 * width, f"{stack}_attention_heads": heads}
+    # The published numbers count the rows that stand for no position, and no bias of the logits.
+    parameters -= 2 * UNUSED_ROWS * width
+    parameters += vocab if architecture == "BartForConditionalGeneration" else 0
+    return Variant(hub=f"facebook/{name}", parameters=parameters, fields=sizes, architecture=architecture)
+
+
+BART = Family(
+    name="bart",
+    title="BART",
+    citation="Lewis et al. 2019, arXiv 1910.13461",
+    heads={
+        "BartForConditionalGeneration": Head(model=Seq2Seq, constants={"output.bias": True}, rules=(LOGITS_BIAS,)),
+        # Published without a bias, which is of zeros where there is one.
+        "BartModel": Head(model=Seq2Seq, base=True),
+    },
+    constants={"norm": "layer_norm", "norm_epsilon": 1e-5, "norm_position": "post", "embedding.norm": True}
+    | {"position": "learned", "use_bias": True},
+    fields=(
+        Field("vocab_size", "vocab_size"),
+        Field("max_position_embeddings", "max_length", 1024),
+        *bart_fields(),
+        Former("normalize_embedding", (True,)),
+        Former("static_position_embeddings", (False,)),
+        Former("extra_pos_embeddings", (2,)),
+    ),
+    rules=_rules,
+    prefix="model.",
+    ignored=(r"(model\.)?(encoder|decoder)\.version",),
+    copies=BART_COPIES,
+    variants={
+        "bart-base": _variant("bart-base", 139_420_416, "BartModel", 50_265, 768, 6, 12),
+        "bart-large": _variant("bart-large", 406_291_456, "BartModel", 50_265, 1024, 12, 16),
+        "bart-large-cnn": _variant("bart-large-cnn", 406_290_432, "BartForConditionalGeneration", 50_264, 1024, 12, 16),
+    },
+)

@@ -1,0 +1,178 @@
+"""BERT: an encoder with the norm after each sublayer, learned positions, token types, and a norm of the embeddings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from transformer.config._parts import HeadTransform
+from transformer.nn.models._encoders import Classifier, Embedder, MaskedLM
+from transformer.zoo._family import Family, Head, Variant
+from transformer.zoo._fields import ACTIVATIONS, Codec, Field, Fixed, Labels, Unread, training_fields
+from transformer.zoo.weights._rules import MATRIX, SAME, Relation, Rule, Shape, linear, modules, norm
+
+
+@dataclass(frozen=True)
+class Repeated(Relation):
+    """The first of several tensors is the parameter; the others, which nothing reads, are written as copies of it."""
+
+    tensors: int = 2
+
+    def tensor_shapes(self, shapes: Sequence[Shape]) -> list[Shape]:
+        return list(shapes) * self.tensors
+
+    def load(self, tensors: Sequence[np.ndarray], shapes: Sequence[Shape]) -> list[np.ndarray]:
+        return [tensors[0]]
+
+    def save(self, parameters: Sequence[np.ndarray]) -> list[np.ndarray]:
+        return list(parameters) * self.tensors
+
+
+BERT_CONSTANTS = {
+    "norm": "layer_norm",
+    "norm_position": "post",
+    "position": "learned",
+    "embedding.norm": True,
+    "embedding.scale": False,
+}
+"""what BERT has in common with those that were trained after it"""
+
+TANH_POOLER = HeadTransform(activation="tanh", norm=False)
+"""between the first token's vector and the classes"""
+
+OLD_NORMS = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
+"""norms as files call them that were converted from the first release"""
+
+
+def encoder_rules(prefix: str, positions: Relation = SAME) -> list[Rule]:
+    """Rules of BERT's encoder and of those whose tensors have its names; `positions` relates the position tables."""
+    embeddings, layer, ours = f"{prefix}embeddings.", f"{prefix}encoder.layer.{{layer}}.", "encoder/{layer}/"
+    return [
+        Rule(f"{embeddings}word_embeddings.weight", "embedding/embedding"),
+        Rule(f"{embeddings}position_embeddings.weight", "encoder/position_table", positions),
+        Rule(f"{embeddings}token_type_embeddings.weight", "token_type_embedding/embedding"),
+        *norm(f"{embeddings}LayerNorm", "encoder/embedding_norm"),
+        *modules(layer, ours, _LAYER),
+    ]
+
+
+_LAYER = {
+    "self_attention/query": "attention.self.query",
+    "self_attention/key": "attention.self.key",
+    "self_attention/value": "attention.self.value",
+    "self_attention/out": "attention.output.dense",
+    "attention_norm": "attention.output.LayerNorm",
+    "feed_forward/up": "intermediate.dense",
+    "feed_forward/down": "output.dense",
+    "feed_forward_norm": "output.LayerNorm",
+}
+
+
+def masked_lm_rules(head: str, transform: str, layer_norm: str) -> tuple[Rule, ...]:
+    """Rules of a head whose output map is tied, all but its bias, or has a matrix of its own."""
+    return (
+        *linear(f"{head}{transform}", "head_transform/dense"),
+        *norm(f"{head}{layer_norm}", "head_transform/norm"),
+        Rule(f"{head}bias", "output_bias"),
+        Rule(f"{head}decoder.weight", "output/kernel", MATRIX),
+        Rule((f"{head}decoder.bias", f"{head}bias"), "output/bias", Repeated()),
+    )
+
+
+def first_token_head(
+    dense: str, output: str, *, transform: HeadTransform = TANH_POOLER, ignored: tuple[str, ...] = ()
+) -> Head:
+    """A classifier of the first token: its vector goes through the map `dense`, and then `output`."""
+    return Head(
+        model=Classifier,
+        constants={"output.pooling": "first", "output.transform": transform},
+        fields=(Labels(),),
+        rules=(*linear(dense, "head_transform/dense"), *linear(output, "output")),
+        ignored=ignored,
+    )
+
+
+LAYER_FIELDS = (
+    Field("hidden_size", "d_model", 768),
+    Field("num_hidden_layers", "num_layers", 12),
+    Field("num_attention_heads", "num_heads", 12),
+    Field("intermediate_size", "d_ff", 3072),
+    Field("hidden_act", "activation", "gelu", ACTIVATIONS),
+    Field("layer_norm_eps", "norm_epsilon", 1e-12),
+)
+"""the layers of BERT and of ViT"""
+
+
+def encoder_fields() -> tuple[Codec, ...]:
+    """The fields that BERT and those after it share, without those of positions."""
+    return (
+        Field("vocab_size", "vocab_size"),
+        *LAYER_FIELDS,
+        Field("type_vocab_size", "embedding.token_types", 2),
+        Field("tie_word_embeddings", "embedding.tie", True),
+        *training_fields("hidden_dropout_prob", "attention_probs_dropout_prob", rates=0.1),
+        Fixed("position_embedding_type", ("absolute",)),
+        Unread(
+            ("output_past", "directionality", "pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers")
+            + ("pooler_size_per_head", "pooler_type")
+        ),
+    )
+
+
+_MASKED_TRANSFORMS = {theirs: HeadTransform(activation=ours, norm=True) for theirs, ours in ACTIVATIONS.items()}
+
+
+def masked_transform(name: str) -> Field:
+    """The head's activation where it is that of the layers, which this field names."""
+    return Field(name, "output.transform", "gelu", _MASKED_TRANSFORMS)
+
+
+def _variant(name: str, parameters: int, vocab_size: int, sizes: str = "base") -> Variant:
+    fields = {"vocab_size": vocab_size}
+    if sizes == "large":
+        fields |= {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
+    return Variant(hub=f"google-bert/{name}", parameters=parameters, fields=fields)
+
+
+_MASKED_LM = (
+    r"cls\.predictions\.(bias|decoder\.(weight|bias)|transform\.(dense|LayerNorm)\.(weight|bias|gamma|beta))",
+)
+
+BERT = Family(
+    name="bert",
+    title="BERT",
+    citation="Devlin et al. 2018, arXiv 1810.04805",
+    heads={
+        "BertForMaskedLM": Head(
+            model=MaskedLM,
+            constants={"output.bias": True},
+            fields=(masked_transform("hidden_act"),),
+            rules=masked_lm_rules("cls.predictions.", "transform.dense", "transform.LayerNorm"),
+        ),
+        "BertForSequenceClassification": first_token_head("bert.pooler.dense", "classifier", ignored=_MASKED_LM),
+        "BertModel": Head(model=Embedder, base=True, ignored=(*_MASKED_LM, r"classifier\.(weight|bias)")),
+    },
+    constants=BERT_CONSTANTS,
+    fields=(*encoder_fields(), Field("max_position_embeddings", "max_length", 512)),
+    rules=lambda config: encoder_rules("bert."),
+    prefix="bert.",
+    ignored=(
+        r"(bert\.)?embeddings\.position_ids",
+        r"(bert\.)?pooler\.dense\.(weight|bias)",
+        r"cls\.seq_relationship\.(weight|bias)",
+    ),
+    copies={
+        "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
+        "cls.predictions.decoder.bias": "cls.predictions.bias",
+    },
+    old_names=OLD_NORMS,
+    variants={
+        "bert-base-uncased": _variant("bert-base-uncased", 109_514_298, 30_522),
+        "bert-base-cased": _variant("bert-base-cased", 108_340_804, 28_996),
+        "bert-large-uncased": _variant("bert-large-uncased", 335_174_458, 30_522, "large"),
+        "bert-large-cased": _variant("bert-large-cased", 333_610_308, 28_996, "large"),
+        "bert-base-multilingual-cased": _variant("bert-base-multilingual-cased", 177_974_523, 119_547),
+    },
+)

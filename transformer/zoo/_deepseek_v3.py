@@ -1,0 +1,299 @@
+"""DeepSeek-V3: attention through a latent, and behind a few dense layers experts that are chosen by groups."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from transformer.config._model import TransformerConfig
+from transformer.config._parts import MLA, LayerKind, MoE
+from transformer.zoo._family import Variant
+from transformer.zoo._fields import Biases, Codec, FieldError, Fixed, Rope, Unread, fold
+from transformer.zoo._llama import ROTARY_BUFFERS, decoder_family, decoder_fields, feed_forward_rules, norm_rules
+from transformer.zoo._mixtral import expert_rules
+from transformer.zoo.weights._rules import (
+    MATRIX,
+    MERGED,
+    VECTOR,
+    Fused,
+    Relation,
+    Rule,
+    Shape,
+    fused,
+    layer_kinds,
+    linear,
+    norm,
+)
+
+
+@dataclass(frozen=True)
+class Interleaved(Relation):
+    """What `each` says, where the last `size` outputs of the last parameter (of each of its heads) turn in pairs: in
+    the file (2i, 2i + 1), here (i, i + size / 2) as everywhere. Which is which changes no score.
+    """
+
+    each: Relation
+    size: int
+
+    def tensor_shapes(self, shapes: Sequence[Shape]) -> list[Shape]:
+        return self.each.tensor_shapes(shapes)
+
+    def load(self, tensors: Sequence[np.ndarray], shapes: Sequence[Shape]) -> list[np.ndarray]:
+        *others, last = self.each.load(tensors, shapes)
+        return [*others, self._ordered(last, np.arange(self.size).reshape(-1, 2).T)]
+
+    def save(self, parameters: Sequence[np.ndarray]) -> list[np.ndarray]:
+        *others, last = parameters
+        return self.each.save([*others, self._ordered(last, np.arange(self.size).reshape(2, -1).T)])
+
+    def _ordered(self, parameter: np.ndarray, order: np.ndarray) -> np.ndarray:
+        still = parameter.shape[-1] - self.size
+        return parameter[..., [*range(still), *(still + order.ravel())]]
+
+
+@dataclass(frozen=True)
+class FusedHeads(Relation):
+    """Maps (in, N, H1), (in, N, H2), ... are one matrix, (N (H1 + H2 + ...), in): joined in each head."""
+
+    def tensor_shapes(self, shapes: Sequence[Shape]) -> list[Shape]:
+        return MATRIX.tensor_shapes([self._joined(shapes)])
+
+    def _joined(self, shapes: Sequence[Shape]) -> Shape:
+        return (*shapes[0][:2], sum(shape[2] for shape in shapes))
+
+    def load(self, tensors: Sequence[np.ndarray], shapes: Sequence[Shape]) -> list[np.ndarray]:
+        whole = MATRIX.load(tensors, [self._joined(shapes)])[0]
+        return np.split(whole, np.cumsum([shape[2] for shape in shapes])[:-1], axis=2)
+
+    def save(self, parameters: Sequence[np.ndarray]) -> list[np.ndarray]:
+        return MATRIX.save([np.concatenate(parameters, axis=2)])
+
+
+@dataclass(frozen=True)
+class LatentSizes(Codec):
+    """Sizes of latents and heads. `head_dim` and `qk_head_dim` follow from them. Read after `num_attention_heads`."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        sizes = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+        return (*sizes, "qk_head_dim", "head_dim", "num_key_value_heads")
+
+    def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+        heads = changes["num_heads"]
+        if values.get("num_key_value_heads") not in (None, heads):
+            raise FieldError(
+                f"num_key_value_heads is {values['num_key_value_heads']}, but a latent makes a key for each of the "
+                f"{heads} heads"
+            )
+        mla = MLA(
+            q_lora_rank=values.get("q_lora_rank", 1536),
+            kv_lora_rank=values.get("kv_lora_rank", 512),
+            qk_nope_head_dim=values.get("qk_nope_head_dim", 128),
+            qk_rope_head_dim=values.get("qk_rope_head_dim", 64),
+            v_head_dim=values.get("v_head_dim", 128),
+        )
+        return {"attention.mla": mla, "num_kv_heads": None, "attention.head_dim": None}
+
+    def write(self, config: TransformerConfig) -> dict[str, Any]:
+        mla = config.attention.mla
+        if mla is None:
+            return {}
+        return {
+            "q_lora_rank": mla.q_lora_rank,
+            "kv_lora_rank": mla.kv_lora_rank,
+            "qk_nope_head_dim": mla.qk_nope_head_dim,
+            "qk_rope_head_dim": mla.qk_rope_head_dim,
+            "v_head_dim": mla.v_head_dim,
+            "qk_head_dim": mla.head_dim,
+            "head_dim": mla.qk_rope_head_dim,
+        }
+
+
+def _sharpening(factor: float, weight: float) -> float:
+    return 1.0 + 0.1 * weight * math.log(factor)
+
+
+@dataclass(frozen=True)
+class LatentRope(Rope):
+    """Rotary positions, and two weights of YaRN's sharpening: `mscale_all_dim` of all scores, whichever the scaling,
+    and `mscale` of the part that turns, beside it. Read after the sizes of heads.
+    """
+
+    def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+        given = dict(values.get("rope_scaling") or values.get("rope_parameters") or {})
+        turned, everywhere = given.pop("mscale", None), given.pop("mscale_all_dim", None)
+        read = super().read(dict(values) | {"rope_scaling": None, "rope_parameters": given}, changes)
+        scaling = read["rotary.scaling"]
+        if scaling is None or not everywhere:
+            return read
+        sharper = _sharpening(scaling.factor, everywhere)
+        if scaling.kind == "yarn" and scaling.attention_factor is None and turned:
+            factor = _sharpening(scaling.factor, turned) / sharper
+            read["rotary.scaling"] = replace(scaling, attention_factor=factor)
+        return read | {"attention.scale": changes["attention.mla"].head_dim ** -0.5 * sharper * sharper}
+
+    def write(self, config: TransformerConfig) -> dict[str, Any]:
+        written, scaling = super().write(config), config.rotary.scaling
+        if scaling is not None and scaling.factor > 1 and config.attention.scale is not None:
+            sharper = math.sqrt(config.attention.scale * config.size_of_head**0.5)
+            # Rounded, what was 1.0 in a file is that again.
+            written["rope_parameters"]["mscale_all_dim"] = round((sharper - 1) / math.log(scaling.factor) * 10, 12)
+        return written
+
+
+@dataclass(frozen=True)
+class RoutedBehindDense(Codec):
+    """The first `first_k_dense_replace` layers are dense, the others routed. Read after `num_hidden_layers`."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        experts = ("n_routed_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size")
+        choice = ("n_group", "topk_group", "norm_topk_prob", "routed_scaling_factor")
+        return (*experts, *choice, "n_shared_experts", "first_k_dense_replace")
+
+    def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+        layers, dense = changes["num_layers"], values.get("first_k_dense_replace", 3) or 0
+        if dense >= layers:
+            return {"stack.period": (LayerKind(),)}
+        shared = values.get("n_shared_experts", 1)
+        if not shared:
+            raise FieldError(f"n_shared_experts is {shared!r}, but this family always has some")
+        moe = MoE(
+            num_experts=values.get("n_routed_experts", values.get("num_local_experts", 256)),
+            top_k=values.get("num_experts_per_tok", 8),
+            d_ff=values.get("moe_intermediate_size", 2048),
+            shared_experts=shared,
+            normalize_weights=values.get("norm_topk_prob", True),
+            load_balance_weight=0.0,
+            router_z_weight=0.0,
+            scoring="sigmoid",
+            e_score_correction_bias=True,
+            num_groups=values.get("n_group", 8),
+            top_groups=values.get("topk_group", 4),
+            routed_scaling_factor=values.get("routed_scaling_factor", 2.5),
+        )
+        return fold([LayerKind()] * dense + [LayerKind(moe=moe)] * (layers - dense))
+
+    def write(self, config: TransformerConfig) -> dict[str, Any]:
+        kinds = layer_kinds(config, config.num_layers)
+        moe = kinds[-1].moe
+        if moe is None:
+            return {"first_k_dense_replace": len(kinds)}
+        return {
+            "n_routed_experts": moe.num_experts,
+            "num_experts_per_tok": moe.top_k,
+            "moe_intermediate_size": moe.d_ff or config.feed_forward_width,
+            "n_shared_experts": moe.shared_experts,
+            "norm_topk_prob": moe.normalize_weights,
+            "n_group": moe.num_groups,
+            "topk_group": moe.top_groups,
+            "routed_scaling_factor": moe.routed_scaling_factor,
+            "first_k_dense_replace": sum(kind.moe is None for kind in kinds),
+        }
+
+
+def _rules(config: TransformerConfig) -> Sequence[Rule]:
+    theirs, ours = "model.layers.{layer}.self_attn.", "decoder/{layer}/self_attention/"
+    mlp, feed_forward = "model.layers.{layer}.mlp.", "decoder/{layer}/feed_forward/"
+    turned = config.attention.mla.qk_rope_head_dim
+    query = "q_proj" if config.attention.mla.q_lora_rank is None else "q_b_proj"
+    return [
+        Rule("model.embed_tokens.weight", "embedding/embedding"),
+        *linear(f"{theirs}q_a_proj", f"{ours}query_latent"),
+        *norm(f"{theirs}q_a_layernorm", f"{ours}query_norm"),
+        Rule(f"{theirs}{query}.weight", f"{ours}query/kernel", Interleaved(MATRIX, turned)),
+        *fused(
+            f"{theirs}kv_a_proj_with_mqa",
+            (f"{ours}latent", f"{ours}rotary_key"),
+            Interleaved(Fused(), turned),
+            Interleaved(Fused(each=VECTOR), turned),
+        ),
+        *norm(f"{theirs}kv_a_layernorm", f"{ours}latent_norm"),
+        Rule(f"{theirs}kv_b_proj.weight", (f"{ours}key/kernel", f"{ours}value/kernel"), FusedHeads()),
+        *linear(f"{theirs}o_proj", f"{ours}out", MERGED),
+        *norm_rules(),
+        *feed_forward_rules(),
+        *expert_rules(mlp, gate="gate_proj", up="up_proj", down="down_proj"),
+        Rule(f"{mlp}gate.e_score_correction_bias", f"{feed_forward}router/selection_bias"),
+        *(
+            Rule(f"{mlp}shared_experts.{name}_proj.weight", f"{feed_forward}shared/{name}/kernel", MATRIX)
+            for name in ("gate", "up", "down")
+        ),
+        *norm("model.norm", "decoder/final_norm"),
+    ]
+
+
+DEEPSEEK_V3 = decoder_family(
+    "DeepseekV3",
+    name="deepseek_v3",
+    title="DeepSeek-V3",
+    citation="DeepSeek-AI 2024, arXiv 2412.19437",
+    fields=(
+        *decoder_fields(),
+        LatentSizes(),
+        LatentRope(),
+        Biases("attention_bias"),
+        RoutedBehindDense(),
+        Fixed("rope_interleave", (True,)),
+        Fixed("scoring_func", ("sigmoid",)),
+        Fixed("topk_method", ("noaux_tc",)),
+        Fixed("moe_layer_freq", (1,)),
+        # Layers that predict more than one token ahead are for training and drafts: they are left out.
+        Unread(("num_nextn_predict_layers", "num_mtp_layers"), written={"num_nextn_predict_layers": 0}),
+        Unread(("aux_loss_alpha", "seq_aux", "ep_size")),
+    ),
+    rules=_rules,
+    # Behind the 61 layers of the published model comes one that predicts the token after the next.
+    ignored=(ROTARY_BUFFERS, r"model\.layers\.61\..*"),
+    variants={
+        "deepseek-v3": Variant(
+            hub="deepseek-ai/DeepSeek-V3",
+            parameters=671_026_419_200,
+            fields={
+                "vocab_size": 129_280,
+                "hidden_size": 7168,
+                "intermediate_size": 18_432,
+                "num_hidden_layers": 61,
+                "num_attention_heads": 128,
+                "rope_theta": 10_000.0,
+                "rope_scaling": {
+                    "type": "yarn",
+                    "factor": 40,
+                    "original_max_position_embeddings": 4096,
+                    "beta_fast": 32,
+                    "beta_slow": 1,
+                    "mscale": 1.0,
+                    "mscale_all_dim": 1.0,
+                },
+                "max_position_embeddings": 163_840,
+            },
+        ),
+        "moonlight-16b-a3b": Variant(
+            hub="moonshotai/Moonlight-16B-A3B",
+            parameters=15_960_110_208,
+            fields={
+                "vocab_size": 163_840,
+                "hidden_size": 2048,
+                "intermediate_size": 11_264,
+                "moe_intermediate_size": 1408,
+                "num_hidden_layers": 27,
+                "num_attention_heads": 16,
+                "q_lora_rank": None,
+                "n_routed_experts": 64,
+                "num_experts_per_tok": 6,
+                "n_shared_experts": 2,
+                "n_group": 1,
+                "topk_group": 1,
+                "routed_scaling_factor": 2.446,
+                "first_k_dense_replace": 1,
+                "rms_norm_eps": 1e-5,
+                "rope_theta": 50_000.0,
+                "max_position_embeddings": 8192,
+            },
+        ),
+    },
+)

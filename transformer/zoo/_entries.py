@@ -1,0 +1,76 @@
+"""The families there are: one line each."""
+
+from __future__ import annotations
+
+from transformer.zoo._bart import BART
+from transformer.zoo._bert import BERT
+from transformer.zoo._blenderbot import BLENDERBOT
+from transformer.zoo._bloom import BLOOM
+from transformer.zoo._deepseek_v3 import DEEPSEEK_V3
+from transformer.zoo._distilbert import DISTILBERT
+from transformer.zoo._family import Family
+from transformer.zoo._gemma2 import GEMMA2
+from transformer.zoo._gemma3 import GEMMA3
+from transformer.zoo._gpt2 import GPT2
+from transformer.zoo._gpt_neox import GPT_NEOX
+from transformer.zoo._gpt_oss import GPT_OSS
+from transformer.zoo._llama import LLAMA
+from transformer.zoo._marian import MARIAN
+from transformer.zoo._mistral import MISTRAL
+from transformer.zoo._mixtral import MIXTRAL
+from transformer.zoo._modernbert import MODERNBERT
+from transformer.zoo._olmo2 import OLMO2
+from transformer.zoo._opt import OPT
+from transformer.zoo._patchtst import PATCHTST
+from transformer.zoo._phi3 import PHI3
+from transformer.zoo._qwen2 import QWEN2
+from transformer.zoo._qwen3 import QWEN3
+from transformer.zoo._qwen3_moe import QWEN3_MOE
+from transformer.zoo._roberta import ROBERTA
+from transformer.zoo._starcoder2 import STARCODER2
+from transformer.zoo._t5 import T5
+from transformer.zoo._umt5 import UMT5
+from transformer.zoo._vit import VIT
+from transformer.zoo._whisper import WHISPER
+
+ENTRIES: dict[str, Family] = {
+    family.name: family
+    for family in (
+        GPT2,
+        LLAMA,
+        BERT,
+        T5,
+        VIT,
+        MISTRAL,
+        ROBERTA,
+        MODERNBERT,
+        BART,
+        MARIAN,
+        BLENDERBOT,
+        BLOOM,
+        DISTILBERT,
+        OPT,
+        QWEN2,
+        QWEN3,
+        GEMMA2,
+        GEMMA3,
+        MIXTRAL,
+        QWEN3_MOE,
+        GPT_NEOX,
+        OLMO2,
+        PHI3,
+        GPT_OSS,
+        DEEPSEEK_V3,
+        UMT5,
+        WHISPER,
+        PATCHTST,
+        STARCODER2,
+    )
+}
+"""families by name; a model that several can hold is saved as the first of them"""
+
+REFUSED = {
+    "gemma3": "the models of Gemma 3 that see images, too, are not built here. The text models are gemma3_text: load "
+    "one of those, such as google/gemma-3-1b-pt, or save the language model of this one by itself, as gemma3_text."
+}
+"""model_types that are taken for one of these families, and what to do instead"""

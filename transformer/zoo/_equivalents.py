@@ -1,0 +1,269 @@
+"""Other configs and parameters for the same function, so that more trained models can be saved as some family.
+
+Each rewrite is exact: up to rounding, the new model computes the same logits from the same inputs. `with_equivalent`
+applies as few of them as possible.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import flax.linen as nn
+import flax.traverse_util
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from transformer.config._model import TransformerConfig
+from transformer.nn._blocks import position_scheme
+from transformer.nn.models._causal_lm import CausalLM
+from transformer.nn.models._encoders import Classifier, Embedder, MaskedLM
+from transformer.nn.models._seq2seq import Seq2Seq
+from transformer.zoo._family import NoCounterpart, abstract_params
+from transformer.zoo._pretrained import choose_family
+from transformer.zoo.weights._rules import layer_places
+
+POSITIONS = 512
+"""least number of rows of a position table that replaces sinusoids"""
+USUAL_EPSILON = 1e-5
+"""epsilon of the norms of families whose config.json cannot give another"""
+
+Flat = dict[str, Any]
+"""parameters by path"""
+
+
+@dataclass(frozen=True)
+class Rewrite:
+    """One change of a model's config that keeps its function, and what it does to the parameters."""
+
+    config: Callable[[nn.Module, int], TransformerConfig | None]
+    """config of the new model, given the model and the number of positions; None: the change does not apply"""
+    params: Callable[[nn.Module, nn.Module, Flat], Flat]
+    """parameters of the new model: (old model, new model, old parameters); those left out are zeros"""
+
+
+def with_equivalent(
+    model: nn.Module, params: Any, family: str | None = None, context: int | None = None
+) -> tuple[nn.Module, Any]:
+    """A model that computes the same and that `family` (None: any family) can describe, and its parameters; the given
+    ones where that is so already. Of several, the one that takes the fewest rewrites.
+
+    Args:
+        params: without the outer "params".
+        context: tokens that the model reads at once, if that is limited: where a table of positions replaces sinusoids,
+            it has as many rows, and at least 512.
+
+    Raises:
+        ConfigError: no family describes the model or an equivalent one; for the pair that comes nearest, the fields
+            that have no counterpart.
+    """
+    positions = max(POSITIONS, context or 0)
+    refusals = []
+    for count in range(len(REWRITES) + 1):
+        for chosen in itertools.combinations(REWRITES, count):
+            models = _models(model, chosen, positions)
+            if models is None:
+                continue
+            try:
+                choose_family(models[-1], family)
+            except NoCounterpart as refusal:
+                refusals.append(refusal)
+                continue
+            for rewrite, before, after in zip(chosen, models, models[1:], strict=False):
+                params = _rewritten(rewrite, before, after, params)
+            return models[-1], params
+    raise min(refusals, key=lambda refusal: refusal.differences)
+
+
+def with_plain_embeddings(model: nn.Module, params: Any) -> tuple[nn.Module, Any]:
+    """The same function without `scale_embeddings`: the embedding table holds the scaled embeddings, and where it also
+    made the logits, these get an output map of their own. A model that does not scale is returned as it is, and so is
+    one with tied embeddings and a bias on its logits.
+    """
+    models = _models(model, (_PLAIN_EMBEDDINGS,), POSITIONS)
+    return (model, params) if models is None else (models[-1], _rewritten(_PLAIN_EMBEDDINGS, *models, params))
+
+
+def _models(model: nn.Module, rewrites: tuple[Rewrite, ...], positions: int) -> list[nn.Module] | None:
+    """The model after none, the first, ... all of the rewrites; None where one of them does not apply."""
+    models = [model]
+    for rewrite in rewrites:
+        config = rewrite.config(models[-1], positions)
+        if config is None:
+            return None
+        models.append(models[-1].clone(config=config))
+    return models
+
+
+def _rewritten(rewrite: Rewrite, before: nn.Module, after: nn.Module, params: Any) -> Any:
+    given = flax.traverse_util.flatten_dict(params, sep="/")
+    wanted = flax.traverse_util.flatten_dict(abstract_params(after), sep="/")
+    new = rewrite.params(before, after, dict(given))
+    zeros = {path: jnp.zeros(leaf.shape, leaf.dtype) for path, leaf in wanted.items() if path not in new}
+    return flax.traverse_util.unflatten_dict(new | zeros, sep="/")
+
+
+def _unchanged(before: nn.Module, after: nn.Module, params: Flat) -> Flat:
+    return params
+
+
+# Embeddings that are multiplied by sqrt(d_model).
+
+
+def _plain_embeddings_config(model: nn.Module, positions: int) -> TransformerConfig | None:
+    config = model.config
+    tied = config.embedding.tie and isinstance(model, CausalLM | Seq2Seq | MaskedLM)
+    if not config.embedding.scale or (tied and config.output.bias):
+        return None
+    return config.replace(**{"embedding.scale": False} | ({"embedding.tie": False} if tied else {}))
+
+
+def _plain_embeddings(before: nn.Module, after: nn.Module, params: Flat) -> Flat:
+    config = before.config
+    scale = np.asarray(config.d_model**0.5, config.dtype)  # rounded as the model rounds it
+    tables = {path: params[path] for path in ("embedding/embedding", "source_embedding/embedding") if path in params}
+    changed = {path: table * scale.astype(table.dtype) for path, table in tables.items()}
+    if config.embedding.tie and not after.config.embedding.tie:
+        changed["output/kernel"] = params["embedding/embedding"].T
+    return params | changed
+
+
+# relu(x)^2 = relu(x) x: a gated feed-forward whose gate is a copy of the map that it gates.
+
+
+def _gated_config(model: nn.Module, positions: int) -> TransformerConfig | None:
+    config = model.config
+    if config.activation != "relu2" or config.gated or _has_experts(config):
+        return None
+    return config.replace(activation="relu", gated=True)
+
+
+def _gated(before: nn.Module, after: nn.Module, params: Flat) -> Flat:
+    return params | {
+        path.replace("/up/", "/gate/"): leaf for path, leaf in params.items() if "/feed_forward/up/" in path
+    }
+
+
+# Parts that are missing here and that a family always has: with zeros they do nothing.
+
+
+def _norm_bias_config(model: nn.Module, positions: int) -> TransformerConfig | None:
+    config = model.config
+    return config.replace(norm="layer_norm") if config.norm == "layer_norm_without_bias" else None
+
+
+def _output_bias_config(model: nn.Module, positions: int) -> TransformerConfig | None:
+    config = model.config
+    if config.output.bias or not isinstance(model, Seq2Seq | MaskedLM):
+        return None
+    return config.replace(**{"output.bias": True})
+
+
+def _attention_config(model: nn.Module, positions: int) -> TransformerConfig | None:
+    """With an output map of zeros, attention adds nothing to the residual stream."""
+    config = model.config
+    kinds = config.kinds
+    if all(kind.self_attention for kind in kinds) or config.norm_position not in ("pre", "parallel"):
+        return None
+    names = ("prefix", "period", "suffix")
+    attend = {n: tuple(replace(kind, self_attention=True) for kind in getattr(config.stack, n)) for n in names}
+    return config.replace(stack=replace(config.stack, **attend))
+
+
+# Sinusoids: a table of positions holds their first rows.
+
+
+def _table_config(model: nn.Module, positions: int) -> TransformerConfig | None:
+    config = model.config
+    known = type(model) in (CausalLM, Classifier, Embedder, MaskedLM, Seq2Seq)
+    if not known or config.position not in ("sinusoidal", "sinusoidal_halves"):
+        return None
+    return config.replace(position="learned", max_length=positions)
+
+
+def _table(before: nn.Module, after: nn.Module, params: Flat) -> Flat:
+    config = after.config
+    rows = jnp.arange(config.max_length)[None]
+    encoding = position_scheme(before.config, causal=False).encoding(rows, config.d_model)[0]
+    stacks = {path.partition("/")[0] for path in params} & {"encoder", "decoder"}
+    return params | {f"{stack}/position_table": encoding.astype(config.param_dtype) for stack in stacks}
+
+
+# The epsilon of norms. norm(x; e) = norm(c x; c^2 e): the residual stream is c times as large, and what reads it
+# elsewhere than through a norm divides by c.
+
+
+def _epsilon_config(model: nn.Module, positions: int) -> TransformerConfig | None:
+    config = model.config
+    if (
+        config.norm_epsilon == USUAL_EPSILON
+        or type(model) not in (CausalLM, Seq2Seq)
+        or config.position not in ("learned", "rotary", "none")
+        or config.norm_position not in ("pre", "post")
+        or not config.stack.final_norm
+        or config.norm == "frozen_batch_norm"
+        or config.embedding.norm
+        or config.output.transform is not None
+        or config.attention.qk_norm
+        or config.attention.mla is not None
+        or _has_experts(config)
+        or not all(kind.attention_norm for kind in config.kinds)
+    ):
+        return None
+    return config.replace(norm_epsilon=USUAL_EPSILON)
+
+
+_TABLES = re.compile(r"(source_)?embedding/embedding|(encoder|decoder)/position_table")
+_WRITES = re.compile(r".*/(out|down)/(kernel|bias)")
+_NORMS = re.compile(r".*/(attention_norm|cross_attention_norm|feed_forward_norm)/(scale|bias)")
+_READS = re.compile(r".*/(query|key|value|up|gate)/kernel")
+
+
+def _epsilon(before: nn.Module, after: nn.Module, params: Flat) -> Flat:
+    config = before.config
+    larger = (after.config.norm_epsilon / config.norm_epsilon) ** 0.5
+    post = config.norm_position == "post"
+    new = dict(params)
+    for path, leaf in params.items():
+        if _TABLES.fullmatch(path) or _WRITES.fullmatch(path) or (post and _NORMS.fullmatch(path)):
+            new[path] = _times(leaf, larger)
+        elif post and _READS.fullmatch(path):
+            new[path] = _times(leaf, 1 / larger)
+    # The last norm is read by the output map, which is `larger` times as large where it is the table of embeddings.
+    last = 1 / larger if config.embedding.tie else 1.0
+    place, index = layer_places(config, config.decoder_layers if isinstance(before, Seq2Seq) else config.num_layers)[-1]
+    norm = f"decoder/{place}/feed_forward_norm" if post else "decoder/final_norm"
+    for path in (f"{norm}/scale", f"{norm}/bias"):
+        if path not in params:
+            continue
+        if post and index is not None:
+            new[path] = new[path].at[index].set(_times(params[path][index], last))
+        else:
+            new[path] = _times(params[path], last)
+    return new
+
+
+def _times(leaf: jax.Array, factor: float) -> jax.Array:
+    return (jnp.asarray(leaf).astype(jnp.float32) * factor).astype(leaf.dtype)
+
+
+def _has_experts(config: TransformerConfig) -> bool:
+    return any(kind.moe is not None for kind in config.kinds)
+
+
+_PLAIN_EMBEDDINGS = Rewrite(_plain_embeddings_config, _plain_embeddings)
+
+REWRITES = (
+    _PLAIN_EMBEDDINGS,
+    Rewrite(_gated_config, _gated),
+    Rewrite(_norm_bias_config, _unchanged),
+    Rewrite(_attention_config, _unchanged),
+    Rewrite(_output_bias_config, _unchanged),
+    Rewrite(_table_config, _table),
+    Rewrite(_epsilon_config, _epsilon),
+)
+"""in the order in which they are applied"""

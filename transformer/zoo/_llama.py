@@ -1,0 +1,194 @@
+"""Llama 1 to 3: pre-norm, RMSNorm, rotary positions, gated SiLU, grouped heads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformer.config._model import TransformerConfig
+from transformer.nn.models._causal_lm import CausalLM
+from transformer.nn.models._encoders import Classifier
+from transformer.zoo._family import Family, Head, Variant
+from transformer.zoo._fields import ACTIVATIONS, Biases, Codec, Field, Labels, Rope
+from transformer.zoo.weights._rules import MATRIX, Rule, modules, norm
+
+DECODER_CONSTANTS = {
+    "norm": "rms_norm",
+    "position": "rotary",
+    "gated": True,
+    "use_bias": False,
+    "embedding.scale": False,
+}
+"""what Llama has in common with most that came after it"""
+
+
+ROTARY_BUFFERS = r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
+"""frequencies, which old files hold and which follow from the config"""
+COPIES = {"lm_head.weight": "model.embed_tokens.weight"}
+"""what files of tied decoders may repeat"""
+
+
+def attention_rules() -> list[Rule]:
+    """Rules of embeddings, maps of attention and the last norm by Llama's names: all but feed-forward and its norms."""
+    layer, ours = "model.layers.{layer}.self_attn.", "decoder/{layer}/self_attention/"
+    return [
+        Rule("model.embed_tokens.weight", "embedding/embedding"),
+        *modules(layer, ours, {"query": "q_proj", "key": "k_proj", "value": "v_proj", "out": "o_proj"}),
+        *norm("model.norm", "decoder/final_norm"),
+    ]
+
+
+def feed_forward_rules() -> list[Rule]:
+    """Rules of a gated feed-forward by Llama's names."""
+    layer, ours = "model.layers.{layer}.mlp.", "decoder/{layer}/feed_forward/"
+    return modules(layer, ours, {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"})
+
+
+def norm_rules() -> list[Rule]:
+    """Rules of the two norms of a pre-norm layer by Llama's names."""
+    names = {"attention_norm": "input_layernorm", "feed_forward_norm": "post_attention_layernorm"}
+    return modules("model.layers.{layer}.", "decoder/{layer}/", names)
+
+
+def qk_norm_rules() -> list[Rule]:
+    """Rules of norms on queries and keys by the names that Qwen3, Gemma 3 and OLMo 2 share."""
+    layer, ours = "model.layers.{layer}.self_attn.", "decoder/{layer}/self_attention/"
+    return modules(layer, ours, {"query_norm": "q_norm", "key_norm": "k_norm"})
+
+
+def decoder_rules(config: TransformerConfig) -> Sequence[Rule]:
+    """Rules of Llama and of those whose tensors have its names."""
+    return [*attention_rules(), *norm_rules(), *feed_forward_rules()]
+
+
+@dataclass(frozen=True)
+class Heads(Codec):
+    """`num_key_value_heads` and `head_dim`, with what they are where the file doesn't have them; null is as in Llama:
+    as many as heads of queries, and an even share of the width. Read after those.
+    """
+
+    kv_heads: int | None
+    """None: as null"""
+    head_dim: int | None
+    """None: as null"""
+
+    names = ("num_key_value_heads", "head_dim")
+
+    def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+        width, heads = changes["d_model"], changes["num_heads"]
+        kv_heads, head_dim = values.get("num_key_value_heads", self.kv_heads), values.get("head_dim", self.head_dim)
+        return {
+            "num_kv_heads": None if kv_heads == heads else kv_heads,
+            "attention.head_dim": None if head_dim is not None and head_dim * heads == width else head_dim,
+        }
+
+    def write(self, config: TransformerConfig) -> dict[str, Any]:
+        # Numbers, not null: not all of the reference's models know what null means here.
+        return {"num_key_value_heads": config.kv_heads, "head_dim": config.size_of_head}
+
+
+SILU = Field("hidden_act", "activation", "silu", ACTIVATIONS)
+"""the activation, where a family says nothing else"""
+
+
+def decoder_fields(
+    *,
+    epsilon: float = 1e-6,
+    tied: bool = False,
+    kv_heads: int | None = None,
+    head_dim: int | None = None,
+    activation: Codec = SILU,
+) -> tuple[Field, ...]:
+    """The fields that Llama and those after it share, with the defaults that differ."""
+    return (
+        Field("vocab_size", "vocab_size"),
+        Field("hidden_size", "d_model"),
+        Field("intermediate_size", "d_ff"),
+        Field("num_hidden_layers", "num_layers"),
+        Field("num_attention_heads", "num_heads"),
+        Heads(kv_heads, head_dim),
+        activation,
+        Field("rms_norm_eps", "norm_epsilon", epsilon),
+        Field("tie_word_embeddings", "embedding.tie", tied),
+        Field("attention_dropout", "attention.dropout_rate", 0.0),
+        Field("initializer_range", "initializer_range", 0.02),
+    )
+
+
+LAST_TOKEN = Head(
+    model=Classifier,
+    constants={"attention.causal": True, "output.pooling": "last", "output.bias": False},
+    fields=(Labels(),),
+    rules=(Rule("score.weight", "output/kernel", MATRIX),),
+)
+"""a decoder's classifier of the last real token"""
+
+
+LANGUAGE_MODEL = Head(model=CausalLM, rules=(Rule("lm_head.weight", "output/kernel", MATRIX),))
+"""a decoder with an output map by the reference's usual name"""
+
+
+def decoder_heads(name: str) -> dict[str, Head]:
+    """A language model and a classifier of the last token, with the reference's names."""
+    return {f"{name}ForCausalLM": LANGUAGE_MODEL, f"{name}ForSequenceClassification": LAST_TOKEN}
+
+
+def decoder_family(reference: str, **facts: Any) -> Family:
+    """A family like Llama but for these fields of `Family`; class names of the reference begin with `reference`."""
+    alike = {"heads": decoder_heads(reference), "constants": DECODER_CONSTANTS, "rules": decoder_rules}
+    return Family(**alike | {"copies": COPIES} | facts)
+
+
+def decoder_variant(
+    hub: str, parameters: int, width: int, inner: int, layers: int, heads: int, kv_heads: int, **fields: Any
+) -> Variant:
+    """Published weights, with their sizes by Llama's names; `fields` are the others in config.json."""
+    sizes = {"hidden_size": width, "intermediate_size": inner, "num_hidden_layers": layers}
+    sizes |= {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    return Variant(hub=hub, parameters=parameters, fields=sizes | fields)
+
+
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+_TWO = {"vocab_size": 32_000, "rms_norm_eps": 1e-5}
+_THREE = {"vocab_size": 128_256, "rms_norm_eps": 1e-5, "rope_theta": 500_000.0}
+_THREE_ONE = _THREE | {"rope_scaling": _LLAMA3, "max_position_embeddings": 131_072}
+_THREE_TWO = _THREE_ONE | {"rope_scaling": _LLAMA3 | {"factor": 32.0}, "tie_word_embeddings": True}
+
+LLAMA = decoder_family(
+    "Llama",
+    name="llama",
+    title="Llama",
+    citation="Touvron et al. 2023, arXiv 2302.13971 and 2307.09288; Llama Team 2024, arXiv 2407.21783",
+    fields=(
+        *decoder_fields(),
+        Rope(),
+        Biases(attention="attention_bias", feed_forward="mlp_bias"),
+    ),
+    ignored=(ROTARY_BUFFERS,),
+    variants={
+        "llama-2-7b": decoder_variant("meta-llama/Llama-2-7b-hf", 6_738_415_616, 4096, 11008, 32, 32, 32, **_TWO),
+        "llama-2-13b": decoder_variant("meta-llama/Llama-2-13b-hf", 13_015_864_320, 5120, 13824, 40, 40, 40, **_TWO),
+        "llama-2-70b": decoder_variant("meta-llama/Llama-2-70b-hf", 68_976_648_192, 8192, 28672, 80, 64, 8, **_TWO),
+        "llama-3-8b": decoder_variant("meta-llama/Meta-Llama-3-8B", 8_030_261_248, 4096, 14336, 32, 32, 8, **_THREE),
+        "llama-3.1-8b": decoder_variant("meta-llama/Llama-3.1-8B", 8_030_261_248, 4096, 14336, 32, 32, 8, **_THREE_ONE),
+        "llama-3.1-70b": decoder_variant(
+            "meta-llama/Llama-3.1-70B", 70_553_706_496, 8192, 28672, 80, 64, 8, **_THREE_ONE
+        ),
+        "llama-3.2-1b": decoder_variant(
+            "meta-llama/Llama-3.2-1B", 1_235_814_400, 2048, 8192, 16, 32, 8, head_dim=64, **_THREE_TWO
+        ),
+        "llama-3.2-3b": decoder_variant(
+            "meta-llama/Llama-3.2-3B", 3_212_749_824, 3072, 8192, 28, 24, 8, head_dim=128, **_THREE_TWO
+        ),
+    },
+)
+"""Llama 1 to 3.2"""

@@ -1,0 +1,192 @@
+"""ModernBERT: pre-norm without biases, gated GELU, and windows in most layers, which turn by a base of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from transformer.config._model import TransformerConfig
+from transformer.config._parts import HeadTransform, LayerKind
+from transformer.nn.models._encoders import Classifier, Embedder, MaskedLM
+from transformer.zoo._family import Family, Head, Variant
+from transformer.zoo._fields import (
+    ACTIVATIONS,
+    Biases,
+    Codec,
+    Field,
+    FieldError,
+    Fixed,
+    Labels,
+    Unread,
+    fold,
+    read_rotary,
+    training_fields,
+    write_rotary,
+)
+from transformer.zoo.weights._rules import MATRIX, MERGED, VECTOR, Fused, Rule, fused, layer_kinds, linear, norm
+
+# Sorts of layers, as `layer_types` has them, and where older files have the base of each.
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+_BASES = {_FULL: ("global_rope_theta", 160_000.0), _SLIDING: ("local_rope_theta", 10_000.0)}
+
+
+@dataclass(frozen=True)
+class GlobalAndLocal(Codec):
+    """Which layers see all and which a window, and how each sort turns: lists and `rope_parameters` (transformers 5),
+    or every n-th layer and two bases (before). The first layer has no norm before attention.
+    """
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        bases = tuple(name for name, _ in _BASES.values())
+        return ("layer_types", "global_attn_every_n_layers", "local_attention", "rope_parameters", *bases)
+
+    def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+        every = values.get("global_attn_every_n_layers", 3)
+        types = values.get("layer_types") or [_SLIDING if i % every else _FULL for i in range(changes["num_layers"])]
+        if set(types) - _BASES.keys() or len(types) != changes["num_layers"]:
+            raise FieldError(f"layer_types must be {_FULL} or {_SLIDING} for each of {changes['num_layers']} layers")
+        (base, scaling), (local_base, local_scaling) = (_turning(values, name) for name in _BASES)
+        # The window counts both sides: a token sees half of it before and half of it behind.
+        window = values.get("local_attention", 128) // 2 + 1
+        local = LayerKind(window=window, rotary_base=local_base, rotary_scaling=local_scaling)
+        kinds = [local if name == _SLIDING else LayerKind(rotary_scaling=scaling) for name in types]
+        kinds[0] = replace(kinds[0], attention_norm=False)
+        return {"rotary.base": base, **fold(kinds)}
+
+    def write(self, config: TransformerConfig) -> dict[str, Any]:
+        kinds = layer_kinds(config, config.num_layers)
+        windows = [kind.window for kind in kinds if kind.window is not None]
+        values: dict[str, Any] = {
+            "layer_types": [_FULL if kind.window is None else _SLIDING for kind in kinds],
+            "local_attention": 2 * (windows[0] - 1) if windows else 128,
+            "rope_parameters": {},
+        }
+        for name, (old, _) in _BASES.items():
+            kind = next((kind for kind in kinds if (kind.window is None) == (name == _FULL)), LayerKind())
+            base = kind.rotary_base or config.rotary.base
+            values["rope_parameters"][name] = write_rotary(base, kind.rotary_scaling or config.rotary.scaling)
+            values[old] = base
+        return values
+
+
+def _turning(values: Mapping[str, Any], name: str) -> Any:
+    """Base and scaling of the layers of one sort."""
+    old, default = _BASES[name]
+    parameters = (values.get("rope_parameters") or {}).get(name) or {}
+    if parameters.get("partial_rotary_factor", 1.0) != 1.0:
+        raise FieldError(
+            f"partial_rotary_factor of {name} is {parameters['partial_rotary_factor']}, and not built here"
+        )
+    # Where windows are said to have no base of their own, they have the other layers'.
+    base = values.get(old, default) or values.get(*_BASES[_FULL])
+    return read_rotary(parameters, base, values.get("max_position_embeddings"))
+
+
+@dataclass(frozen=True)
+class PredictionHead(Codec):
+    """The map in front of tokens or classes, and the norm behind it."""
+
+    names = ("classifier_activation", "classifier_bias")
+
+    def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+        activation = Field("classifier_activation", "activation", "gelu", ACTIVATIONS).read(values, changes)
+        return {
+            "output.transform": HeadTransform(norm=True, use_bias=values.get("classifier_bias", False), **activation)
+        }
+
+    def write(self, config: TransformerConfig) -> dict[str, Any]:
+        if config.output.transform is None:
+            return {}
+        names = {ours: theirs for theirs, ours in reversed(ACTIVATIONS.items())}
+        theirs = names.get(config.output.transform.activation)
+        found = {} if theirs is None else {"classifier_activation": theirs}
+        return found | {"classifier_bias": config.output.transform.use_bias}
+
+
+def _rules(config: TransformerConfig) -> Sequence[Rule]:
+    layer, ours = "model.layers.{layer}.", "encoder/{layer}/"
+    heads = tuple(f"{ours}self_attention/{name}" for name in ("query", "key", "value"))
+    halves = tuple(f"{ours}feed_forward/{name}" for name in ("gate", "up"))
+    joined = (Fused(0, MATRIX), Fused(0, VECTOR))
+    return [
+        Rule("model.embeddings.tok_embeddings.weight", "embedding/embedding"),
+        *norm("model.embeddings.norm", "encoder/embedding_norm"),
+        *norm(f"{layer}attn_norm", f"{ours}attention_norm"),
+        *fused(f"{layer}attn.Wqkv", heads, *joined),
+        *linear(f"{layer}attn.Wo", f"{ours}self_attention/out", MERGED),
+        *norm(f"{layer}mlp_norm", f"{ours}feed_forward_norm"),
+        *fused(f"{layer}mlp.Wi", halves, *joined),
+        *linear(f"{layer}mlp.Wo", f"{ours}feed_forward/down"),
+        *norm("model.final_norm", "encoder/final_norm"),
+    ]
+
+
+_TRANSFORM = (*linear("head.dense", "head_transform/dense"), *norm("head.norm", "head_transform/norm"))
+
+MODERNBERT = Family(
+    name="modernbert",
+    title="ModernBERT",
+    citation="Warner et al. 2024, arXiv 2412.13663",
+    heads={
+        "ModernBertForMaskedLM": Head(
+            model=MaskedLM,
+            fields=(PredictionHead(), Field("decoder_bias", "output.bias", True)),
+            rules=(*_TRANSFORM, *linear("decoder", "output"), Rule("decoder.bias", "output_bias")),
+        ),
+        "ModernBertForSequenceClassification": Head(
+            model=Classifier,
+            fields=(
+                PredictionHead(),
+                Field("classifier_pooling", "output.pooling", "cls", {"cls": "first", "mean": "mean"}),
+                Labels(),
+            ),
+            rules=(*_TRANSFORM, *linear("classifier", "output")),
+            ignored=(r"decoder\.(weight|bias)",),
+        ),
+        "ModernBertModel": Head(
+            model=Embedder, base=True, ignored=(r"(head\.(dense|norm)|decoder|classifier)\.(weight|bias)",)
+        ),
+    },
+    constants={"position": "rotary", "gated": True, "embedding.norm": True, "embedding.scale": False},
+    fields=(
+        Field("vocab_size", "vocab_size", 50_368),
+        Field("hidden_size", "d_model", 768),
+        Field("intermediate_size", "d_ff", 1152),
+        Field("num_hidden_layers", "num_layers", 22),
+        Field("num_attention_heads", "num_heads", 12),
+        Field("hidden_activation", "activation", "gelu", ACTIVATIONS),
+        Field("norm_eps", "norm_epsilon", 1e-5),
+        Field("norm_bias", "norm", False, {False: "layer_norm_without_bias", True: "layer_norm"}),
+        Biases(attention="attention_bias", feed_forward="mlp_bias"),
+        GlobalAndLocal(),
+        Field("tie_word_embeddings", "embedding.tie", True),
+        *training_fields("embedding_dropout", "attention_dropout"),
+        Fixed("rope_scaling", (None,)),
+        Unread(
+            # Those of other heads first; then those that change speed or losses; last what nothing reads.
+            ("classifier_activation", "classifier_bias", "classifier_pooling", "decoder_bias", "mlp_dropout")
+            + ("deterministic_flash_attn", "sparse_prediction", "sparse_pred_ignore_index", "reference_compile")
+            + ("repad_logits_with_grad", "initializer_cutoff_factor", "max_position_embeddings", "layer_norm_eps")
+            + ("position_embedding_type",),
+            {"max_position_embeddings": 8192},
+        ),
+    ),
+    rules=_rules,
+    prefix="model.",
+    copies={"decoder.weight": "model.embeddings.tok_embeddings.weight"},
+    variants={
+        "modernbert-base": Variant(hub="answerdotai/ModernBERT-base", parameters=149_655_232, fields={}),
+        "modernbert-large": Variant(
+            hub="answerdotai/ModernBERT-large",
+            parameters=395_881_664,
+            fields={
+                "hidden_size": 1024,
+                "intermediate_size": 2624,
+                "num_hidden_layers": 28,
+                "num_attention_heads": 16,
+            },
+        ),
+    },
+)

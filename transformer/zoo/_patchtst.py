@@ -1,0 +1,164 @@
+"""PatchTST: forecasts of time series, each channel cut into patches for itself; batch norms with given statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from transformer.config._model import TransformerConfig
+from transformer.config._parts import Series
+from transformer.nn.models._forecaster import Forecaster
+from transformer.zoo._bart import attention_rules
+from transformer.zoo._family import Family, Head
+from transformer.zoo._fields import ACTIVATIONS, Codec, Field, FieldError, Fixed, Unread, training_fields
+from transformer.zoo.weights._rules import MATRIX, Relation, Row, Rule, Shape, linear, norm
+
+
+@dataclass(frozen=True)
+class Stacked(Relation):
+    """Tensors of one shape, related by `each` to the rows of one parameter."""
+
+    each: Relation
+
+    def tensor_shapes(self, shapes: Sequence[Shape]) -> list[Shape]:
+        (shape,) = shapes
+        return self.each.tensor_shapes([shape[1:]] * shape[0])
+
+    def load(self, tensors: Sequence[np.ndarray], shapes: Sequence[Shape]) -> list[np.ndarray]:
+        return [np.stack(self.each.load(tensors, [shape[1:] for shape in shapes for _ in tensors]))]
+
+    def save(self, parameters: Sequence[np.ndarray]) -> list[np.ndarray]:
+        return self.each.save(list(parameters[0]))
+
+
+@dataclass(frozen=True)
+class Counted(Relation):
+    """The tensor, and beside it how many batches it was made of: nothing reads that, and 0 is written."""
+
+    def tensor_shapes(self, shapes: Sequence[Shape]) -> list[Shape]:
+        return [*shapes, ()]
+
+    def load(self, tensors: Sequence[np.ndarray], shapes: Sequence[Shape]) -> list[np.ndarray]:
+        return [tensors[0]]
+
+    def save(self, parameters: Sequence[np.ndarray]) -> list[np.ndarray]:
+        return [parameters[0], np.zeros((), np.int64)]
+
+
+_PLAIN = {
+    "num_input_channels": ("channels", 1),
+    "context_length": ("context_length", 32),
+    "prediction_length": ("horizon", 24),
+    "patch_length": ("patch_length", 1),
+    "patch_stride": ("patch_stride", 1),
+    "share_embedding": ("shared_embedding", True),
+    "use_cls_token": ("class_token", False),
+}
+_SCALINGS = {"std": "std", "mean": "mean", None: "none", True: "mean", False: "none"}
+_POOLINGS = {None: "flatten", "mean": "mean", "max": "max", False: "flatten"}
+
+
+@dataclass(frozen=True)
+class SeriesSizes(Codec):
+    """What is looked back at and forecast, and how it is cut and scaled."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (*_PLAIN, "scaling", "pooling_type")
+
+    def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+        fields = {ours: values.get(name, default) for name, (ours, default) in _PLAIN.items()}
+        scaling, pooling = values.get("scaling", "std"), values.get("pooling_type", "mean")
+        for name, value, known in (("scaling", scaling, _SCALINGS), ("pooling_type", pooling, _POOLINGS)):
+            if value not in known:
+                raise FieldError(f"{name} is {value!r}, of which there are {', '.join(map(str, known))} here")
+        # The head reads a class token alone, where there is one.
+        pooling = "flatten" if fields["class_token"] else _POOLINGS[pooling]
+        series = Series(**fields, scaling=_SCALINGS[scaling], pooling=pooling)
+        return {"input": series, "max_length": series.positions}
+
+    def write(self, config: TransformerConfig) -> dict[str, Any]:
+        series = config.series
+        if series is None:
+            return {}
+        return {
+            "num_input_channels": series.channels,
+            "context_length": series.context_length,
+            "prediction_length": series.horizon,
+            "patch_length": series.patch_length,
+            "patch_stride": series.patch_stride,
+            "share_embedding": series.shared_embedding,
+            "use_cls_token": series.class_token,
+            "scaling": next(theirs for theirs, ours in _SCALINGS.items() if ours == series.scaling),
+            "pooling_type": next(theirs for theirs, ours in _POOLINGS.items() if ours == series.pooling),
+        }
+
+
+def _rules(config: TransformerConfig) -> Sequence[Rule]:
+    encoder, layer, ours = "model.encoder.", "model.encoder.layers.{layer}.", "encoder/{layer}/"
+    table, embedding = f"{encoder}positional_encoder.", f"{encoder}embedder.input_embedding"
+    channels = range(0 if config.series is None else config.series.channels)
+    weights, biases = (tuple(f"{embedding}.{i}.{part}" for i in channels) for part in ("weight", "bias"))
+    rules = [
+        *linear(embedding, "series_embedding"),
+        Rule(weights, "channel_embedding/kernel", Stacked(MATRIX)),
+        Rule(biases, "channel_embedding/bias", Stacked(Relation())),
+        Rule(f"{table}cls_token", "class_token", Row(3)),
+        Rule(f"{table}position_enc", "encoder/position_table"),
+        *attention_rules(f"{layer}self_attn", f"{ours}self_attention"),
+        *linear(f"{layer}ff.0", f"{ours}feed_forward/up"),
+        *linear(f"{layer}ff.3", f"{ours}feed_forward/down"),
+        *linear("head.projection", "output"),
+    ]
+    for theirs, name in {"norm_sublayer1": "attention_norm", "norm_sublayer3": "feed_forward_norm"}.items():
+        tensor, parameter = f"{layer}{theirs}", f"{ours}{name}"
+        if config.norm == "layer_norm":
+            rules += norm(tensor, parameter)
+            continue
+        batch = f"{tensor}.batchnorm"
+        variance = (f"{batch}.running_var", f"{batch}.num_batches_tracked")
+        rules += norm(batch, parameter)
+        rules += [
+            Rule(f"{batch}.running_mean", f"{parameter}/mean"),
+            Rule(variance, f"{parameter}/variance", Counted()),
+        ]
+    return rules
+
+
+PATCHTST = Family(
+    name="patchtst",
+    title="PatchTST",
+    citation="Nie et al. 2022, arXiv 2211.14730",
+    heads={"PatchTSTForPrediction": Head(model=Forecaster)},
+    constants={"position": "learned", "stack.final_norm": False, "attention.biases": ("query", "key", "value", "out")},
+    fields=(
+        Field("d_model", "d_model", 128),
+        Field("num_hidden_layers", "num_layers", 3),
+        Field("num_attention_heads", "num_heads", 4),
+        Field("ffn_dim", "d_ff", 512),
+        Field("activation_function", "activation", "gelu", ACTIVATIONS),
+        Field("bias", "use_bias", True),
+        Field("norm_type", "norm", "batchnorm", {"batchnorm": "frozen_batch_norm", "layernorm": "layer_norm"}),
+        Field("norm_eps", "norm_epsilon", 1e-5),
+        Field("pre_norm", "norm_position", True, {True: "pre", False: "post"}),
+        *training_fields("path_dropout", "attention_dropout", "init_std"),
+        SeriesSizes(),
+        Fixed("loss", ("mse",)),
+        Fixed("channel_attention", (False,)),
+        # The reference itself fails with a head for each of several channels.
+        Fixed("share_projection", (True,)),
+        # Of either kind the table is in the file.
+        Fixed("positional_encoding_type", ("random", "sincos")),
+        Unread(
+            ("positional_dropout", "ff_dropout", "head_dropout", "dropout", "initializer_range")
+            # Of other heads: distributions, masked patches, classes and numbers for a whole series.
+            + ("distribution_output", "num_parallel_samples", "do_mask_input", "mask_type", "random_mask_ratio")
+            + ("num_forecast_mask_patches", "channel_consistent_masking", "unmasked_channel_indices", "mask_value")
+            + ("num_targets", "output_range")
+        ),
+    ),
+    rules=_rules,
+)
