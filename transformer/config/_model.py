@@ -19,7 +19,6 @@ from transformer.config._options import (
     AttentionOptions,
     EmbeddingOptions,
     OutputOptions,
-    Projection,
     RotaryOptions,
     Speech,
     StackOptions,
@@ -35,9 +34,13 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 Remat = Literal["none", "full", "dots", "names"]
 
 
+_HEADS = ("head_dim", "value_dim", "qk_norm", "qk_norm_scope", "causal", "mla")
+
 _FORMER = {
-    **{name: f"attention.{name}" for name in ("head_dim", "value_dim", "qk_norm", "qk_norm_scope", "causal", "mla")},
-    **{f"attention_{name}": f"attention.{name}" for name in ("biases", "scale", "softcap", "sinks", "dropout_rate")},
+    **{
+        field.name if field.name in _HEADS else f"attention_{field.name}": f"attention.{field.name}"
+        for field in dataclasses.fields(AttentionOptions)
+    },
     **{f"rotary_{name}": f"rotary.{name}" for name in ("base", "dim", "scaling")},
     "relative_buckets": "t5_bias.buckets",
     "relative_max_distance": "t5_bias.max_distance",
@@ -215,21 +218,12 @@ class TransformerConfig:
                 f"attention.mla rotates a part of each head, but position is {self.position!r}. Set "
                 f"position='rotary', or remove attention.mla."
             )
-        sizes = {"num_kv_heads": self.num_kv_heads, "rotary.dim": self.rotary.dim}
-        sizes |= {"attention.head_dim": attention.head_dim, "attention.value_dim": attention.value_dim}
-        given = {name: size for name, size in sizes.items() if size is not None}
-        given |= {f"attention.{name}": True for name in ("qk_norm", "sinks") if getattr(attention, name)}
-        for name, value in given.items():
-            raise ConfigError(
-                f"{name} is {value}, but attention.mla computes keys and values from a latent: it has sizes of its "
-                f"own, normalizes the latent and has no sinks. Remove {name}, or attention.mla."
-            )
-        biased = set(attention.biases or ())
-        if biased and biased != set(Projection.__args__):
-            raise ConfigError(
-                f"attention.biases is {attention.biases}, but with attention.mla all projections from and to the "
-                f"residual stream have a bias, or none: list all of {', '.join(Projection.__args__)}, or none."
-            )
+        for name, value in {"num_kv_heads": self.num_kv_heads, "rotary.dim": self.rotary.dim}.items():
+            if value is not None:
+                raise ConfigError(
+                    f"{name} is {value}, but attention.mla computes keys and values from a latent and has sizes of "
+                    f"its own. Remove {name}, or attention.mla."
+                )
 
     def _check_norms(self):
         kinds = self.kinds

@@ -26,7 +26,7 @@ class AttentionOptions:
     """Options of the attention layers, besides the number of heads.
 
     Raises:
-        ConfigError: a value out of range, or an unknown name.
+        ConfigError: a value out of range, an unknown name, or an option that latent attention does not have.
     """
 
     section: ClassVar[str] = "attention"
@@ -61,6 +61,23 @@ class AttentionOptions:
         check_range(self, 0.0, 1.0, "dropout_rate")
         for projection in self.biases or ():
             check_choice("attention.biases", projection, Projection.__args__)
+        if self.mla is not None:
+            self._check_latent()
+
+    def _check_latent(self):
+        others = ("head_dim", "value_dim", "qk_norm", "sinks")
+        given = [name for name in others if getattr(self, name) not in (None, False)]
+        if given:
+            raise ConfigError(
+                f"attention.{given[0]} is {getattr(self, given[0])}, but attention.mla computes keys and values from a "
+                f"latent: it has sizes of its own, normalizes the latent and has no sinks. Remove attention.{given[0]}, "
+                f"or attention.mla."
+            )
+        if set(self.biases or ()) not in (set(), set(Projection.__args__)):
+            raise ConfigError(
+                f"attention.biases is {self.biases}, but with attention.mla all projections from and to the residual "
+                f"stream have a bias, or none: list all of {', '.join(Projection.__args__)}, or none."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
