@@ -66,13 +66,13 @@ class AttentionOptions:
 
     def _check_latent(self):
         others = ("head_dim", "value_dim", "qk_norm", "sinks")
-        given = [name for name in others if getattr(self, name) not in (None, False)]
-        if given:
-            raise ConfigError(
-                f"attention.{given[0]} is {getattr(self, given[0])}, but attention.mla computes keys and values from a "
-                f"latent: it has sizes of its own, normalizes the latent and has no sinks. Remove attention.{given[0]}, "
-                f"or attention.mla."
-            )
+        for name in others:
+            if getattr(self, name) not in (None, False):
+                raise ConfigError(
+                    f"attention.{name} is {getattr(self, name)}, but attention.mla computes keys and values from a "
+                    f"latent: it has sizes of its own, normalizes the latent and has no sinks. Remove "
+                    f"attention.{name}, or attention.mla."
+                )
         if set(self.biases or ()) not in (set(), set(Projection.__args__)):
             raise ConfigError(
                 f"attention.biases is {self.biases}, but with attention.mla all projections from and to the residual "
