@@ -14,13 +14,11 @@ from transformer.training import EvaluationConfig, LoggingConfig, OptimizerConfi
 
 def get_config() -> Recipe:
     patches = Patches(image_height=8, image_width=8, patch_size=2, channels=1)
+    sizes = {"d_model": 96, "num_layers": 3, "num_heads": 4, "d_ff": 192}
     return Recipe(
         name="digits_vit",
         model=TransformerConfig(
-            d_model=96,
-            num_layers=3,
-            num_heads=4,
-            d_ff=192,
+            **sizes,
             position="learned",
             max_length=1 + patches.count,
             dropout_rate=0.1,

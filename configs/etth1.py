@@ -17,13 +17,11 @@ def get_config() -> Recipe:
     look_back, horizon = 504, 96
     # Patches of a day, side by side: loads repeat daily, and fewer patches are quicker than the paper's 64.
     series = Series(channels=7, context_length=look_back, horizon=horizon, patch_length=24, patch_stride=24)
+    sizes = {"d_model": 16, "num_layers": 3, "num_heads": 4, "d_ff": 64}
     return Recipe(
         name="etth1",
         model=TransformerConfig(
-            d_model=16,
-            num_layers=3,
-            num_heads=4,
-            d_ff=64,
+            **sizes,
             position="learned",
             max_length=series.positions,
             dropout_rate=0.1,

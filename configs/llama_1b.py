@@ -25,14 +25,11 @@ from transformer.training import EvaluationConfig, LoggingConfig, LoRA, Optimize
 
 
 def get_config() -> Recipe:
+    sizes = {"d_model": 2048, "num_layers": 16, "num_heads": 32, "num_kv_heads": 8, "d_ff": 8192}
     return Recipe(
         name="llama_1b",
         model=llama_decoder(
-            d_model=2048,
-            num_layers=16,
-            num_heads=32,
-            num_kv_heads=8,
-            d_ff=8192,
+            **sizes,
             dtype="bfloat16",
             rotary=RotaryOptions(base=500_000.0, scaling=RotaryScaling(kind="llama3", factor=32.0)),
             embedding=EmbeddingOptions(scale=False),

@@ -15,12 +15,11 @@ from transformer.training import EvaluationConfig, LoggingConfig, OptimizerConfi
 
 
 def get_config() -> Recipe:
+    sizes = {"d_model": 384, "num_layers": 6, "num_heads": 6}
     return Recipe(
         name="shakespeare_gpu",
         model=TransformerConfig(
-            d_model=384,
-            num_layers=6,
-            num_heads=6,
+            **sizes,
             activation="gelu_tanh",
             use_bias=False,
             norm="layer_norm_without_bias",

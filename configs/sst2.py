@@ -21,12 +21,11 @@ PASS = 6_920 // 64
 
 
 def get_config() -> Recipe:
+    sizes = {"d_model": 64, "num_layers": 1, "num_heads": 4}
     return Recipe(
         name="sst2",
         model=TransformerConfig(
-            d_model=64,
-            num_layers=1,
-            num_heads=4,
+            **sizes,
             activation="gelu_tanh",
             position="none",
             dropout_rate=0.5,

@@ -126,7 +126,7 @@ class TransformerConfig:
     param_dtype: Dtype = "float32"
     """dtype of parameters"""
     attention: AttentionOptions = AttentionOptions()
-    """head sizes, score scaling, query and key norms, sinks, latent attention"""
+    """head sizes, scaling and normalization of scores, latent attention"""
     rotary: RotaryOptions = RotaryOptions()
     """rotary positions; only for position=rotary"""
     t5_bias: T5BiasOptions = T5BiasOptions()
@@ -136,7 +136,7 @@ class TransformerConfig:
     stack: StackOptions = StackOptions()
     """layer counts of encoder and decoder, and different kinds of layers in one stack"""
     output: OutputOptions = OutputOptions()
-    """output layer: classes, pooling, transform, bias, softcap"""
+    """output layer: classes, pooling, transform, bias, scaling of logits"""
     input: Patches | Series | Speech | None = None
     """what the model reads instead of tokens: image patches, a time series or speech; None: tokens"""
 

@@ -80,6 +80,11 @@ class Model(nn.Module):
         x = table(tokens)
         return x * jnp.asarray(math.sqrt(self.config.d_model), x.dtype) if self.config.embedding.scale else x
 
+    def hidden(self, *inputs: Any, **options: Any) -> Hidden | tuple[Hidden, Any]:
+        """Hidden states (B, T, D) for `head`; arguments as in a call. With a cache, a pair: hidden states and cache."""
+        x, cache, _ = self.run_stacks(*inputs, **options)
+        return x if cache is None else (x, cache)
+
     def with_aux(self, *inputs: Any, **options: Any) -> tuple[Logits, Aux]:
         """What a call without a cache takes -> logits (B, T, V), and aux, what the layers report to the training
         loss.
@@ -131,22 +136,6 @@ class TokenEncoder(Model):
             self.token_type_embedding = self._table(config.embedding.token_types)
         self.encoder = Encoder(config, causal=config.attention.causal, execution=self.execution)
 
-    def hidden(
-        self,
-        tokens: Tokens,
-        positions: Positions | None = None,
-        mask: Mask | None = None,
-        deterministic: bool = True,
-        token_types: Int[Array, "B T"] | None = None,
-    ) -> Hidden:
-        """Tokens (B, T) -> the encoder's output (B, T, D). `token_types` None: type 0 everywhere.
-
-        Raises:
-            ValueError: ids or types outside their tables (only where values are known: not inside jit, which gives
-                NaN), or types for a model without any.
-        """
-        return self.run_stacks(tokens, positions, mask, deterministic, token_types)[0]
-
     def run_stacks(
         self,
         tokens: Tokens,
@@ -157,8 +146,12 @@ class TokenEncoder(Model):
     ) -> tuple[Hidden, None, Aux]:
         """Return hidden states (B, T, D), None for the cache, and aux, the layers' terms of the training loss.
 
+        Args:
+            token_types: None: type 0 everywhere.
+
         Raises:
-            ValueError: `token_types` for a model without token types.
+            ValueError: ids or types outside their tables (only where values are known: not inside jit, which gives
+                NaN), or types for a model without any.
         """
         x = self._embed(self.embedding, tokens)
         if self.config.embedding.token_types is not None:

@@ -43,18 +43,6 @@ class CausalLM(Model):
         x, cache, _ = self.run_stacks(tokens, positions, mask, cache, deterministic)
         return self.head(x) if cache is None else (self.head(x), cache)
 
-    def hidden(
-        self,
-        tokens: Tokens,
-        positions: Positions | None = None,
-        mask: Mask | None = None,
-        cache: Any = None,
-        deterministic: bool = True,
-    ) -> Hidden | tuple[Hidden, Any]:
-        """As a call, up to the hidden states (B, T, D) that `head` takes; a pair with the cache when one is given."""
-        x, cache, _ = self.run_stacks(tokens, positions, mask, cache, deterministic)
-        return x if cache is None else (x, cache)
-
     def run_stacks(
         self,
         tokens: Tokens,

@@ -62,26 +62,6 @@ class Seq2Seq(Model):
         )
         return self.head(x) if cache is None else (self.head(x), cache)
 
-    def hidden(
-        self,
-        source: Array | None,
-        target: Tokens,
-        source_positions: Int[Array, "B S"] | None = None,
-        positions: Positions | None = None,
-        source_mask: Mask | None = None,
-        mask: Mask | None = None,
-        cache: Any = None,
-        deterministic: bool = True,
-        context_mask: Mask | None = None,
-    ) -> Hidden | tuple[Hidden, Any]:
-        """As a call: source (B, S) and target (B, T) -> the hidden states (B, T, D) for `head`; a pair with the cache
-        when one is given.
-        """
-        x, cache, _ = self.run_stacks(
-            source, target, source_positions, positions, source_mask, mask, cache, deterministic, context_mask
-        )
-        return x if cache is None else (x, cache)
-
     def encode(
         self,
         source: Array,
