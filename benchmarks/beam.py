@@ -133,8 +133,7 @@ def main() -> None:
     print(
         last_line(
             f"beam {BEAM}, {options.sentences} sentences, Marian of Multi30k's size",
-            options.sentences / found[0].peer_seconds,
-            options.sentences / found[0].ours_seconds,
+            *(options.sentences / seconds for seconds in (found[0].peer_seconds, found[0].ours_seconds)),
             found[0].ratio,
             "sentences/s",
             where,

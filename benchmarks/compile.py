@@ -74,8 +74,7 @@ def main() -> None:
     print(
         last_line(
             f"compiling a training step, {last} beside {first}",
-            found[first]["seconds"],
-            found[last]["seconds"],
+            *(found[one]["seconds"] for one in (first, last)),
             ratio,
             "seconds; ratio: ours / peer",
             where,

@@ -51,12 +51,9 @@ VOCABULARY, ROWS, LENGTH, SOURCE_LENGTH = 61, 16, 32, 24
 def recipe(task: str, parallel: ParallelConfig, dropout_rate: float = 0.0) -> Recipe:
     """A small causal model with routed feed-forwards in every second layer, or an encoder-decoder."""
     kinds = (LayerKind(), LayerKind(moe=MoE(num_experts=4, top_k=2))) if task == "causal_lm" else (LayerKind(),)
+    sizes = {"vocab_size": VOCABULARY, "d_model": 32, "num_layers": 2, "num_heads": 4, "d_ff": 64}
     model = TransformerConfig(
-        vocab_size=VOCABULARY,
-        d_model=32,
-        num_layers=2,
-        num_heads=4,
-        d_ff=64,
+        **sizes,
         position="rotary",
         dropout_rate=dropout_rate,
         stack=StackOptions(period=kinds),

@@ -18,16 +18,11 @@ from transformer.training import EvaluationConfig, LoggingConfig, OptimizerConfi
 
 
 def get_config() -> Recipe:
+    bpe = TokenizerConfig(kind="bpe", vocab_size=50_257)
     return Recipe(
         name="gpt2_124m",
         model=gpt2_decoder(d_model=768, num_layers=12, num_heads=12, dtype="bfloat16"),
-        data=TextFile(
-            path="your-text.txt",
-            sequence_length=1024,
-            batch_size=32,
-            eval_batch_size=32,
-            tokenizer=TokenizerConfig(kind="bpe", vocab_size=50_257),
-        ),
+        data=TextFile(path="your-text.txt", sequence_length=1024, batch_size=32, eval_batch_size=32, tokenizer=bpe),
         execution=Execution(remat="dots"),
         optimizer=OptimizerConfig(learning_rate=6e-4, warmup_steps=500, beta2=0.95, weight_decay=0.1),
         training=TrainingConfig(steps=10_000),

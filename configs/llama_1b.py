@@ -18,15 +18,18 @@ On an accelerator: at least 26 minutes for 2,000 steps of 16,384 tokens on one v
 Expected: not measured on hardware; the loss depends on the text. Largest batches: docs/colab.md.
 """
 
-from transformer.config import EmbeddingOptions, Execution, RotaryOptions, RotaryScaling, llama_decoder
-from transformer.data import TextFile, TokenizerConfig
-from transformer.nn import ParallelConfig
-from transformer.training import EvaluationConfig, LoggingConfig, LoRA, OptimizerConfig, Recipe, TrainingConfig
+from dataclasses import replace
+
+from configs.llama3_8b import get_config as llama3_8b
+from transformer.config import EmbeddingOptions, RotaryOptions, RotaryScaling, llama_decoder
+from transformer.training import EvaluationConfig, LoRA, Recipe, TrainingConfig
 
 
 def get_config() -> Recipe:
+    recipe = llama3_8b()
     sizes = {"d_model": 2048, "num_layers": 16, "num_heads": 32, "num_kv_heads": 8, "d_ff": 8192}
-    return Recipe(
+    return replace(
+        recipe,
         name="llama_1b",
         model=llama_decoder(
             **sizes,
@@ -34,18 +37,9 @@ def get_config() -> Recipe:
             rotary=RotaryOptions(base=500_000.0, scaling=RotaryScaling(kind="llama3", factor=32.0)),
             embedding=EmbeddingOptions(scale=False),
         ),
-        data=TextFile(
-            path="your-text.txt",
-            sequence_length=2048,
-            batch_size=8,
-            eval_batch_size=8,
-            tokenizer=TokenizerConfig(kind="bpe", vocab_size=128_256),
-        ),
-        execution=Execution(remat="full"),
-        parallel=ParallelConfig(data=1, fsdp=-1),
-        optimizer=OptimizerConfig(learning_rate=2e-4, warmup_steps=100, beta2=0.95, weight_decay=0.0),
+        data=replace(recipe.data, sequence_length=2048, batch_size=8, eval_batch_size=8),
+        optimizer=replace(recipe.optimizer, learning_rate=2e-4, warmup_steps=100, weight_decay=0.0),
         training=TrainingConfig(steps=2000),
         evaluation=EvaluationConfig(every=200, batches=16),
-        logging=LoggingConfig(every=10),
         lora=LoRA(rank=16, alpha=32.0, targets=("query", "key", "value", "out", "up", "gate", "down")),
     )

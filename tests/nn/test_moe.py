@@ -245,14 +245,8 @@ def test_the_balance_loss_balances():
 
 
 ROUTED, OTHER = LayerKind(moe=FIVE), LayerKind(moe=MoE(num_experts=3, d_ff=4, shared_experts=1))
-MIXED = TransformerConfig(
-    vocab_size=VOCABULARY,
-    d_model=6,
-    num_layers=5,
-    num_heads=3,
-    d_ff=7,
-    stack=StackOptions(period=(ROUTED, LayerKind()), suffix=(OTHER,)),
-)
+SIZES = {"vocab_size": VOCABULARY, "d_model": 6, "num_layers": 5, "num_heads": 3, "d_ff": 7}
+MIXED = TransformerConfig(**SIZES, stack=StackOptions(period=(ROUTED, LayerKind()), suffix=(OTHER,)))
 KEY = jax.random.key(1)
 TOKENS = jax.random.randint(jax.random.key(3), (3, 11), 0, VOCABULARY)
 

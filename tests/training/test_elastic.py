@@ -32,11 +32,6 @@ def losses(workdir):
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("elastic")
-
-
-@pytest.fixture(scope="module")
 def uninterrupted(folder):
     train(recipe_of(folder, "one", 12), folder / "whole")
     return losses(folder / "whole")

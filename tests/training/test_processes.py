@@ -110,11 +110,6 @@ def losses(workdir):
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("processes")
-
-
-@pytest.fixture(scope="module")
 def alone(folder):
     """The same run by this process alone, with all eight devices."""
     namespace = {}

@@ -9,22 +9,11 @@ import numpy as np
 import pytest
 from training_recipes import change, tiny_recipe
 
+from transformer import training
 from transformer.config import ConfigError, LayerKind, RotaryOptions, RotaryScaling, StackOptions, TransformerConfig
 from transformer.data import DATA, JsonLines, NumberWords, ParallelText
 from transformer.nn.models import CausalLM, Seq2Seq
-from transformer.training import (
-    CheckpointConfig,
-    EvaluationConfig,
-    LoggingConfig,
-    OptimizerConfig,
-    Recipe,
-    TrainingConfig,
-    build_model,
-    difference,
-    from_json,
-    load_recipe,
-    to_json,
-)
+from transformer.training import OptimizerConfig, Recipe, build_model, difference, from_json, load_recipe, to_json
 from transformer.training._overrides import fast, override
 from transformer.training._recipe import FILE, MAY_CHANGE, Origin, save_recipe, with_vocabulary
 from transformer.training._serial import flatten
@@ -134,18 +123,27 @@ def test_a_workdir_keeps_its_recipe(tmp_path):
             "optimizer.name must be one of adamw, muon, got 'adam'. Did you mean 'adamw'",
         ),
         (lambda: OptimizerConfig(schedule="cos"), "optimizer.schedule must be one of"),
-        (lambda: OptimizerConfig(learning_rate=-1.0), "optimizer.learning_rate must be a number of at least 0, got -1"),
-        (lambda: OptimizerConfig(beta2=1.0), "optimizer.beta2 must be a number of at least 0 and below 1, got 1.0"),
+        (
+            lambda: OptimizerConfig(learning_rate=-1.0),
+            "optimizer.learning_rate must be a number of at least 0, got -1",
+        ),
+        (
+            lambda: OptimizerConfig(beta2=1.0),
+            "optimizer.beta2 must be a number of at least 0 and below 1, got 1.0",
+        ),
         (lambda: OptimizerConfig(clip_norm=0.0), "optimizer.clip_norm must be above 0, got 0.0"),
-        (lambda: OptimizerConfig(schedule="noam", warmup_steps=0), "optimizer.warmup_steps must be at least 1"),
-        (lambda: TrainingConfig(steps=0), "training.steps must be an integer of at least 1, got 0"),
-        (lambda: TrainingConfig(label_smoothing=1.0), "training.label_smoothing"),
-        (lambda: TrainingConfig(ema_decay=1.0), "training.ema_decay"),
-        (lambda: TrainingConfig(nan_policy="go"), "training.nan_policy must be one of stop, skip"),
-        (lambda: EvaluationConfig(every=0), "evaluation.every must be an integer of at least 1"),
-        (lambda: EvaluationConfig(temperature=-0.1), "evaluation.temperature"),
-        (lambda: CheckpointConfig(keep_last=0), "checkpoint.keep_last"),
-        (lambda: LoggingConfig(every=None), "logging.every must be an integer of at least 1, got None"),
+        (
+            lambda: OptimizerConfig(schedule="noam", warmup_steps=0),
+            "optimizer.warmup_steps must be at least 1",
+        ),
+        (lambda: training.TrainingConfig(steps=0), "training.steps must be an integer of at least 1, got 0"),
+        (lambda: training.TrainingConfig(label_smoothing=1.0), "training.label_smoothing"),
+        (lambda: training.TrainingConfig(ema_decay=1.0), "training.ema_decay"),
+        (lambda: training.TrainingConfig(nan_policy="go"), "training.nan_policy must be one of stop, skip"),
+        (lambda: training.EvaluationConfig(every=0), "evaluation.every must be an integer of at least 1"),
+        (lambda: training.EvaluationConfig(temperature=-0.1), "evaluation.temperature"),
+        (lambda: training.CheckpointConfig(keep_last=0), "checkpoint.keep_last"),
+        (lambda: training.LoggingConfig(every=None), "logging.every must be an integer of at least 1, got None"),
         (
             lambda: tiny_recipe(accumulation=3),
             r"data.batch_size \(8\) must be a multiple of training.accumulation \(3\)",

@@ -23,11 +23,6 @@ pytestmark = pytest.mark.usefixtures("compile_once")
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("restart")
-
-
-@pytest.fixture(scope="module")
 def finished(folder):
     """A run of six steps, with checkpoints of steps 4 and 6."""
     assert train(text_recipe(folder, training={"steps": 6}), folder / "whole").finished

@@ -29,11 +29,6 @@ pytestmark = pytest.mark.usefixtures("compile_once")
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("resume")
-
-
-@pytest.fixture(scope="module")
 def finished(folder):
     """A run that was never touched."""
     summary = train(text_recipe(folder), folder / "whole")

@@ -98,6 +98,27 @@ SUBWORDS = TokenizerConfig(kind="bpe")
 """default tokenizer of sentences"""
 
 
+@dataclass(frozen=True, kw_only=True)
+class HeldOutEnd:
+    """Options of a kind that reads one text file and holds out its end, or a second file.
+
+    Raises:
+        ConfigError: an empty path, or a share out of range.
+    """
+
+    path: str
+    """path of the training file"""
+    validation_path: str | None = None
+    """path of a second file for evaluation (None: the end of the training file)"""
+    validation_share: float = 0.1
+    """without validation_path: fraction at the end of the file for evaluation"""
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_path(self, "path")
+        check_share(self, "validation_share")
+
+
 class DataKind(ABC):
     """Base class of all kinds of data: a frozen dataclass whose fields are the options of the kind.
 

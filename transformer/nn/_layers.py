@@ -224,10 +224,12 @@ class RMSNorm(nn.Module):
     @nn.compact
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         """(..., D) -> (..., D), in `dtype`."""
-        scale = self.param("scale", nn.initializers.ones, x.shape[-1:], self.param_dtype)
         x = x.astype(jnp.float32)
         y = x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + self.epsilon)
-        return (y * _row(scale, x)).astype(self.dtype)
+        return (y * self._factor(x)).astype(self.dtype)
+
+    def _factor(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
+        return _row(self.param("scale", nn.initializers.ones, x.shape[-1:], self.param_dtype), x)
 
 
 class LayerNormWithoutBias(RMSNorm):
@@ -242,24 +244,13 @@ class LayerNormWithoutBias(RMSNorm):
         return super().__call__(x - x.mean(-1, keepdims=True))
 
 
-class ZeroCenteredRMSNorm(nn.Module):
-    """(1 + gamma) x / sqrt(mean(x^2) + epsilon) over the last axis, gamma zero at first: weight decay draws the factor
-    to 1 (Gemma; Gemma Team 2024, arXiv 2403.08295). 1 + gamma is summed in float32.
+class ZeroCenteredRMSNorm(RMSNorm):
+    """(1 + gamma) x / sqrt(mean(x^2) + epsilon) over the last axis. Gamma is zero at first, so that weight decay draws
+    the factor to 1 (Gemma; Gemma Team 2024, arXiv 2403.08295). 1 + gamma is summed in float32.
     """
 
-    parameter_axes = declare({"scale": "embed"})
-
-    epsilon: float = 1e-6
-    dtype: DType = jnp.float32
-    param_dtype: DType = jnp.float32
-
-    @nn.compact
-    def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
-        """(..., D) -> (..., D), in `dtype`."""
-        scale = self.param("scale", nn.initializers.zeros, x.shape[-1:], self.param_dtype)
-        x = x.astype(jnp.float32)
-        y = x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + self.epsilon)
-        return (y * (1.0 + _row(scale, x))).astype(self.dtype)
+    def _factor(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
+        return 1.0 + _row(self.param("scale", nn.initializers.zeros, x.shape[-1:], self.param_dtype), x)
 
 
 class FrozenBatchNorm(nn.Module):

@@ -4,8 +4,9 @@ matplotlib.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from transformer.config._lazy import lazy_exports
 
 if TYPE_CHECKING:
     from transformer.viz._attention_maps import *  # noqa: F403
@@ -33,16 +34,4 @@ _EXPORTS = {
 }
 """file -> the public names that it defines"""
 
-__all__ = sorted([name for names in _EXPORTS.values() for name in names])
-
-
-def __getattr__(name: str) -> Any:
-    """Imports the file of a public name when the name is asked for."""
-    for module, names in _EXPORTS.items():
-        if name in names:
-            return getattr(importlib.import_module(f"{__name__}.{module}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__all__, __getattr__, __dir__ = lazy_exports(__name__, _EXPORTS)

@@ -10,7 +10,7 @@ import numpy as np
 from transformer.config._parts import HeadTransform
 from transformer.nn.models._encoders import Classifier, Embedder, MaskedLM
 from transformer.zoo._family import Family, Head, Variant
-from transformer.zoo._fields import ACTIVATIONS, Codec, Field, Fixed, Labels, Unread, training_fields
+from transformer.zoo._fields import ACTIVATIONS, Codec, Field, Fixed, Labels, Unread, sizes, training_fields
 from transformer.zoo.weights._rules import MATRIX, SAME, Relation, Rule, Shape, linear, modules, norm
 
 
@@ -95,10 +95,8 @@ def first_token_head(
 
 
 LAYER_FIELDS = (
-    Field("hidden_size", "d_model", 768),
-    Field("num_hidden_layers", "num_layers", 12),
-    Field("num_attention_heads", "num_heads", 12),
-    Field("intermediate_size", "d_ff", 3072),
+    *sizes(d_model=("hidden_size", 768), num_layers=("num_hidden_layers", 12)),
+    *sizes(num_heads=("num_attention_heads", 12), d_ff=("intermediate_size", 3072)),
     Field("hidden_act", "activation", "gelu", ACTIVATIONS),
     Field("layer_norm_eps", "norm_epsilon", 1e-12),
 )

@@ -9,7 +9,7 @@ from transformer.config._parts import HeadTransform
 from transformer.nn.models._encoders import Embedder, MaskedLM
 from transformer.zoo._bert import BERT_CONSTANTS, OLD_NORMS, first_token_head, masked_transform
 from transformer.zoo._family import Family, Head, Variant
-from transformer.zoo._fields import ACTIVATIONS, Field, Unread, training_fields
+from transformer.zoo._fields import ACTIVATIONS, Field, Unread, sizes, training_fields
 from transformer.zoo.weights._rules import Rule, linear, modules, norm
 
 
@@ -68,12 +68,9 @@ DISTILBERT = Family(
     },
     constants=BERT_CONSTANTS | {"norm_epsilon": 1e-12},
     fields=(
-        Field("vocab_size", "vocab_size", 30_522),
-        Field("max_position_embeddings", "max_length", 512),
-        Field("dim", "d_model", 768),
-        Field("n_layers", "num_layers", 6),
-        Field("n_heads", "num_heads", 12),
-        Field("hidden_dim", "d_ff", 3072),
+        *sizes(vocab_size=("vocab_size", 30_522), max_length=("max_position_embeddings", 512)),
+        *sizes(d_model=("dim", 768), num_layers=("n_layers", 6), num_heads=("n_heads", 12)),
+        *sizes(d_ff=("hidden_dim", 3072)),
         Field("activation", "activation", "gelu", ACTIVATIONS),
         Field("tie_word_embeddings", "embedding.tie", True),
         *training_fields("dropout", "attention_dropout", rates=0.1),

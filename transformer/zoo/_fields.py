@@ -135,6 +135,11 @@ class Field(Codec):
         return {}
 
 
+def sizes(**fields: tuple[str, int]) -> tuple[Field, ...]:
+    """Fields that are sizes of the model: attribute = (name in config.json, default)."""
+    return tuple(Field(name, attribute, default) for attribute, (name, default) in fields.items())
+
+
 def training_fields(
     dropout: str, attention: str, initializer: str = "initializer_range", *, rates: float = 0.0, spread: float = 0.02
 ) -> tuple[Field, ...]:
@@ -233,6 +238,9 @@ SCALINGS = ("linear", "llama3", "yarn")
 """kinds of rotary scaling that are understood"""
 
 
+_STRETCH = {"factor": "factor", "original_max_position_embeddings": "original_length"}
+
+
 def read_rotary(
     parameters: Mapping[str, Any], default_base: float, length: int | None
 ) -> tuple[float, RotaryScaling | None]:
@@ -248,22 +256,10 @@ def read_rotary(
     elif kind == "linear":
         fields, needed = {"factor": "factor"}, {"factor"}
     elif kind == "llama3":
-        fields = {
-            "factor": "factor",
-            "original_max_position_embeddings": "original_length",
-            "low_freq_factor": "low_frequency_factor",
-            "high_freq_factor": "high_frequency_factor",
-        }
+        fields = _STRETCH | {"low_freq_factor": "low_frequency_factor", "high_freq_factor": "high_frequency_factor"}
         needed = set(fields)
     elif kind == "yarn":
-        fields = {
-            "factor": "factor",
-            "original_max_position_embeddings": "original_length",
-            "beta_fast": "beta_fast",
-            "beta_slow": "beta_slow",
-            "attention_factor": "attention_factor",
-            "truncate": "truncate",
-        }
+        fields = _STRETCH | {name: name for name in ("beta_fast", "beta_slow", "attention_factor", "truncate")}
         needed = {"factor"}
     else:
         raise FieldError(f"rotary scaling is {kind!r}, of which there are default, {', '.join(SCALINGS)} here")

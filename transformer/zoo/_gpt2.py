@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from transformer.config._model import TransformerConfig
 from transformer.zoo._family import Family, Variant
-from transformer.zoo._fields import ACTIVATIONS, Field, Fixed, Unread, training_fields
+from transformer.zoo._fields import ACTIVATIONS, Field, Fixed, Unread, sizes, training_fields
 from transformer.zoo._llama import LANGUAGE_MODEL, LAST_TOKEN
 from transformer.zoo.weights._rules import SAME, VECTOR, Fused, Reshaped, Rule, fused, linear, norm
 
@@ -42,11 +42,8 @@ GPT2 = Family(
     heads={"GPT2LMHeadModel": LANGUAGE_MODEL, "GPT2ForSequenceClassification": LAST_TOKEN},
     constants={"norm": "layer_norm", "position": "learned", "use_bias": True, "embedding.scale": False},
     fields=(
-        Field("vocab_size", "vocab_size", 50257),
-        Field("n_positions", "max_length", 1024),
-        Field("n_embd", "d_model", 768),
-        Field("n_layer", "num_layers", 12),
-        Field("n_head", "num_heads", 12),
+        *sizes(vocab_size=("vocab_size", 50257), max_length=("n_positions", 1024), d_model=("n_embd", 768)),
+        *sizes(num_layers=("n_layer", 12), num_heads=("n_head", 12)),
         Field("n_inner", "d_ff", None, nullable=True),
         Field("activation_function", "activation", "gelu_new", ACTIVATIONS),
         Field("layer_norm_epsilon", "norm_epsilon", 1e-5),

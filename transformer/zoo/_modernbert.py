@@ -21,6 +21,7 @@ from transformer.zoo._fields import (
     Unread,
     fold,
     read_rotary,
+    sizes,
     training_fields,
     write_rotary,
 )
@@ -151,11 +152,8 @@ MODERNBERT = Family(
     },
     constants={"position": "rotary", "gated": True, "embedding.norm": True, "embedding.scale": False},
     fields=(
-        Field("vocab_size", "vocab_size", 50_368),
-        Field("hidden_size", "d_model", 768),
-        Field("intermediate_size", "d_ff", 1152),
-        Field("num_hidden_layers", "num_layers", 22),
-        Field("num_attention_heads", "num_heads", 12),
+        *sizes(vocab_size=("vocab_size", 50_368), d_model=("hidden_size", 768), d_ff=("intermediate_size", 1152)),
+        *sizes(num_layers=("num_hidden_layers", 22), num_heads=("num_attention_heads", 12)),
         Field("hidden_activation", "activation", "gelu", ACTIVATIONS),
         Field("norm_eps", "norm_epsilon", 1e-5),
         Field("norm_bias", "norm", False, {False: "layer_norm_without_bias", True: "layer_norm"}),

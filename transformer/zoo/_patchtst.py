@@ -13,7 +13,7 @@ from transformer.config._parts import Series
 from transformer.nn.models._forecaster import Forecaster
 from transformer.zoo._bart import attention_rules
 from transformer.zoo._family import Family, Head
-from transformer.zoo._fields import ACTIVATIONS, Codec, Field, FieldError, Fixed, Unread, training_fields
+from transformer.zoo._fields import ACTIVATIONS, Codec, Field, FieldError, Fixed, Unread, sizes, training_fields
 from transformer.zoo.weights._rules import MATRIX, Relation, Row, Rule, Shape, linear, norm
 
 
@@ -135,10 +135,8 @@ PATCHTST = Family(
     heads={"PatchTSTForPrediction": Head(model=Forecaster)},
     constants={"position": "learned", "stack.final_norm": False, "attention.biases": ("query", "key", "value", "out")},
     fields=(
-        Field("d_model", "d_model", 128),
-        Field("num_hidden_layers", "num_layers", 3),
-        Field("num_attention_heads", "num_heads", 4),
-        Field("ffn_dim", "d_ff", 512),
+        *sizes(d_model=("d_model", 128), num_layers=("num_hidden_layers", 3), num_heads=("num_attention_heads", 4)),
+        *sizes(d_ff=("ffn_dim", 512)),
         Field("activation_function", "activation", "gelu", ACTIVATIONS),
         Field("bias", "use_bias", True),
         Field("norm_type", "norm", "batchnorm", {"batchnorm": "frozen_batch_norm", "layernorm": "layer_norm"}),

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from transformer.config._model import TransformerConfig
 from transformer.zoo._family import Variant
-from transformer.zoo._fields import ACTIVATIONS, Field, Fixed, Rope, Unread, training_fields
+from transformer.zoo._fields import ACTIVATIONS, Field, Fixed, Rope, Unread, sizes, training_fields
 from transformer.zoo._llama import Heads, attention_rules, decoder_family, decoder_variant, norm_rules
 from transformer.zoo._mistral import SameWindow
 from transformer.zoo.weights._rules import Rule, modules
@@ -30,11 +30,9 @@ STARCODER2 = decoder_family(
     citation="Lozhkov et al. 2024, arXiv 2402.19173",
     constants={"norm": "layer_norm", "position": "rotary", "embedding.scale": False},
     fields=(
-        Field("vocab_size", "vocab_size", 49_152),
-        Field("hidden_size", "d_model", 3072),
-        Field("intermediate_size", "d_ff", 12_288),
-        Field("num_hidden_layers", "num_layers", 30),
-        Field("num_attention_heads", "num_heads", 24),
+        *sizes(vocab_size=("vocab_size", 49_152), d_model=("hidden_size", 3072)),
+        *sizes(d_ff=("intermediate_size", 12_288), num_layers=("num_hidden_layers", 30)),
+        *sizes(num_heads=("num_attention_heads", 24)),
         Heads(2, None),
         Field("hidden_act", "activation", "gelu_pytorch_tanh", {"gelu_pytorch_tanh": "gelu_tanh"} | ACTIVATIONS),
         Field("norm_epsilon", "norm_epsilon", 1e-5),

@@ -63,12 +63,9 @@ def model_and_loss(task, position, kind=LayerKind()):
     """Parameters that show, and the jitted sums of loss, weights and what routers add, with the gradients of the first
     and last together.
     """
+    sizes = {"vocab_size": VOCABULARY, "d_model": 8, "num_heads": 2, "num_layers": 1, "d_ff": 12}
     config = TransformerConfig(
-        vocab_size=VOCABULARY,
-        d_model=8,
-        num_heads=2,
-        num_layers=1,
-        d_ff=12,
+        **sizes,
         position=position,
         max_length=ROW if position == "learned" else None,
         stack=StackOptions(period=(kind,)),

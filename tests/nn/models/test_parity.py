@@ -27,6 +27,15 @@ GPT2 = {
 }
 
 
+def compare_logits(torch, theirs, names, config, tokens, **options):
+    """Logits and gradients of two decoders."""
+
+    def apply_ours(apply, tokens):
+        return apply(tokens)
+
+    compare(torch, theirs, lambda tokens: theirs(tokens).logits, names, CausalLM(config), apply_ours, tokens, **options)
+
+
 def test_gpt2_is_transformers(torch, transformers):
     """Radford et al. 2019: learned positions, pre-norm, tanh GELU, tied embeddings, epsilon 1e-5."""
     sizes = {"vocab_size": 29, "n_positions": 13, "n_embd": 15, "n_layer": 2, "n_head": 3, "n_inner": 17}
@@ -36,16 +45,7 @@ def test_gpt2_is_transformers(torch, transformers):
     assert theirs.layer_norm_epsilon == 1e-5
     theirs = randomize(torch, transformers.GPT2LMHeadModel(theirs))
     ours = gpt2_decoder(vocab_size=29, max_length=13, d_model=15, num_layers=2, num_heads=3, d_ff=17)
-    compare(
-        torch,
-        theirs,
-        lambda tokens: theirs(tokens).logits,
-        GPT2,
-        CausalLM(ours),
-        lambda apply, tokens: apply(tokens),
-        ids(21, 29, 2, 11),
-        inputs_first=True,
-    )
+    compare_logits(torch, theirs, GPT2, ours, ids(21, 29, 2, 11), inputs_first=True)
 
 
 LLAMA = {
@@ -75,18 +75,11 @@ def test_llama_is_transformers(torch, transformers, case):
     heads = {"num_attention_heads": 6, "num_key_value_heads": 2}
     theirs = llama_config(transformers, base, {"rope_type": case, **theirs}, **sizes, **heads, rms_norm_eps=EPSILON)
     theirs = randomize(torch, transformers.LlamaForCausalLM(theirs))
-    sizes = {"vocab_size": 29, "d_model": 18, "num_layers": 2, "num_heads": 6, "num_kv_heads": 2, "head_dim": 4}
+    sizes = {"vocab_size": 29, "d_model": 18, "num_layers": 2, "num_heads": 6, "num_kv_heads": 2}
+    sizes["attention.head_dim"] = 4
     scaling = None if ours is None else RotaryScaling(**ours)
     ours = llama_decoder(**sizes, d_ff=17, norm_epsilon=EPSILON, **{"rotary.base": base, "rotary.scaling": scaling})
-    compare(
-        torch,
-        theirs,
-        lambda tokens: theirs(tokens).logits,
-        LLAMA,
-        CausalLM(ours),
-        lambda apply, tokens: apply(tokens),
-        ids(22, 29, 2, 11),
-    )
+    compare_logits(torch, theirs, LLAMA, ours, ids(22, 29, 2, 11))
 
 
 def t5_layer(stack, cross):

@@ -219,15 +219,9 @@ class Sized:
 
 
 def test_a_model_of_few_positions_is_saved(tmp_path):
-    config = TransformerConfig(
-        vocab_size=5,
-        d_model=4,
-        num_layers=1,
-        num_heads=1,
-        position="learned",
-        max_length=3,
-        embedding=EmbeddingOptions(scale=False),
-    )
+    sizes = {"vocab_size": 5, "d_model": 4, "num_layers": 1, "num_heads": 1}
+    embedding = EmbeddingOptions(scale=False)
+    config = TransformerConfig(**sizes, position="learned", max_length=3, embedding=embedding)
     model = CausalLM(config)
     params = model.init(jax.random.key(0), jnp.zeros((1, 1), int))["params"]
     save_pretrained(model, params, tmp_path / "out")

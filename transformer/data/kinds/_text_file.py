@@ -5,26 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from transformer.data._config import check_path, check_share
+from transformer.data._config import HeldOutEnd
 from transformer.data._local_files import cut, read_text
 from transformer.data._texts import Documents, TextConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class LocalText(TextConfig):
+class LocalText(HeldOutEnd, TextConfig):
     """Options of running text from your own file."""
-
-    path: str
-    """path of the training file"""
-    validation_path: str | None = None
-    """path of a second file for evaluation (None: the end of the training file)"""
-    validation_share: float = 0.1
-    """without validation_path: fraction at the end of the file for evaluation"""
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_path(self, "path")
-        check_share(self, "validation_share")
 
 
 @dataclass(frozen=True, kw_only=True)
