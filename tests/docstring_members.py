@@ -83,7 +83,8 @@ def members(source: str) -> list[Member]:
         elif isinstance(node, ast.FunctionDef) and is_public(node.name):
             found.append(Member(node.name, node, ast.get_docstring(node) or ""))
         elif isinstance(node, ast.Assign | ast.AnnAssign):
-            name = ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target)
+            name = ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target).strip("()")
+            name = next((one for one in name.split(", ") if is_public(one)), name)  # of several, the first public one
             comment = "".join(line.partition("#")[2] for line in lines[node.lineno - 1 : node.end_lineno + 1])
             if is_public(name):
                 found.append(Member(name, node, written_after(tree.body, place) or comment))

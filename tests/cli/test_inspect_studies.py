@@ -7,9 +7,9 @@ import re
 import pytest
 from matplotlib.image import imread
 
-import transformer.viz.studies as studies
 from transformer.__main__ import main
 from transformer.cli._inspect_studies import STUDIES
+from transformer.viz.studies import _memory, _padding, _positions, _scale
 
 
 @pytest.fixture
@@ -41,13 +41,13 @@ def small(monkeypatch, tmp_path):
     """Studies of a few small sizes, in an empty folder."""
     monkeypatch.chdir(tmp_path)
     sizes = {
-        "scale_study": functools.partial(studies.scale_study, (4, 1_024), 2),
-        "position_study": functools.partial(studies.position_study, 1_200),
-        "memory_study": functools.partial(studies.memory_study, (128, 256)),
-        "number_word_lengths": functools.partial(studies.number_word_lengths, 300),
+        (_scale, "scale_study"): ((4, 1_024), 2),
+        (_positions, "position_study"): (1_200,),
+        (_memory, "memory_study"): ((128, 256),),
+        (_padding, "number_word_lengths"): (300,),
     }
-    for name, study in sizes.items():
-        monkeypatch.setattr(studies, name, study)
+    for (module, name), arguments in sizes.items():
+        monkeypatch.setattr(module, name, functools.partial(getattr(module, name), *arguments))
     return tmp_path
 
 

@@ -66,7 +66,7 @@ def test_a_package_replaced_after_its_import_needs_a_restart(name):
 
 @pytest.mark.parametrize(("name", "version"), [("jax", "0.7.1"), ("jax", "0.4.30"), ("numpy", "1.26.4")])
 def test_a_machine_that_is_too_old(name, version, monkeypatch):
-    monkeypatch.setattr(runtime, "requirements", lambda: [Requirement("jax>=0.7.2"), Requirement("numpy>=2.0")])
+    monkeypatch.setattr(runtime, "_requirements", lambda: [Requirement("jax>=0.7.2"), Requirement("numpy>=2.0")])
     message = rf"^{name} {version} does not fit transformer-zoo, which needs {name}>=.*latest runtime version.*%pip"
     with pytest.raises(RuntimeProblem, match=message):
         runtime.check_versions({}, versions(**{name: version}), NOWHERE)
@@ -100,7 +100,7 @@ def test_requirements_of_an_installed_package(tmp_path, monkeypatch):
     lines += ['Requires-Dist: transformer-zoo[data]; extra == "train"', "Requires-Dist: tyro>=1; extra == 'train'"]
     (tmp_path / "transformer_zoo-1.dist-info").mkdir()
     (tmp_path / "transformer_zoo-1.dist-info" / "METADATA").write_text("\n".join(lines) + "\n")
-    monkeypatch.setattr(runtime, "SOURCE", tmp_path)  # no checkout
+    monkeypatch.setattr(runtime, "_SOURCE", tmp_path)  # no checkout
     monkeypatch.syspath_prepend(tmp_path)
     assert [str(one) for one in runtime._requirements("train")] == ["jax>=0.7.2", "grain>=0.2", "tyro>=1"]
 
@@ -138,7 +138,7 @@ def test_jax_that_does_not_start(monkeypatch):
 
     monkeypatch.setattr("jax.devices", refuse)
     monkeypatch.setattr(runtime, "accelerator_present", lambda root, environment: "tpu")
-    monkeypatch.setattr(runtime, "libtpu_difference", lambda installed: None)
+    monkeypatch.setattr(runtime, "_libtpu_difference", lambda installed: None)
     with pytest.raises(RuntimeProblem, match=r"^JAX cannot start: .*in use\. Another process may use it: restart"):
         runtime.check_devices(environment=NOWHERE)
 

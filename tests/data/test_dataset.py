@@ -9,6 +9,7 @@ import pytest
 from transformer import data
 from transformer.data import Example, JsonLines, NumberWords, ParallelText, TextFile, TokenizerConfig
 from transformer.data._pairs import PairDataset
+from transformer.data._pipeline import check_batch
 from transformer.data._texts import TextDataset
 from transformer.data._vocabularies import CharTokenizer, WordTokenizer
 
@@ -214,7 +215,7 @@ def test_number_words_end_to_end(numbers):
     batch = next(numbers.train_batches(seed=0))
     assert batch["source"].shape == (12, numbers.max_source_length)
     assert batch["tokens"].shape == (12, numbers.max_target_length)
-    data.check_batch(batch, numbers.tokenizer.vocab_size)
+    check_batch(batch, numbers.tokenizer.vocab_size)
     assert len(numbers.prompts()) == 3
 
 
@@ -290,20 +291,20 @@ def test_local_files_end_to_end(tmp_path):
 
 def test_ids_and_labels_out_of_range_are_found():
     batch = pair_dataset().eval_batches()[0]
-    data.check_batch(batch, 8)
+    check_batch(batch, 8)
     with pytest.raises(ValueError, match=r"token id 7 in tokens\[1, 3\] is out of range: expected 0 to 6"):
-        data.check_batch(batch, 7)
-    data.check_batch(batch, 8, source_vocab_size=5)
+        check_batch(batch, 7)
+    check_batch(batch, 8, source_vocab_size=5)
     with pytest.raises(ValueError, match=r"token id 4 in source\[0, 1\] is out of range: expected 0 to 3"):
-        data.check_batch(batch, 8, source_vocab_size=4)
+        check_batch(batch, 8, source_vocab_size=4)
     batch["targets"][1, 2] = -1
     with pytest.raises(ValueError, match=r"token id -1 in targets\[1, 2\]"):
-        data.check_batch(batch, 8)
+        check_batch(batch, 8)
     labels = {"tokens": np.zeros((2, 3), np.int32), "targets": np.array([0, 5], np.int32)}
-    data.check_batch(labels, 1, num_classes=6)
+    check_batch(labels, 1, num_classes=6)
     with pytest.raises(ValueError, match=r"label 5 in targets\[1\] is out of range: expected 0 to 4\. .* num_classes"):
-        data.check_batch(labels, 9, num_classes=5)
+        check_batch(labels, 9, num_classes=5)
     with pytest.raises(ValueError, match="num_classes is missing"):
-        data.check_batch(labels, 9)
+        check_batch(labels, 9)
     with pytest.raises(ValueError, match="tokens must be integers, got float32"):
-        data.check_batch({"tokens": np.zeros((2, 3), np.float32)}, 9)
+        check_batch({"tokens": np.zeros((2, 3), np.float32)}, 9)

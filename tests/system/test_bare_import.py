@@ -146,8 +146,7 @@ old = dict(private)
 old |= {name.removeprefix("nn."): new for name, new in current.items() if name.startswith("nn.")}
 old |= {name: current[new] for name, new in transformer._MOVED.items()}
 assert len(old) > 200, len(old)
-del old["config"]  # of nn there was none
-for name, new in old.items():
+for name, new in sorted(old.items(), key=lambda pair: pair[0].count(".")):  # parents first
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         module = importlib.import_module(f"transformer.{name}")

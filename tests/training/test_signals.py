@@ -132,3 +132,22 @@ def test_outside_the_main_thread_it_does_nothing():
     thread.join()
     assert requested == [False]
     assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.slow
+def test_a_process_of_its_own_dies_of_sigterm_with_jax_s_sync_point_alone():
+    """Why this project listens itself: JAX's sync point is for SIGTERM in processes of one distributed program."""
+    script = """
+import time
+from jax.experimental.multihost_utils import reached_preemption_sync_point
+step = 0
+print("ready", reached_preemption_sync_point(step), flush=True)
+while not reached_preemption_sync_point(step):
+    step += 1
+    time.sleep(0.01)
+print("would save")
+"""
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "ready False\n"
+    process.send_signal(signal.SIGTERM)
+    assert (process.wait(timeout=60), process.stdout.read()) == (-signal.SIGTERM, "")

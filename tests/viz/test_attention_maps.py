@@ -10,7 +10,7 @@ from matplotlib.image import imread
 
 from transformer.config import Execution, LayerKind, StackOptions, TransformerConfig
 from transformer.nn.models import CausalLM, Seq2Seq
-from transformer.viz import attention_maps as module
+from transformer.viz import _attention_maps as module
 from transformer.viz._attention_maps import save_attention_maps
 from transformer.viz._attention_weights import AttentionMap, attention_maps
 

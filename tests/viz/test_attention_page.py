@@ -191,7 +191,7 @@ class TestPage:
 
     def test_colors_go_one_way(self):
         """From light to dark or back in even steps, so that a print and every eye see the order."""
-        for theme in re.findall(r"--map: ([^;]+);", Path(module.__file__).with_suffix(".css").read_text()):
+        for theme in re.findall(r"--map: ([^;]+);", Path(module.__file__).with_name("attention_page.css").read_text()):
             stops = [[int(stop.strip()[i : i + 2], 16) / 255 for i in (1, 3, 5)] for stop in theme.split(",")]
             linear = np.where(
                 np.array(stops) <= 0.04045, np.array(stops) / 12.92, ((np.array(stops) + 0.055) / 1.055) ** 2.4

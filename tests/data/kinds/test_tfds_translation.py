@@ -12,6 +12,7 @@ import tensorflow_datasets as tfds
 from transformer import data
 from transformer.config import ConfigError
 from transformer.data import TFDSTranslation, TokenizerConfig
+from transformer.data._pipeline import check_batch
 from transformer.data._tokenizer_kinds import build_tokenizer
 from transformer.data.kinds._tfds_translation import BLOCK, PreparedPairs
 from transformer.training._overrides import load_recipe_file, override
@@ -98,7 +99,7 @@ def test_all_pairs_of_a_dataset_by_name(folder):
         assert digits == [[WORDS["de"].index(word) for word in pair.target.split()[:-1]] for pair in pairs]
     batch = next(dataset.train_batches(seed=0))
     assert batch["source"].shape == (4, dataset.max_source_length)
-    data.check_batch(batch, dataset.tokenizer.vocab_size)
+    check_batch(batch, dataset.tokenizer.vocab_size)
     assert "tfds_translation: 240 train, 9 validation, 7 test pairs" in dataset.describe()
 
 

@@ -367,3 +367,15 @@ def test_no_mutation_crashes_or_opens_a_file_outside(tmp_path_factory, which, ed
     for name, info in files.tensors.items():
         assert info.file.parent == directory
         assert files.read(name).nbytes == info.nbytes
+
+
+def test_the_library_takes_the_last_of_two_tensors_of_one_name(tmp_path):
+    """Why this project reads headers itself: a file can show one tensor to a reviewer and load another."""
+    places = [json.dumps({"dtype": "F32", "shape": [1], "data_offsets": [at, at + 4]}).encode() for at in (0, 4, 0)]
+    header = b'{"a":%s,"a":%s,"b":%s}' % tuple(places)
+    raw = struct.pack("<Q", len(header)) + header + np.array([1, 2], np.float32).tobytes()
+    assert safetensors.numpy.load(raw)["a"] == 2
+    (tmp_path / "model.safetensors").write_bytes(raw)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(WeightsError, match="the key 'a' is there twice"):
+        WeightFiles(tmp_path)
