@@ -31,7 +31,7 @@ EXPORTS = {
     "llama3_70b": "LlamaForCausalLM",
     "llama3_8b": "LlamaForCausalLM",
     "llama_1b": "LlamaForCausalLM",
-    "mlm": r"head_transform is None, (?P<family>BERT|RoBERTa) has HeadTransform",
+    "mlm": r"output.transform is None, (?P<family>BERT|RoBERTa) has HeadTransform",
     "multi30k": r"norm is 'rms_norm', Blenderbot has 'layer_norm'",
     "number_words": "BlenderbotForConditionalGeneration",
     "sentence_pairs": "MarianMTModel",

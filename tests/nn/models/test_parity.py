@@ -114,7 +114,7 @@ def test_t5_is_transformers(torch, transformers):
         attn_implementation="eager",
     )
     theirs = randomize(torch, transformers.T5ForConditionalGeneration(theirs))
-    sizes = {"vocab_size": 29, "d_model": 15, "num_layers": 2, "num_heads": 3, "head_dim": 4, "d_ff": 17}
+    sizes = {"vocab_size": 29, "d_model": 15, "num_layers": 2, "num_heads": 3, "attention.head_dim": 4, "d_ff": 17}
     position = {"position": "t5", "t5_bias.buckets": 8, "t5_bias.max_distance": 10, "attention.scale": 1.0}
     layers = {"activation": "gelu_tanh", "gated": True, "use_bias": False, "norm": "rms_norm"}
     ours = TransformerConfig(
