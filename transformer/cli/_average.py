@@ -17,17 +17,17 @@ from transformer.config._checks import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class Average:
-    """Averages the parameters of the last checkpoints of a run (Vaswani et al. 2017, section 6.1: the last 5, or 20).
+    """Average the parameters of the last checkpoints of a run (Vaswani et al. 2017, section 6.1: the last 5 or 20).
 
-    The mean is written as a workdir of its own, which every other verb opens. The run is only read.
+    The average is written to a new workdir, which every other verb can open. The run itself is not changed.
     """
 
     workdir: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="WORKDIR")]
     """workdir of a training run, such as runs/number_words"""
     last: int
-    """how many checkpoints; a run keeps the newest --checkpoint.keep-last"""
+    """number of checkpoints; a run keeps the newest --checkpoint.keep-last checkpoints"""
     to: Path | None = None
-    """where to write; None: WORKDIR-average-LAST. An earlier average there is replaced, nothing else is"""
+    """directory to write; None: WORKDIR-average-LAST. Only an earlier average is replaced"""
     json: bool = False
     """print JSON"""
     debug: bool = False

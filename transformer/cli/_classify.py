@@ -12,7 +12,7 @@ from transformer.cli._models import TextsCommand
 
 @dataclass(frozen=True, kw_only=True)
 class Classify(TextsCommand):
-    """Prints the likeliest class of each text, its probability and the text, between tabs."""
+    """Print the most likely class of each text, its probability and the text, separated by tabs."""
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -26,11 +26,11 @@ class Convert(ModelCommand):
     output: Annotated[tyro.conf.Positional[Path | None], tyro.conf.arg(metavar="OUT")] = None
     """directory to write; it must not exist, or be empty. Omit it with --verify to check DIR"""
     family: str | None = None
-    """as which family; None: its own, or the first that has all that the model has"""
+    """model family to export as; None: its own family, or the first one that can represent the model"""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """type of the numbers; None: as they are"""
+    """dtype of the weights; None: unchanged"""
     max_shard_gib: float = 5.0
-    """size from which the weights are split into several files"""
+    """maximum size of one weights file, in GiB; larger weights are split into several files"""
     verify: bool = False
     """load OUT (DIR, if OUT is omitted) and compare its files and the logits of a short input with integrity.json"""
 

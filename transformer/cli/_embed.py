@@ -12,10 +12,10 @@ from transformer.cli._models import TextsCommand
 
 @dataclass(frozen=True, kw_only=True)
 class Embed(TextsCommand):
-    """Prints the vector of each text, a JSON array a line.
+    """Print the embedding of each text as a JSON array, one per line.
 
-    Pooling and length are those that the directory's own sentence-transformers files ask for; without such files a
-    vector is the mean over the text's tokens.
+    Pooling and normalization follow the sentence-transformers files in the directory; without such files, an embedding
+    is the mean over the tokens of the text.
     """
 
 

@@ -21,21 +21,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluate(ModelCommand):
-    """Measures loss and perplexity, or the error of forecasts, on a split of the run's data. Pairs are also translated
-    and compared, number words word for word, others by BLEU and chrF; the translations are written to
-    DIR/hypotheses.SPLIT.txt, one a line in the order of the data, and what is right to DIR/references.SPLIT.txt.
+    """Measure loss and perplexity, or the forecast error, on a split of the run's data. For translation, also translate
+    the sources and compare: number words by exact match, other pairs by BLEU and chrF. The translations are written to
+    DIR/hypotheses.SPLIT.txt, one per line in the order of the data, the references to DIR/references.SPLIT.txt.
 
-    The data is read from where the run had it.
+    The data is read from the path in the run's recipe.
     """
 
     split: str | None = None
-    """part of the data; None: test where there is one, else validation"""
+    """split of the data; None: test if there is one, otherwise validation"""
     examples: int | None = None
-    """pairs that are translated, of more a selection, evenly spread; 0: none, None: 1000"""
+    """number of pairs to translate (evenly spaced sample); 0 disables it; None: 1000"""
     beam_size: int | None = None
-    """hypotheses that are followed at once; 1: always the likeliest token; None: as the run's recipe says"""
+    """beam size; 1 is greedy decoding; None: the value in the run's recipe"""
     alpha: float | None = None
-    """length penalty of a beam: a log-probability is divided by ((5 + length) / 6)^alpha; None: as the recipe says"""
+    """length penalty of beam search: log-probabilities are divided by ((5 + length) / 6)^alpha; None: the value in the
+    recipe"""
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -25,34 +25,38 @@ FILTERS = ("top_k", "top_p", "min_p")
 
 @dataclass(frozen=True, kw_only=True)
 class Generate(ModelCommand):
-    """Translates each prompt (encoder-decoder: one line of output a prompt), or goes on with it (causal model).
+    """Generate text: translate each prompt (encoder-decoder, one line of output per prompt), or continue it (causal
+    model).
 
-    Without --prompt the text comes from stdin: every line is a sentence to translate, or all of it is to be continued.
+    Without --prompt, the program reads stdin: each line is a sentence to translate, or the whole text is one prompt to
+    continue.
     """
 
     prompt: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """text for the model; again for more texts; - reads stdin"""
+    """prompt; repeat the option for more prompts; - reads stdin"""
     max_new_tokens: int | None = None
-    """write at most so many tokens a prompt; None: 128 for a translation, 200 for running text"""
+    """maximum new tokens per prompt; None: 128 for a translation, 200 for a continuation"""
     temperature: float | None = None
-    """divides the logits, 0: always the likeliest token; None: 0 for a translation, 0.8 for running text, 1 with a
-    filter"""
+    """sampling temperature; 0 is greedy; None: 0 for a translation, 0.8 for a continuation, 1 with top-k, top-p or
+    min-p"""
     top_k: int | None = None
-    """choose among the k likeliest tokens"""
+    """sample from the k most likely tokens"""
     top_p: float | None = None
-    """choose among the fewest likeliest tokens that together have this probability"""
+    """sample from the smallest set of most likely tokens whose total probability is at least this value"""
     min_p: float | None = None
-    """choose among tokens at least this share as likely as the likeliest"""
+    """sample from tokens with at least this fraction of the probability of the most likely token"""
     seed: int = 0
-    """of the choices; the same seed gives the same text"""
+    """random seed of sampling; the same seed gives the same text"""
     slots: int | None = None
-    """running text: prompts that are written at once; where one ends, the next begins. None: all"""
+    """continuation: number of prompts in the batch; when one ends, the next one takes its place. None: all prompts at
+    once"""
     draft: str | None = None
-    """running text: a smaller model of the same tokenizer that guesses ahead; the text stays the same"""
+    """continuation: draft model for speculative decoding, a smaller model with the same tokenizer; it does not change
+    the text"""
     draft_tokens: int | None = None
-    """guesses of the draft at a time; None: 4"""
+    """tokens that the draft model proposes at a time; None: 4"""
     int8: bool = False
-    """keep the weights in 8 bits: a quarter of the memory; what that saves and costs is said on stderr"""
+    """store the weights in 8 bits, a quarter of the memory; savings and error are reported on stderr"""
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -25,24 +25,23 @@ ROW_SUM = 0.99
 
 @dataclass(frozen=True, kw_only=True)
 class Inspect(ModelCommand):
-    """Draws the attention weights of every layer and head for one text, with words on both axes: into PNG files, or
-    with --html into one page to explore in a browser.
+    """Draw the attention weights of every layer and head for one text, with the words on both axes: as PNG files, or
+    with --html as one page to explore in a browser.
     """
 
     prompt: str
-    """text that the model reads; - reads stdin"""
+    """text to read; - reads stdin"""
     target: str | None = None
-    """encoder-decoder: text on the decoder's side; None: what the model writes itself"""
+    """encoder-decoder: target text; None: the text that the model generates"""
     max_new_tokens: int | None = None
-    """the model writes at most so many tokens, always the likeliest, and is seen doing so; None: 128 for a translation,
-    none behind running text"""
+    """maximum tokens to generate, greedily, and to show; None: 128 for a translation, 0 after a prompt"""
     html: Path | None = None
-    """one self-contained page instead of the pictures, such as attention.html"""
+    """write one self-contained HTML page instead of pictures, such as attention.html"""
     compare: str | None = None
-    """--html: another model beside it that reads the same tokens: a step of the same workdir (500, best or newest), or
+    """with --html: show a second model that reads the same tokens: a step of the same workdir (500, best or newest), or
     another DIR"""
     sizes: bool = False
-    """also print the size of everything between the tokens and the logits"""
+    """also print the shape of every array from the tokens to the logits"""
     output: Path | None = None
     """directory for the pictures; None: DIR/attention"""
     overwrite: bool = False

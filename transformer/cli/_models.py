@@ -25,9 +25,9 @@ class ModelCommand:
 
     directory: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DIR")]
     """workdir of a training run, such as runs/number_words; or a directory of weights (config.json, safetensors); or a
-    variant that the hub has, such as gpt2"""
+    variant on the Hugging Face Hub, such as gpt2"""
     step: Literal["best", "newest"] | int = "best"
-    """checkpoint of a workdir: the best on held-out data, the newest, or the one of this step"""
+    """checkpoint of a workdir: best (on held-out data), newest, or a step number"""
     json: bool = False
     """print JSON"""
     debug: bool = False
@@ -86,7 +86,7 @@ class TextsCommand(ModelCommand):
     """A command about a model that reads texts and writes none."""
 
     text: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """text to read; again for more texts; - reads lines from stdin"""
+    """text to read; repeat the option for more texts; - reads lines from stdin"""
 
     def load_with_texts(self) -> tuple[Opened, list[str]]:
         """The model and the texts, with a warning about tokens that the model does not know."""

@@ -26,15 +26,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """Writes one HTML page about a run: curves of loss, learning rate, gradient norm and speed, samples over time, the
-    resolved recipe, versions, and the commands to repeat it. Several runs are compared on one page. Each picture is
-    written as PNG, too. Runs are only read, and may be under way.
+    """Write an HTML report of a run: curves of loss, learning rate, gradient norm and speed, samples over time, the
+    resolved recipe, versions, and the commands to repeat the run. Several runs are compared on one page. Each figure is
+    also written as a PNG file. The runs are not changed and may still be training.
     """
 
     workdirs: Annotated[tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="WORKDIR [WORKDIR ...]")]
     """workdirs of runs, such as runs/number_words"""
     output: Path | None = None
-    """the HTML file, PNGs go beside it; None: report.html in the workdir, of several comparison.html in the first"""
+    """HTML file to write, with the PNG files beside it; None: report.html in the workdir, or comparison.html in the
+    first workdir for several runs"""
     overwrite: bool = False
     """replace files at --output that this program did not write"""
     json: bool = False

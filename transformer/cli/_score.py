@@ -14,15 +14,15 @@ from transformer.cli._streams import decode_argument
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreTexts(ModelCommand):
-    """Prints perplexity, log-likelihood (nats), tokens and text, between tabs, for each text.
+    """Print perplexity, log-likelihood (nats), number of tokens and the text for each text, separated by tabs.
 
-    An encoder-decoder scores a text given its source: as many --source as --text.
+    An encoder-decoder scores a text given its source: pass one --source for each --text.
     """
 
     text: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """text to score; again for more texts; - reads lines from stdin"""
+    """text to score; repeat the option for more texts; - reads lines from stdin"""
     source: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """encoder-decoder: what the text is an answer to; one for each text"""
+    """encoder-decoder: source of the text; one per text"""
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -20,33 +20,35 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Translate(ModelCommand):
-    """Translates stdin, line by line, by beam search: line n of the output is the translation of line n.
+    """Translate stdin with beam search: line n of the output is the translation of line n.
 
-    An empty line stays empty, and one that can't be read becomes empty. Such lines are reported on stderr, also lines
-    that are cut, words that the tokenizer does not know, and at the end the speed.
+    An empty line stays empty; a line that can't be read becomes empty. The program reports unreadable lines, truncated
+    lines, unknown words and the speed on stderr.
     """
 
     beam_size: int = 4
-    """hypotheses that are followed at once; 1: always the likeliest token"""
+    """beam size; 1 is greedy decoding"""
     alpha: float = 0.6
-    """length penalty: a log-probability is divided by ((5 + length) / 6)^alpha; more: longer translations"""
+    """length penalty: log-probabilities are divided by ((5 + length) / 6)^alpha; larger values favor longer
+    translations"""
     n_best: int = 1
-    """translations of a line; of more than one, each is a line of its own: number, score and text, between tabs"""
+    """translations per line; with more than one, each is printed on its own line: line number, score and text,
+    separated by tabs"""
     exact: bool = False
-    """search on until no hypothesis can get better than those found; slower"""
+    """continue the search until no hypothesis can exceed the best finished ones; slower"""
     max_ratio: float = 1.0
-    """tokens of a translation at most, for each of its source"""
+    """maximum length of a translation, in target tokens per source token"""
     max_extra: int = 50
-    """tokens of a translation beyond that"""
+    """tokens that a translation may be longer than that"""
     max_source_tokens: int | None = None
-    """tokens that are read of a line, of a longer one the first: time grows with the square of its length; None: 1024,
-    or as many as the model was trained on where those are more"""
+    """maximum source tokens per line; longer lines are truncated, because the time grows with the square of the length;
+    None: 1024, or the training length if that is larger"""
     batch_tokens: int = 1024
-    """source tokens that are translated at once, padding included"""
+    """source tokens per batch, including padding"""
     chunk_lines: int = 2000
-    """lines that are read before their translations are written; 1 answers line by line"""
+    """lines to read before their translations are printed; 1 prints each translation at once"""
     json: bool = False
-    """print one JSON object a line"""
+    """print one JSON object per line"""
 
 
 def main(arguments: Sequence[str]) -> None:
