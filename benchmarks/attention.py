@@ -22,15 +22,22 @@ from benchmarks.machine import machine
 from benchmarks.side_by_side import last_line, take_turns, times_faster, versions
 from transformer import Mask, dot_product_attention
 from transformer.cli._allocator import keep_freed_memory
-from transformer.nn.kernels import FUSED_FROM, SLICED_SCORES, WHOLE_SCORES, AttentionShapes, AttentionSpec, choose
+from transformer.nn.kernels import (
+    FULL_MATRIX_SCORES,
+    FUSED_FROM,
+    QUERY_CHUNKED_SCORES,
+    AttentionShapes,
+    AttentionSpec,
+    choose,
+)
 from transformer.viz.studies import forward_and_backward
 
 HEADS, HEAD_DIM = 4, 64
 PEER = "jax.nn"
 KERNELS = {
-    "cpu": ("reference", "sliced", "chunked"),
-    "gpu": ("reference", "chunked", "cudnn"),
-    "tpu": ("reference", "chunked", "splash"),
+    "cpu": ("reference", "query_chunked", "blockwise"),
+    "gpu": ("reference", "blockwise", "cudnn"),
+    "tpu": ("reference", "blockwise", "splash"),
 }
 """what `auto` chooses among, by platform"""
 WHOLE = (PEER, "reference")
@@ -61,7 +68,7 @@ def measure(names: list[str], arrays: list[jax.Array], turns: int) -> tuple[dict
 
 
 def stretches(names: list[str], lengths: list[int]) -> str:
-    """Which name holds from which length on: "reference to 96, sliced to 1,024, chunked"."""
+    """Which name holds from which length on: "reference to 96, query_chunked to 1,024, blockwise"."""
     parts = [
         f"{name} to {length:,}"
         for name, length, after in zip(names, lengths, [*names[1:], None], strict=True)
@@ -72,10 +79,10 @@ def stretches(names: list[str], lengths: list[int]) -> str:
 
 def bounds(platform: str) -> str:
     """Up to which length `auto` takes what."""
-    most = {"reference": WHOLE_SCORES, "sliced": SLICED_SCORES}
+    most = {"reference": FULL_MATRIX_SCORES, "query_chunked": QUERY_CHUNKED_SCORES}
     told = [f"{name} to {math.isqrt(most[name][platform]):,}" for name in most if platform in most[name]]
     if platform == "gpu":
-        return ", ".join([f"cudnn from {math.isqrt(FUSED_FROM):,} on; where it can't serve, {told[0]}", "chunked"])
+        return ", ".join([f"cudnn from {math.isqrt(FUSED_FROM):,} on; where it can't serve, {told[0]}", "blockwise"])
     return ", ".join([*told, KERNELS[platform][-1]])
 
 
@@ -126,7 +133,7 @@ def main() -> None:
             "seconds",
             where,
             all=found,
-            bounds={"whole": WHOLE_SCORES, "sliced": SLICED_SCORES, "fused": FUSED_FROM},
+            bounds={"whole": FULL_MATRIX_SCORES, "query_chunked": QUERY_CHUNKED_SCORES, "fused": FUSED_FROM},
             versions=versions("jax"),
         )
     )

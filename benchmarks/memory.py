@@ -23,7 +23,7 @@ from transformer import Mask, dot_product_attention
 from transformer.viz.studies import forward_and_backward
 
 HEADS, HEAD_DIM = 4, 64
-KERNELS = {"cpu": ("reference", "chunked"), "v5e": ("reference", "chunked", "splash")}
+KERNELS = {"cpu": ("reference", "blockwise"), "v5e": ("reference", "blockwise", "splash")}
 DTYPES = {"cpu": jnp.float32, "v5e": jnp.bfloat16}
 """what is computed in, by target"""
 HBM = {"v5e": 15.75 * 2**30}
@@ -123,7 +123,7 @@ def main() -> None:
         draw(lengths, found, options.picture)
         print(options.picture)
     at = lengths.index(AT) if AT in lengths else -1
-    whole, chunked = found["cpu"]["reference"][at], found["cpu"]["chunked"][at]
+    whole, chunked = found["cpu"]["reference"][at], found["cpu"]["blockwise"][at]
     goal = f" (goal: {GOAL})" if lengths[at] == AT else ""
     print(f"at {lengths[at]:,} tokens on CPU chunked takes {whole / chunked:,.0f} times less than whole scores{goal}")
     print(

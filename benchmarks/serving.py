@@ -31,9 +31,9 @@ from transformer.cli._allocator import keep_freed_memory
 from transformer.config import EmbeddingOptions
 from transformer.generate import Draft, Sampling, generate
 from transformer.generate._prompts import bucket, pad
-from transformer.generate._sampling import Choice
+from transformer.generate._sampling import SamplerParams
 from transformer.generate._speculative import decode_with_draft
-from transformer.inference import Opened, open_model
+from transformer.inference import LoadedModel, open_model
 
 VOCABULARY, ENDS, MOST = 8_208, 171, 192
 """ids, how many of them end a row, and tokens of a row at most"""
@@ -140,11 +140,11 @@ def guesses(options: argparse.Namespace) -> dict[str, dict[str, float]]:
     return found
 
 
-def rounds_of(target: Opened, draft: Draft, prompt: list[int], new: int, sampling: Sampling) -> int:
+def rounds_of(target: LoadedModel, draft: Draft, prompt: list[int], new: int, sampling: Sampling) -> int:
     """Steps of the large model that a row takes with a draft, what `generate` does not tell."""
     width, room = bucket(len(prompt)), bucket(new)
     given = pad([np.array(prompt)], width), jax.random.split(jax.random.key(0), 1)
-    how = Choice.of(sampling, target.model.config.vocab_size), np.array([-1], np.int32), np.int32(new)
+    how = SamplerParams.of(sampling, target.model.config.vocab_size), np.array([-1], np.int32), np.int32(new)
     slots = {"cache_slots": width + room + bucket(draft.tokens), "new_slots": room}
     return int(decode_with_draft(target.model, target.params, draft, *given, *how, **slots)[1])
 

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from reliability import harming, killing
-from reliability.calls import command
+from reliability.invocations import command
 from reliability.page import crash_table, put
 from reliability.world import Tally, World, timed
 

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
-from reliability.calls import checkpoints, first_fault, left, newest, went_on
+from reliability.invocations import checkpoints, first_fault, left, newest, went_on
 from reliability.world import Tally, World
 from transformer.training._manifest import find_steps, newest_valid
 

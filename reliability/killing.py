@@ -8,7 +8,7 @@ import subprocess
 import time
 from pathlib import Path
 
-from reliability.calls import (
+from reliability.invocations import (
     EVALUATE_EVERY,
     GONE,
     STEPS,

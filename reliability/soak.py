@@ -5,7 +5,7 @@ Usage: python -m reliability.soak --hours 2                            exit code
                                                                        into reliability.md in that folder
 
 train.py runs in a process of its own, until it is told to stop. Resident memory, files and threads are read from /proc
-(Linux), speed from metrics.jsonl; bytes in use and compiled programs are counted inside (`reliability.watched`). The
+(Linux), speed from metrics.jsonl; bytes in use and compiled programs are counted inside (`reliability.monitored`). The
 first quarter of the time is the warm-up.
 """
 
@@ -32,10 +32,10 @@ from typing import Any
 
 import numpy as np
 
-from reliability.calls import Call, command, first_fault, left, newest
+from reliability.invocations import Call, command, first_fault, left, newest
+from reliability.monitored import Lines, bytes_in_use
 from reliability.page import put, soak_table
 from reliability.steady import MB, Measure, Sample, measures
-from reliability.watched import Lines, bytes_in_use
 
 OPTIONS = (
     *("--training.steps", "1000000000", "--optimizer.schedule", "constant", "--optimizer.learning-rate", "1e-3"),
@@ -59,7 +59,7 @@ class Watch:
     """Looks at a run that goes on. `programs` are those compiled so far: when (on that clock), its name."""
 
     def __init__(self, pid: int, began: float, workdir: Path, told: Path):
-        """`began`: `time.monotonic()` of the start; `told`: the file of `reliability.watched`."""
+        """`began`: `time.monotonic()` of the start; `told`: the file of `reliability.monitored`."""
         self._process, self._began = Path("/proc", str(pid)), began
         self._metrics, self._told = Lines(workdir / "metrics.jsonl"), Lines(told)
         self._step = 0
@@ -118,7 +118,7 @@ def soak(
     """
     workdir, inside, chance = folder / "run", folder / "inside.jsonl", random.Random(0)
     end, samples, told_at = 3600 * hours, [], 0.0
-    under = ("-m", "reliability.watched", str(inside))
+    under = ("-m", "reliability.monitored", str(inside))
     with Call(workdir, folder / "data", folder, common=options, under=under, variables=VARIABLES) as call:
         watch = Watch(call.members[0].pid, call.began, workdir, inside)
         while call.seconds < end and call.running():

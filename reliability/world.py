@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from reliability.calls import Call, Left, checkpoints, first_fault, left, newest, reached
+from reliability.invocations import Call, Left, checkpoints, first_fault, left, newest, reached
 
 AIMED = 0.5
 """share of the kills that wait for a save"""

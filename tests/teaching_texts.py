@@ -37,7 +37,7 @@ def start(module, *inputs):
     return jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=leaf.shape) / 3, leaf.dtype), shapes)
 
 
-def watched(attention, params, x, **options):
+def captured(attention, params, x, **options):
     """Output and weights (B, N, T, S)."""
     (out, _), seen = attention.apply(params, x, sow_weights=True, mutable=["intermediates"], **options)
     return out, seen["intermediates"]["weights"][0]

@@ -36,6 +36,15 @@ _MOVED = {
 }
 """modules that had another name up to version 0.1: old name -> new name, both in this package; others are in `nn`"""
 
+_RENAMED = {
+    "inference/opening": "_loading",
+    "nn/kernels/chunked": "_blockwise",
+    "nn/kernels/sliced": "_query_chunked",
+    "training/calls": "_invocations",
+    "training/numbers": "_numeric_evaluation",
+}
+"""files that were renamed in their folder: old path -> new file name"""
+
 
 def _exports() -> dict[str, str]:
     """Public names -> the module that has each."""
@@ -70,6 +79,7 @@ def _current_name(name: str) -> str | None:
         parts.insert(0, "nn")
     found = [__name__]
     for part in parts:
+        part = _RENAMED.get("/".join([*found[1:], part]), part)
         if not (folder / part).is_dir() and not (folder / f"{part}.py").is_file():
             part = f"_{part}"
             if not (folder / f"{part}.py").is_file():

@@ -10,8 +10,14 @@ from transformer.nn import kernels
     ("names", "told"),
     [
         (["reference"] * 5, "reference"),
-        (["reference", "reference", "sliced", "sliced", "chunked"], "reference to 80, sliced to 128, chunked"),
-        (["sliced", "reference", "sliced", "sliced", "sliced"], "sliced to 64, reference to 80, sliced"),
+        (
+            ["reference", "reference", "query_chunked", "query_chunked", "blockwise"],
+            "reference to 80, query_chunked to 128, blockwise",
+        ),
+        (
+            ["query_chunked", "reference", "query_chunked", "query_chunked", "query_chunked"],
+            "query_chunked to 64, reference to 80, query_chunked",
+        ),
     ],
 )
 def test_neighbors_with_one_kernel_are_one_stretch(names, told):
@@ -19,8 +25,8 @@ def test_neighbors_with_one_kernel_are_one_stretch(names, told):
 
 
 def test_the_bounds_are_those_of_auto(monkeypatch):
-    monkeypatch.setitem(kernels.WHOLE_SCORES, "cpu", 100 * 100)
-    monkeypatch.setitem(kernels.SLICED_SCORES, "cpu", 300 * 300)
-    assert bounds("cpu") == "reference to 100, sliced to 300, chunked"
+    monkeypatch.setitem(kernels.FULL_MATRIX_SCORES, "cpu", 100 * 100)
+    monkeypatch.setitem(kernels.QUERY_CHUNKED_SCORES, "cpu", 300 * 300)
+    assert bounds("cpu") == "reference to 100, query_chunked to 300, blockwise"
     assert bounds("gpu").startswith("cudnn from 256 on; where it can't serve, reference to 1,024")
     assert bounds("tpu").endswith("splash")

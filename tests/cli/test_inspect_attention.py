@@ -17,7 +17,7 @@ from transformer.config import Execution, OutputOptions, Patches, TransformerCon
 from transformer.config._invocation import program
 from transformer.data._vocabularies import CharTokenizer
 from transformer.generate import Sampling, generate
-from transformer.inference import Opened
+from transformer.inference import LoadedModel
 from transformer.nn.models import CausalLM, MaskedLM, Seq2Seq, VisionClassifier
 from transformer.viz import _attention_page as attention_page
 
@@ -26,14 +26,14 @@ LETTERS, OTHERS = CharTokenizer(sorted(set(TEXT))), CharTokenizer(sorted(set("XY
 SIZES = {"d_model": 8, "num_heads": 2, "num_layers": 1, "d_ff": 8}
 
 
-def opened(kind, tokenizer=LETTERS, *, seed=0, step=7, directory="runs/tiny", attention="chunked", **changes):
+def opened(kind, tokenizer=LETTERS, *, seed=0, step=7, directory="runs/tiny", attention="blockwise", **changes):
     """A run of random parameters, made for a kernel that gives no weights."""
     config = TransformerConfig(vocab_size=tokenizer.vocab_size, **SIZES | changes)
     model = kind(config, Execution(scan=False, attention=attention))
     tokens = [jnp.zeros((1, 2), jnp.int32)] * (2 if kind is Seq2Seq else 1)
     params = jax.jit(model.init)(jax.random.key(seed), *tokens)["params"]
     run = SimpleNamespace(recipe=SimpleNamespace(name="tiny"), step=step)
-    return Opened(model, params, Path(directory), tokenizer, 12, tokenizer.bos_id, run=run)
+    return LoadedModel(model, params, Path(directory), tokenizer, 12, tokenizer.bos_id, run=run)
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ def test_a_prompt_and_what_the_model_writes(runs, inspect):
     np.testing.assert_allclose(shown, sown[0, 0], atol=1 / 400)
     facts = dict(data["facts"])
     assert "reference" in facts["Kernel"]
-    assert "chunked" in facts["Kernel"]
+    assert "blockwise" in facts["Kernel"]
     assert facts["Model"].startswith("tiny, step 7: CausalLM in runs/tiny; layers: 1, heads: 2, d_model: 8, ")
     words = shlex.split(facts["Command"])
     assert words[:6] == [*shlex.split(program("inspect")), "runs/tiny", "--prompt"]
@@ -189,7 +189,7 @@ def test_what_cannot_be_shown(runs, fails, monkeypatch, tmp_path):
     model = CausalLM(TransformerConfig(vocab_size=tokenizer.vocab_size, **SIZES))
     shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
     run = SimpleNamespace(recipe=SimpleNamespace(name="tiny"), step=7)
-    runs["runs/tiny"] = Opened(model, shapes, Path("runs/tiny"), tokenizer, 12, 1, run=run)
+    runs["runs/tiny"] = LoadedModel(model, shapes, Path("runs/tiny"), tokenizer, 12, 1, run=run)
     prompt = ("runs/tiny", "--prompt", "abc de")
     message = fails(*prompt, "--max-new-tokens", "7")
     assert "reads 12 tokens at once; the prompt has 6, so that 7 new ones don't fit." in message
@@ -203,5 +203,5 @@ def test_what_cannot_be_shown(runs, fails, monkeypatch, tmp_path):
             output=OutputOptions(num_classes=2), input=Patches(image_height=4, image_width=4, patch_size=2), **SIZES
         )
     )
-    runs["seen"] = Opened(vision, {}, Path("seen"), None, None, None, run=run)
+    runs["seen"] = LoadedModel(vision, {}, Path("seen"), None, None, None, run=run)
     assert "seen holds a VisionClassifier, which reads no text. From Python" in fails("seen", "--prompt", "a")

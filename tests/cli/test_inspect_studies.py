@@ -97,7 +97,7 @@ class TestStudies:
         found = json.loads(out)
         assert (code, err) == (0, "")
         assert {(row["kernel"], row["length"]) for row in found["memory"]} == {
-            (kernel, length) for kernel in ("reference", "sliced", "chunked") for length in (128, 256)
+            (kernel, length) for kernel in ("reference", "query_chunked", "blockwise") for length in (128, 256)
         }
         assert found["lengths"]["count"] == 300
         assert [row["strategy"] for row in found["padding"]][::3] == ["longest of all", "packing"]
@@ -108,8 +108,10 @@ class TestStudies:
         code, out, err = run("--memory", "--lengths-of", "text.txt")
         assert (code, err) == (0, "")
         memory, padding = tables(out)
-        kernels = [part for kernel in ("reference", "sliced", "chunked") for part in (f"{kernel} MiB", "growth")]
-        assert memory[0] == ["length", *kernels, "reference / sliced", "reference / chunked"]
+        kernels = [
+            part for kernel in ("reference", "query_chunked", "blockwise") for part in (f"{kernel} MiB", "growth")
+        ]
+        assert memory[0] == ["length", *kernels, "reference / query_chunked", "reference / blockwise"]
         assert "8 sequences: lines of text.txt, counted in words" in out
         assert padding[1] == ["longest of all", "1", "8", "32", "8", "25.0%", "1"]
         assert padding[-1] == ["packing", "1", "6", "24", "0", "0.0%", "1"]

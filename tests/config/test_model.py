@@ -34,7 +34,7 @@ from transformer.nn.models import (
     VisionClassifier,
 )
 
-EXECUTION = {"scan": False, "remat": "full", "attention": "chunked", "sow_weights": True}
+EXECUTION = {"scan": False, "remat": "full", "attention": "blockwise", "sow_weights": True}
 TINY = TransformerConfig(vocab_size=11, d_model=12, num_layers=2, num_heads=2, d_ff=7)
 ROTARY = {"position": "rotary"}
 YARN = RotaryScaling(kind="yarn", factor=4.0, original_length=64)

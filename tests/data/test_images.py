@@ -14,7 +14,7 @@ from transformer.data._images import ImageDataset, Images
 from transformer.nn._sharding import ParallelConfig
 from transformer.nn.models import VisionClassifier
 from transformer.training._loop import train
-from transformer.training._numbers import measured
+from transformer.training._numeric_evaluation import measured
 from transformer.training._parallel import place
 from transformer.training._recipe import from_json, to_json
 from transformer.training._runs import load_run
@@ -201,7 +201,7 @@ def test_evaluate_and_classify(trained, capsys):
         classify(open_model(folder / "run"), ["a text"])
 
 
-@pytest.mark.parametrize("attention", ["gathered", "cudnn"])
+@pytest.mark.parametrize("attention", ["all_gather_kv", "cudnn"])
 def test_what_was_trained_with_a_kernel_for_a_mesh_or_a_gpu_is_evaluated_without(trained, tmp_path, capsys, attention):
     from transformer.__main__ import main
 

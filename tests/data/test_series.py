@@ -22,7 +22,7 @@ from transformer.training._evaluation import evaluate_loss
 from transformer.training._flops import step_flops
 from transformer.training._loop import train
 from transformer.training._losses import absolute_error, squared_error
-from transformer.training._numbers import baseline_errors
+from transformer.training._numeric_evaluation import baseline_errors
 from transformer.training._parallel import place
 from transformer.training._recipe import from_json, to_json
 from transformer.training._runs import WorkdirError, load_run, open_run

@@ -8,9 +8,9 @@ import pytest
 from transformer.config import Execution, TransformerConfig
 from transformer.generate import Draft, Sampling, generate
 from transformer.generate import _continuous as continuous
-from transformer.generate._decoding import Written
+from transformer.generate._decoding import DecodeResult
 from transformer.generate._layers import separate, separated
-from transformer.generate._sampling import Choice
+from transformer.generate._sampling import SamplerParams
 from transformer.nn.models import CausalLM, Seq2Seq
 
 VOCABULARY = 11
@@ -77,7 +77,7 @@ def test_what_slots_are_not_for_is_said():
 
 def test_no_step_is_made_while_a_slot_is_free_and_others_wait():
     """A row that ends at its first token leaves its slot at once."""
-    choice = Choice.of(Sampling(temperature=0.0), VOCABULARY)
+    choice = SamplerParams.of(Sampling(temperature=0.0), VOCABULARY)
     model = separated(MODEL)
     params = {**PARAMS, "decoder": separate(MODEL, PARAMS["decoder"])}
 
@@ -87,7 +87,7 @@ def test_no_step_is_made_while_a_slot_is_free_and_others_wait():
             running=jnp.array(running),
             keys=jax.random.split(jax.random.key(0), 2),
             cache=model.init_cache(2, 16),
-            written=Written.blank(2, 8),
+            written=DecodeResult.blank(2, 8),
         )
         ends, limit = jnp.array([-1]), jnp.array(5)
         return continuous.go_on(

@@ -13,7 +13,7 @@ from transformer.config import EmbeddingOptions, Execution, LayerKind, Transform
 from transformer.generate import Sampling, generate
 from transformer.generate._decoding import decode, decode_step, prefill
 from transformer.generate._prompts import bucket, pad
-from transformer.generate._sampling import Choice
+from transformer.generate._sampling import SamplerParams
 from transformer.nn._masks import Mask
 from transformer.nn.models import CausalLM, Seq2Seq
 
@@ -263,7 +263,7 @@ def test_products_of_a_step(scan, copied, monkeypatch):
         pad([np.ones(1, int)] * batch, 1),
         rows,
         jax.random.split(jax.random.key(0), batch),
-        Choice.of(GREEDY, 31),
+        SamplerParams.of(GREEDY, 31),
         np.array([-1], np.int32),
         np.int32(5),
     ).jaxpr

@@ -9,8 +9,8 @@ import pytest
 
 from transformer.config import ConfigError, Execution, TransformerConfig
 from transformer.generate import Draft, Sampling, generate
-from transformer.generate._decoding import Rows
-from transformer.generate._sampling import Choice
+from transformer.generate._decoding import Batch
+from transformer.generate._sampling import SamplerParams
 from transformer.generate._speculative import decode_with_draft
 from transformer.nn.models import CausalLM, Seq2Seq
 
@@ -61,10 +61,10 @@ def test_guesses_past_the_end_of_a_position_table_reach_nobody():
 
 def rounds(draft, tokens, new=13):
     lengths = np.array([len(row) for row in PROMPTS], np.int32)
-    given = Rows(np.stack([np.pad(row, (0, 16 - len(row)), mode="edge") for row in PROMPTS]).astype(np.int32), lengths)
+    given = Batch(np.stack([np.pad(row, (0, 16 - len(row)), mode="edge") for row in PROMPTS]).astype(np.int32), lengths)
     keys = jax.random.split(jax.random.key(0), len(PROMPTS))
     ends, limit = np.array([-1], np.int32), np.int32(new)
-    how = (keys, Choice.of(GREEDY, VOCABULARY), ends, limit)
+    how = (keys, SamplerParams.of(GREEDY, VOCABULARY), ends, limit)
     draft = dataclasses.replace(draft, tokens=tokens)
     return int(decode_with_draft(MODEL, PARAMS, draft, given, *how, cache_slots=48, new_slots=16)[1])
 

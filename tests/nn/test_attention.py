@@ -75,7 +75,7 @@ def test_mask_arrays_and_bias_arrays_broadcast():
     )
 
 
-@pytest.mark.parametrize("implementation", ["reference", "chunked"])
+@pytest.mark.parametrize("implementation", ["reference", "blockwise"])
 def test_bias_functions_equal_bias_arrays(implementation):
     table = jax.random.normal(KEYS[4], (N, T, S))
 
@@ -115,7 +115,7 @@ def test_softcap_and_sinks():
         ({"mask": jnp.zeros((T, S))}, "must be boolean"),
         ({"mask": Mask.lengths(jnp.ones(3, int))}, r"key_lengths has shape \(3,\)"),
         ({"implementation": "flash"}, "attention kernel must be one of"),
-        ({"implementation": "chunked", "return_weights": True}, "can't return attention weights"),
+        ({"implementation": "blockwise", "return_weights": True}, "can't return attention weights"),
     ],
 )
 def test_what_can_not_be_computed_says_why(options, message):

@@ -22,19 +22,19 @@ X = jax.random.normal(jax.random.key(3), (B, T, D))
 
 def test_other_intermediates_leave_the_kernel_alone():
     """A call that collects what somebody else sows computes with the same kernel, and gets no weights."""
-    attention = MultiHeadAttention(num_heads=N, head_dim=H, implementation="chunked")
+    attention = MultiHeadAttention(num_heads=N, head_dim=H, implementation="blockwise")
     params = jax.jit(attention.init)(jax.random.key(0), X)
     program = {
         mutable: jax.make_jaxpr(lambda x, m=mutable: attention.apply(params, x, mutable=m)[0])(X)
         for mutable in (False, "intermediates")
     }
     assert str(program[False]) == str(program["intermediates"])
-    with pytest.raises(ConfigError, match="chunked attention kernel can't return attention weights"):
+    with pytest.raises(ConfigError, match="blockwise attention kernel can't return attention weights"):
         attention.apply(params, X, sow_weights=True, mutable="intermediates")
     attention.apply(params, X, sow_weights=True)  # nobody collects them
 
 
-@pytest.mark.parametrize("implementation", ["reference", "chunked"])
+@pytest.mark.parametrize("implementation", ["reference", "blockwise"])
 @pytest.mark.parametrize("position", [Rotary(), ALiBi(num_heads=N)], ids=["rotary", "alibi"])
 def test_a_bias_is_added_to_that_of_the_position_scheme(position, implementation):
     attention = MultiHeadAttention(num_heads=N, head_dim=H, position=position, implementation=implementation)
@@ -103,7 +103,7 @@ SHAPES = {
 ALLOWED = jax.random.bernoulli(jax.random.key(5), 0.6, (B, N, T, T)).at[..., 0].set(True)
 
 
-@pytest.mark.parametrize("implementation", ["reference", "sliced", "chunked", "splash"])
+@pytest.mark.parametrize("implementation", ["reference", "query_chunked", "blockwise", "splash"])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_masks_of_any_shape_are_what_they_broadcast_to(shape, implementation):
     heads, given = X[:, :, None].repeat(N, 2), shape(ALLOWED)

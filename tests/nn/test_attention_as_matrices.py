@@ -11,14 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jaxprs import operations
-from teaching_texts import KEYS, SMALL, B, D, T, X, kernels, softmax, start, watched
+from teaching_texts import KEYS, SMALL, B, D, T, X, captured, kernels, softmax, start
 
 from transformer.config import RotaryScaling
 from transformer.nn._attention import MultiHeadAttention, dot_product_attention
 from transformer.nn._masks import Mask
 from transformer.nn._positions import ALiBi, Rotary, Sinusoidal, T5Bias
 from transformer.nn._stacks import Encoder
-from transformer.nn.kernels import AttentionSpec, chunked_attention, reference_attention
+from transformer.nn.kernels import AttentionSpec, blockwise_attention, reference_attention
 from transformer.nn.models import CausalLM, Seq2Seq
 
 PLAIN = {"scale": 0.7}
@@ -40,7 +40,7 @@ def test_s1_1_one_head_in_matrix_form(scale):
     w = matrices(D, D)
     attention = MultiHeadAttention(num_heads=1, use_bias=False, scale=scale)
     params = kernels(**{name: matrix[:, None, :] for name, matrix in w.items()}, out=np.eye(D)[None])
-    out, weights = watched(attention, params, X[:1])
+    out, weights = captured(attention, params, X[:1])
 
     x = np.asarray(X[0])
     q, k, v = (x @ w[name] for name in ("query", "key", "value"))
@@ -169,7 +169,7 @@ def test_s1_5_memory_grows_linearly_with_length():
         compiled = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(*shapes).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
-    blocks = [memory(chunked_attention, length) for length in (2048, 4096)]
+    blocks = [memory(blockwise_attention, length) for length in (2048, 4096)]
     whole = [memory(reference_attention, length) for length in (2048, 4096)]
     assert blocks[1] < 2.1 * blocks[0]
     assert whole[1] > 3.8 * whole[0]
@@ -280,7 +280,7 @@ def test_s3_3_softmax_per_query_and_head_and_w_0_without_activation():
     h, n_k = 2, 5
     w, w_0 = matrices(D, h, n_k), numbers(h, n_k, D)
     attention = MultiHeadAttention(num_heads=h, head_dim=n_k, use_bias=False)
-    out, weights = watched(attention, kernels(**w, out=w_0), X)
+    out, weights = captured(attention, kernels(**w, out=w_0), X)
     q, k, v = (np.einsum("btd,dnh->bnth", X, w[name]) for name in ("query", "key", "value"))
     expected = softmax(q @ k.transpose(0, 1, 3, 2) / np.sqrt(n_k))
     np.testing.assert_allclose(weights, expected, rtol=1e-3, atol=1e-5)
@@ -289,7 +289,7 @@ def test_s3_3_softmax_per_query_and_head_and_w_0_without_activation():
     np.testing.assert_allclose(out, joined @ w_0.reshape(h * n_k, D), rtol=1e-3, atol=1e-4)
 
     other = w | {"query": np.stack([w["query"][:, 0], -w["query"][:, 1]], 1)}
-    moved = np.abs(watched(attention, kernels(**other, out=w_0), X)[1] - weights).max((0, 2, 3))
+    moved = np.abs(captured(attention, kernels(**other, out=w_0), X)[1] - weights).max((0, 2, 3))
     assert moved[0] == 0 < 0.01 < moved[1]
     negated = attention.apply(kernels(**w | {"value": -w["value"]}, out=w_0), X)[0]
     np.testing.assert_array_equal(negated, -out)  # of no activation but the identity
@@ -306,7 +306,7 @@ def test_s3_4_all_heads_and_positions_at_once():
     def loops(implementation):
         return {name for name, _ in operations(lambda x: run(x, implementation), X)} & {"while", "scan", "cond", "map"}
 
-    assert loops("chunked")  # over blocks of long sequences, not over heads: what a loop looks like
+    assert loops("blockwise")  # over blocks of long sequences, not over heads: what a loop looks like
     assert not loops("reference")
     np.testing.assert_allclose(run(X), jax.vmap(lambda row: run(row[None])[0])(X), rtol=1e-5, atol=1e-6)
 

@@ -160,7 +160,7 @@ def test_misuse_raises_what_flax_raises(fields, inputs, options):
 
 
 def test_kernels_that_never_hold_all_weights_give_the_same():
-    attention = functools.partial(compat.dot_product_attention, implementation="chunked")
+    attention = functools.partial(compat.dot_product_attention, implementation="blockwise")
     ours = compat.MultiHeadDotProductAttention(3, attention_fn=attention)
     params = ours.init(KEY, X)
     theirs = nn.MultiHeadDotProductAttention(3)
@@ -168,7 +168,7 @@ def test_kernels_that_never_hold_all_weights_give_the_same():
     np.testing.assert_allclose(ours.apply(params, X, mask=mask), theirs.apply(params, X, mask=mask), atol=1e-5)
     causal = ours.apply(params, X, mask=Mask.causal())
     np.testing.assert_allclose(causal, theirs.apply(params, X, mask=nn.make_causal_mask(X[..., 0])), atol=1e-5)
-    with pytest.raises(ValueError, match="chunked attention kernel can't return attention weights"):
+    with pytest.raises(ValueError, match="blockwise attention kernel can't return attention weights"):
         ours.apply(params, X, sow_weights=True, mutable="intermediates")
 
 
@@ -230,7 +230,7 @@ def test_flax_module_with_our_function_asks_for_a_boolean_mask_inside_jit():
         jax.jit(lambda x: ours.apply(params, x, mask=nn.make_causal_mask(x[..., 0])))(X)
 
 
-@pytest.mark.parametrize("implementation", ["reference", "sliced", "chunked"])
+@pytest.mark.parametrize("implementation", ["reference", "query_chunked", "blockwise"])
 def test_broadcast_dropout_drops_the_same_weights_in_all_rows_and_heads(implementation):
     ones, value = jnp.ones((3, 200, 2, 1)), jnp.eye(200)[None, :, None]
     attend = functools.partial(

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from teaching_texts import KEYS, SMALL, B, D, T, X, kernels, softmax, start, watched
+from teaching_texts import KEYS, SMALL, B, D, T, X, captured, kernels, softmax, start
 
 from transformer.config import ConfigError
 from transformer.nn._attention import MultiHeadAttention, dot_product_attention
@@ -19,7 +19,7 @@ from transformer.nn._masks import Mask
 from transformer.nn._stacks import Decoder
 
 
-@pytest.mark.parametrize("implementation", ["reference", "chunked", "decoder"])
+@pytest.mark.parametrize("implementation", ["reference", "blockwise", "decoder"])
 def test_s4_1_no_output_depends_on_what_comes_after(implementation):
     """The derivative of output t by input s is exactly 0 for every s > t, and not 0 for any other."""
     if implementation == "decoder":
@@ -117,8 +117,8 @@ def test_s4_3_weights_are_returned_only_when_asked_for():
     params = start(attention, X)
     assert set(params) == {"params"}
     assert attention.apply(params, X)[1] is None
-    assert watched(attention, params, X)[1].shape == (B, 2, T, T)
-    blockwise = MultiHeadAttention(num_heads=2, implementation="chunked")  # never has all of them
+    assert captured(attention, params, X)[1].shape == (B, 2, T, T)
+    blockwise = MultiHeadAttention(num_heads=2, implementation="blockwise")  # never has all of them
     assert blockwise.apply(params, X)[0].shape == X.shape
     with pytest.raises(ConfigError, match="can't return attention weights"):
-        watched(blockwise, params, X)
+        captured(blockwise, params, X)

@@ -10,7 +10,7 @@ from attention_specs import attention_spec
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from transformer.nn._jax_compat import platform_of
-from transformer.nn._partitioning import constrain, platform, ways
+from transformer.nn._partitioning import constrain, num_shards, platform
 from transformer.nn._sharding import make_mesh
 from transformer.nn.kernels import choose
 
@@ -22,7 +22,7 @@ def mesh(**sizes):
 def test_without_a_mesh_nothing_happens():
     x = jnp.ones((4, 2))
     assert constrain(x, "batch", "embed") is x
-    assert ways("length") == 1
+    assert num_shards("length") == 1
 
 
 def test_with_a_mesh_axes_go_where_the_table_says():
@@ -30,7 +30,7 @@ def test_with_a_mesh_axes_go_where_the_table_says():
     with jax.set_mesh(mesh(data=2, context=2, tensor=2)):
         placed = jax.jit(lambda x: constrain(x, "batch", "length", "heads", None))(x)
         assert placed.sharding.spec == PartitionSpec("data", "context", "tensor")
-        assert ways("length") == 2
+        assert num_shards("length") == 2
         # three heads do not divide over two: that axis stays whole
         odd = jax.jit(lambda x: constrain(x, "batch", None, None, "heads"))(x)
         assert "tensor" not in jax.tree.leaves(tuple(odd.sharding.spec))
@@ -61,7 +61,7 @@ def test_the_mesh_in_force_says_what_is_computed_on():
         request = attention_spec(200)
         assert choose("auto", request) == "reference"  # on CPU 200 x 200 scores are too many
     assert platform() == "cpu"
-    assert choose("auto", request) == "sliced"
+    assert choose("auto", request) == "query_chunked"
 
 
 def test_kinds_of_devices_name_their_platform():

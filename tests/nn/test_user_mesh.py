@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import transformer
 from transformer.nn._layers import Embedding
-from transformer.nn._partitioning import axis_rules, constrain, mesh_axes, unmapped_axes, ways
+from transformer.nn._partitioning import axis_rules, constrain, mesh_axes, num_shards, unmapped_axes
 from transformer.nn._sharding import make_mesh
 from transformer.nn.kernels import choose
 
@@ -141,7 +141,7 @@ MODELS = {
 
 
 # Every model with one kernel, and every kernel with a model that hands it a bias.
-CASES = [(name, "reference") for name in MODELS] + [("ALiBi", "chunked")]
+CASES = [(name, "reference") for name in MODELS] + [("ALiBi", "blockwise")]
 
 
 @needs_explicit
@@ -204,7 +204,7 @@ class TestRules:
             assert unmapped_axes() == ("dp", "tp")
             with axis_rules([("batch", "dp"), ("heads", "tp"), ("embed", None)]):
                 assert jax.jit(lambda x: place(x))(x).sharding.spec == PartitionSpec("dp", None, "tp")
-                assert (ways("batch"), ways("heads"), ways("length")) == (4, 2, 1)
+                assert (num_shards("batch"), num_shards("heads"), num_shards("length")) == (4, 2, 1)
                 assert unmapped_axes() == ()
             with nn.logical_axis_rules([("batch", ("dp", "tp")), ("mlp", "tp")]):
                 assert jax.jit(lambda x: place(x))(x).sharding.spec == PartitionSpec(("dp", "tp"))
@@ -260,7 +260,7 @@ def test_splash_is_not_chosen_where_arrays_may_be_split_unknown_to_us(monkeypatc
     monkeypatch.setattr(transformer.nn.kernels, "platform", lambda: "tpu")
     request = attention_spec(2048)
     with pytest.warns(UserWarning, match=r"over which of 8 devices.*no mesh.*with jax\.set_mesh\(mesh\):"):
-        assert choose("auto", request) == "chunked"
+        assert choose("auto", request) == "blockwise"
     with jax.set_mesh(make_mesh({"data": 8})):
         assert choose("auto", request) == "splash"
     chosen = []
@@ -268,7 +268,7 @@ def test_splash_is_not_chosen_where_arrays_may_be_split_unknown_to_us(monkeypatc
     assert chosen == ["splash"]
 
 
-@pytest.mark.parametrize("kernel", ["ring", "gathered"])
+@pytest.mark.parametrize("kernel", ["ring", "all_gather_kv"])
 def test_a_length_split_over_axes_of_any_name(kernel):
     query, key, value = (jax.random.normal(jax.random.key(i), (2, 16, 2, 4)) for i in range(3))
     mask = transformer.Mask.causal()

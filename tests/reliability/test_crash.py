@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from reliability import crash, harming
-from reliability.calls import Left, begun_since, digest, newest, reached, unfinished, went_on
+from reliability.invocations import Left, begun_since, digest, newest, reached, unfinished, went_on
 from reliability.page import crash_table, put
 from reliability.world import AFTER, Tally, Timing, World, draw_moment, phase, timed
 from transformer.training._checkpoint import Checkpointer

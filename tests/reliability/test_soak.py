@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from reliability import soak
-from reliability.calls import OPTIONS
+from reliability.invocations import OPTIONS
+from reliability.monitored import Lines
 from reliability.page import put, soak_table
 from reliability.steady import BLOCKS, MB, Sample, measures, slope
-from reliability.watched import Lines
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -201,7 +201,7 @@ time.sleep(3.0)
 def test_a_program_tells_what_it_compiles_and_what_it_holds(tmp_path):
     program, told = tmp_path / "program.py", tmp_path / "told.jsonl"
     program.write_text(PROGRAM)
-    words = [sys.executable, "-m", "reliability.watched", str(told), str(program), "a word"]
+    words = [sys.executable, "-m", "reliability.monitored", str(told), str(program), "a word"]
     subprocess.run(words, cwd=ROOT, check=True, env=os.environ | soak.VARIABLES | {"JAX_PLATFORMS": "cpu"})
     lines = Lines(told).new()
     (compiled,) = (line for line in lines if "compiled" in line)

@@ -65,7 +65,7 @@ def imports(source: str, package: str = "") -> Iterator[tuple[int, str]]:
 
 
 def package_of(path: Path) -> str:
-    """The package that a file of ours is in: "transformer.nn.kernels" for transformer/nn/kernels/_chunked.py."""
+    """The package that a file of ours is in: "transformer.nn.kernels" for transformer/nn/kernels/_blockwise.py."""
     return ".".join(path.relative_to(ROOT).with_suffix("").parts[:-1])
 
 
@@ -75,7 +75,7 @@ def unit_of(path: Path) -> str:
 
 
 def unit_named(parts: Sequence[str]) -> str:
-    """The row of ("nn", "kernels", "chunked"): "nn/kernels". What is in no row of its own is its folder."""
+    """The row of ("nn", "kernels", "blockwise"): "nn/kernels". What is in no row of its own is its folder."""
     both = "/".join([parts[0], *(part.removeprefix("_") if part != "__init__" else part for part in parts[1:2])])
     return both if both in LAYERS or parts[0] not in LAYERS else parts[0]
 

@@ -139,6 +139,8 @@ private = {}
 for path in sorted(root.rglob("_[a-z]*.py")):
     *room, name = path.relative_to(root).with_suffix("").parts
     private[".".join([*room, name[1:]])] = ".".join(["transformer", *room, name])
+for path, name in transformer._RENAMED.items():
+    private[path.replace("/", ".")] = ".".join(["transformer", *path.split("/")[:-1], name])
 current = private | {"training.lora": "transformer.training.lora", "nn.compat": "transformer.nn.compat"}
 rooms = ("nn.kernels", "nn.models", "training.plan", "viz.studies", "zoo.weights")
 current |= {room: f"transformer.{room}" for room in rooms}
@@ -164,12 +166,14 @@ for room in [module for module in ours if hasattr(module, "__path__")]:
 
 warnings.simplefilter("ignore")
 import transformer.nn.attention as attention
-from transformer.kernels.chunked import chunked_attention
+from transformer.kernels import chunked_attention
+from transformer.kernels.chunked import blockwise_attention
 from transformer.nn import MultiHeadAttention, masks
-from transformer.nn.kernels import _chunked
+from transformer.nn.kernels import _blockwise
 from transformer.viz.studies import sizes
 from transformer.viz.studies.sizes import Size
-assert chunked_attention is _chunked.chunked_attention and attention.MultiHeadAttention is MultiHeadAttention
+assert chunked_attention is blockwise_attention is _blockwise.blockwise_attention
+assert attention.MultiHeadAttention is MultiHeadAttention
 assert sizes.__name__ == "sizes" and Size.__module__ == "transformer.viz.studies._sizes"
 assert pickle.loads(b"ctransformer.nn.attention\\nMultiHeadAttention\\n.") is MultiHeadAttention
 missing_ones = ("transformer.nothing", "transformer.nn.nothing", "transformer.nn.attention.nothing")

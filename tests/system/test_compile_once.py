@@ -27,7 +27,7 @@ from transformer.inference import (
 )
 from transformer.inference._batching import PACKED, TOKENS, _batches, run_pairs
 from transformer.training._evaluation import compiled_eval_step, evaluate_loss
-from transformer.training._numbers import _forecasts
+from transformer.training._numeric_evaluation import _forecasts
 from transformer.training._step import make_eval_step
 
 LONG, SHORT = "the big cat sat on the small mat under a tree", "a dog ran"

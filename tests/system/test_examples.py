@@ -168,8 +168,8 @@ def test_export_is_read_without_the_library(tmp_path):
     np.testing.assert_array_equal(logits.argmax(-1), [[1, 2, 3, 4, 5], [6, 7, 8, 9, 0]])  # it was trained
 
 
-def test_la_pizza_walks_through_the_sizes_of_the_paper():
-    found = load("la_pizza").main()
+def test_array_shapes_walks_through_the_sizes_of_the_paper():
+    found = load("array_shapes").main()
     shapes = {size.place.rpartition("/")[2]: size.shape for size in found}
     assert shapes["query"] == shapes["key"] == shapes["value"] == (1, 6, 8, 64)
     assert [size.shape for size in found if size.axes == "B N T S"] == [(1, 8, 6, 6)]
@@ -177,9 +177,9 @@ def test_la_pizza_walks_through_the_sizes_of_the_paper():
 
 
 @pytest.mark.slow
-def test_la_sopa_runs_to_its_pictures(tmp_path, capsys):
+def test_gender_agreement_runs_to_its_pictures(tmp_path, capsys):
     """Two steps teach nothing; the whole way is there."""
-    module = load("la_sopa")
+    module = load("gender_agreement")
     text = " ".join(module.sentences())
     assert "La sopa se cocinó en la olla" not in text
     assert "La sopa se cocinó en el horno y estaba rica" in text
@@ -190,8 +190,8 @@ def test_la_sopa_runs_to_its_pictures(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_la_sopa_learns_the_gender_of_the_dish(tmp_path):
-    answers = load("la_sopa").main(str(tmp_path))
+def test_gender_agreement_learns_the_gender_of_the_dish(tmp_path):
+    answers = load("gender_agreement").main(str(tmp_path))
     endings = {prompt.split()[1]: word[-1] for prompt, word in answers.items()}
     assert endings == {"sopa": "a", "carne": "a", "arroz": "o"}
 

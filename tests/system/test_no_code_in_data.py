@@ -45,8 +45,8 @@ ALLOWED = {
     ): "a recipe is the user's own Python, and runs",
     ("transformer/training/_overrides.py", "loader.exec_module"): "a recipe is the user's own Python, and runs",
     ("examples/elsewhere/compare.py", "importlib.import_module"): "a project that the user names is run, patched",
-    ("reliability/watched.py", "runpy"): "runs train.py, as python would",
-    ("reliability/watched.py", "ctypes.CDLL"): "opens what the process has loaded anyway: the C library",
+    ("reliability/monitored.py", "runpy"): "runs train.py, as python would",
+    ("reliability/monitored.py", "ctypes.CDLL"): "opens what the process has loaded anyway: the C library",
 }
 """what is found all the same, and why it may be"""
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from teaching_texts import KEYS, SMALL, B, D, T, X, softmax, start, watched
+from teaching_texts import KEYS, SMALL, B, D, T, X, captured, softmax, start
 
 from transformer.config import Execution, LayerKind, transformer_base
 from transformer.data._vocabularies import WordTokenizer
@@ -97,7 +97,7 @@ def test_s2_3_four_kinds_of_attention_are_one_formula(kind):
     x, context = X[:1], X[1:2, :3] if kind == "cross" else None
     attention = MultiHeadAttention(num_heads=heads, head_dim=size, use_bias=False)
     params = start(attention, x)
-    _, weights = watched(attention, params, x, context=context, mask=Mask.causal() if kind == "causal" else None)
+    _, weights = captured(attention, params, x, context=context, mask=Mask.causal() if kind == "causal" else None)
     out = attention.apply(params, x, context, mask=Mask.causal() if kind == "causal" else None)[0]
 
     y = x if context is None else context

@@ -16,7 +16,7 @@ import pytest
 from tensorboardX.proto.event_pb2 import Event
 from training_recipes import tiny_recipe
 
-from transformer.training._journal import Journal, Ledger
+from transformer.training._journal import Journal, TrainStats
 from transformer.training._metrics import MetricsWriter, Progress, read_metrics
 from transformer.viz._records import read_metrics as read_metrics_of_viz
 
@@ -162,7 +162,7 @@ def test_the_time_a_step_waits_for_data_is_told(tmp_path, monkeypatch, ready):
     recipe = dataclasses.replace(recipe, logging=dataclasses.replace(recipe.logging, every=2))
     told = {"loss_sum": 1.0, "weight": 1.0, "grad_norm": 1.0, "learning_rate": 0.1, "skipped": 0, "finite": True}
     with MetricsWriter(tmp_path) as writer:
-        journal = Journal(recipe, Ledger(), writer, Progress(5, mode="none"), [])
+        journal = Journal(recipe, TrainStats(), writer, Progress(5, mode="none"), [])
         for step in range(1, 6):
             journal.fed(0.25)
             journal.add(step, {name: Pending(value, ready) for name, value in told.items()})
@@ -178,7 +178,7 @@ def test_the_loss_of_routers_has_a_line_of_its_own_where_there_are_some(tmp_path
     with MetricsWriter(tmp_path) as writer:
         recipe = tiny_recipe(steps=4)
         recipe = dataclasses.replace(recipe, logging=dataclasses.replace(recipe.logging, every=2))
-        journal = Journal(recipe, Ledger(), writer, Progress(4, mode="none"), [])
+        journal = Journal(recipe, TrainStats(), writer, Progress(4, mode="none"), [])
         for step in range(1, 5):
             sums = {"loss_sum": 6.0 * step, "weight": 2.0 * step} | ({"router_loss": 1.0 * step**2} if routed else {})
             told = {"grad_norm": 1.0, "learning_rate": 0.1, "skipped": 0, "finite": True}

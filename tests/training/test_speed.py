@@ -12,7 +12,7 @@ from transformer.config import TransformerConfig
 from transformer.data import TextFile
 from transformer.training import _speed as speed_module
 from transformer.training._chips import CHIPS, DEVICE_KINDS, GPUS, peak_flops
-from transformer.training._journal import Journal, Ledger
+from transformer.training._journal import Journal, TrainStats
 from transformer.training._memory import peak_bytes
 from transformer.training._metrics import MetricsWriter, Progress, read_metrics
 from transformer.training._parallel import place
@@ -119,7 +119,7 @@ def journal_lines(tmp_path, monkeypatch, *, compiled_at=(), **kwargs):
     told = {"loss_sum": 1.0, "weight": 8.0, "grad_norm": 1.0, "learning_rate": 0.1, "skipped": 0, "finite": True}
     speed, batch = Speed(recipe, shapes_of(recipe), Spread()), tiny_batch()
     with MetricsWriter(tmp_path) as writer:
-        journal = Journal(recipe, Ledger(), writer, Progress(6, mode="none"), [], speed=speed)
+        journal = Journal(recipe, TrainStats(), writer, Progress(6, mode="none"), [], speed=speed)
         for step in range(1, 7):
             if step in compiled_at:
                 journal.read()

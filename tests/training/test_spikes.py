@@ -23,7 +23,7 @@ from transformer.nn._sharding import ParallelConfig
 from transformer.training import _journal as module
 from transformer.training._evaluation import evaluate_loss
 from transformer.training._finite import first_bad_parameter, why_not_finite
-from transformer.training._journal import Journal, Ledger, LossSpikeError
+from transformer.training._journal import Journal, LossSpikeError, TrainStats
 from transformer.training._loop import train
 from transformer.training._metrics import MetricsWriter, Progress, read_metrics
 from transformer.training._parallel import place
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.usefixtures("compile_once")
 
 def watched(losses, deviations=3.0):
     """The ledger after these losses, each judged by the limit of all before it, and which were spikes."""
-    ledger, spikes = Ledger(), []
+    ledger, spikes = TrainStats(), []
     for loss in losses:
         spikes.append(ledger.watch(loss, ledger.limit, deviations))
     return ledger, spikes
@@ -79,7 +79,7 @@ def played(tmp_path, losses, finite=True, most_in_a_row=None, **training):
     """A journal that got these losses, one a step; what it said."""
     recipe = tiny_recipe(steps=len(losses), **training)
     recipe = dataclasses.replace(recipe, logging=dataclasses.replace(recipe.logging, every=1))
-    ledger, said = Ledger(), io.StringIO()
+    ledger, said = TrainStats(), io.StringIO()
     told = {
         "weight": 2.0,
         "grad_norm": 1.0,
@@ -137,7 +137,7 @@ def limits_of(tmp_path, losses, pauses, bad=()):
     """
     recipe = tiny_recipe(steps=len(losses), spike_policy="skip", nan_policy="skip")
     with MetricsWriter(tmp_path) as writer:
-        journal = Journal(recipe, Ledger(), writer, Progress(len(losses), mode="none"), [])
+        journal = Journal(recipe, TrainStats(), writer, Progress(len(losses), mode="none"), [])
         limits = []
         for step, loss in enumerate(losses, start=1):
             limits.append(journal.skip_above())

@@ -16,7 +16,7 @@ from training_recipes import change, text_recipe
 
 from transformer.__main__ import main
 from transformer.cli._report import in_another_workdir, names_of, read_run
-from transformer.training._calls import read_calls, record_call, versions
+from transformer.training._invocations import read_calls, record_call, versions
 from transformer.training._lock import WorkdirLock, in_use
 from transformer.training._recipe import save_recipe
 from transformer.training._report import append_samples, read_samples

@@ -174,7 +174,7 @@ LONGROPE = {"type": "longrope", "short_factor": [1.0, 1.0], "long_factor": [2.0,
     [
         ("qwen2", {"layer_types": [FULL]}, "layer_types has 1 names, but there are 2 layers"),
         ("qwen2", {"layer_types": [FULL, SLIDING]}, "sliding_attention, but sliding_window is not set"),
-        ("gemma2", {"layer_types": [FULL, "chunked_attention"]}, "layer_types has chunked_attention"),
+        ("gemma2", {"layer_types": [FULL, "blockwise_attention"]}, "layer_types has blockwise_attention"),
         ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
         ("gemma3_text", {"attn_logit_softcapping": 50.0}, r"attn_logit_softcapping is 50\.0"),
         ("gemma3_text", {"rope_parameters": {"rope_theta": 9.0}}, "rope_parameters has rope_theta, but it is kept by"),

@@ -162,7 +162,7 @@ REFUSED = [
     ("roberta", {"pad_token_id": 0}, "pad_token_id is 0"),
     ("modernbert", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling is {"),
     ("modernbert", {"layer_types": ["full_attention"]}, "for each of 22 layers"),
-    ("modernbert", {"layer_types": ["chunked_attention"] * 22}, "layer_types must be full_attention or sliding"),
+    ("modernbert", {"layer_types": ["blockwise_attention"] * 22}, "layer_types must be full_attention or sliding"),
     (
         "modernbert",
         {"rope_parameters": {"full_attention": {"partial_rotary_factor": 0.5}}},

@@ -45,7 +45,7 @@ def main(arguments: Sequence[str]) -> None:
             raise ConfigError("OUT is missing, the directory to write. To check an exported DIR, pass --verify.")
         _verify(command, command.directory)
         return
-    from transformer.inference._opening import export
+    from transformer.inference._loading import export
 
     if command.output.is_dir() and any(command.output.iterdir()):  # before a model is read
         raise ConfigError(f"{command.output} is not empty: nothing is overwritten. Name a new directory, or empty it.")

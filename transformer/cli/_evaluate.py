@@ -53,7 +53,7 @@ def main(arguments: Sequence[str]) -> None:
         )
 
     from transformer.data._pipeline import prepare
-    from transformer.nn.kernels import anywhere
+    from transformer.nn.kernels import portable
     from transformer.training._evaluation import compiled_eval_step, evaluate_loss
     from transformer.training._tasks import TASKS
 
@@ -73,7 +73,7 @@ def main(arguments: Sequence[str]) -> None:
             stacklevel=1,
         )
     split = command.split or ("test" if "test" in dataset.splits else "validation")
-    recipe = dataclasses.replace(run.recipe, execution=anywhere(run.recipe.execution))  # of training's, maybe elsewhere
+    recipe = dataclasses.replace(run.recipe, execution=portable(run.recipe.execution))  # of training's, maybe elsewhere
     result = evaluate_loss(compiled_eval_step(recipe), run.params, dataset.eval_batches(split))
     values, lines = {"exact_match": {}}, []
     if translates and command.examples != 0:

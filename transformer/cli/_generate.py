@@ -15,9 +15,9 @@ from transformer.cli._models import ModelCommand
 from transformer.config._checks import ConfigError
 
 if TYPE_CHECKING:
-    from transformer.cli._texts import Written
+    from transformer.cli._texts import GeneratedText
     from transformer.generate._sampling import Sampling
-    from transformer.inference._opening import Opened
+    from transformer.inference._loading import LoadedModel
 
 FILTERS = ("top_k", "top_p", "min_p")
 """options that restrict the tokens to sample from"""
@@ -123,7 +123,7 @@ def _sampling(command: Generate, *, greedy: bool) -> Sampling:
     return Sampling(temperature=temperature, **filters)
 
 
-def _print(written: Sequence[Written], translates: bool) -> None:
+def _print(written: Sequence[GeneratedText], translates: bool) -> None:
     """Prints one line for each translation, or each prompt with its continuation."""
     from transformer.cli._texts import shown
 
@@ -141,14 +141,14 @@ def _decoding_options(command: Generate, translates: bool) -> dict[str, Any]:
     options: dict[str, Any] = {} if command.slots is None else {"slots": command.slots}
     if command.draft is not None:
         from transformer.generate._speculative import Draft
-        from transformer.inference._opening import open_model
+        from transformer.inference._loading import open_model
 
         draft = open_model(command.draft)
         options["draft"] = Draft(model=draft.model, params=draft.params, tokens=command.draft_tokens or 4)
     return options
 
 
-def _in_8_bits(run: Opened) -> Opened:
+def _in_8_bits(run: LoadedModel) -> LoadedModel:
     from transformer.nn._int8 import quantize
 
     params, report = quantize(run.params)

@@ -16,7 +16,7 @@ from transformer.config._checks import ConfigError
 from transformer.config._invocation import program
 
 if TYPE_CHECKING:
-    from transformer.inference._opening import Opened
+    from transformer.inference._loading import LoadedModel
 
 
 ROW_SUM = 0.99
@@ -105,7 +105,7 @@ class _Text:
     """the first token on the decoder's side that the model wrote itself"""
 
 
-def _read(command: Inspect, run: Opened) -> _Text:
+def _read(command: Inspect, run: LoadedModel) -> _Text:
     from transformer.cli import _texts as texts
     from transformer.generate._sampling import Sampling
     from transformer.nn.models._causal_lm import CausalLM
@@ -135,7 +135,7 @@ def _read(command: Inspect, run: Opened) -> _Text:
     return _Text(prompt, rows, target, len(start) if command.target is None else None)
 
 
-def _check_reader(command: Inspect, run: Opened) -> None:
+def _check_reader(command: Inspect, run: LoadedModel) -> None:
     """Raises ConfigError for a model that reads no text."""
     from transformer.nn.models._base import TokenEncoder
     from transformer.nn.models._causal_lm import CausalLM
@@ -149,7 +149,7 @@ def _check_reader(command: Inspect, run: Opened) -> None:
         )
 
 
-def _written(run: Opened, prompt: str, ids: list[int], new: int) -> _Text:
+def _written(run: LoadedModel, prompt: str, ids: list[int], new: int) -> _Text:
     """A prompt and what a causal model writes behind it, all of which it must be able to read at once."""
     from transformer.cli import _texts as texts
     from transformer.generate._generation import generate
@@ -168,12 +168,14 @@ def _written(run: Opened, prompt: str, ids: list[int], new: int) -> _Text:
     return _Text(prompt, {"target": ids}, texts.went_on(run.tokenizer, ids, len(row)), len(ids) - len(row))
 
 
-def _name(run: Opened) -> str:
+def _name(run: LoadedModel) -> str:
     """What a model is called on a page."""
     return str(run.directory) if run.run is None else f"{run.run.recipe.name}, step {run.run.step}"
 
 
-def _side_by_side(command: Inspect, run: Opened, text: _Text, labels: dict[str, list[str]]) -> dict[str, Opened]:
+def _side_by_side(
+    command: Inspect, run: LoadedModel, text: _Text, labels: dict[str, list[str]]
+) -> dict[str, LoadedModel]:
     """The model and the one of --compare, by name. ConfigError: it is the same, or can't read the same tokens."""
     if command.compare.isdecimal() or command.compare in ("best", "newest"):
         step = int(command.compare) if command.compare.isdecimal() else command.compare
@@ -197,14 +199,14 @@ def _side_by_side(command: Inspect, run: Opened, text: _Text, labels: dict[str, 
     return dict(zip(names, (run, other), strict=True))
 
 
-def _read_sides(run: Opened) -> str:
+def _read_sides(run: LoadedModel) -> str:
     from transformer.nn.models._causal_lm import CausalLM
     from transformer.nn.models._seq2seq import Seq2Seq
 
     return next((kind.__name__ for kind in (Seq2Seq, CausalLM) if isinstance(run.model, kind)), "encoder")
 
 
-def _check_same_tokens(command: Inspect, other: Opened, text: _Text, labels: dict[str, list[str]]) -> None:
+def _check_same_tokens(command: Inspect, other: LoadedModel, text: _Text, labels: dict[str, list[str]]) -> None:
     """Raises ConfigError unless another model's tokenizer cuts the prompt alike and means the same by every id."""
     from transformer.cli import _texts as texts
 
@@ -222,13 +224,13 @@ def _check_same_tokens(command: Inspect, other: Opened, text: _Text, labels: dic
         )
 
 
-def _reference(run: Opened) -> Any:
+def _reference(run: LoadedModel) -> Any:
     """The model with the kernel that can always give its weights, whatever it was trained with."""
     execution = dataclasses.replace(run.model.execution, attention="reference", sow_weights=True)
     return run.model.clone(execution=execution)
 
 
-def _watch(run: Opened, text: _Text) -> Any:
+def _watch(run: LoadedModel, text: _Text) -> Any:
     """What attention sows when a model reads the text's rows (1, T); nothing when no layer attends. ValueError: more
     than a page can hold, before it is computed.
     """
@@ -251,7 +253,7 @@ def _watch(run: Opened, text: _Text) -> Any:
 def _save_page(
     command: Inspect,
     arguments: Sequence[str],
-    shown: dict[str, Opened],
+    shown: dict[str, LoadedModel],
     sown: Sequence[Any],
     text: _Text,
     labels: dict[str, list[str]],
@@ -289,7 +291,7 @@ def _save_page(
     )
 
 
-def _described(name: str, run: Opened, two_stacks: bool) -> str:
+def _described(name: str, run: LoadedModel, two_stacks: bool) -> str:
     import jax
 
     config = run.model.config
@@ -306,7 +308,9 @@ def _described(name: str, run: Opened, two_stacks: bool) -> str:
     return f"{name}: {type(run.model).__name__} in {run.directory}; {sizes}"
 
 
-def _report(command: Inspect, run: Opened, text: _Text, labels: dict[str, list[str]], paths: Sequence[Path]) -> None:
+def _report(
+    command: Inspect, run: LoadedModel, text: _Text, labels: dict[str, list[str]], paths: Sequence[Path]
+) -> None:
     import jax
     import jax.numpy as jnp
 

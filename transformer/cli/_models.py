@@ -16,7 +16,7 @@ from transformer.config._checks import ConfigError, nearest
 from transformer.config._invocation import program
 
 if TYPE_CHECKING:
-    from transformer.inference._opening import Opened
+    from transformer.inference._loading import LoadedModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,14 +33,14 @@ class ModelCommand:
     debug: bool = False
     """show the traceback of an error"""
 
-    def load(self, **options: Any) -> Opened:
+    def load(self, **options: Any) -> LoadedModel:
         """The model, with options of `zoo.load_pretrained`.
 
         Raises:
             ConfigError: the directory holds checkpoints of a run, and is not the run itself.
             FileNotFoundError, ValueError: as `open_model`.
         """
-        from transformer.inference._opening import open_model
+        from transformer.inference._loading import open_model
 
         source: str | Path = self.directory
         if not self.directory.is_dir():
@@ -59,7 +59,7 @@ class ModelCommand:
         logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax tells of every file it reads
         return open_model(source, step=self.step, **options)
 
-    def load_writer(self) -> Opened:
+    def load_writer(self) -> LoadedModel:
         """The model, which must be one that goes on from text: ConfigError else."""
         from transformer.nn.models._causal_lm import CausalLM
         from transformer.nn.models._seq2seq import Seq2Seq
@@ -76,7 +76,7 @@ class ModelCommand:
             )
         return opened
 
-    def print_json(self, opened: Opened, **values: Any) -> None:
+    def print_json(self, opened: LoadedModel, **values: Any) -> None:
         """One JSON object on stdout, in ASCII: any pipe can carry it."""
         print(json.dumps({**opened.place(), **values}, indent=2))
 
@@ -88,7 +88,7 @@ class TextsCommand(ModelCommand):
     text: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """text to read; repeat the option for more texts; - reads lines from stdin"""
 
-    def load_with_texts(self) -> tuple[Opened, list[str]]:
+    def load_with_texts(self) -> tuple[LoadedModel, list[str]]:
         """The model and the texts, with a warning about tokens that the model does not know."""
         from transformer.cli._texts import read_prompts, warn_of_unknown
 

@@ -96,7 +96,7 @@ def read_run(workdir: Path, name: str) -> RunReport:
         FileNotFoundError: it is no workdir.
         ValueError: a file of it that can't be read; the message names it.
     """
-    from transformer.training._calls import read_calls
+    from transformer.training._invocations import read_calls
     from transformer.training._metrics import FILE
     from transformer.training._recipe import load_recipe
     from transformer.training._report import read_samples

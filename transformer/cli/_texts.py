@@ -18,7 +18,7 @@ from transformer.nn.models._seq2seq import Seq2Seq
 
 if TYPE_CHECKING:
     from transformer.data._tokenizer import Tokenizer
-    from transformer.inference._opening import Opened
+    from transformer.inference._loading import LoadedModel
 
 
 UNBOUNDED = 2**30
@@ -33,7 +33,7 @@ MOST_NAMED = 5
 
 
 @dataclass(frozen=True)
-class Written:
+class GeneratedText:
     """What a model made of a prompt: `output` is the text it wrote."""
 
     prompt: str
@@ -76,7 +76,7 @@ def _stdin_prompts(lines: bool, option: str) -> list[str]:
 class UnknownParts:
     """The words and characters of texts that a model's tokenizer does not know, collected for one warning."""
 
-    def __init__(self, run: Opened):
+    def __init__(self, run: LoadedModel):
         self._run = run
         self.counts: Counter[str] = Counter()
 
@@ -103,7 +103,7 @@ class UnknownParts:
         )
 
 
-def warn_of_unknown(run: Opened, texts: Iterable[str], *, normalize: bool = True) -> None:
+def warn_of_unknown(run: LoadedModel, texts: Iterable[str], *, normalize: bool = True) -> None:
     """Warn once of all that the tokenizer does not know in the texts."""
     found = UnknownParts(run)
     for text in texts:
@@ -111,7 +111,7 @@ def warn_of_unknown(run: Opened, texts: Iterable[str], *, normalize: bool = True
     found.warn()
 
 
-def encode_prompt(run: Opened, prompt: str) -> list[int]:
+def encode_prompt(run: LoadedModel, prompt: str) -> list[int]:
     """Token ids of a prompt.
 
     Raises:
@@ -124,7 +124,7 @@ def encode_prompt(run: Opened, prompt: str) -> list[int]:
     return ids
 
 
-def encode(run: Opened, text: str, what: str) -> list[int]:
+def encode(run: LoadedModel, text: str, what: str) -> list[int]:
     """Token ids of a text; `what` names it in errors. ValueError as `encode_prompt`, but an empty text is fine."""
     tokenizer = run.tokenizer
     try:
@@ -147,8 +147,8 @@ def encode(run: Opened, text: str, what: str) -> list[int]:
 
 
 def translate(
-    run: Opened, prompts: Sequence[str], *, max_new_tokens: int, sampling: Sampling, seed: int
-) -> list[Written]:
+    run: LoadedModel, prompts: Sequence[str], *, max_new_tokens: int, sampling: Sampling, seed: int
+) -> list[GeneratedText]:
     """The target that an encoder-decoder writes for each source.
 
     Raises:
@@ -174,7 +174,9 @@ def translate(
         sampling=dataclasses.replace(sampling, suppress=run.suppressed),
         seed=seed,
     )
-    return [Written(prompt, tokenizer.decode(row), len(row) < most) for prompt, row in zip(prompts, rows, strict=True)]
+    return [
+        GeneratedText(prompt, tokenizer.decode(row), len(row) < most) for prompt, row in zip(prompts, rows, strict=True)
+    ]
 
 
 @dataclass(frozen=True)
@@ -202,8 +204,8 @@ class _Text:
 
 
 def continue_texts(
-    run: Opened, prompts: Sequence[str], *, max_new_tokens: int, sampling: Sampling, seed: int, **ways: Any
-) -> list[Written]:
+    run: LoadedModel, prompts: Sequence[str], *, max_new_tokens: int, sampling: Sampling, seed: int, **ways: Any
+) -> list[GeneratedText]:
     """How a causal model goes on with each prompt; `ways` are the `draft` or `slots` of `generate`.
 
     A model trained on windows of n tokens doesn't know later positions: what doesn't fit one window is written in
@@ -236,7 +238,7 @@ def continue_texts(
             )
             for number, row in zip(numbers, rows, strict=True):
                 texts[number] = texts[number].grown(row, wanted)
-    return [Written(text.prompt, went_on(tokenizer, text.ids, len(text.new)), text.ended) for text in texts]
+    return [GeneratedText(text.prompt, went_on(tokenizer, text.ids, len(text.new)), text.ended) for text in texts]
 
 
 def went_on(tokenizer: Tokenizer, ids: Sequence[int], new: int) -> str:

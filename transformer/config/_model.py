@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -25,7 +26,7 @@ from transformer.config._options import (
     T5BiasOptions,
 )
 from transformer.config._parts import FeedForwardActivation, Layer, LayerKind, Patches, Series
-from transformer.config._paths import Convert, with_paths
+from transformer.config._paths import Convert, reads_former_names, with_paths
 
 Norm = Literal["layer_norm", "rms_norm", "zero_centered_rms_norm", "layer_norm_without_bias", "frozen_batch_norm"]
 NormPosition = Literal["pre", "post", "pre_without_residual", "sandwich", "reordered", "parallel"]
@@ -339,6 +340,22 @@ class TransformerConfig:
         return dataclasses.replace(self, **changes)
 
 
+FORMER_KERNEL_NAMES = {"chunked": "blockwise", "gathered": "all_gather_kv", "sliced": "query_chunked"}
+"""attention kernels that had another name up to version 0.1: old name -> new name"""
+
+
+def current_kernel_name(name: str) -> str:
+    """The name of an attention kernel; for a name of version 0.1 the new one, with a DeprecationWarning.
+
+    Files of earlier versions are read without the warning (`former_names_accepted`).
+    """
+    new = FORMER_KERNEL_NAMES.get(name, name)
+    if new != name and not reads_former_names():
+        text = f"the attention kernel {name!r} is now called {new!r}. The old name works for one release."
+        warnings.warn(text, DeprecationWarning, stacklevel=3)
+    return new
+
+
 @dataclass(frozen=True, kw_only=True)
 class Execution:
     """How a model is computed: changes speed and memory, never the result beyond rounding."""
@@ -354,3 +371,4 @@ class Execution:
 
     def __post_init__(self):
         check_choices(self, remat=Remat)
+        object.__setattr__(self, "attention", current_kernel_name(self.attention))

@@ -28,6 +28,11 @@ def former_names_accepted() -> Iterator[None]:
         _quiet.reset(token)
 
 
+def reads_former_names() -> bool:
+    """Whether former names are accepted without a warning (`former_names_accepted`)."""
+    return _quiet.get()
+
+
 def with_paths(former: Mapping[str, str], convert: Mapping[str, Convert] | None = None) -> Callable[[type], type]:
     """Class decorator: a config dataclass whose constructor also accepts dotted paths and former names.
 

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from transformer.config._checks import ConfigError
-from transformer.generate._decoding import Rows
+from transformer.generate._decoding import Batch
 from transformer.generate._generation import check_finite
 from transformer.generate._prompts import (
     Ids,
@@ -28,7 +28,7 @@ from transformer.generate._prompts import (
     source_rows,
     target_rows,
 )
-from transformer.generate._searching import Found, Terms, search
+from transformer.generate._searching import BeamParams, BeamState, search
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +141,7 @@ def beam_search(
     model = decoding_model(model)
     prompt_slots = slots_of_prompts(rows, source, model.config.max_length)
     limits, longest = _limits(beam, rows, source, most, model.config)
-    terms = Terms(
+    terms = BeamParams(
         np.array(ends, np.int32),
         np.array(suppress, np.int32),
         limits,
@@ -155,7 +155,7 @@ def beam_search(
     return [_hypotheses(found, row, beam) for row in range(len(rows))]
 
 
-def _limits(beam: Beam, rows: Sequence[np.ndarray], source: Rows | None, most: int | None, config: Any) -> tuple:
+def _limits(beam: Beam, rows: Sequence[np.ndarray], source: Batch | None, most: int | None, config: Any) -> tuple:
     """How many new tokens each row may have, (B,), and how many any row with a source so long may, padding included:
     sources that share a shape share what is compiled.
     """
@@ -168,7 +168,7 @@ def _limits(beam: Beam, rows: Sequence[np.ndarray], source: Rows | None, most: i
     return np.array(limits, np.int32), int(min(most, max(room), beam.longest(slots)))
 
 
-def _hypotheses(found: Found, row: int, beam: Beam) -> list[Hypothesis]:
+def _hypotheses(found: BeamState, row: int, beam: Beam) -> list[Hypothesis]:
     """What was found for a row, its tokens traced back from where it ended."""
 
     def trace(step: int, place: int) -> list[int]:

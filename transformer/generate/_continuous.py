@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from transformer.generate._decoding import Rows, Written, decode_step, prefill
+from transformer.generate._decoding import Batch, DecodeResult, decode_step, prefill
 from transformer.generate._layers import separate, separated
-from transformer.generate._sampling import Choice, choose
+from transformer.generate._sampling import SamplerParams, choose
 from transformer.nn._axes import Array, Bool, Int, Leaf, PRNGKey
 from transformer.nn._caches import cache_length
 from transformer.nn.models._causal_lm import CausalLM
@@ -32,7 +32,7 @@ class Slots:
     """(S,), of the rows"""
     cache: Any
     """of S rows, each layer's apart"""
-    written: Written
+    written: DecodeResult
 
 
 _separate = jax.jit(separate, static_argnums=0)
@@ -41,21 +41,21 @@ _separate = jax.jit(separate, static_argnums=0)
 def decode_in_slots(
     model: CausalLM,
     params: Any,
-    prompts: Sequence[Rows],
+    prompts: Sequence[Batch],
     keys: PRNGKey,
-    choice: Choice,
+    choice: SamplerParams,
     eos_ids: Int[np.ndarray, " E"],
     limit: SupportsIndex,
     *,
     slots: int,
     cache_slots: int,
     new_slots: int,
-) -> Written:
+) -> DecodeResult:
     """What `decode` writes of all prompts (one row each), never more than `slots` of them at once.
 
     The longest prompts come first, so that those that follow fit the shapes that were compiled. New rows are read as
     soon as any has ended; those whose padded lengths are alike share a call (continuous batching: Yu et al. 2022, Orca,
-    OSDI, section 4). Each layer's parameters are copied once, as `looping` does.
+    OSDI, section 4). Each layer's parameters are copied once, as `with_separate_layers` does.
     """
     order = sorted(range(len(prompts)), key=lambda number: -prompts[number].tokens.shape[1])
     params = {**params, "decoder": _separate(model, params["decoder"])}
@@ -65,9 +65,9 @@ def decode_in_slots(
         running=jnp.zeros((slots,), bool),
         keys=jnp.broadcast_to(keys[:1], (slots,)),
         cache=model.init_cache(slots, cache_slots),
-        written=Written.blank(slots, new_slots),
+        written=DecodeResult.blank(slots, new_slots),
     )
-    found = jax.tree.map(np.array, Written.blank(len(prompts), new_slots))
+    found = jax.tree.map(np.array, DecodeResult.blank(len(prompts), new_slots))
     rows_of: dict[int, int] = {}  # slot -> number of the prompt that is written there
     while order or rows_of:
         free = [slot for slot in range(slots) if slot not in rows_of]
@@ -97,9 +97,9 @@ def fill(
     model: CausalLM,
     params: Any,
     state: Slots,
-    prompts: Rows,
+    prompts: Batch,
     keys: PRNGKey,
-    choice: Choice,
+    choice: SamplerParams,
     eos_ids: Int[Array, " E"],
     limit: Int[Array, ""],
     slots: Int[Array, " R"],
@@ -117,7 +117,7 @@ def fill(
         running=jnp.ones_like(prompts.lengths, bool),
         keys=keys,
         cache=cache,
-        written=Written.blank(len(prompts.lengths), state.written.tokens.shape[1]),
+        written=DecodeResult.blank(len(prompts.lengths), state.written.tokens.shape[1]),
     )
     fresh = _record(fresh, logits, prompts.lengths, choice, eos_ids, limit)
     return jax.tree.map(put, state, fresh)
@@ -128,7 +128,7 @@ def go_on(
     model: CausalLM,
     params: Any,
     state: Slots,
-    choice: Choice,
+    choice: SamplerParams,
     eos_ids: Int[Array, " E"],
     limit: Int[Array, ""],
     others_wait: Bool[Array, ""],
@@ -154,7 +154,7 @@ def _record(state, logits, positions, choice, eos_ids, limit):
     running, written = state.running & ~failed & ~ended, state.written
     columns = jnp.where(running, written.counts, written.tokens.shape[1])
     counts = written.counts + running
-    written = Written(
+    written = DecodeResult(
         tokens=written.tokens.at[jnp.arange(tokens.shape[0]), columns].set(tokens, mode="drop"),
         counts=counts,
         failed_at=jnp.where(failed, positions, written.failed_at),

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from transformer.generate._layers import keeps_apart, separate, separated
-from transformer.generate._sampling import Choice, choose
+from transformer.generate._sampling import SamplerParams, choose
 from transformer.nn._axes import Array, Float, Int, Leaf, PRNGKey, Tokens
 from transformer.nn._caches import ContextCache, cache_length, set_cache_length
 from transformer.nn._masks import Mask
@@ -20,7 +20,7 @@ from transformer.nn.models._seq2seq import Seq2Seq
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Rows:
+class Batch:
     """Rows of token ids of unlike lengths, padded on the right."""
 
     tokens: Leaf
@@ -30,7 +30,7 @@ class Rows:
 
 
 def prefill(
-    model: CausalLM | Seq2Seq, params: Any, prompts: Rows, source: Rows | None, cache_slots: int
+    model: CausalLM | Seq2Seq, params: Any, prompts: Batch, source: Batch | None, cache_slots: int
 ) -> tuple[Float[Array, "B V"], Any]:
     """Reads whole prompts (and sources) at once: logits (B, V) after the last token of each, and the filled cache."""
     cache = model.init_cache(prompts.tokens.shape[0], cache_slots)
@@ -40,7 +40,7 @@ def prefill(
 
 
 def decode_step(
-    model: CausalLM | Seq2Seq, params: Any, tokens: Int[Array, " B"], cache: Any, source: Rows | None
+    model: CausalLM | Seq2Seq, params: Any, tokens: Int[Array, " B"], cache: Any, source: Batch | None
 ) -> tuple[Float[Array, "B V"], Any]:
     """One more token a row, (B,): the logits after it, (B, V), and the cache that holds it. Of the source, only its
     lengths are read: its keys and values are in the cache.
@@ -56,7 +56,7 @@ def decode_side_by_side(
     positions: Int[Array, "B Z"] | None,
     mask: Mask | None,
     cache: Any,
-    source: Rows | None,
+    source: Batch | None,
 ) -> tuple[Float[Array, "B Z V"], Any]:
     """One more token of each of Z hypotheses a row, (B, Z), at `positions` and attending to what `mask` leaves of the
     cache: the logits after each, (B, Z, V), and the cache that holds them. Of the source, as in `decode_step`.
@@ -78,7 +78,7 @@ def read(model: CausalLM, params: Any, tokens: Tokens, cache: Any) -> tuple[Floa
     return model.apply(variables, hidden, method=CausalLM.head), cache
 
 
-def looping(model: CausalLM | Seq2Seq, params: Any, cache: Any) -> tuple[CausalLM | Seq2Seq, Any, Any]:
+def with_separate_layers(model: CausalLM | Seq2Seq, params: Any, cache: Any) -> tuple[CausalLM | Seq2Seq, Any, Any]:
     """Model, and trees of parameters and cache, as a loop over tokens takes them: where `keeps_apart` says so, each
     layer's part a tree of its own.
     """
@@ -117,7 +117,7 @@ def _with_context(cache: Any, before: Any) -> Any:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Written:
+class DecodeResult:
     """What the loop leaves behind."""
 
     tokens: Leaf
@@ -128,9 +128,9 @@ class Written:
     """(B,), position whose logits were not finite, or -1. The loop stops at the first, for all rows"""
 
     @staticmethod
-    def blank(batch: int, new_slots: int) -> Written:
+    def blank(batch: int, new_slots: int) -> DecodeResult:
         """Nothing yet."""
-        return Written(
+        return DecodeResult(
             tokens=jnp.zeros((batch, new_slots), jnp.int32),
             counts=jnp.zeros((batch,), jnp.int32),
             failed_at=jnp.full((batch,), -1, jnp.int32),
@@ -141,16 +141,16 @@ class Written:
 def decode(
     model: CausalLM | Seq2Seq,
     params: Any,
-    prompts: Rows,
-    source: Rows | None,
+    prompts: Batch,
+    source: Batch | None,
     keys: PRNGKey,
-    choice: Choice,
+    choice: SamplerParams,
     eos_ids: Int[Array, " E"],
     limit: Int[Array, ""],
     *,
     cache_slots: int,
     new_slots: int,
-) -> Written:
+) -> DecodeResult:
     """Prefill, then one loop until every row has ended or has `limit` new tokens. Compiled once for each model, shape
     of the arrays and kind of `choice`.
 
@@ -160,7 +160,7 @@ def decode(
         limit: new tokens at most, no more than `new_slots`.
     """
     logits, cache = prefill(model, params, prompts, source, cache_slots)
-    model, params, cache = looping(model, params, cache)
+    model, params, cache = with_separate_layers(model, params, cache)
     batch = prompts.lengths.shape[0]
 
     def draw(logits, positions):
@@ -169,7 +169,7 @@ def decode(
     def record(written, step, running, tokens, positions):
         failed, ended = running & (tokens < 0), (tokens[:, None] == eos_ids[None, :]).any(1)
         running = running & ~failed & ~ended
-        written = Written(
+        written = DecodeResult(
             tokens=jax.lax.dynamic_update_slice(written.tokens, tokens[:, None], (jnp.int32(0), step)),
             counts=written.counts + running,
             failed_at=jnp.where(failed, positions, written.failed_at),
@@ -191,6 +191,6 @@ def decode(
 
     tokens = draw(logits, prompts.lengths)
     written, running = record(
-        Written.blank(batch, new_slots), jnp.int32(0), jnp.ones((batch,), bool), tokens, prompts.lengths
+        DecodeResult.blank(batch, new_slots), jnp.int32(0), jnp.ones((batch,), bool), tokens, prompts.lengths
     )
     return jax.lax.while_loop(unfinished, advance, (jnp.int32(1), tokens, running, cache, written))[-1]

@@ -27,7 +27,7 @@ from transformer.generate._prompts import (
     source_rows,
     target_rows,
 )
-from transformer.generate._sampling import PLAIN, Choice, Sampling
+from transformer.generate._sampling import PLAIN, SamplerParams, Sampling
 from transformer.generate._speculative import Draft, decode_with_draft
 from transformer.nn.models._causal_lm import CausalLM
 
@@ -88,7 +88,7 @@ def generate(
     prompt_slots = slots_of_prompts(prompt_rows, source, model.config.max_length)
     new_slots = bucket(limit)
     keys = _row_keys(*row_seeds(seed, len(prompt_rows)))
-    how = Choice.of(sampling, vocab_size), np.array(ends or [-1], np.int32), np.int32(limit)
+    how = SamplerParams.of(sampling, vocab_size), np.array(ends or [-1], np.int32), np.int32(limit)
     room = {"cache_slots": prompt_slots + new_slots, "new_slots": new_slots}
     if slots is not None and slots < len(prompt_rows):
         each = [pad([row], padded_length([row], model.config.max_length)) for row in prompt_rows]

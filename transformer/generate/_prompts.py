@@ -12,8 +12,8 @@ import numpy as np
 from transformer.config._checks import ConfigError
 from transformer.config._model import TransformerConfig
 from transformer.config._parts import LayerKind
-from transformer.generate._decoding import Rows
-from transformer.nn.kernels import anywhere
+from transformer.generate._decoding import Batch
+from transformer.nn.kernels import portable
 from transformer.nn.models._causal_lm import CausalLM
 from transformer.nn.models._seq2seq import Seq2Seq
 from transformer.nn.models._speech import FRAMES_A_POSITION, SpeechToText, check_frames
@@ -48,7 +48,7 @@ def decoding_model(model: Any) -> Any:
     stack = model.config.stack
     kinds = {part: tuple(map(roomy, getattr(stack, part))) for part in ("prefix", "period", "suffix")}
     config = model.config.replace(stack=dataclasses.replace(stack, **kinds))
-    return model.clone(config=config, execution=anywhere(model.execution))
+    return model.clone(config=config, execution=portable(model.execution))
 
 
 def end_ids(eos_id: SupportsIndex | Sequence[SupportsIndex] | None, vocab_size: int) -> list[int]:
@@ -59,7 +59,7 @@ def end_ids(eos_id: SupportsIndex | Sequence[SupportsIndex] | None, vocab_size: 
     return list(dict.fromkeys(int(end) for end in ends if end is not None))
 
 
-def source_rows(model: CausalLM | Seq2Seq, sources: Any, vocab_size: int) -> Rows | None:
+def source_rows(model: CausalLM | Seq2Seq, sources: Any, vocab_size: int) -> Batch | None:
     """The sources as padded rows, of a SpeechToText as frames; None for a CausalLM.
 
     Raises:
@@ -79,7 +79,7 @@ def source_rows(model: CausalLM | Seq2Seq, sources: Any, vocab_size: int) -> Row
 
 
 def target_rows(
-    prompts: Sequence[Ids] | None, source: Rows | None, bos_id: SupportsIndex | None, vocab_size: int
+    prompts: Sequence[Ids] | None, source: Batch | None, bos_id: SupportsIndex | None, vocab_size: int
 ) -> list[np.ndarray]:
     """What each row begins with: the prompts, or `[bos_id]` for each source. ValueError: neither, or what is wrong."""
     check_id("bos_id", bos_id, vocab_size)
@@ -95,7 +95,7 @@ def target_rows(
     return rows
 
 
-def slots_of_prompts(rows: Sequence[np.ndarray], source: Rows | None, longest: int | None) -> int:
+def slots_of_prompts(rows: Sequence[np.ndarray], source: Batch | None, longest: int | None) -> int:
     """How long the padded prompts are. Almost every target begins with one token: no 15 more beside it."""
     single = source is not None and all(len(row) == 1 for row in rows)
     return 1 if single else padded_length(rows, longest)
@@ -115,12 +115,12 @@ def bucket(size: int) -> int:
     return -(-size // step) * step
 
 
-def pad(rows: Sequence[np.ndarray], length: int) -> Rows:
+def pad(rows: Sequence[np.ndarray], length: int) -> Batch:
     """Rows of ids as one array (B, length). Padding repeats a row's own last id: whatever other rows of the embedding
     table hold, it can't reach this row.
     """
     tokens = np.stack([np.pad(row, (0, length - len(row)), mode="edge") for row in rows])
-    return Rows(tokens=tokens.astype(np.int32), lengths=np.array([len(row) for row in rows], np.int32))
+    return Batch(tokens=tokens.astype(np.int32), lengths=np.array([len(row) for row in rows], np.int32))
 
 
 def check_rows(what: str, rows: Sequence[Ids], vocab_size: int) -> list[np.ndarray]:
@@ -188,7 +188,7 @@ def row_seeds(seed: SupportsIndex | Sequence[SupportsIndex], batch: int) -> tupl
     return np.array(seeds, np.uint32), np.arange(batch) if single else np.zeros(batch, int)
 
 
-def frame_rows(config: TransformerConfig, sources: Any) -> Rows:
+def frame_rows(config: TransformerConfig, sources: Any) -> Batch:
     """Sources of a SpeechToText, frames (B, F, M), with the encoder's positions as lengths. ValueError: another shape,
     or pieces of unlike lengths.
     """
@@ -198,7 +198,7 @@ def frame_rows(config: TransformerConfig, sources: Any) -> Rows:
         raise ValueError("sources of a SpeechToText must be frames, an array (batch, frames, mel bins).") from error
     check_frames(config, frames)
     positions = -(-frames.shape[1] // FRAMES_A_POSITION)
-    return Rows(tokens=frames.astype(np.float32), lengths=np.full(len(frames), positions, np.int32))
+    return Batch(tokens=frames.astype(np.float32), lengths=np.full(len(frames), positions, np.int32))
 
 
 def check_source_lengths(config: TransformerConfig, sources: Sequence[np.ndarray]) -> None:

@@ -59,7 +59,7 @@ PLAIN = Sampling()
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Choice:
+class SamplerParams:
     """What a compiled program is told of a `Sampling`: numbers are arrays, so that only which filters are on, and how
     many logits have to be sorted, decides what is compiled.
     """
@@ -78,7 +78,7 @@ class Choice:
     """how many of the highest logits are sorted; None: none"""
 
     @staticmethod
-    def of(sampling: Sampling, vocab_size: int) -> Choice:
+    def of(sampling: Sampling, vocab_size: int) -> SamplerParams:
         """The choice that `sampling` makes among `vocab_size` tokens. Filters that keep everything are left out.
 
         Raises:
@@ -88,13 +88,13 @@ class Choice:
             raise ConfigError(f"suppress must be ids below {vocab_size}, the size of the vocabulary, got {beyond[0]}.")
         suppressed = np.array(sampling.suppress, np.int32) if sampling.suppress else None
         if sampling.temperature == 0:
-            return Choice(None, None, None, None, suppressed)
+            return SamplerParams(None, None, None, None, suppressed)
         top_k = None if sampling.top_k is None or sampling.top_k >= vocab_size else int(sampling.top_k)
         top_p = None if sampling.top_p is None or sampling.top_p == 1 else np.float32(sampling.top_p)
         candidates = None if top_p is None else vocab_size
         if top_k is not None:
             candidates = min(vocab_size, max(16, 1 << (top_k - 1).bit_length()))
-        return Choice(
+        return SamplerParams(
             temperature=np.maximum(np.float32(sampling.temperature), np.finfo(np.float32).tiny),
             top_k=None if top_k is None else np.int32(top_k),
             top_p=top_p,
@@ -112,10 +112,10 @@ def sample(logits: Float[Array, "B V"], key: PRNGKey, sampling: Sampling = PLAIN
     gives -1, which is no token: argmax would give a plausible one. Greedy uses no randomness.
     """
     keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(logits.shape[0]))
-    return choose(logits, keys, Choice.of(sampling, logits.shape[1]))
+    return choose(logits, keys, SamplerParams.of(sampling, logits.shape[1]))
 
 
-def choose(logits: Float[Array, "B V"], keys: PRNGKey, choice: Choice) -> Int[Array, " B"]:
+def choose(logits: Float[Array, "B V"], keys: PRNGKey, choice: SamplerParams) -> Int[Array, " B"]:
     """As `sample`, with one key a row. A token's noise goes with its id, so a filter changes a draw only by what it
     removes.
     """
@@ -138,7 +138,7 @@ def choose(logits: Float[Array, "B V"], keys: PRNGKey, choice: Choice) -> Int[Ar
     return jnp.where(jnp.isfinite(top[:, 0]), tokens, -1).astype(jnp.int32)
 
 
-def _filtered(scores: Float[Array, "B C"], choice: Choice) -> Float[Array, "B C"]:
+def _filtered(scores: Float[Array, "B C"], choice: SamplerParams) -> Float[Array, "B C"]:
     """Scores with -inf in place of what the filters remove; they fall along C where there is a top-k or top-p."""
     if choice.top_k is not None:
         scores = jnp.where(jnp.arange(scores.shape[1])[None, :] < choice.top_k, scores, -jnp.inf)

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from transformer.generate._decoding import Rows, decode_side_by_side, prefill
+from transformer.generate._decoding import Batch, decode_side_by_side, prefill
 from transformer.generate._layers import keeps_apart, separate, separated
 from transformer.nn._axes import Array, Bool, Float, Int, Leaf
 from transformer.nn._caches import lengthen_cache
@@ -26,7 +26,7 @@ IMPOSSIBLE = -jnp.inf
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Terms:
+class BeamParams:
     """What a compiled search is told of a `Beam` and of the rows' ends and lengths."""
 
     end_ids: Leaf
@@ -45,7 +45,7 @@ class Terms:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Found:
+class BeamState:
     """What a search has found so far."""
 
     tokens: Leaf
@@ -73,7 +73,7 @@ class Found:
 class Search:
     """A search under way."""
 
-    found: Found
+    found: BeamState
     step: Leaf
     """(), steps done"""
     running: Leaf
@@ -96,11 +96,11 @@ def length_penalty(length: Float[Array, "..."], alpha: Float[Array, ""]) -> Floa
 def search(
     model: CausalLM | Seq2Seq,
     params: Any,
-    prompts: Rows,
-    source: Rows | None,
-    terms: Terms,
+    prompts: Batch,
+    source: Batch | None,
+    terms: BeamParams,
     new_slots: int,
-) -> Found:
+) -> BeamState:
     """The whole search, of up to `new_slots` new tokens a row.
 
     Every step reads the whole cache, filled or not. Few targets are twice as long as their source: the cache is, at
@@ -119,9 +119,9 @@ def search(
 def begin(
     model: CausalLM | Seq2Seq,
     params: Any,
-    prompts: Rows,
-    source: Rows | None,
-    terms: Terms,
+    prompts: Batch,
+    source: Batch | None,
+    terms: BeamParams,
     *,
     cache_slots: int,
     new_slots: int,
@@ -133,7 +133,7 @@ def begin(
     batch, size = prompts.lengths.shape[0], terms.size
     none = jnp.full((batch, size), IMPOSSIBLE, jnp.float32)
     zeros = jnp.zeros((batch, size), jnp.int32)
-    found = Found(
+    found = BeamState(
         tokens=jnp.zeros((new_slots, batch, size), jnp.int32),
         parents=jnp.zeros((new_slots, batch, size), jnp.int32),
         live=none.at[:, 0].set(0.0),  # the prompt alone
@@ -155,9 +155,9 @@ def go_on(
     model: CausalLM | Seq2Seq,
     params: Any,
     begun: Search,
-    source: Rows | None,
+    source: Batch | None,
     lengths: Int[Array, " B"],
-    terms: Terms,
+    terms: BeamParams,
     *,
     cache_slots: int,
 ) -> Search:
@@ -198,13 +198,13 @@ def go_on(
 
 
 def choose(
-    found: Found,
+    found: BeamState,
     running: Bool[Array, " B"],
     logits: Float[Array, "B Z V"],
     step: Int[Array, ""],
     positions: Int[Array, " B"],
-    terms: Terms,
-) -> tuple[Found, Bool[Array, " B"]]:
+    terms: BeamParams,
+) -> tuple[BeamState, Bool[Array, " B"]]:
     """One step further: which continuations of the hypotheses followed end, which are followed on, and which rows go
     on, (B,).
 

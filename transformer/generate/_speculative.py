@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from transformer.config._checks import ConfigError
-from transformer.generate._decoding import Rows, Written, looping, prefill, read
-from transformer.generate._sampling import Choice, choose
+from transformer.generate._decoding import Batch, DecodeResult, prefill, read, with_separate_layers
+from transformer.generate._sampling import SamplerParams, choose
 from transformer.nn._axes import Array, Bool, Float, Int, Leaf, PRNGKey
 from transformer.nn._caches import cache_length, set_cache_length
 from transformer.nn.models._causal_lm import CausalLM
@@ -53,12 +53,14 @@ class _State:
     cache: Any
     guessed: Any
     """the draft's cache"""
-    written: Written
+    written: DecodeResult
     rounds: Leaf
     """()"""
 
 
-def decode_with_draft(model: CausalLM, params: Any, draft: Draft, *given: Any, **room: int) -> tuple[Written, Array]:
+def decode_with_draft(
+    model: CausalLM, params: Any, draft: Draft, *given: Any, **room: int
+) -> tuple[DecodeResult, Array]:
     """What `decode` writes, to the rounding of reading several tokens at once, and the rounds that it took, (); the
     arguments are those of `decode` without a source.
 
@@ -77,21 +79,21 @@ def _decode(
     params: Any,
     draft: CausalLM,
     draft_params: Any,
-    prompts: Rows,
+    prompts: Batch,
     keys: PRNGKey,
-    choice: Choice,
+    choice: SamplerParams,
     eos_ids: Int[Array, " E"],
     limit: Int[Array, ""],
     *,
     guesses: int,
     cache_slots: int,
     new_slots: int,
-) -> tuple[Written, Int[Array, ""]]:
+) -> tuple[DecodeResult, Int[Array, ""]]:
     batch = prompts.lengths.shape[0]
     logits, cache = prefill(model, params, prompts, None, cache_slots)
     _, guessed = prefill(draft, draft_params, prompts, None, cache_slots)
-    model, params, cache = looping(model, params, cache)
-    draft, draft_params, guessed = looping(draft, draft_params, guessed)
+    model, params, cache = with_separate_layers(model, params, cache)
+    draft, draft_params, guessed = with_separate_layers(draft, draft_params, guessed)
     draw = functools.partial(_draw, keys, choice)
     record = functools.partial(_record, eos_ids, limit)
 
@@ -122,7 +124,7 @@ def _decode(
         running=jnp.ones((batch,), bool),
         cache=cache,
         guessed=guessed,
-        written=Written.blank(batch, new_slots),
+        written=DecodeResult.blank(batch, new_slots),
         rounds=jnp.int32(0),
     )
     positions = prompts.lengths[:, None]
@@ -133,7 +135,7 @@ def _decode(
 
 
 def _draw(
-    keys: PRNGKey, choice: Choice, logits: Float[Array, "B Z V"], positions: Int[Array, "B Z"]
+    keys: PRNGKey, choice: SamplerParams, logits: Float[Array, "B Z V"], positions: Int[Array, "B Z"]
 ) -> Int[Array, "B Z"]:
     """A token for each position of each row, drawn with the key of the row folded with the position."""
     fold = jax.vmap(lambda key, row: jax.vmap(lambda position: jax.random.fold_in(key, position))(row))
@@ -164,11 +166,11 @@ def _record(
     drawn: Int[Array, "B Z"],
     most: Int[Array, " B"],
     positions: Int[Array, "B Z"],
-) -> tuple[Int[Array, " B"], Bool[Array, " B"], Written]:
+) -> tuple[Int[Array, " B"], Bool[Array, " B"], DecodeResult]:
     """Record at most `most` of the drawn tokens of each row, up to the first that ends it: the last token recorded,
     whether the row continues, and all that is written.
 
-    A negative token marks logits that were not finite: it ends the row at its position, `Written.failed_at`.
+    A negative token marks logits that were not finite: it ends the row at its position, `DecodeResult.failed_at`.
     """
     rows, columns = jnp.arange(drawn.shape[0])[:, None], jnp.arange(drawn.shape[1])[None, :]
     ends = (drawn[..., None] == eos_ids[None, None]).any(-1) | (drawn < 0)
@@ -182,7 +184,7 @@ def _record(
     new_slots = state.written.tokens.shape[1]
     slots = jnp.where(columns < taken[:, None], state.written.counts[:, None], new_slots) + columns
     counts = state.written.counts + taken
-    written = Written(
+    written = DecodeResult(
         tokens=state.written.tokens.at[rows, slots].set(drawn, mode="drop"),
         counts=counts,
         failed_at=jnp.where(failed, jnp.take_along_axis(positions, last, 1)[:, 0], state.written.failed_at),

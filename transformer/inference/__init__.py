@@ -1,6 +1,6 @@
 """Models in use: opened from wherever they are, and what texts become by them."""
 
-from transformer.inference._opening import Opened, export, is_workdir, load, open_model, save
+from transformer.inference._loading import LoadedModel, export, is_workdir, load, open_model, save
 from transformer.inference._reading import Class, Score, classify, embed, score
 from transformer.inference._sentences import SentenceSettings, sentence_settings
 from transformer.inference._starting import start_from
@@ -8,7 +8,7 @@ from transformer.inference._translating import TranslatedLine, TranslatedText, t
 
 __all__ = [
     "Class",
-    "Opened",
+    "LoadedModel",
     "Score",
     "SentenceSettings",
     "TranslatedLine",

@@ -17,7 +17,7 @@ from transformer.config._checks import ConfigError
 from transformer.config._options import Pooling
 from transformer.generate._prompts import decoding_model
 from transformer.inference._batching import Batch, Columns, pool_texts, run_batches, run_pairs, slots_at_once
-from transformer.inference._opening import Opened
+from transformer.inference._loading import LoadedModel
 from transformer.inference._sentences import SentenceSettings
 from transformer.nn._masks import Mask
 from transformer.nn._partitioning import platform
@@ -28,14 +28,14 @@ from transformer.nn.models._seq2seq import Seq2Seq
 from transformer.nn.models._speech import SpeechToText
 from transformer.nn.models._vision import VisionClassifier
 
-WHOLE_SCORES = 512
+FULL_MATRIX_SCORES = 512
 """CPU: up to so many slots a row, an encoder's forward pass takes less time with all scores of a row at once than with
 slices of them (docs/benchmarks.md); beyond, their memory counts"""
 LOGITS = 2**26
 """logits of a batch that is scored, 256 MiB of them; a single window of text may have more"""
 
 
-def embed(opened: Opened, texts: Sequence[str], settings: SentenceSettings | None = None) -> np.ndarray:
+def embed(opened: LoadedModel, texts: Sequence[str], settings: SentenceSettings | None = None) -> np.ndarray:
     """One vector a text, (n, D) float32: hidden states of its real tokens, pooled (of a Seq2Seq: of its encoder).
 
     A text longer than the model reads is cut, with a warning.
@@ -79,7 +79,7 @@ def _with_whole_scores(model: Any, slots: int) -> Any:
     takes slices of queries from 96 slots on, which pay off in training and where causality hides keys from a slice.
     """
     causal = isinstance(model, CausalLM) or (not isinstance(model, Seq2Seq) and model.config.attention.causal)
-    if causal or model.execution.attention != "auto" or platform() != "cpu" or slots > WHOLE_SCORES:
+    if causal or model.execution.attention != "auto" or platform() != "cpu" or slots > FULL_MATRIX_SCORES:
         return model
     return model.clone(execution=dataclasses.replace(model.execution, attention="reference"))
 
@@ -94,7 +94,7 @@ class Class:
     """of every label"""
 
 
-def classify(opened: Opened, texts: Sequence[str]) -> list[Class]:
+def classify(opened: LoadedModel, texts: Sequence[str]) -> list[Class]:
     """The likeliest class of each text.
 
     Raises:
@@ -145,7 +145,7 @@ class Score:
         return float(np.exp(min(-self.log_likelihood / self.tokens, 700.0)))
 
 
-def score(opened: Opened, texts: Sequence[str], sources: Sequence[str] | None = None) -> list[Score]:
+def score(opened: LoadedModel, texts: Sequence[str], sources: Sequence[str] | None = None) -> list[Score]:
     """Log-likelihood of each text under a causal model, or under a Seq2Seq given its source.
 
     A causal model predicts each token from those before it, so the first is not counted (it is where the tokenizer puts
@@ -190,7 +190,7 @@ def _likelihoods(model: CausalLM, params: Any, batch: Batch) -> jax.Array:
     return _of_targets(logits, targets)
 
 
-def _windows(opened: Opened, text: str) -> list[tuple[Columns, int]]:
+def _windows(opened: LoadedModel, text: str) -> list[tuple[Columns, int]]:
     """Windows of a text's tokens, each overlapping half of the one before: (tokens that are read, those that follow
     each), and the first of them that no earlier window has counted.
     """
@@ -212,7 +212,9 @@ def _scored_at_once(model: Any) -> int:
     return min(slots_at_once(), max(1, LOGITS // model.config.vocab_size))
 
 
-def _score_targets(opened: Opened, model: Seq2Seq, texts: Sequence[str], sources: Sequence[str] | None) -> list[Score]:
+def _score_targets(
+    opened: LoadedModel, model: Seq2Seq, texts: Sequence[str], sources: Sequence[str] | None
+) -> list[Score]:
     if sources is None or len(sources) != len(texts):
         given = 0 if sources is None else len(sources)
         raise ConfigError(
@@ -245,7 +247,7 @@ def _target_likelihoods(
     return _of_targets(logits, targets)
 
 
-def _finite(opened: Opened, number: int, row: np.ndarray) -> np.ndarray:
+def _finite(opened: LoadedModel, number: int, row: np.ndarray) -> np.ndarray:
     """What was computed of a text, when all of it is finite. ValueError else."""
     if not np.isfinite(row).all():
         raise ValueError(
@@ -257,7 +259,7 @@ def _finite(opened: Opened, number: int, row: np.ndarray) -> np.ndarray:
 
 
 def _run(
-    opened: Opened,
+    opened: LoadedModel,
     texts: Sequence[Columns],
     compute: Callable[[Batch], jax.Array],
     numbers: Sequence[int] | None = None,
@@ -282,7 +284,7 @@ _OTHERS = {VisionClassifier: "images", SpeechToText: "sound", Forecaster: "serie
 """models that read no text, and what they read"""
 
 
-def _reading(opened: Opened) -> Any:
+def _reading(opened: LoadedModel) -> Any:
     """The model, with a kernel that fits any length, and experts with room for every token: what a text gets must not
     depend on the texts beside it.
     """
@@ -293,7 +295,7 @@ def _reading(opened: Opened) -> Any:
     return decoding_model(model)
 
 
-def _encode(opened: Opened, texts: Sequence[str], limit: int | None = None) -> list[Columns]:
+def _encode(opened: LoadedModel, texts: Sequence[str], limit: int | None = None) -> list[Columns]:
     tokenizer = opened.tokenizer
     context = opened.model.config.longest_source if isinstance(opened.model, Seq2Seq) else opened.context
     limit = min(n for n in (limit, context, 2**30) if n is not None)

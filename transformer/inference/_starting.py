@@ -14,7 +14,7 @@ import jax
 
 from transformer.config._checks import ConfigError
 from transformer.config._model import TransformerConfig
-from transformer.inference._opening import Opened, is_workdir, open_model
+from transformer.inference._loading import LoadedModel, is_workdir, open_model
 from transformer.nn.models._encoders import Classifier, MaskedLM
 
 if TYPE_CHECKING:
@@ -65,13 +65,13 @@ def _host_memory() -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext()
 
 
-def _told(opened: Opened) -> str:
+def _told(opened: LoadedModel) -> str:
     if opened.pretrained is not None:
         return f"{opened.pretrained.family.title}, {opened.pretrained.architecture}"
     return f"{type(opened.model).__name__}, step {opened.run.step}"
 
 
-def _as_classifier(opened: Opened, recipe: Recipe) -> tuple[TransformerConfig, Any, tuple[str, ...]]:
+def _as_classifier(opened: LoadedModel, recipe: Recipe) -> tuple[TransformerConfig, Any, tuple[str, ...]]:
     """Config and parameters of the family's classifier, as far as the files have them, and what is not of it."""
     from transformer.zoo._family import abstract_params
     from transformer.zoo._pretrained import as_in_files
@@ -99,7 +99,7 @@ def _as_classifier(opened: Opened, recipe: Recipe) -> tuple[TransformerConfig, A
     return config, params, left
 
 
-def _with_new_head(opened: Opened, recipe: Recipe) -> tuple[TransformerConfig, Any, tuple[str, ...]]:
+def _with_new_head(opened: LoadedModel, recipe: Recipe) -> tuple[TransformerConfig, Any, tuple[str, ...]]:
     """A run's model with the head that the recipe says, the parameters below it, and what is not taken."""
     given = recipe.model.output
     output = dataclasses.replace(

@@ -11,7 +11,7 @@ from typing import Any
 from transformer.config._checks import ConfigError
 from transformer.generate._batches import beam_search_all
 from transformer.generate._beam import USUAL, Beam, Hypothesis
-from transformer.inference._opening import Opened
+from transformer.inference._loading import LoadedModel
 from transformer.nn.models._seq2seq import Seq2Seq
 from transformer.nn.models._speech import SpeechToText
 
@@ -45,7 +45,7 @@ class TranslatedLine:
 
 
 def translate_lines(
-    opened: Opened,
+    opened: LoadedModel,
     lines: Iterable[str],
     *,
     beam: Beam = USUAL,
@@ -87,7 +87,7 @@ def translate_lines(
 
 
 def _chunks(
-    opened: Opened, lines: Iterable[str], chunk_lines: int, most: int, options: dict[str, Any]
+    opened: LoadedModel, lines: Iterable[str], chunk_lines: int, most: int, options: dict[str, Any]
 ) -> Iterator[list[TranslatedLine]]:
     numbered = enumerate(lines, 1)
     while chunk := list(itertools.islice(numbered, chunk_lines)):
@@ -101,17 +101,17 @@ def _chunks(
         ]
 
 
-def _text(opened: Opened, found: Hypothesis) -> TranslatedText:
+def _text(opened: LoadedModel, found: Hypothesis) -> TranslatedText:
     text = " ".join(opened.tokenizer.decode(found.tokens).splitlines())
     return TranslatedText(text, found.score, found.log_probability, found.ended)
 
 
-def _trained_length(opened: Opened) -> int | None:
+def _trained_length(opened: LoadedModel) -> int | None:
     """Tokens of the longest source that the model was trained on; None: nothing says."""
     return opened.context if opened.run is None else opened.run.recipe.data.max_source_length
 
 
-def _source(opened: Opened, number: int, line: str, most: int) -> list[int]:
+def _source(opened: LoadedModel, number: int, line: str, most: int) -> list[int]:
     """At most so many token ids of a line; none for an empty one, and for one that can't be read."""
     if not line.strip():
         return []

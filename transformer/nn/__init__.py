@@ -11,7 +11,16 @@ from transformer.nn._int8 import quantize
 from transformer.nn._layers import FeedForward, LayerNorm
 from transformer.nn._masks import Mask
 from transformer.nn._partitioning import axis_rules
-from transformer.nn._positions import ALiBi, Learned, NoPosition, Rotary, Sinusoidal, SinusoidalHalves, T5Bias
+from transformer.nn._positions import (
+    ALiBi,
+    Learned,
+    NoPosition,
+    PositionScheme,
+    Rotary,
+    Sinusoidal,
+    SinusoidalHalves,
+    T5Bias,
+)
 from transformer.nn._sharding import (
     AXES,
     ParallelConfig,
@@ -49,6 +58,7 @@ __all__ = [
     "MultiHeadAttention",
     "NoPosition",
     "ParallelConfig",
+    "PositionScheme",
     "PostNormBlock",
     "PreNormBlock",
     "Rotary",

@@ -34,7 +34,7 @@ from transformer.nn._layers import NORMS, Initializer, Linear, is_deterministic
 from transformer.nn._masks import Mask
 from transformer.nn._parameter_axes import declare
 from transformer.nn._partitioning import constrain, explicit_spec, in_auto_axes
-from transformer.nn._positions import NoPosition
+from transformer.nn._positions import NoPosition, PositionScheme
 from transformer.nn.kernels import ALL_KERNELS, choose
 from transformer.nn.kernels._contract import AttentionShapes, AttentionSpec, BiasFunction, Kernel, bias_block
 
@@ -238,7 +238,7 @@ class AttentionModule(nn.Module, kw_only=True):
     """factor on the scores; None: 1 / sqrt(H)"""
     softcap: float | None = None
     dropout_rate: float = 0.0
-    position: NoPosition = NoPosition()
+    position: PositionScheme = NoPosition()
     """position scheme: rotates queries and keys, biases scores"""
     kernel_init: Initializer | None = None
     output_init: Initializer | None = None
@@ -426,7 +426,7 @@ class MultiHeadAttention(AttentionModule):
             raise ValueError("a KVCache is of self-attention, and this one has a context. Give a ContextCache.")
         if isinstance(cache, ContextCache) and context is None and cache.key is None:
             raise ValueError("this cross-attention cache is empty: give context at the first call.")
-        if not isinstance(self.position, NoPosition):
+        if not isinstance(self.position, PositionScheme):
             raise ValueError(
                 f"position must be a scheme such as Rotary() or ALiBi(num_heads=8), got {self.position!r}."
             )
@@ -467,6 +467,6 @@ class MultiHeadAttention(AttentionModule):
 
 
 def _position_bias(
-    scheme: NoPosition, positions: Array, key_positions: Array, table: Array | None, queries: Array, keys: Array
+    scheme: PositionScheme, positions: Array, key_positions: Array, table: Array | None, queries: Array, keys: Array
 ) -> Array:
     return scheme.bias(positions[:, queries], key_positions[:, keys], table)

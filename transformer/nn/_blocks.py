@@ -23,7 +23,16 @@ from transformer.nn._mla import LatentAttention
 from transformer.nn._moe import RoutedFeedForward
 from transformer.nn._parameter_axes import declare
 from transformer.nn._partitioning import constrain
-from transformer.nn._positions import ALiBi, Learned, NoPosition, Rotary, Sinusoidal, SinusoidalHalves, T5Bias
+from transformer.nn._positions import (
+    ALiBi,
+    Learned,
+    NoPosition,
+    PositionScheme,
+    Rotary,
+    Sinusoidal,
+    SinusoidalHalves,
+    T5Bias,
+)
 
 Aux: TypeAlias = dict[str, jax.Array]
 """what a layer reports beside its output: losses of a router, one sum for each row, (B,); none for dense layers"""
@@ -72,7 +81,7 @@ class LayerCache:
         )
 
 
-def position_scheme(config: TransformerConfig, kind: LayerKind = LayerKind(), *, causal: bool) -> NoPosition:
+def position_scheme(config: TransformerConfig, kind: LayerKind = LayerKind(), *, causal: bool) -> PositionScheme:
     """The position scheme of a layer of this kind."""
     match config.position:
         case "sinusoidal":
@@ -98,7 +107,7 @@ def position_scheme(config: TransformerConfig, kind: LayerKind = LayerKind(), *,
             return NoPosition()
 
 
-def table_parameter(config: TransformerConfig, scheme: NoPosition) -> tuple[Initializer, tuple[int, int], str]:
+def table_parameter(config: TransformerConfig, scheme: PositionScheme) -> tuple[Initializer, tuple[int, int], str]:
     """Initializer, shape (R, W) and dtype of the table that a position scheme learns."""
     return nn.initializers.normal(config.initializer_range or 0.02), scheme.table_shape, config.param_dtype
 
@@ -213,7 +222,7 @@ class Block(nn.Module):
         width = config.feed_forward_width if moe.d_ff is None else moe.d_ff
         return RoutedFeedForward(moe, width=width, **alike)(x, inputs.mask)
 
-    def _attention(self, name: str, scheme: NoPosition) -> MultiHeadAttention:
+    def _attention(self, name: str, scheme: PositionScheme) -> MultiHeadAttention:
         config = self.config
         return MultiHeadAttention(
             num_kv_heads=config.num_kv_heads,
@@ -229,12 +238,12 @@ class Block(nn.Module):
             **self._any_attention(name, scheme),
         )
 
-    def _latent_attention(self, name: str, mla: MLA, scheme: NoPosition) -> LatentAttention:
+    def _latent_attention(self, name: str, mla: MLA, scheme: PositionScheme) -> LatentAttention:
         biases = self.config.attention.biases
         use_bias = self.config.use_bias if biases is None else bool(biases)
         return LatentAttention(mla=mla, use_bias=use_bias, **self._any_attention(name, scheme))
 
-    def _any_attention(self, name: str, scheme: NoPosition) -> dict[str, Any]:
+    def _any_attention(self, name: str, scheme: PositionScheme) -> dict[str, Any]:
         config = self.config
         return {
             "num_heads": config.num_heads,

@@ -20,7 +20,7 @@ from transformer.nn._layers import Initializer, Linear, RMSNorm, as_matrix, glor
 from transformer.nn._masks import Mask
 from transformer.nn._parameter_axes import declare
 from transformer.nn._partitioning import constrain
-from transformer.nn._positions import NoPosition, Rotary
+from transformer.nn._positions import PositionScheme, Rotary
 from transformer.nn.kernels._contract import BiasFunction
 
 
@@ -51,7 +51,7 @@ class LatentAttention(AttentionModule):
     num_heads: int
     mla: MLA
     use_bias: bool = False
-    position: NoPosition = dataclasses.field(default=Rotary(), kw_only=True)
+    position: PositionScheme = dataclasses.field(default=Rotary(), kw_only=True)
 
     @nn.compact
     def __call__(
@@ -95,16 +95,16 @@ class LatentAttention(AttentionModule):
 
         latent = self._norm("latent_norm")(self._project("latent", x, mla.kv_lora_rank))
         rotary_key = self._project("rotary_key", x, mla.qk_rope_head_dim)[:, :, None]
-        held = jnp.concatenate([latent[:, :, None], self.position.rotate(rotary_key, positions)], axis=-1)
+        kv_latent = jnp.concatenate([latent[:, :, None], self.position.rotate(rotary_key, positions)], axis=-1)
         if cache is not None:
             start = cache.length
-            cache = cache.append(held, held[..., :0], positions)
-            held, mask = cache.whole()[0].astype(self.dtype), mask.shifted(start) & Mask.lengths(cache.length)
+            cache = cache.append(kv_latent, kv_latent[..., :0], positions)
+            kv_latent, mask = cache.whole()[0].astype(self.dtype), mask.shifted(start) & Mask.lengths(cache.length)
 
         out = self.attended(
-            absorbed_attention if absorbs(x.shape[1], held.shape[1], mla) else expanded_attention,
+            absorbed_attention if absorbs(x.shape[1], kv_latent.shape[1], mla) else expanded_attention,
             query,
-            held,
+            kv_latent,
             self._heads("key", mla.kv_lora_rank, mla.qk_nope_head_dim),
             self._heads("value", mla.kv_lora_rank, mla.v_head_dim),
             scale=mla.head_dim**-0.5 if self.scale is None else self.scale,
@@ -147,16 +147,16 @@ class _Kernel(nn.Module):
 
 def expanded_attention(
     query: Float[Array, "B T N H"],
-    held: Float[Array, "B S 1 W"],
+    kv_latent: Float[Array, "B S 1 W"],
     key_kernel: Float[Array, "R N h"],
     value_kernel: Float[Array, "R N Hv"],
     **options,
 ) -> Array | tuple[Array, Array]:
     """Keys and values of every head are made of the latents, then attended to: (B, T, N, Hv), as the formula is written
-    (arXiv 2405.04434, equations 9 to 11). `held` (B, S, 1, R + Hr) is latents and turned keys, `options` those of
+    (arXiv 2405.04434, equations 9 to 11). `kv_latent` (B, S, 1, R + Hr) is latents and turned keys, `options` those of
     `dot_product_attention`.
     """
-    latent, turned = jnp.split(held[:, :, 0], [key_kernel.shape[0]], axis=-1)
+    latent, turned = jnp.split(kv_latent[:, :, 0], [key_kernel.shape[0]], axis=-1)
     key, value = linear(latent, key_kernel), linear(latent, value_kernel)
     turned = jnp.broadcast_to(turned[:, :, None], (*key.shape[:3], turned.shape[-1]))
     return dot_product_attention(query, jnp.concatenate([key, turned], axis=-1), value, **options)
@@ -164,7 +164,7 @@ def expanded_attention(
 
 def absorbed_attention(
     query: Float[Array, "B T N H"],
-    held: Float[Array, "B S 1 W"],
+    kv_latent: Float[Array, "B S 1 W"],
     key_kernel: Float[Array, "R N h"],
     value_kernel: Float[Array, "R N Hv"],
     **options,
@@ -175,7 +175,7 @@ def absorbed_attention(
     rank, _, plain = key_kernel.shape
     asked = jnp.einsum("btnp,rnp->btnr", query[..., :plain], key_kernel)
     query = jnp.concatenate([asked, query[..., plain:]], axis=-1)
-    out = dot_product_attention(query, held, held[..., :rank], **options)
+    out = dot_product_attention(query, kv_latent, kv_latent[..., :rank], **options)
     out, weights = out if isinstance(out, tuple) else (out, None)
     out = jnp.einsum("btnr,rnv->btnv", out, value_kernel)
     return out if weights is None else (out, weights)

@@ -22,7 +22,7 @@ from transformer.nn._axes import Array, DType, Hidden
 from transformer.nn._layers import FeedForward, Initializer, activate, glorot_uniform, linear
 from transformer.nn._masks import Mask
 from transformer.nn._parameter_axes import declare
-from transformer.nn._partitioning import constrain, explicit_spec, in_auto_axes, mapped, mesh_axes, ways
+from transformer.nn._partitioning import constrain, explicit_spec, in_auto_axes, mesh_axes, num_shards, shard_map
 
 
 class RoutedFeedForward(nn.Module):
@@ -97,7 +97,9 @@ class _Router(nn.Module):
             chooses = chooses + jax.lax.stop_gradient(selection_bias)[None, None]
         # Not every compiler can split top_k: one that can't would make the scores of all rows whole.
         names = ("batch", "length", None)
-        chosen = in_auto_axes(mapped(functools.partial(choose, moe), [names], names), explicit_spec(chooses))(chooses)
+        chosen = in_auto_axes(shard_map(functools.partial(choose, moe), [names], names), explicit_spec(chooses))(
+            chooses
+        )
         weights = jnp.take_along_axis(scores, chosen, axis=-1)
         if moe.normalize_weights:
             weights = weights / (weights.sum(-1, keepdims=True) + (1e-20 if moe.scoring == "sigmoid" else 0.0))
@@ -240,9 +242,9 @@ def _over_devices(x: Array, chosen: Array, weights: Array, experts: Any, num_exp
         over = functools.partial(_over_devices, num_experts=num_experts, activation=activation)
         return in_auto_axes(over, PartitionSpec(*spec[:2], None))(x, chosen, weights, experts)
     rows, shared = mesh_axes("batch"), mesh_axes("expert")
-    if not rows or x.shape[0] % ways("batch"):
+    if not rows or x.shape[0] % num_shards("batch"):
         return routed(x, chosen, weights, experts, num_experts, activation)
-    spread = bool(shared) and set(shared) <= set(rows) and num_experts % ways("expert") == 0
+    spread = bool(shared) and set(shared) <= set(rows) and num_experts % num_shards("expert") == 0
 
     def local(x, chosen, weights, experts):
         if not spread:

@@ -134,7 +134,7 @@ def platform() -> str:
     return jax.default_backend() if device is None else platform_of(device)
 
 
-def ways(name: str) -> int:
+def num_shards(name: str) -> int:
     """Into how many parts the mesh in force splits a logical axis; 1 without a mesh."""
     mesh = jax.sharding.get_abstract_mesh()
     return math.prod(mesh.shape[axis] for axis in mesh_axes(name))
@@ -191,7 +191,7 @@ def unmapped_axes() -> tuple[str, ...]:
     return tuple(axis for axis in jax.sharding.get_abstract_mesh().axis_names if axis in unknown)
 
 
-def unmapped_refusal() -> str | None:
+def unmapped_reason() -> str | None:
     """For kernels that the compiler can't split: why they don't run under the mesh in force, or None."""
     if not (axes := unmapped_axes()):
         return None
@@ -205,7 +205,7 @@ def rows_can_merge() -> bool:
     """Whether batch and length may be reshaped to one axis without communication: no mesh axis splits the length, nor
     any axis in a way that the rules do not tell.
     """
-    return not unmapped_axes() and not _axes_of(AxisType.Explicit) and ways("length") == 1
+    return not unmapped_axes() and not _axes_of(AxisType.Explicit) and num_shards("length") == 1
 
 
 def explicit_spec(x: jax.Array) -> PartitionSpec | None:
@@ -267,7 +267,7 @@ def lookup(table: jax.Array, rows: jax.Array) -> jax.Array:
     return in_auto_axes(rows_of, spec and joined_spec(*spec, *explicit_spec(table)[1:]))(table, rows)
 
 
-def mapped(
+def shard_map(
     function: Callable[..., jax.Array], in_names: Sequence[tuple[str | None, ...]], out_names: tuple[str | None, ...]
 ) -> Callable[..., jax.Array]:
     """`function` of arrays, run by each device on its own part of them (`jax.shard_map`): for kernels that the compiler
@@ -288,13 +288,13 @@ def mapped(
         axis_sizes = []
         for names, x in zip(in_names, arrays, strict=True):
             if len(names) != x.ndim:
-                raise ValueError(f"mapped takes one name an axis: got {names} for an array of shape {x.shape}.")
+                raise ValueError(f"shard_map takes one name an axis: got {names} for an array of shape {x.shape}.")
             axis_sizes += zip(names, x.shape, strict=True)
         mesh = jax.sharding.get_abstract_mesh()
         axes = {axis for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Auto}
         if not axes or (unmapped_axes() and not any(mesh_axes(name) for name, _ in axis_sizes)):
             return function(*arrays)
-        whole = {name for name, size in axis_sizes if name is None or size % ways(name)}
+        whole = {name for name, size in axis_sizes if name is None or size % num_shards(name)}
 
         def spec(names):
             return PartitionSpec(*(None if name in whole else mesh_axes(name) or None for name in names))

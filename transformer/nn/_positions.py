@@ -19,10 +19,8 @@ from transformer.nn._partitioning import lookup
 
 
 @dataclass(frozen=True, kw_only=True)
-class NoPosition:
-    """No positions at all, and the base of all schemes: each hook does nothing. (A causal decoder still learns order:
-    Haviv et al. 2022, arXiv 2203.16634.)
-    """
+class PositionScheme:
+    """The base class of position schemes: three hooks, `add`, `rotate` and `bias`, none of which does anything here."""
 
     @property
     def table_shape(self) -> tuple[int, int] | None:
@@ -32,7 +30,7 @@ class NoPosition:
     @property
     def adds(self) -> bool:
         """Whether the scheme works by `add`, on embeddings, and does nothing inside attention."""
-        return type(self).add is not NoPosition.add
+        return type(self).add is not PositionScheme.add
 
     def add(self, x: Hidden, positions: Positions, table: Float[Array, "R W"] | None = None) -> Hidden:
         """Embeddings (B, T, D) plus what the scheme adds at `positions` (B, T)."""
@@ -50,7 +48,14 @@ class NoPosition:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sinusoidal(NoPosition):
+class NoPosition(PositionScheme):
+    """No position information. A causal decoder still learns the order of tokens (Haviv et al. 2022, arXiv
+    2203.16634).
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sinusoidal(PositionScheme):
     """PE(pos, 2i) = sin(pos / base^(2i/d)), PE(pos, 2i+1) = cos(same), added (Vaswani et al. 2017, section 3.5)."""
 
     base: float = 10_000.0
@@ -78,7 +83,7 @@ class SinusoidalHalves(Sinusoidal):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Learned(NoPosition):
+class Learned(PositionScheme):
     """One learnt row a position, added (Gehring et al. 2017; Devlin et al. 2018): a table `max_length` x `features`. An
     input longer than it is a ValueError; a single position that it has not gives NaN.
     """
@@ -100,7 +105,7 @@ class Learned(NoPosition):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rotary(NoPosition):
+class Rotary(PositionScheme):
     """Turns pairs (i, i + size/2) of the first `size` dimensions of each head by position x frequency, so that scores
     depend on distance only (Su et al. 2021, arXiv 2104.09864; the pairing of GPT-NeoX and Llama). `size` None: all.
     Wavelengths run from 2 pi to 2 pi `base` positions. ValueError: a size that is odd, or larger than the head.
@@ -158,7 +163,7 @@ class Rotary(NoPosition):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ALiBi(NoPosition):
+class ALiBi(PositionScheme):
     """-slope |distance| added to the scores, slopes 2^(-8/N), 2^(-16/N), ... with N = `num_heads` (Press et al. 2021,
     arXiv 2108.12409).
     """
@@ -185,7 +190,7 @@ class ALiBi(NoPosition):
 
 
 @dataclass(frozen=True, kw_only=True)
-class T5Bias(NoPosition):
+class T5Bias(PositionScheme):
     """A learnt bias for each head and bucket of distances, added to the scores (Raffel et al. 2019, arXiv 1910.10683,
     section 2.1): single distances up to half the buckets (of a side), then logarithmic ones up to `max_distance`. The
     table is `buckets` x `num_heads`, and ValueError says when it is missing; `bidirectional`: keys after the query have

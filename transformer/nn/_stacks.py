@@ -43,16 +43,16 @@ class _Period(nn.Module):
         caches, auxes = {}, {}
         for slot, kind in enumerate(self.config.stack.period):
             name = f"slot_{slot}"
-            block = _block(self, kind, name, looped=self.execution.scan)
+            block = _block(self, kind, name, scanned=self.execution.scan)
             x, caches[name], auxes[name] = block(x, inputs, None if cache is None else cache[name])
         return x, (None if cache is None else caches, sum_aux(auxes.values()))
 
 
-def _block(parent: Any, kind: LayerKind, name: str, looped: bool) -> nn.Module:
+def _block(parent: Any, kind: LayerKind, name: str, scanned: bool) -> nn.Module:
     block, remat = BLOCKS[parent.config.norm_position], parent.execution.remat
     if remat != "none":
         # Inside a loop the compiler can't merge the recomputation with the original; unrolled it could, and must not.
-        block = nn.remat(block, policy=REMAT_POLICIES[remat], prevent_cse=not looped)
+        block = nn.remat(block, policy=REMAT_POLICIES[remat], prevent_cse=not scanned)
     return block(parent.config, kind, parent.causal, parent.cross, parent.execution, name=name)
 
 
@@ -149,7 +149,7 @@ class Stack(nn.Module):
         caches, auxes = {}, []
 
         def run_one(name, kind, x):
-            block = _block(self, kind, name, looped=False)
+            block = _block(self, kind, name, scanned=False)
             x, caches[name], aux = block(x, inputs, None if cache is None else cache[name])
             auxes.append(aux)
             return x

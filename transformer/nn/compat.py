@@ -110,7 +110,7 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
     initial values, cache and errors, and the same outputs up to rounding (Vaswani et al. 2017, section 3.2.2).
 
     Only the default of `attention_fn` differs. To choose a kernel, pass it
-    `functools.partial(transformer.nn.compat.dot_product_attention, implementation="chunked")`. `mask` may also be a
+    `functools.partial(transformer.nn.compat.dot_product_attention, implementation="blockwise")`. `mask` may also be a
     `transformer.Mask`, which keeps a causal mask from being an array of T x S.
     """
 

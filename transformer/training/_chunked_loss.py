@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from transformer.nn._axes import Array, Hidden
-from transformer.nn._partitioning import constrain, platform, ways
+from transformer.nn._partitioning import constrain, num_shards, platform
 
 LOGITS_AT_ONCE = {"cpu": 2**21, "gpu": 2**27, "tpu": 2**27}
 """logits that a device holds at once where nothing else is asked for: on CPU what stays in its cache; elsewhere at
@@ -28,8 +28,8 @@ def tokens_at_once(hidden: Hidden, vocab_size: int) -> int | None:
     chunk of fewer logits than that saves little memory and much time goes by.
     """
     rows, length, size = hidden.shape
-    most = most_at_once(platform(), vocab_size, size, ways("vocab"))
-    return None if rows * length // (ways("batch") * ways("length")) <= most else most
+    most = most_at_once(platform(), vocab_size, size, num_shards("vocab"))
+    return None if rows * length // (num_shards("batch") * num_shards("length")) <= most else most
 
 
 def most_at_once(kind: str, vocab_size: int, size: int, vocab_ways: int = 1) -> int:
@@ -96,7 +96,7 @@ loss_in_chunks.defvjp(_forward, _backward)
 def ways_of(hidden: Hidden) -> tuple[int, int]:
     """Into how many parts the mesh in force splits the rows and the length of hidden (B, T, D)."""
     return tuple(
-        ways(name) if size % ways(name) == 0 else 1
+        num_shards(name) if size % num_shards(name) == 0 else 1
         for name, size in zip(("batch", "length"), hidden.shape[:2], strict=True)
     )
 

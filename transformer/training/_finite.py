@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from transformer.nn.kernels import anywhere
+from transformer.nn.kernels import portable
 from transformer.training._losses import Batch
 from transformer.training._recipe import Recipe
 from transformer.training._tasks import TASKS
@@ -34,7 +34,7 @@ def why_not_finite(recipe: Recipe, model: nn.Module, params: Any, batch: Batch) 
         return ""
     if (path := first_bad_parameter(params)) is not None:
         return f"The parameter {path} holds NaN or infinity."
-    model = model.clone(execution=anywhere(model.execution))
+    model = model.clone(execution=portable(model.execution))
     task = TASKS[recipe.task]
 
     @jax.jit

@@ -30,7 +30,7 @@ class LossSpikeError(ArithmeticError):
 
 
 @dataclass
-class Ledger:
+class TrainStats:
     """Numbers that go into every checkpoint, so that a run gone on with writes the same lines as one never stopped.
 
     Since the last line: `loss_sum` and its `weight` (nats, targets), `router_loss` of routed layers (a sum, nats),
@@ -132,7 +132,7 @@ class Journal:
     def __init__(
         self,
         recipe: Recipe,
-        ledger: Ledger,
+        ledger: TrainStats,
         writer: MetricsWriter,
         progress: Progress,
         paths: list[str],

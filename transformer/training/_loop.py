@@ -19,16 +19,16 @@ from transformer.data._dataset import Batch, Dataset, padding
 from transformer.data._pipeline import check_batch
 from transformer.nn.models._base import count_parameters
 from transformer.training import _processes as processes
-from transformer.training._calls import record_call
 from transformer.training._checkpoint import Checkpointer
 from transformer.training._evaluation import evaluate_loss
 from transformer.training._finite import why_not_finite
-from transformer.training._journal import Journal, Ledger
+from transformer.training._invocations import record_call
+from transformer.training._journal import Journal, TrainStats
 from transformer.training._lock import NAME as LOCK
 from transformer.training._lock import WorkdirLock
 from transformer.training._memory import EVALUATION, STEP, MemoryWatch
 from transformer.training._metrics import MetricsWriter, Progress
-from transformer.training._numbers import draw_forecasts
+from transformer.training._numeric_evaluation import draw_forecasts
 from transformer.training._parallel import Placement, place
 from transformer.training._profiling import Profiler, Window
 from transformer.training._recipe import Recipe, build_model, to_json
@@ -193,7 +193,7 @@ def _model_lines(recipe: Recipe, model: nn.Module, parameters: int, state: Train
     return f"{line}\nLoRA of rank {recipe.lora.rank}: {count_parameters(state.params):,} parameters are trained"
 
 
-def _finished_before(summary: Summary, step: int, ledger: Ledger) -> Summary | None:
+def _finished_before(summary: Summary, step: int, ledger: TrainStats) -> Summary | None:
     """The summary of a run whose steps, last evaluation and report are all done, printed again; otherwise None."""
     last = read_summary(summary.workdir) or summary
     if not processes.first_decides(lambda: step >= summary.steps and ledger.evaluated >= step and last.step == step):
@@ -214,7 +214,7 @@ class _Training:
     usable: Callable[[TrainState], Any]
     """parameters to evaluate, of a state"""
     batches: Any
-    ledger: Ledger
+    ledger: TrainStats
     journal: Journal
     state: TrainState
     """as `placement.train_step` takes it"""
@@ -361,7 +361,7 @@ class _Training:
         return summary
 
 
-def _with_totals(summary: Summary, step: int, ledger: Ledger) -> Summary:
+def _with_totals(summary: Summary, step: int, ledger: TrainStats) -> Summary:
     """The summary with the numbers of the ledger after `step` steps."""
     return dataclasses.replace(
         summary,

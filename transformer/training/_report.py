@@ -13,7 +13,7 @@ import jax
 
 from transformer.data._dataset import Dataset
 from transformer.generate._beam import Beam
-from transformer.training import _numbers as numbers
+from transformer.training import _numeric_evaluation as numbers
 from transformer.training._evaluation import write_texts
 from transformer.training._recipe import Recipe
 from transformer.training._summary import Summary

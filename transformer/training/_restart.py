@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from transformer.config._checks import ConfigError
-from transformer.training import _calls as calls
+from transformer.training import _invocations as calls
 from transformer.training import _metrics as metrics
 from transformer.training import _profiling as profiling
 from transformer.training import _recipe as recipe

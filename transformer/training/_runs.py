@@ -21,7 +21,7 @@ from transformer.data._tokenizer_kinds import load_tokenizer
 from transformer.data.kinds import PLACES
 from transformer.training import _processes as processes
 from transformer.training._checkpoint import Checkpointer, CheckpointError, load_params
-from transformer.training._journal import Ledger
+from transformer.training._journal import TrainStats
 from transformer.training._parallel import Placement
 from transformer.training._provenance import (
     TOKENIZER,
@@ -229,7 +229,7 @@ def begin(
     batches: Any,
     placement: Placement,
     start: Start | None = None,
-) -> tuple[TrainState, Ledger]:
+) -> tuple[TrainState, TrainStats]:
     """The newest valid checkpoint, with `batches` set to where it was; a new state, from `start` where one is given,
     when there is no checkpoint.
 
@@ -239,9 +239,9 @@ def begin(
     """
     if not processes.first_decides(lambda: has_checkpoints(workdir)):
         if start is None:
-            return placement.new_state(), Ledger()
+            return placement.new_state(), TrainStats()
         print(told(recipe, start))
-        return begun_from(start, placement.new_state()), Ledger()
+        return begun_from(start, placement.new_state()), TrainStats()
     restored = checkpoints.restore_newest(placement.abstract_state())
     trained = provenance(workdir, restored.step)
     filled = recipe if trained.recipe is None else _filled_in(recipe, trained.recipe)
@@ -253,10 +253,10 @@ def begin(
             f"another --workdir."
         )
     batches.set_state(restored.data["batches"])
-    return restored.state, Ledger(**restored.data["ledger"])
+    return restored.state, TrainStats(**restored.data["ledger"])
 
 
-def checkpoint_data(dataset: Dataset, batches: Any, ledger: Ledger) -> dict[str, Any]:
+def checkpoint_data(dataset: Dataset, batches: Any, ledger: TrainStats) -> dict[str, Any]:
     """What a checkpoint holds beside the state, for `begin`."""
     return {
         "batches": batches.get_state(),

@@ -6,7 +6,7 @@ import pytest
 from benchmarks import bag_of_words
 from transformer.config import ConfigError
 from transformer.data import MaskedSST2, SST2Sentences, TokenizerConfig, prepare
-from transformer.training._journal import Ledger
+from transformer.training._journal import TrainStats
 
 WORD = TokenizerConfig(kind="word", vocab_size=8000)
 
@@ -86,13 +86,13 @@ def test_its_weights_are_where_the_gradient_is_zero():
 
 def test_the_best_of_a_classifier_is_the_most_accurate():
     """Its loss rises with its certainty while it still gets better; of equal ones it is the newer."""
-    ledger = Ledger()
+    ledger = TrainStats()
     for step, (loss, accuracy) in enumerate([(0.5, 0.7), (0.6, 0.8), (0.7, 0.8), (0.4, 0.75)], 1):
         ledger.record_evaluation(step, loss, accuracy, by_accuracy=True)
     assert (ledger.best_step, ledger.best_loss, ledger.eval_metric) == (3, 0.4, 0.25)
     ledger.record_evaluation(5, float("nan"), 1.0, by_accuracy=True)
     assert (ledger.best_step, ledger.eval_metric) == (3, None)
     for by_loss in (0.5, 0.3, 0.6):
-        ledger = ledger if by_loss != 0.5 else Ledger()
+        ledger = ledger if by_loss != 0.5 else TrainStats()
         ledger.record_evaluation(ledger.evaluated + 1, by_loss, 0.5)
     assert (ledger.best_step, ledger.best_loss, ledger.eval_metric) == (2, 0.3, 0.6)

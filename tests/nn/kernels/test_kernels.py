@@ -13,7 +13,8 @@ from attention_specs import attention_spec
 from jax.sharding import AxisType
 from jax.test_util import check_grads
 
-from transformer.config import ConfigError
+from transformer.config import ConfigError, Execution
+from transformer.nn import kernels
 from transformer.nn._attention import dot_product_attention
 from transformer.nn._masks import Mask
 from transformer.nn.kernels import (
@@ -21,8 +22,8 @@ from transformer.nn.kernels import (
     GPU_KERNELS,
     SPLIT_KERNELS,
     AttentionSpec,
+    blockwise_attention,
     choose,
-    chunked_attention,
     reference_attention,
 )
 
@@ -66,7 +67,7 @@ def value_and_grads(kernel, mask, softcap, **options):
 @pytest.mark.parametrize("kind", MASKS)
 def test_chunked_equals_reference_in_values_and_gradients(kind):
     expected = value_and_grads(reference_attention, MASKS[kind], 3.0)
-    got = value_and_grads(chunked_attention, MASKS[kind], 3.0, block=8)
+    got = value_and_grads(blockwise_attention, MASKS[kind], 3.0, block=8)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5), got, expected)
 
 
@@ -75,7 +76,7 @@ PLAIN = {"scale": 0.7}
 
 def test_chunked_without_extras_and_in_bfloat16():
     half = [x.astype(jnp.bfloat16) for x in (QUERY, KEY, VALUE)]
-    got, _ = chunked_attention(*half, AttentionSpec(mask=Mask.causal(), **PLAIN), block=8)
+    got, _ = blockwise_attention(*half, AttentionSpec(mask=Mask.causal(), **PLAIN), block=8)
     expected, _ = reference_attention(QUERY, KEY, VALUE, AttentionSpec(mask=Mask.causal(), **PLAIN))
     assert got.dtype == jnp.bfloat16
     np.testing.assert_allclose(got.astype(jnp.float32), expected, atol=0.03)
@@ -83,7 +84,7 @@ def test_chunked_without_extras_and_in_bfloat16():
 
 def test_a_row_that_may_attend_nothing_gives_zeros_and_no_gradient():
     mask = Mask.lengths(jnp.array([S, 0]))
-    for kernel in (reference_attention, chunked_attention):
+    for kernel in (reference_attention, blockwise_attention):
 
         def loss(query, key, value, kernel=kernel):
             out = kernel(query, key, value, AttentionSpec(mask=mask, **PLAIN))[0]
@@ -120,7 +121,7 @@ def test_blocks_that_the_mask_rules_out_are_not_computed(mask, hidden):
         return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(query, key, value)
 
     assert np.isnan(run(reference_attention, poisoned)[0])
-    clean, skipped = run(chunked_attention, value, block=8), run(chunked_attention, poisoned, block=8)
+    clean, skipped = run(blockwise_attention, value, block=8), run(blockwise_attention, poisoned, block=8)
     jax.tree.map(np.testing.assert_array_equal, skipped, clean)
 
 
@@ -133,7 +134,7 @@ def test_chunked_program_and_memory_do_not_grow_with_the_scores():
 
         return jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(*shapes)
 
-    short, long = compiled(chunked_attention, 2048), compiled(chunked_attention, 8192)
+    short, long = compiled(blockwise_attention, 2048), compiled(blockwise_attention, 8192)
     assert long.as_text().count("\n") == short.as_text().count("\n")
     sizes = [lowered.compile().memory_analysis().temp_size_in_bytes for lowered in (short, long)]
     scores = 8192 * 8192 * 2 * 4
@@ -141,7 +142,7 @@ def test_chunked_program_and_memory_do_not_grow_with_the_scores():
     assert sizes[1] < scores / 20
 
 
-@pytest.mark.parametrize(("kernel", "options"), [(reference_attention, {}), (chunked_attention, {"block": 8})])
+@pytest.mark.parametrize(("kernel", "options"), [(reference_attention, {}), (blockwise_attention, {"block": 8})])
 def test_dropout_drops_its_share_and_its_gradient_fits(kernel, options):
     @jax.jit
     def run(query, key):
@@ -164,19 +165,19 @@ def test_the_choice_is_by_length_and_demand():
         return attention_spec(queries, keys, weights)
 
     assert choose("auto", request(64, 64)) == "reference"
-    assert choose("auto", request(256, 256)) == "sliced"
-    assert choose("auto", request(2048, 2048)) == "chunked"
+    assert choose("auto", request(256, 256)) == "query_chunked"
+    assert choose("auto", request(2048, 2048)) == "blockwise"
     assert choose("auto", request(1, 1_000_000)) == "reference"
     assert choose("auto", request(4096, 4096, weights=True)) == "reference"
-    assert choose("chunked", request(2, 2)) == "chunked"
+    assert choose("blockwise", request(2, 2)) == "blockwise"
 
 
 def test_what_auto_takes_is_logged_once_for_each_size(caplog):
     caplog.set_level(logging.INFO, "transformer.nn.kernels")
     for length in (331, 331, 337):
-        for implementation in ("auto", "chunked"):
+        for implementation in ("auto", "blockwise"):
             choose(implementation, attention_spec(length, 4001))
-    assert caplog.messages == [f"{n} x 4001 scores a head on cpu: auto takes chunked" for n in (331, 337)]
+    assert caplog.messages == [f"{n} x 4001 scores a head on cpu: auto takes blockwise" for n in (331, 337)]
 
 
 def test_a_gpu_takes_its_fused_kernel_where_it_serves(monkeypatch):
@@ -189,23 +190,36 @@ def test_a_gpu_takes_its_fused_kernel_where_it_serves(monkeypatch):
     assert chosen(1024) == "cudnn"
     assert chosen(128) == "reference"
     assert chosen(1024, dtype=jnp.float32) == "reference"
-    assert chosen(4096, has_segments=True) == "chunked"
+    assert chosen(4096, has_segments=True) == "blockwise"
 
 
 def test_what_cudnn_would_need_is_said():
     request = attention_spec(8, dtype=jnp.bfloat16)
-    with pytest.raises(ConfigError, match=r"cudnn .* can't run on cpu: .* NVIDIA GPUs. Use reference or sliced"):
+    with pytest.raises(ConfigError, match=r"cudnn .* can't run on cpu: .* NVIDIA GPUs. Use reference or query_chunked"):
         choose("cudnn", request)
 
 
+@pytest.mark.parametrize(
+    ("old", "new"), [("chunked", "blockwise"), ("sliced", "query_chunked"), ("gathered", "all_gather_kv")]
+)
+def test_names_of_version_0_1_work_with_a_warning(old, new):
+    with pytest.warns(DeprecationWarning, match=f"kernel '{old}' is now called '{new}'"):
+        assert Execution(attention=old).attention == new
+    with pytest.warns(DeprecationWarning, match=f"kernel '{old}' is now called '{new}'"):
+        assert getattr(kernels, f"{old}_attention") is kernels.ALL_KERNELS[new].run
+    spec = attention_spec(8, length_shards=2 if new == "all_gather_kv" else 1)
+    with pytest.warns(DeprecationWarning, match=f"kernel '{old}' is now called '{new}'"):
+        assert choose(old, spec) == new
+
+
 def test_a_kernel_that_can_not_serve_says_which_can():
-    with pytest.raises(ConfigError, match=r"chunked .* can't return attention weights: .* Use reference, or auto"):
-        choose("chunked", attention_spec(2, return_weights=True))
+    with pytest.raises(ConfigError, match=r"blockwise .* can't return attention weights: .* Use reference, or auto"):
+        choose("blockwise", attention_spec(2, return_weights=True))
     with pytest.raises(
         ConfigError,
-        match=r"one of auto, reference, sliced, chunked, splash, cudnn, got 'chunk'. Did you mean 'chunked'",
+        match=r"one of auto, reference, query_chunked, blockwise, splash, cudnn, got 'block'. Did you mean 'blockwise'",
     ):
-        choose("chunk", attention_spec(2))
+        choose("block", attention_spec(2))
 
 
 L = 16

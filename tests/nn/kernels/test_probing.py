@@ -24,7 +24,7 @@ from transformer.nn.kernels import choose
 from transformer.training.plan import parse_topology, topology_devices
 
 ERROR = "INTERNAL: Failed to deserialize the Mosaic module: Unsupported version: expected <= 7 but got 8"
-PLATFORMS = {"tpu": ("splash", "TPU v5 lite", "chunked"), "gpu": ("cudnn", "NVIDIA H100 80GB HBM3", "chunked")}
+PLATFORMS = {"tpu": ("splash", "TPU v5 lite", "blockwise"), "gpu": ("cudnn", "NVIDIA H100 80GB HBM3", "blockwise")}
 
 
 def request(length=2048, dtype=jnp.bfloat16, **facts):
@@ -69,7 +69,7 @@ def test_auto_warns_once_and_chooses_a_kernel_that_compiles(on, rejected):
 def test_each_dtype_is_compiled_for_itself(rejected):
     dtypes = jnp.bfloat16, jnp.float32, jnp.bfloat16
     with computing_on("tpu", "TPU v5 lite"), pytest.warns(UserWarning, match="splash"):
-        assert {choose("auto", request(dtype=dtype)) for dtype in dtypes} == {"chunked"}
+        assert {choose("auto", request(dtype=dtype)) for dtype in dtypes} == {"blockwise"}
     assert [dtype for _, dtype in rejected] == ["bfloat16", "float32"]
 
 
@@ -80,7 +80,7 @@ def test_a_given_name_is_an_error_that_names_others(on, rejected):
         choose(name, request())
     message = str(found.value)
     assert message.startswith(f"the {name} attention kernel can't be compiled")
-    assert message.endswith("Use reference or sliced or chunked, or auto.")
+    assert message.endswith("Use reference or query_chunked or blockwise, or auto.")
     if name == "splash":
         assert f"jax {jax.__version__}" in message
         assert re.search(r'run pip install "libtpu==[\d.*]+", which this JAX was released with, and restart', message)
@@ -89,7 +89,7 @@ def test_a_given_name_is_an_error_that_names_others(on, rejected):
 def test_what_a_kernel_can_not_do_is_said_without_compiling(rejected):
     with computing_on("tpu", "TPU v5 lite"), warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert choose("auto", request(has_bias=True)) == "chunked"
+        assert choose("auto", request(has_bias=True)) == "blockwise"
         assert choose("auto", request(64)) == "reference"
         with pytest.raises(ConfigError, match="splash attention kernel can't add a bias"):
             choose("splash", request(has_bias=True))
@@ -108,7 +108,7 @@ def test_the_examples_compile_and_a_broken_kernel_does_not(example, monkeypatch)
     monkeypatch.setattr(cudnn, "LIBRARY", "xla")
     module = splash if example is splash._example else cudnn
     assert probing.compiler_error(example, jnp.float32, "cpu") is None
-    monkeypatch.setattr(module, "mapped", lambda function, *_: lambda *arrays: object().nothing)
+    monkeypatch.setattr(module, "shard_map", lambda function, *_: lambda *arrays: object().nothing)
     renamed = functools.partial(example)  # another key: the answer for the example itself is known
     assert "has no attribute 'nothing'" in probing.compiler_error(renamed, jnp.float32, "cpu")
 

@@ -17,7 +17,7 @@ from transformer.nn._attention import dot_product_attention
 from transformer.nn._masks import Mask
 from transformer.nn.kernels import ALL_KERNELS, GPU_KERNELS, SPLIT_KERNELS
 
-BLOCKS = {"chunked": 5, "ring": 3}
+BLOCKS = {"blockwise": 5, "ring": 3}
 """queries and keys a block: few, so that short sequences have several"""
 FACTS = {
     "bias": {"has_bias": True},
@@ -60,7 +60,7 @@ def made_for_tests(kernel: str):
     if kernel in BLOCKS:
         changed = dataclasses.replace(changed, run=functools.partial(changed.run, block=BLOCKS[kernel]))
     with (
-        mock.patch("transformer.nn.kernels._sliced.SLICE", 6),
+        mock.patch("transformer.nn.kernels._query_chunked.SLICE", 6),
         mock.patch("transformer.nn.kernels._splash.BLOCK", 128),
         mock.patch("transformer.nn.kernels._cudnn.LIBRARY", "xla"),
         mock.patch.dict(ALL_KERNELS, {kernel: changed}),
@@ -188,12 +188,12 @@ def check(call: Call) -> None:
     assert_close(got, expected, 1e-5 if dtype == jnp.float32 else 0.03)
 
 
-@often(3, 40, calls("chunked", "sliced"))
+@often(3, 40, calls("blockwise", "query_chunked"))
 def test_kernels_for_any_device_equal_the_reference(call):
     check(call)
 
 
-@often(0, 25, calls("ring", "gathered"))
+@often(0, 25, calls("ring", "all_gather_kv"))
 def test_kernels_for_a_split_length_equal_the_reference(call):
     check(call)
 

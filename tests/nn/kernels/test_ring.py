@@ -13,10 +13,10 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from transformer.config import ConfigError, Execution, TransformerConfig
 from transformer.nn._attention import MultiHeadAttention, dot_product_attention
 from transformer.nn._masks import Mask
-from transformer.nn._partitioning import mapped
+from transformer.nn._partitioning import shard_map
 from transformer.nn._positions import Rotary
 from transformer.nn.kernels import AttentionSpec, choose, reference_attention, ring_attention
-from transformer.nn.kernels import _chunked as chunked
+from transformer.nn.kernels import _blockwise as blockwise
 from transformer.nn.models import CausalLM
 
 B, T, N, K, H, HV = 2, 48, 4, 2, 5, 7
@@ -127,13 +127,13 @@ def test_bfloat16_with_a_row_that_sees_nothing():
 def test_every_device_computes_as_many_pairs_of_chunks(mask, each, monkeypatch):
     """Counted while it runs. Contiguous halves of 8 chunks under a causal mask would give 3, 7, 11 and 15."""
     counts = collections.Counter()
-    forward = chunked.forward
+    forward = blockwise.forward
 
     def counted(*arguments):
         jax.debug.callback(lambda device: counts.update([int(device)]), jax.lax.axis_index("context"))
         return forward(*arguments)
 
-    monkeypatch.setattr(chunked, "forward", counted)
+    monkeypatch.setattr(blockwise, "forward", counted)
     with jax.set_mesh(mesh(context=4)):
         run = jax.jit(lambda *arrays: ring_attention(*arrays, AttentionSpec(mask=mask, **PLAIN))[0])
         run(QUERY[:1], KEY[:1], VALUE[:1]).block_until_ready()
@@ -231,9 +231,9 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_the_ring_can_not_do_says_who_can(case):
     asked, message = REFUSED[case]
-    whole = ["sliced"] if asked.shapes.length_shards == 1 else []
-    able = ["reference"] if asked.return_weights else ["reference", *whole, "chunked"]
-    able += ["gathered"] if asked.shapes.length_shards > 1 and not asked.return_weights else []
+    whole = ["query_chunked"] if asked.shapes.length_shards == 1 else []
+    able = ["reference"] if asked.return_weights else ["reference", *whole, "blockwise"]
+    able += ["all_gather_kv"] if asked.shapes.length_shards > 1 and not asked.return_weights else []
     with pytest.raises(
         ConfigError, match=rf"the ring attention kernel can't {message}.*\. Use {' or '.join(able)}, or"
     ):
@@ -251,21 +251,21 @@ GATHERED_REFUSED = {
 @pytest.mark.parametrize("case", GATHERED_REFUSED)
 def test_what_gathered_attention_can_not_do_says_who_can(case):
     asked, message = GATHERED_REFUSED[case]
-    with pytest.raises(ConfigError, match=rf"the gathered attention kernel can't {message}.*\. Use reference"):
-        choose("gathered", asked)
+    with pytest.raises(ConfigError, match=rf"the all_gather_kv attention kernel can't {message}.*\. Use reference"):
+        choose("all_gather_kv", asked)
 
 
 def test_auto_takes_the_ring_where_the_length_is_split():
     assert choose("auto", request()) == "ring"
     assert choose("ring", request()) == "ring"
-    assert choose("chunked", request()) == "chunked"
+    assert choose("blockwise", request()) == "blockwise"
     assert choose("auto", request(128, has_bias=True)) == "reference"  # 128 x 32 scores a device
-    assert choose("auto", request(512, has_bias=True)) == "gathered"
-    assert choose("auto", request(512, 24_000)) == "gathered"
-    assert choose("auto", request(513)) == "chunked"  # does not divide: the length is whole on each device
+    assert choose("auto", request(512, has_bias=True)) == "all_gather_kv"
+    assert choose("auto", request(512, 24_000)) == "all_gather_kv"
+    assert choose("auto", request(513)) == "blockwise"  # does not divide: the length is whole on each device
     with pytest.raises(
         ConfigError,
-        match=r"one of auto, .*, chunked, splash, cudnn, ring, gathered, got 'rings'. Did you mean 'ring'",
+        match=r"one of auto, .*, blockwise, splash, cudnn, ring, all_gather_kv, got 'rings'. Did you mean 'ring'",
     ):
         choose("rings", request())
 
@@ -315,7 +315,7 @@ def test_gathered_equals_reference_in_values_and_gradients(case):
 
     expected = run("reference")
     with jax.set_mesh(mesh(**FOUR)):
-        assert_close(run("gathered"), expected)
+        assert_close(run("all_gather_kv"), expected)
 
 
 def test_gathered_attention_gathers_keys_and_values_alone_and_memory_is_linear():
@@ -330,7 +330,7 @@ def test_gathered_attention_gathers_keys_and_values_alone_and_memory_is_linear()
 
 def test_gathered_attention_drops_its_share_elsewhere_on_each_device():
     ones = jnp.ones((B, T, K, 1))
-    options = {"dropout_rate": 0.25, "dropout_key": KEYS[0], "implementation": "gathered"}
+    options = {"dropout_rate": 0.25, "dropout_key": KEYS[0], "implementation": "all_gather_kv"}
     with jax.set_mesh(mesh(**FOUR)):
         out = jax.jit(lambda: dot_product_attention(QUERY * 0, KEY, ones, **options))()
     assert out.mean() == pytest.approx(1.0, abs=0.02)
@@ -348,7 +348,7 @@ class TestMapped:
             return x * scale[None]
 
         with jax.set_mesh(mesh(data=2, context=2)):
-            run = jax.jit(mapped(double, [("batch", "length"), ("length",)], ("batch", "length")))
+            run = jax.jit(shard_map(double, [("batch", "length"), ("length",)], ("batch", "length")))
             np.testing.assert_array_equal(run(x, 2.0 + jnp.zeros(6)), 2 * x)
 
     def test_a_name_that_does_not_divide_everywhere_splits_nowhere(self):
@@ -357,7 +357,7 @@ class TestMapped:
             return x
 
         with jax.set_mesh(mesh(data=2, context=2)):
-            jax.jit(mapped(shapes, [("batch", "length"), ("length",)], ("batch", "length")))(
+            jax.jit(shard_map(shapes, [("batch", "length"), ("length",)], ("batch", "length")))(
                 jnp.ones((4, 6)), jnp.ones(5)
             )
 
@@ -366,8 +366,8 @@ class TestMapped:
             assert x.shape == (4, 6)
             return x
 
-        assert mapped(whole, [("batch", "length")], ("batch", "length"))(jnp.ones((4, 6))).shape == (4, 6)
+        assert shard_map(whole, [("batch", "length")], ("batch", "length"))(jnp.ones((4, 6))).shape == (4, 6)
 
     def test_names_are_counted(self):
-        with pytest.raises(ValueError, match=r"mapped takes one name an axis: got \('batch',\) for .* \(4, 6\)"):
-            mapped(lambda x: x, [("batch",)], ("batch",))(jnp.ones((4, 6)))
+        with pytest.raises(ValueError, match=r"shard_map takes one name an axis: got \('batch',\) for .* \(4, 6\)"):
+            shard_map(lambda x: x, [("batch",)], ("batch",))(jnp.ones((4, 6)))

@@ -22,7 +22,7 @@ from transformer.config import ConfigError, Execution, LayerKind, StackOptions, 
 from transformer.data import TextFile
 from transformer.nn._attention import dot_product_attention
 from transformer.nn._masks import Mask
-from transformer.nn._partitioning import mapped
+from transformer.nn._partitioning import shard_map
 from transformer.nn.kernels import AttentionSpec, choose, reference_attention, splash_attention
 from transformer.nn.kernels import _splash as splash
 from transformer.nn.models import CausalLM
@@ -116,9 +116,9 @@ def test_key_heads_that_do_not_divide_leave_query_heads_split(monkeypatch):
     seen = []
 
     def recorded(function, *names):
-        return mapped(lambda query, *rest: (seen.append(query.shape), function(query, *rest))[1], *names)
+        return shard_map(lambda query, *rest: (seen.append(query.shape), function(query, *rest))[1], *names)
 
-    monkeypatch.setattr(splash, "mapped", recorded)
+    monkeypatch.setattr(splash, "shard_map", recorded)
     with jax.set_mesh(mesh(data=2, tensor=2)):
         jax.eval_shape(
             lambda *given: splash_attention(*given, AttentionSpec(mask=Mask(), **PLAIN)), *arrays(2, 128, 128, 6, 3)
@@ -199,11 +199,11 @@ def request(queries=2048, keys=None, **facts):
 
 REFUSED = {
     "weights": (request(return_weights=True), r"return attention weights: .* Use reference"),
-    "bias": (request(has_bias=True), r"add a bias: scores never leave the kernel\. Use reference or sliced"),
+    "bias": (request(has_bias=True), r"add a bias: scores never leave the kernel\. Use reference or query_chunked"),
     "dropout": (request(has_dropout=True), r"drop attention weights: it draws no random numbers\. Use"),
     "array": (request(has_dense_mask=True), r"apply a mask array: it would hold all of it\."),
-    "offset": (request(has_offset=True), r"begin at an offset \(a cache\): .*\. Use reference or sliced"),
-    "heads": (request(head_dim=257), r"take heads of 257: blocks of more than 256 .*\. Use reference or sliced"),
+    "offset": (request(has_offset=True), r"begin at an offset \(a cache\): .*\. Use reference or query_chunked"),
+    "heads": (request(head_dim=257), r"take heads of 257: blocks of more than 256 .*\. Use reference or query_chunked"),
     "float16": (request(dtype=jnp.float16), r"compute in float16: it takes float32 and bfloat16\. Use"),
     "float64": (request(dtype=np.dtype("float64")), r"compute in float64: it takes float32 and bfloat16\. Use"),
 }
@@ -215,7 +215,7 @@ def test_what_splash_can_not_do_says_who_can(case):
     with pytest.raises(ConfigError, match=rf"the splash attention kernel can't {message}.*, or auto\."):
         choose("splash", asked)
     with computing_on("tpu"):
-        assert choose("auto", asked) in ("reference", "chunked")
+        assert choose("auto", asked) in ("reference", "blockwise")
 
 
 @pytest.mark.parametrize(("head_dim", "value_dim"), [(257, 8), (8, 257)])
@@ -247,19 +247,21 @@ def test_auto_takes_splash_on_a_tpu_alone():
         assert choose("auto", request(1024, has_bias=True)) == "reference"
         assert choose("auto", request(2048, length_shards=4)) == "ring"
         assert choose("auto", request(2048, 24_000, length_shards=4)) == "splash"
-        assert choose("auto", request(4096, length_shards=4, has_bias=True)) == "gathered"
-        with pytest.raises(ConfigError, match=r"can't attend from 8 queries .* Use .* or splash or gathered, or auto"):
+        assert choose("auto", request(4096, length_shards=4, has_bias=True)) == "all_gather_kv"
+        with pytest.raises(ConfigError, match=r"can't attend from 8 queries .* or splash or all_gather_kv, or auto"):
             choose("ring", request(8, 16, length_shards=4))
     with computing_on("tpu", "TPU v3"):
         assert choose("auto", request(2048)) == "splash"
-        assert choose("auto", request(2048, dtype=jnp.bfloat16)) == "chunked"
+        assert choose("auto", request(2048, dtype=jnp.bfloat16)) == "blockwise"
         with pytest.raises(ConfigError, match=r"splash .* can't compute in bfloat16 on TPU v3: .* Use reference or"):
             choose("splash", request(2048, dtype=jnp.bfloat16))
-    assert choose("auto", request(2048)) == "chunked"
+    assert choose("auto", request(2048)) == "blockwise"
     assert choose("splash", request(2048)) == "splash"
     with computing_on("gpu"):
-        assert choose("auto", request(2048)) == "chunked"
-        with pytest.raises(ConfigError, match=r"splash attention kernel can't run on gpu: .* Use reference or sliced"):
+        assert choose("auto", request(2048)) == "blockwise"
+        with pytest.raises(
+            ConfigError, match=r"splash attention kernel can't run on gpu: .* reference or query_chunked"
+        ):
             choose("splash", request(2048))
 
 

@@ -13,7 +13,7 @@ from golden import case as golden_case
 from golden import ours
 
 from transformer.config import ConfigError, Series, TransformerConfig
-from transformer.inference import Opened, embed
+from transformer.inference import LoadedModel, embed
 from transformer.nn._layers import FrozenBatchNorm
 from transformer.nn._parameter_axes import axes_of
 from transformer.nn.models import Forecaster
@@ -185,7 +185,7 @@ def test_what_cannot_be_forecast_says_so(config, values, message):
 
 
 def test_it_reads_no_texts(tmp_path):
-    opened = Opened(Forecaster(CONFIG), {}, tmp_path, vocabulary=None, context=None, bos_id=None)
+    opened = LoadedModel(Forecaster(CONFIG), {}, tmp_path, vocabulary=None, context=None, bos_id=None)
     with pytest.raises(ConfigError, match=r"holds a Forecaster, which reads series and no text"):
         embed(opened, ["one"])
 

@@ -13,7 +13,7 @@ from golden import ours
 from transformer.__main__ import main
 from transformer.config import ConfigError, Speech, TransformerConfig
 from transformer.generate import Sampling, generate
-from transformer.inference import Opened, embed
+from transformer.inference import LoadedModel, embed
 from transformer.nn._parameter_axes import axes_of
 from transformer.nn.models import Seq2Seq, SpeechToText
 from transformer.nn.models._speech import Convolution
@@ -129,7 +129,7 @@ def test_sources_that_are_no_frames_are_errors(sources, message):
 
 
 def test_it_reads_no_texts(tmp_path, capsys):
-    opened = Opened(MODEL, {}, tmp_path, vocabulary=None, context=None, bos_id=None)
+    opened = LoadedModel(MODEL, {}, tmp_path, vocabulary=None, context=None, bos_id=None)
     with pytest.raises(ConfigError, match=r"holds a SpeechToText, which reads sound and no text"):
         embed(opened, ["one"])
     directory = ours.write(tmp_path / "speech", golden_case.golden("whisper")["lm"])

@@ -131,7 +131,7 @@ class TestMemory:
         growth = {row.kernel: row.growth for row in rows if row.growth is not None}
         assert growth.keys() == KERNELS.keys()
         assert growth["reference"] == pytest.approx(4, rel=0.05)
-        assert growth["chunked"] == pytest.approx(2, rel=0.15)
+        assert growth["blockwise"] == pytest.approx(2, rel=0.15)
         assert [row.growth for row in rows if row.length == 2_048] == [None] * len(KERNELS)
 
     def test_whole_scores_are_counted(self):

@@ -11,70 +11,77 @@ from collections.abc import Callable
 import jax
 
 from transformer.config._checks import ConfigError, nearest
-from transformer.config._model import Execution
+from transformer.config._model import FORMER_KERNEL_NAMES, Execution, current_kernel_name
 from transformer.nn._jax_compat import inside_pmap
 from transformer.nn._partitioning import has_mesh, platform
 from transformer.nn.kernels import _cudnn as cudnn
 from transformer.nn.kernels import _splash as splash
-from transformer.nn.kernels._chunked import chunked_attention
+from transformer.nn.kernels._blockwise import blockwise_attention
 from transformer.nn.kernels._contract import OPTIONS, AttentionShapes, AttentionSpec, BiasFunction, Kernel, Option
 from transformer.nn.kernels._cudnn import cudnn_attention, cudnn_compiler_refusal, cudnn_limits
+from transformer.nn.kernels._query_chunked import query_chunked_attention, query_chunked_limits
 from transformer.nn.kernels._reference import reference_attention
-from transformer.nn.kernels._ring import RING_REASONS, gathered_attention, gathered_limits, ring_attention, ring_limits
-from transformer.nn.kernels._sliced import sliced_attention, sliced_limits
+from transformer.nn.kernels._ring import (
+    RING_REASONS,
+    all_gather_kv_attention,
+    all_gather_kv_limits,
+    ring_attention,
+    ring_limits,
+)
 from transformer.nn.kernels._splash import splash_attention, splash_compiler_refusal, splash_limits
 
 __all__ = [
     "ALL_KERNELS",
+    "FULL_MATRIX_SCORES",
     "FUSED_FROM",
     "GPU_KERNELS",
     "KERNELS",
     "OPTIONS",
-    "SLICED_SCORES",
+    "QUERY_CHUNKED_SCORES",
     "SPLASH_FROM",
     "SPLIT_KERNELS",
     "TPU_KERNELS",
-    "WHOLE_SCORES",
     "AttentionShapes",
     "AttentionSpec",
     "BiasFunction",
     "Kernel",
     "Option",
-    "anywhere",
+    "all_gather_kv_attention",
+    "blockwise_attention",
     "choose",
-    "chunked_attention",
     "cudnn_attention",
-    "gathered_attention",
+    "portable",
+    "query_chunked_attention",
     "reference_attention",
     "ring_attention",
-    "sliced_attention",
     "splash_attention",
 ]
 
 _NO_WEIGHTS = {"weights": "it never holds all weights at once"}
 """why kernels in blocks do not return attention weights"""
 
-KERNELS: dict[str, Kernel] = {
-    "reference": Kernel(name="reference", run=reference_attention),
-    "sliced": Kernel(name="sliced", run=sliced_attention, limits=sliced_limits, reasons=_NO_WEIGHTS),
-    "chunked": Kernel(name="chunked", run=chunked_attention, reasons=_NO_WEIGHTS),
-}
+
+def _by_name(*kernels: Kernel) -> dict[str, Kernel]:
+    return {kernel.name: kernel for kernel in kernels}
+
+
+KERNELS = _by_name(
+    Kernel("reference", reference_attention),
+    Kernel("query_chunked", query_chunked_attention, limits=query_chunked_limits, reasons=_NO_WEIGHTS),
+    Kernel("blockwise", blockwise_attention, reasons=_NO_WEIGHTS),
+)
 """kernels by name, for keys and values that are whole along their length, on any device"""
 
-TPU_KERNELS: dict[str, Kernel] = {
-    "splash": Kernel(name="splash", run=splash_attention, limits=splash_limits, reasons=splash.REASONS)
-}
+TPU_KERNELS = _by_name(Kernel("splash", splash_attention, limits=splash_limits, reasons=splash.REASONS))
 """kernels by name, for the same on a TPU; a CPU interprets them, for tests"""
 
-GPU_KERNELS: dict[str, Kernel] = {
-    "cudnn": Kernel(name="cudnn", run=cudnn_attention, limits=cudnn_limits, reasons=cudnn.REASONS)
-}
+GPU_KERNELS = _by_name(Kernel("cudnn", cudnn_attention, limits=cudnn_limits, reasons=cudnn.REASONS))
 """kernels by name, for the same on an NVIDIA GPU"""
 
-SPLIT_KERNELS: dict[str, Kernel] = {
-    "ring": Kernel(name="ring", run=ring_attention, limits=ring_limits, reasons=RING_REASONS, split_keys=True),
-    "gathered": Kernel(name="gathered", run=gathered_attention, limits=gathered_limits, reasons=_NO_WEIGHTS),
-}
+SPLIT_KERNELS = _by_name(
+    Kernel("ring", ring_attention, limits=ring_limits, reasons=RING_REASONS, split_keys=True),
+    Kernel("all_gather_kv", all_gather_kv_attention, limits=all_gather_kv_limits, reasons=_NO_WEIGHTS),
+)
 """kernels by name, for queries whose length a mesh splits, and nowhere else"""
 
 ALL_KERNELS: dict[str, Kernel] = KERNELS | TPU_KERNELS | GPU_KERNELS | SPLIT_KERNELS
@@ -93,12 +100,12 @@ SPLASH_FROM = 512 * 512
 """auto: from this many scores per head, splash is chosen on a TPU (not measured on hardware; by the estimates of the
 compiler for v5e, a GPT-2 124M training step takes 152 ms with it and 205 ms without at 512 x 512)"""
 
-WHOLE_SCORES = {"cpu": 96 * 96, "gpu": 1024 * 1024, "tpu": 1024 * 1024}
+FULL_MATRIX_SCORES = {"cpu": 96 * 96, "gpu": 1024 * 1024, "tpu": 1024 * 1024}
 """auto: without such a kernel, up to this many scores per head, the full attention matrix is faster than a loop over
 blocks (docs/benchmarks.md: measured on CPU; elsewhere a guess in favor of few, large operations). Scores are counted
 per device."""
 
-SLICED_SCORES = {"cpu": 1024 * 1024}
+QUERY_CHUNKED_SCORES = {"cpu": 1024 * 1024}
 """auto: beyond these, up to so many scores are computed in slices (docs/benchmarks.md)"""
 
 
@@ -112,6 +119,7 @@ def choose(implementation: str, spec: AttentionSpec) -> str:
         ConfigError: an unknown name, or a kernel that can't do what is asked or does not compile here; the message
             names the kernels that can.
     """
+    implementation = current_kernel_name(implementation)
     if implementation == "auto":
         name = _fastest(spec)
         _tell(f"{spec.shapes.num_queries} x {spec.shapes.num_keys} scores a head on {platform()}: auto takes {name}")
@@ -129,9 +137,17 @@ def choose(implementation: str, spec: AttentionSpec) -> str:
     return implementation
 
 
-def anywhere(execution: Execution) -> Execution:
+def __getattr__(name: str) -> Callable:
+    """The functions of kernels by their names of version 0.1, such as `chunked_attention`."""
+    kernel = name.removesuffix("_attention")
+    if kernel not in FORMER_KERNEL_NAMES or kernel == name:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return ALL_KERNELS[current_kernel_name(kernel)].run
+
+
+def portable(execution: Execution) -> Execution:
     """The execution for any device, with a cache and without a mesh: "auto" in place of a kernel that was made for less
-    (splash, cudnn, ring, gathered).
+    (splash, cudnn, ring, all_gather_kv).
     """
     if execution.attention not in {**TPU_KERNELS, **GPU_KERNELS, **SPLIT_KERNELS}:
         return execution
@@ -147,11 +163,11 @@ def _fastest(spec: AttentionSpec) -> str:
     for name, least in (("cudnn", FUSED_FROM), ("splash", SPLASH_FROM)):
         if scores >= least and spec.shapes.num_queries > 1 and _compiles(name, spec) and _has_its_devices(name):
             return name
-    if scores <= WHOLE_SCORES.get(platform(), 0) or spec.shapes.num_queries == 1 or spec.return_weights:
+    if scores <= FULL_MATRIX_SCORES.get(platform(), 0) or spec.shapes.num_queries == 1 or spec.return_weights:
         return "reference"
-    if scores <= SLICED_SCORES.get(platform(), 0) and _serves("sliced", spec):
-        return "sliced"
-    return next(name for name in ("gathered", "chunked") if _serves(name, spec))
+    if scores <= QUERY_CHUNKED_SCORES.get(platform(), 0) and _serves("query_chunked", spec):
+        return "query_chunked"
+    return next(name for name in ("all_gather_kv", "blockwise") if _serves(name, spec))
 
 
 def _compiles(name: str, spec: AttentionSpec) -> bool:

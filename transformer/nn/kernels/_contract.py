@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from transformer.nn._axes import Array, DType, Float, Key, Leaf, PRNGKey, Query, Value
 from transformer.nn._masks import Mask
-from transformer.nn._partitioning import ways
+from transformer.nn._partitioning import num_shards
 
 BiasFunction: TypeAlias = Callable[[jax.Array, jax.Array], jax.Array]
 """(query indices (t,), key indices (s,)) -> what is added to that block of scores, broadcast to (B, N, t, s)"""
@@ -45,7 +45,7 @@ class AttentionShapes:
             head_dim=query.shape[3],
             value_dim=value.shape[3],
             dtype=jnp.result_type(query, key, value),
-            length_shards=ways("length"),
+            length_shards=num_shards("length"),
         )
 
 
@@ -128,7 +128,7 @@ def _option(words: str, kernels: str, is_used: Callable[[AttentionSpec], bool]) 
     return Option(is_used, words, frozenset(kernels.split()))
 
 
-_ANY = "reference sliced chunked gathered"
+_ANY = "reference query_chunked blockwise all_gather_kv"
 
 OPTIONS: dict[str, Option] = {
     "weights": _option("return attention weights", "reference", lambda spec: spec.return_weights),
@@ -151,7 +151,7 @@ OPTIONS: dict[str, Option] = {
 served by every kernel"""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Kernel:
     """One way to compute attention: `run(query, key, value, spec)` returns (attended, weights), weights None unless
     asked for.

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from transformer.nn._axes import Attended, Key, Query, Value
-from transformer.nn._partitioning import mapped, platform, unmapped_refusal, ways
+from transformer.nn._partitioning import num_shards, platform, shard_map, unmapped_reason
 from transformer.nn.kernels._contract import AttentionSpec
 from transformer.nn.kernels._probing import attention_example, compiler_error
 
@@ -41,7 +41,7 @@ def cudnn_limits(spec: AttentionSpec) -> str | None:
     """
     if LIBRARY == "cudnn" and platform() != "gpu":
         return f"run on {platform()}: cuDNN is a library for NVIDIA GPUs"
-    if (refusal := unmapped_refusal()) is not None:
+    if (refusal := unmapped_reason()) is not None:
         return refusal
     shapes, head = spec.shapes, spec.shapes.head_dim
     refused = {
@@ -75,7 +75,7 @@ def cudnn_attention(
     `OPTIONS` says, the result (B, T, N, Hv). Over a mesh each device runs it on its own rows and heads.
     """
     mask, batch, num_heads, kv_heads = spec.mask, query.shape[0], query.shape[2], key.shape[2]
-    if kv_heads % ways("kv_heads"):  # a device's query heads may need a part of them: each gets its own
+    if kv_heads % num_shards("kv_heads"):  # a device's query heads may need a part of them: each gets its own
         key, value = (jnp.repeat(array, num_heads // kv_heads, axis=2) for array in (key, value))
     window = None if mask.window_size is None else (mask.window_size - 1, 0)
     lengths = () if mask.key_lengths is None else (jnp.broadcast_to(mask.key_lengths, (batch,)).astype(jnp.int32),)
@@ -106,4 +106,4 @@ def cudnn_attention(
 
     rows, heads = ("batch", None, "heads", None), ("batch", None, "kv_heads", None)
     names = [rows, heads, heads, *[("batch",)] * len(lengths)]
-    return mapped(on_each_device, names, rows)(query, key, value, *lengths).astype(value.dtype), None
+    return shard_map(on_each_device, names, rows)(query, key, value, *lengths).astype(value.dtype), None

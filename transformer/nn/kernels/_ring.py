@@ -2,7 +2,7 @@
 et al. 2023, arXiv 2310.01889), or with keys and values gathered, for what a ring can't do.
 
 In the ring each device works with two chunks of the sequence; what passes by is added with a running softmax. A pair of
-chunks is the chunked kernel's work, forward and backward, so no device ever holds more than its own part, one that
+chunks is the blockwise kernel's work, forward and backward, so no device ever holds more than its own part, one that
 passes by, and a block of scores. The backward pass runs the ring again; gradients of keys and values travel with them.
 """
 
@@ -19,8 +19,8 @@ import jax.numpy as jnp
 
 from transformer.nn._axes import Array, Attended, Key, Query, Value
 from transformer.nn._masks import Mask
-from transformer.nn._partitioning import constrain, mapped, mesh_axes, ways
-from transformer.nn.kernels import _chunked as chunked
+from transformer.nn._partitioning import constrain, mesh_axes, num_shards, shard_map
+from transformer.nn.kernels import _blockwise as blockwise
 from transformer.nn.kernels._contract import NO_WEIGHT, AttentionSpec
 
 _NO_MESH = (
@@ -53,20 +53,20 @@ def ring_attention(
     key: Key,
     value: Value,
     spec: AttentionSpec,
-    block: int = chunked.BLOCK,
+    block: int = blockwise.BLOCK,
 ) -> tuple[Attended, None]:
     """Attention of a length that is split over the mesh axis "context" (Liu et al. 2023, arXiv 2310.01889), in blocks
     of `block`: the contract of `dot_product_attention` less what `OPTIONS` says, the result (B, T, N, Hv).
 
     Under a causal mask device i of n works on chunks i and 2n - 1 - i of 2n, so that all have the same number of blocks
     to compute (the purpose of Brandon et al. 2023, arXiv 2311.09431, with chunks for stripes). Gradients are those of
-    the chunked kernel pair by pair, added up in float32.
+    the blockwise kernel pair by pair, added up in float32.
     """
     mask, (batch, length, num_heads, head_dim) = spec.mask, query.shape
     kv_heads, value_dim = value.shape[2:]
-    devices = ways("length")
+    devices = num_shards("length")
     chunk = length // (2 * devices)
-    plan = chunked.Blocks(spec, chunk, chunk, min(block, chunk))
+    plan = blockwise.Blocks(spec, chunk, chunk, min(block, chunk))
     ring = _Ring(plan, mesh_axes("length"), devices, zigzag=mask.is_causal)
 
     start = spec.sink_logits(num_heads)
@@ -79,7 +79,7 @@ def ring_attention(
         return ring.leave(out.astype(value.dtype))
 
     grouped = ("batch", "length", "kv_heads", None, None)
-    attend = mapped(
+    attend = shard_map(
         on_each_device,
         [grouped, ("batch", "length", "kv_heads", None), ("batch", "length", "kv_heads", None), ("kv_heads", None)]
         + rows,
@@ -96,7 +96,7 @@ class _Ring:
     length.
     """
 
-    plan: chunked.Blocks
+    plan: blockwise.Blocks
     axes: tuple[str, ...]
     devices: int
     zigzag: bool
@@ -183,7 +183,7 @@ def _forward(ring, query, key, value, start, mask):
     def add(a, b, keys, values, part, carry):
         out, norm = carry
         # A sink without weight gives a row that sees nothing in this pair the norm NO_WEIGHT.
-        more, (*_, blocks) = chunked.forward(plan, query[a], keys[b], values[b], [], nothing, part, None)
+        more, (*_, blocks) = blockwise.forward(plan, query[a], keys[b], values[b], [], nothing, part, None)
         more_norm = plan.join(blocks.transpose(0, 1, 4, 2, 3), plan.num_queries)
         new_norm = jnp.logaddexp(norm[a], more_norm)
         old, new = jnp.exp(norm[a] - new_norm)[..., None], jnp.exp(more_norm - new_norm)[..., None]
@@ -217,7 +217,7 @@ def _backward(ring, saved, out_grad):
         def body(a, b, part, sums):
             (keys_grad, values_grad), query_grad = sums
             pair = (query[a], keys[b], values[b], [], None, part, None, out[a], blocks(norm[a]))
-            q, k, v, *_ = chunked.backward(plan, pair, out_grad[a])
+            q, k, v, *_ = blockwise.backward(plan, pair, out_grad[a])
             return (keys_grad.at[b].add(k), values_grad.at[b].add(v)), query_grad.at[a].add(q)
 
         grads, query_grad = ring.each_pair(mask, number, body, (grads, query_grad))
@@ -241,8 +241,8 @@ def _backward(ring, saved, out_grad):
 _around.defvjp(_forward, _backward)
 
 
-def gathered_limits(spec: AttentionSpec) -> str | None:
-    """What of the sizes of a call `gathered_attention` can't serve, and why; None: it can (Dao et al. 2022, arXiv
+def all_gather_kv_limits(spec: AttentionSpec) -> str | None:
+    """What of the sizes of a call `all_gather_kv_attention` can't serve, and why; None: it can (Dao et al. 2022, arXiv
     2205.14135).
     """
     devices, queries = spec.shapes.length_shards, spec.shapes.num_queries
@@ -253,20 +253,21 @@ def gathered_limits(spec: AttentionSpec) -> str | None:
     return None
 
 
-def gathered_attention(
+def all_gather_kv_attention(
     query: Query,
     key: Key,
     value: Value,
     spec: AttentionSpec,
 ) -> tuple[Attended, None]:
-    """The chunked kernel (Dao et al. 2022, arXiv 2205.14135) on each device's own queries and all keys; the contract is
-    that of `dot_product_attention`, the result (B, T, N, Hv).
+    """Attention of each device's own queries to all keys, by the blockwise kernel (Dao et al. 2022, arXiv 2205.14135).
+
+    The contract is that of `dot_product_attention`; the result is (B, T, N, Hv).
 
     One program for all devices has no blocks to skip: where it can serve, a ring does half of the work under a causal
     mask. Dropout draws another pattern than the other kernels from the same key: one key a device.
     """
     batch, length = query.shape[:2]
-    parts = ways("length")
+    parts = num_shards("length")
     size = length // parts
     split = query.reshape(batch, parts, size, *query.shape[2:])
     split = constrain(split, "batch", "length", None, "heads", "head_dim")
@@ -282,7 +283,7 @@ def gathered_attention(
             bias=None if spec.bias is None else shifted,
             dropout_key=key_of_part,
         )
-        return chunked.chunked_attention(query, key, value, own)[0]
+        return blockwise.blockwise_attention(query, key, value, own)[0]
 
     axes = (1, 0, None if keys is None else 0)
     out = jax.vmap(attend, in_axes=axes, out_axes=1, spmd_axis_name=mesh_axes("length"))(

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from transformer.nn._axes import Array, Attended, Int, Key, Query, Value
 from transformer.nn._masks import Mask
-from transformer.nn._partitioning import mapped, platform, unmapped_refusal, ways
+from transformer.nn._partitioning import num_shards, platform, shard_map, unmapped_reason
 from transformer.nn.kernels._contract import AttentionSpec
 from transformer.nn.kernels._probing import attention_example, compiler_error, library_version, matching_libtpu
 
@@ -53,7 +53,7 @@ def splash_limits(spec: AttentionSpec) -> str | None:
     """
     if platform() not in ("tpu", "cpu"):
         return f"run on {platform()}: it is written for TPUs, and only a CPU interprets it, for tests"
-    if (refused := unmapped_refusal()) is not None:
+    if (refused := unmapped_reason()) is not None:
         return refused
     shapes = spec.shapes
     if not isinstance(shapes.num_queries, int) or not isinstance(shapes.num_keys, int):
@@ -101,10 +101,10 @@ def splash_attention(
 
     batch, num_queries, num_heads, head_dim = query.shape
     num_keys, kv_heads, value_dim = value.shape[1:]
-    if kv_heads % ways("kv_heads"):  # a device's query heads may need a part of them: each gets its own
+    if kv_heads % num_shards("kv_heads"):  # a device's query heads may need a part of them: each gets its own
         key, value = (jnp.repeat(array, num_heads // kv_heads, axis=2) for array in (key, value))
         kv_heads = num_heads
-    parts = ways("length")
+    parts = num_shards("length")
     blocks = _block(math.ceil(num_queries / parts)), _block(num_keys)
     query = _filled((query * spec.scale).astype(query.dtype), parts * blocks[0])
     key, value = _filled(key, blocks[1]), _filled(value, blocks[1])
@@ -134,7 +134,7 @@ def splash_attention(
     names = [grouped, whole, whole, ("kv_heads", None)] + [("batch", "length"), ("batch", None)][: len(ids)]
     names += [(None, "length", None) if array.ndim == 3 else ("length",) for array in arrays]
     query = query.reshape(batch, -1, kv_heads, num_heads // kv_heads, head_dim)
-    out = mapped(on_each_device, names, grouped)(query, key, value, logits.reshape(kv_heads, -1), *ids, *arrays)
+    out = shard_map(on_each_device, names, grouped)(query, key, value, logits.reshape(kv_heads, -1), *ids, *arrays)
     return out.reshape(batch, -1, num_heads, value_dim)[:, :num_queries].astype(value.dtype), None
 
 

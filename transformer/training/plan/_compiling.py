@@ -45,7 +45,7 @@ def compile_program(lowered: jax.stages.Lowered, held: Mapping[str, int], topolo
             if told is None:
                 raise CompilerError(
                     "the compiler refuses this program, for another reason than the memory of a device. Most often "
-                    "that is the attention kernel: try another, --execution.attention chunked or reference. It says: "
+                    "that is the attention kernel: try another, --execution.attention blockwise or reference. It says: "
                     + str(error).partition("\n")[0]
                 ) from error
             needed, available = max(told[0], state), told[1]

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from transformer.config._checks import ConfigError
-from transformer.generate._decoding import Rows, decode
+from transformer.generate._decoding import Batch, decode
 from transformer.generate._prompts import decoding_model
-from transformer.generate._sampling import Choice, Sampling
+from transformer.generate._sampling import SamplerParams, Sampling
 from transformer.nn._sharding import (
     BATCH_AXES,
     check_model,
@@ -199,15 +199,15 @@ def _lowered(recipe: Recipe, generation: Generation, mesh: Mesh) -> tuple[jax.st
         return jax.ShapeDtypeStruct(shape, dtype, sharding=rows if shape else whole)
 
     batch, pairs = generation.rows, TASKS[recipe.task].source
-    read = Rows(array(batch, generation.prompt), array(batch))
+    read = Batch(array(batch, generation.prompt), array(batch))
     model = decoding_model(build_model(recipe))
     # Real arrays, so made here: in the mesh below they would be put on devices that are not there.
-    keys, choice = jax.random.key(0).dtype, Choice.of(Sampling(temperature=0.0), model.config.vocab_size)
+    keys, choice = jax.random.key(0).dtype, SamplerParams.of(Sampling(temperature=0.0), model.config.vocab_size)
     with jax.set_mesh(mesh):
         lowered = decode.lower(
             model,
             params,
-            Rows(array(batch, 1), array(batch)) if pairs else read,
+            Batch(array(batch, 1), array(batch)) if pairs else read,
             read if pairs else None,
             array(batch, dtype=keys),
             choice,

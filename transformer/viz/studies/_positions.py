@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from transformer.config._parts import RotaryScaling
-from transformer.nn._positions import ALiBi, Learned, NoPosition, Rotary, Sinusoidal, T5Bias
+from transformer.nn._positions import ALiBi, Learned, NoPosition, PositionScheme, Rotary, Sinusoidal, T5Bias
 
 FARTHEST = 100_000
 """where distances end"""
@@ -141,7 +141,7 @@ def encoding_similarity(scheme: Sinusoidal, features: int, distances: np.ndarray
     return np.concatenate([unit(start + distances[part : part + _AT_ONCE]) @ first for part in parts])
 
 
-def turn_similarity(scheme: NoPosition, size: int, distances: np.ndarray, start: int = 0) -> np.ndarray:
+def turn_similarity(scheme: PositionScheme, size: int, distances: np.ndarray, start: int = 0) -> np.ndarray:
     """Score of a query at `start` and an equal key at each distance (n,), over the product of their norms; (n,).
 
     All entries are 1, so each pair counts the same: for rotary the mean of cos(distance x frequency) over the pairs (Su

@@ -25,7 +25,7 @@ BLOCK = 128
 """queries and keys a block: on CPU the score block then stays in cache, on TPU it fills the matrix unit"""
 
 
-def chunked_attention(
+def blockwise_attention(
     query: Query,
     key: Key,
     value: Value,

@@ -1,6 +1,6 @@
 """Six words through a transformer: the size of every array between "Me gusta la pizza de Pepperoni" and the logits.
 
-Usage: python -m examples.la_pizza
+Usage: python -m examples.array_shapes
 
 Six layers, d_model 512, eight heads of 64, as in the paper's base model (Vaswani et al. 2017, table 3). Nothing is
 computed: the model is traced as shapes, so this takes no time and no weights.

@@ -22,7 +22,7 @@ MOST = 32
 """slices at most: each is compiled on its own"""
 
 
-def sliced_limits(spec: AttentionSpec) -> str | None:
+def query_chunked_limits(spec: AttentionSpec) -> str | None:
     """What of the sizes of a call slices can't serve, and why; None: they can."""
     shapes = spec.shapes
     if not isinstance(shapes.num_queries, int) or not isinstance(shapes.num_keys, int):
@@ -32,7 +32,7 @@ def sliced_limits(spec: AttentionSpec) -> str | None:
     return None
 
 
-def sliced_attention(
+def query_chunked_attention(
     query: Query,
     key: Key,
     value: Value,

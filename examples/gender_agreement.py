@@ -1,6 +1,6 @@
 """Where does "estaba" look to write "rica"? A small decoder learns Spanish gender and shows what it attends to.
 
-Usage: python -m examples.la_sopa [WORKDIR]
+Usage: python -m examples.gender_agreement [WORKDIR]
 
 In "El arroz se cocinó en la olla y estaba rico" the last word agrees with the dish, not with the pot beside it. After
 40 seconds on 2 CPU cores the model is asked about dishes in pots where it never saw them, and is shown at work.
@@ -31,12 +31,12 @@ def sentences() -> list[str]:
     return random.Random(0).sample(known, len(known))
 
 
-def main(workdir: str = "runs/la_sopa", steps: int = 300) -> dict[str, str]:
+def main(workdir: str = "runs/gender_agreement", steps: int = 300) -> dict[str, str]:
     path = Path(workdir, "sentences.jsonl")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in sentences()), encoding="utf-8")
     recipe = Recipe(
-        name="la_sopa",
+        name="gender_agreement",
         model=TransformerConfig(d_model=64, num_layers=2, num_heads=4, position="rotary"),
         data=JsonLines(path=str(path), sequence_length=32, batch_size=32, tokenizer=TokenizerConfig(kind="word")),
         execution=Execution(scan=False),

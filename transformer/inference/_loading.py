@@ -45,7 +45,7 @@ RECIPE_FILE = "recipe.json"
 
 
 @dataclass(frozen=True)
-class Opened:
+class LoadedModel:
     """A model, ready to use: `params` without the outer "params", from `directory`. One of `run` and `pretrained` is
     where it came from.
     """
@@ -157,7 +157,7 @@ def open_model(
     *,
     step: Literal["best", "newest"] | int = "best",
     **options: Any,
-) -> Opened:
+) -> LoadedModel:
     """The model of a workdir (`step` says which checkpoint), or of whatever `zoo.load_pretrained` takes, with its
     `options`.
 
@@ -175,7 +175,7 @@ def open_model(
         run = load_run(source, step)
         context = TASKS[run.recipe.task].context(run.recipe.model, run.recipe.data)
         begin = None if run.tokenizer is None else run.tokenizer.begin_id
-        return Opened(run.model, run.params, Path(source), run.tokenizer, context, begin, run=run)
+        return LoadedModel(run.model, run.params, Path(source), run.tokenizer, context, begin, run=run)
 
     from transformer.zoo._pretrained import load_pretrained
 
@@ -189,7 +189,7 @@ def open_model(
     found = load_pretrained(source, **options)
     context = found.model.config.max_length or _told_context(found)
     begin = found.fields.get("decoder_start_token_id")
-    return Opened(found.model, found.params, found.directory, found.tokenizer, context, begin, pretrained=found)
+    return LoadedModel(found.model, found.params, found.directory, found.tokenizer, context, begin, pretrained=found)
 
 
 def _told_context(found: Pretrained) -> int | None:
@@ -255,7 +255,7 @@ def _copy_companions(source: Path, target: Path) -> None:
 
 
 def export(
-    opened: Opened,
+    opened: LoadedModel,
     directory: str | os.PathLike,
     *,
     family: str | None = None,
@@ -305,7 +305,7 @@ def export(
     return choose_family(model, family)[0]
 
 
-def _fields(opened: Opened, model: nn.Module, family: str | None) -> dict[str, Any]:
+def _fields(opened: LoadedModel, model: nn.Module, family: str | None) -> dict[str, Any]:
     """Fields of config.json beside those of the model: special ids and names of classes."""
     if opened.pretrained is not None:
         fields = {name: value for name, value in opened.pretrained.fields.items() if name in KEPT_FIELDS}

@@ -14,7 +14,7 @@ import numpy as np
 
 from transformer.data._dataset import Batch, Dataset
 from transformer.data._series import from_model
-from transformer.nn.kernels import anywhere
+from transformer.nn.kernels import portable
 from transformer.training._evaluation import EvalLoss, compiled_eval_step, evaluate_loss
 from transformer.training._recipe import Recipe
 from transformer.training._summary import Summary
@@ -28,7 +28,7 @@ def measured(
     split = "test" if "test" in dataset.splits else "validation"
     batches = dataset.eval_batches(split)
     strict = recipe.training.nan_policy == "stop"
-    recipe = dataclasses.replace(recipe, execution=anywhere(recipe.execution))  # no mesh is in force here
+    recipe = dataclasses.replace(recipe, execution=portable(recipe.execution))  # no mesh is in force here
     result = evaluate_loss(compiled_eval_step(recipe), params, batches, should_stop, strict)
     if result is None:
         return summary
@@ -60,7 +60,7 @@ def draw_forecasts(
     last = batches[-1]["weights"].nonzero()[0][-1]
     rows = [(batches[0], 0), (batches[-1], last)]
     values, targets = (np.stack([batch[name][row] for batch, row in rows]) for name in ("values", "targets"))
-    forecast = jax.device_get(_forecasts(model.clone(execution=anywhere(model.execution)), params, values))
+    forecast = jax.device_get(_forecasts(model.clone(execution=portable(model.execution)), params, values))
     shown = 2 * targets.shape[1]
     past, future, forecast = (from_model(recipe.data, array) for array in (values[:, -shown:], targets, forecast))
     from transformer.viz._forecasts import forecast_picture  # matplotlib takes a while: not before the first step
