@@ -1,16 +1,16 @@
-"""A pretrained encoder, BERT for one, learns to tell negative from positive sentences (SST-2).
+"""Fine-tune a pretrained encoder, such as BERT, for sentiment classification (SST-2).
 
 Usage: python train.py configs/finetune_classifier.py --init bert-base-uncased --data.manual-dir SST-2
 
-It needs a directory of weights, config.json and tokenizer.json (of BERT-base: google-bert/bert-base-uncased), and a
-folder with the train.tsv and dev.tsv of SST-2, from the GLUE benchmark. With --lora.rank 8
---optimizer.learning-rate 5e-4 only low-rank updates are trained, in a third of the memory for parameters and
-optimizer. Classes of your own: write a recipe with LabeledText as its data (docs/fine-tuning.md).
+Needs a directory with weights, config.json and tokenizer.json (BERT-base: google-bert/bert-base-uncased), and a folder
+with train.tsv and dev.tsv of SST-2 from the GLUE benchmark. To train only low-rank updates (LoRA), with a third of the
+memory for parameters and optimizer state: --lora.rank 8 --optimizer.learning-rate 5e-4. For your own classes, write a
+recipe with LabeledText as its data (docs/fine-tuning.md).
 
-Made for an accelerator, where three passes over 67,349 texts take minutes. On 2 CPU cores: about a day or two, by
-arithmetic. Expected: the published figure, not measured here. BERT-base: 93.5 % on the hidden test set (Devlin et al.
-2018, table 1), about 92 to 93 % on dev.tsv. Batch size, learning rate, dropout and passes are among those of the paper
-(appendix A.3); its rate falls linearly, this one by a cosine.
+For an accelerator, where three epochs over 67,349 texts take minutes; an estimated one to two days on 2 CPU cores.
+Expected: the published figures, not measured here. BERT-base: 93.5 % on the hidden test set (Devlin et al. 2018, table
+1), about 92 to 93 % on dev.tsv. Batch size, learning rate, dropout and epochs are among those of the paper (appendix
+A.3). The learning rate follows a cosine schedule; the paper uses linear decay.
 """
 
 from transformer.config import AttentionOptions, OutputOptions, TransformerConfig
@@ -22,7 +22,7 @@ def get_config() -> Recipe:
     steps = 3 * 67_349 // 32
     return Recipe(
         name="finetune_classifier",
-        # Of the model, --init decides all but these rates and the number of classes.
+        # --init sets all other fields of the model.
         model=TransformerConfig(
             output=OutputOptions(num_classes=2), dropout_rate=0.1, attention=AttentionOptions(dropout_rate=0.1)
         ),

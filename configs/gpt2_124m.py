@@ -1,15 +1,15 @@
-"""GPT-2 with 124M parameters (12 layers, 768 / 12 / 3072, context 1,024), trained on a text file of your own.
+"""GPT-2 with 124M parameters (12 layers, 768 / 12 / 3072, context 1,024), trained on your own text file.
 
 Usage: python train.py configs/gpt2_124m.py --data.path my-text.txt --workdir runs/my-gpt2
 
-For one TPU chip with 16 GiB, or several devices, which share the rows of a batch. The model is that of Radford et al.
-2019, the settings of AdamW are those of nanoGPT (github.com/karpathy/nanoGPT, config/train_gpt2.py) with a smaller
-batch: 32,768 tokens. Computation is in bfloat16, parameters and optimizer state are in float32. A BPE vocabulary of
-50,257 tokens is trained on the text; for less than about 100 MB of text, pass --data.tokenizer.vocab-size 8192. To
-continue the training of OpenAI's model instead: --init openai-community/gpt2 --optimizer.learning-rate 1e-4.
+For one TPU chip with 16 GiB, or several devices that share each batch. The model is that of Radford et al. 2019. AdamW
+has the settings of nanoGPT (github.com/karpathy/nanoGPT, config/train_gpt2.py) with a smaller batch: 32,768 tokens.
+Computation is in bfloat16; parameters and optimizer state are in float32. A BPE vocabulary of 50,257 tokens is trained
+on the text; for less than about 100 MB of text, pass --data.tokenizer.vocab-size 8192. To continue the training of
+OpenAI's model instead: --init openai-community/gpt2 --optimizer.learning-rate 1e-4.
 
-On an accelerator: at least 25 minutes for 328M tokens on one v5e chip, by the TPU compiler's estimate. Expected: not
-measured on hardware; the loss depends on the text. Largest batches for other TPUs: docs/colab.md.
+On an accelerator: at least 25 minutes for 328M tokens on one v5e chip (TPU compiler estimate). Expected: not
+measured on hardware; the loss depends on the text. Largest batch sizes for other TPUs: docs/colab.md.
 """
 
 from transformer.config import Execution, gpt2_decoder

@@ -1,11 +1,11 @@
-"""A model of the shape of Llama 3 70B (80 layers, 8192 / 64 / 28672, 8 key heads) on a text of one's own.
+"""A decoder with the shape of Llama 3 70B (80 layers, 8192 / 64 / 28672, 8 KV heads), trained on your own text.
 
 Usage: python train.py configs/llama3_70b.py --data.path my-text.txt --workdir runs/my-llama
 
-The same as configs/llama3_8b.py, except for the shapes, the learning rate (both of arXiv 2407.21783, table 3) and the
-batch size. The vocabulary is trained on the text, which must be large enough for it.
-For accelerators with 1.1 TB or more in all; 70,553,706,496 parameters. Expected: not trained here; what it takes is in
-docs/scaling.md. Before it is started: python -m transformer plan llama3_70b --topology v5p:8x8x8
+Equals configs/llama3_8b.py except for the shape, the learning rate (both from arXiv 2407.21783, table 3) and the batch
+size. The vocabulary is trained on the text, which must be large enough for it.
+For accelerators with at least 1.1 TB of memory in total; 70,553,706,496 parameters. Expected: not trained here; the
+requirements are in docs/scaling.md. Plan the run first: python -m transformer plan llama3_70b --topology v5p:8x8x8
 """
 
 from dataclasses import replace

@@ -1,12 +1,13 @@
-"""A model of the shape of Llama 3 8B (32 layers, 4096 / 32 / 14336, 8 key heads) from scratch on a text of one's own.
+"""A decoder with the shape of Llama 3 8B (32 layers, 4096 / 32 / 14336, 8 KV heads), trained on your own text.
 
 Usage: python train.py configs/llama3_8b.py --data.path my-text.txt --workdir runs/my-llama
 
-Shapes, vocabulary and learning rate of arXiv 2407.21783, table 3; the rest of AdamW is Llama 2's (arXiv 2307.09288).
-Context 8,192, products in bfloat16, layers in a loop and computed again in the backward pass; parameters and optimizer
-state are split over all devices. The vocabulary is trained on the text, which must be large enough for it.
-For accelerators with 128 GB or more in all; 8,030,261,248 parameters. Expected: not trained here; what it takes is in
-docs/scaling.md. Before it is started: python -m transformer plan llama3_8b --topology v5p:4x4x4
+Shape, vocabulary size and learning rate are from arXiv 2407.21783, table 3; the other AdamW settings are from Llama 2
+(arXiv 2307.09288). Context 8,192; matrix multiplications in bfloat16; scanned layers, recomputed in the backward pass;
+parameters and optimizer state are sharded over all devices. The vocabulary is trained on the text, which must be large
+enough for it.
+For accelerators with at least 128 GB of memory in total; 8,030,261,248 parameters. Expected: not trained here; the
+requirements are in docs/scaling.md. Plan the run first: python -m transformer plan llama3_8b --topology v5p:4x4x4
 """
 
 from transformer.config import Execution, RotaryOptions, llama_decoder

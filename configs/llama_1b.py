@@ -1,21 +1,21 @@
-"""Llama 3.2 1B fine-tuned with LoRA on a text file of your own, on one TPU chip; trained whole on eight chips.
+"""Llama 3.2 1B on your own text file: LoRA on one TPU chip, or full fine-tuning on eight chips.
 
 Usage: python train.py configs/llama_1b.py --init meta-llama/Llama-3.2-1B --data.path my-text.txt
 
---init names the model: a directory of weights or a name on the hub, of any causal language model in the zoo with about
-a billion parameters. Low-rank updates (Hu et al. 2021, arXiv 2106.09685) of rank 16 for all matrices of the layers are
-trained, 0.9 % of the parameters. The others stay as they are, in float32; computation is in bfloat16.
+--init names the model: a directory of weights, or a name on the Hugging Face Hub, of any causal language model in the
+zoo with about a billion parameters. Low-rank updates (Hu et al. 2021, arXiv 2106.09685) of rank 16 are trained for all
+matrices of the layers, 0.9 % of the parameters. The other parameters are frozen in float32; computation is in bfloat16.
 
-All parameters do not fit one chip with 16 GiB: with gradients and the state of AdamW they take 18.4 GiB. Eight chips
-hold a share each. This continues the training of the whole model there; without --init it trains from scratch:
+Full fine-tuning does not fit on one chip with 16 GiB: parameters, gradients and AdamW state take 18.4 GiB. On eight
+chips they are sharded. To train all parameters there (without --init: from scratch):
 
     python train.py llama_1b --init DIR --data.path my-text.txt --lora None --data.batch-size 64
 
-From scratch, also pass --optimizer.learning-rate 3e-4 --optimizer.weight-decay 0.1. To continue, pass a lower rate,
-such as 2e-5.
+To train from scratch, also pass --optimizer.learning-rate 3e-4 --optimizer.weight-decay 0.1. For full fine-tuning, pass
+a lower learning rate, such as 2e-5.
 
-On an accelerator: at least 26 minutes for 2,000 steps of 16,384 tokens on one v5e chip, by the TPU compiler's estimate.
-Expected: not measured on hardware; the loss depends on the text. Largest batches: docs/colab.md.
+On an accelerator: at least 26 minutes for 2,000 steps of 16,384 tokens on one v5e chip (TPU compiler estimate).
+Expected: not measured on hardware; the loss depends on the text. Largest batch sizes: docs/colab.md.
 """
 
 from dataclasses import replace

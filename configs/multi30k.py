@@ -3,10 +3,11 @@
 Usage: python train.py configs/multi30k.py
 
 Then: python -m transformer evaluate runs/multi30k --split test; python -m transformer translate runs/multi30k < in.txt.
-Joint BPE of 6,000 entries over the lower-cased, tokenized captions, batches of about 4,096 tokens a side in six
-lengths, translations by a beam of 5. Without network: --data.manual-dir FOLDER, with the files that the message names.
-On 2 CPU cores: about 2 hours, with other work beside it. Expected: BLEU 41.35 +- 0.18 on test_2016_flickr, tokenized,
-lower-cased (three seeds: 41.14, 41.41, 41.50; chrF 65.95 +- 0.16); published for this size: 41.02
+Joint BPE vocabulary of 6,000 tokens on lower-cased, tokenized captions; batches of about 4,096 source and 4,096 target
+tokens in six length buckets; beam size 5. Without network access: pass --data.manual-dir FOLDER; the error message
+lists the files that it must contain.
+On 2 CPU cores: about 2 hours on a busy machine. Expected: BLEU 41.35 +- 0.18 on test_2016_flickr, tokenized and
+lower-cased (three seeds: 41.14, 41.41, 41.50; chrF 65.95 +- 0.16). Published for this model size: 41.02
 (github.com/LividWo/Revisit-MMT, README-baseline.md, Transformer-Tiny).
 """
 

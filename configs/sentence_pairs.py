@@ -1,13 +1,14 @@
-"""An encoder-decoder, the paper's base model (N = 6, 512 / 8 / 2048), on sentence pairs of one's own.
+"""An encoder-decoder, the paper's base model (N = 6, 512 / 8 / 2048), trained on your own sentence pairs.
 
 Usage: python train.py configs/sentence_pairs.py --data.source-path train.en --data.target-path train.de
 
-Two files with a sentence a line, or one file with a tab between source and target (then no --data.target-path); the
-last tenth is held out, or --data.validation-source-path and --data.validation-target-path. Training as in
-configs/wmt14_base.py. Little data: fewer --training.steps, a smaller --data.tokenizer.vocab-size. Little memory:
---training.accumulation 4. The big model: --model.d-model 1024 --model.num-heads 16 --model.d-ff 4096
---model.dropout-rate 0.3 --training.steps 300000. For an accelerator; about 60 M parameters. Expected: depends on the
-pairs; docs/translation.md has what was measured on Multi30k, configs/wmt14_base.py what the paper has on WMT 2014.
+Pass two files with one sentence per line, or one file with a tab between source and target (without
+--data.target-path). The last tenth is held out, unless you pass --data.validation-source-path and
+--data.validation-target-path. Training settings as in configs/wmt14_base.py. For little data: fewer --training.steps
+and a smaller --data.tokenizer.vocab-size. For little memory: --training.accumulation 4. The big model: --model.d-model
+1024 --model.num-heads 16 --model.d-ff 4096 --model.dropout-rate 0.3 --training.steps 300000. For an accelerator; about
+60 M parameters. Expected: depends on the pairs; docs/translation.md has measurements on Multi30k, configs/wmt14_base.py
+the paper's results on WMT 2014.
 """
 
 from dataclasses import replace
@@ -18,7 +19,7 @@ from transformer.training import EvaluationConfig, Recipe
 
 
 def get_config() -> Recipe:
-    # The model, optimizer, steps and checkpoints of the paper.
+    # Model, optimizer, number of steps and checkpoints are those of the paper.
     recipe = wmt14_base()
     return replace(
         recipe,

@@ -1,9 +1,10 @@
-"""Tiny Shakespeare by characters on a CPU: 4 layers, 4 heads, d_model 128, context 64, batch 12, 2,000 steps.
+"""Tiny Shakespeare, character level, on a CPU: 4 layers, 4 heads, d_model 128, context 64, batch size 12, 2,000 steps.
 
 Usage: python train.py configs/shakespeare_cpu.py
 
-Without dropout, as nanoGPT's recipe for CPUs, which reaches 1.88 nats on the last 10 % of the file. On 2 CPU cores:
-about 3 minutes. Expected: eval loss 1.70 or 1.71. Without network: --data.manual-dir FOLDER, with input.txt in it.
+Without dropout, like nanoGPT's recipe for CPUs, which reaches 1.88 nats on the last 10 % of the file. On 2 CPU cores:
+about 3 minutes. Expected: held-out loss 1.70 or 1.71 nats. Without network access: pass --data.manual-dir FOLDER, where
+FOLDER contains input.txt.
 """
 
 from transformer.config import Execution, TransformerConfig

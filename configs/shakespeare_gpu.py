@@ -1,12 +1,12 @@
-"""Tiny Shakespeare by characters on a GPU: 6 layers, 6 heads, d_model 384, context 256, batch 64, 5,000 steps.
+"""Tiny Shakespeare, character level, on a GPU: 6 layers, 6 heads, d_model 384, context 256, batch size 64, 5,000 steps.
 
 Usage: python train.py configs/shakespeare_gpu.py
 
-The sizes, dropout and updates of nanoGPT's recipe for GPUs, whose README gives 1.4697 nats as the lowest loss on the
-last 10 % of the file. Products in bfloat16. The model has read the text some 80 times by the end, so the loss rises
-again before it: evaluation every 250 steps, and the best checkpoint is kept and used. For one accelerator; 10.6 M
-parameters. Expected: at most 1.47 as the lowest loss; not trained here. Without network: --data.manual-dir FOLDER, with
-input.txt in it.
+Model size, dropout and optimizer settings of nanoGPT's recipe for GPUs; its README reports 1.4697 nats as the lowest
+loss on the last 10 % of the file. Matrix multiplications in bfloat16. Training takes about 80 epochs, so the held-out
+loss rises again before the end: the model is evaluated every 250 steps, and the best checkpoint is kept and used. For
+one accelerator; 10.6 M parameters. Expected: a lowest loss of at most 1.47; not trained here. Without network access:
+pass --data.manual-dir FOLDER, where FOLDER contains input.txt.
 """
 
 from transformer.config import AttentionOptions, TransformerConfig

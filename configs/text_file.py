@@ -1,9 +1,10 @@
-"""A language model by characters on any text file of one's own (UTF-8).
+"""A character-level language model on your own text file (UTF-8).
 
 Usage: python train.py configs/text_file.py --data.path my-text.txt --workdir runs/my-text
 
 The last tenth of the file is held out. On 2 CPU cores: about 4 minutes. Expected: depends on the text; Tiny
-Shakespeare, 1.1 MB, reached 1.62 nats a character. Other languages and scripts: --data.tokenizer.kind byte or bpe.
+Shakespeare, 1.1 MB, reached 1.62 nats per character. For other languages and scripts, pass --data.tokenizer.kind byte
+or bpe.
 """
 
 from transformer.config import Execution, TransformerConfig

@@ -2,15 +2,17 @@
 
 Usage: python train.py configs/wmt14_base.py
 
-4.5 M pairs, a joint BPE vocabulary of 37,000 tokens, batches of pairs of like length with at most 25,000 tokens a side,
-Adam (0.9, 0.98, 1e-9), the paper's schedule with 4,000 warm-up steps, label smoothing 0.1, dropout 0.1, 100,000 steps.
-At the end newstest2014 is translated with a beam of 4 and a length penalty of 0.6. A checkpoint every 1,500 steps (the
-paper's 10 minutes), of which the last 5 are kept: `python -m transformer average runs/wmt14_base --last 5`. Two things
-differ: products are in bfloat16, and sentences of more than 256 tokens are left out. docs/translation.md says how the
-data is prepared (once, by TFDS) and what the recipe takes.
+4.5 M pairs, a joint BPE vocabulary of 37,000 tokens, batches of pairs of similar length with at most 25,000 source and
+25,000 target tokens, Adam (0.9, 0.98, 1e-9), the paper's schedule with 4,000 warm-up steps, label smoothing 0.1,
+dropout 0.1, 100,000 steps. At the end, newstest2014 is translated with beam size 4 and length penalty 0.6. The run
+saves a checkpoint every 1,500 steps (the paper's 10 minutes) and keeps the last 5 of them:
+`python -m transformer average runs/wmt14_base --last 5`. Two differences from the paper: matrix multiplications are in
+bfloat16, and sentences of more than 256 tokens are left out. docs/translation.md explains how to prepare the data
+(once, with TFDS), and the requirements of the recipe.
 English to French: --data.name wmt14_translate/fr-en --data.target-language fr --data.tokenizer.vocab-size 32000
-More than 8 devices: --data.row-multiple, their number. For accelerators; 63 M parameters. Expected: the paper has BLEU
-27.3 on newstest2014 (tokenized, compounds split; sacreBLEU's of plain text is another measure); not trained here.
+With more than 8 devices: set --data.row-multiple to their number. For accelerators; 63 M parameters. Expected: the
+paper reports BLEU 27.3 on newstest2014 (tokenized, compounds split; not comparable with sacreBLEU on plain text); not
+trained here.
 """
 
 from transformer.config import transformer_base

@@ -2,12 +2,12 @@
 
 Usage: python train.py configs/wmt14_big.py
 
-As configs/wmt14_base.py, with dropout 0.3, 300,000 steps, a checkpoint every 600 steps (the paper's 10 minutes) and the
-last 20 of them kept, 2.6 GB each: `python -m transformer average runs/wmt14_big --last 20`.
+Equals configs/wmt14_base.py except for dropout 0.3, 300,000 steps, and a checkpoint every 600 steps (the paper's 10
+minutes), of which the last 20 are kept, 2.6 GB each: `python -m transformer average runs/wmt14_big --last 20`.
 English to French, with dropout 0.1 as in the paper: --data.name wmt14_translate/fr-en --data.target-language fr
 --data.tokenizer.vocab-size 32000 --model.dropout-rate 0.1
-For accelerators; 214 M parameters. Expected: the paper has BLEU 28.4 on newstest2014 (tokenized, compounds split); not
-trained here.
+For accelerators; 214 M parameters. Expected: the paper reports BLEU 28.4 on newstest2014 (tokenized, compounds split);
+not trained here.
 """
 
 from dataclasses import replace
