@@ -1,4 +1,4 @@
-# From a machine with Python and make to a trained model: `make train`. All targets: `make help`.
+# `make train` installs everything and trains a model; it needs only Python and make. `make help` lists all targets.
 
 VENV ?= .venv
 ACCELERATOR ?= auto
@@ -7,37 +7,39 @@ ARGS ?=
 WORKDIR ?=
 RECIPE ?= configs/number_words.py
 
-# A relative path and `python -m` everywhere: a checkout may lie in a folder with spaces, or move.
+# Use a relative path and `python -m` everywhere: the path of the checkout may contain spaces, and may change.
 IN_VENV = $(VENV)/bin/python
 
 .PHONY: help setup train test parity peers docs crash soak fuzz audit lint format pins clean
 .SUFFIXES:
 
 help:
-	@echo 'make train    install what is needed, train the translator of number words, show what it can do'
-	@echo 'make test     lint and all default tests'
-	@echo 'make parity   every family against transformers on torch, in an environment of its own: $(PARITY_VENV)'
-	@echo 'make peers    only that environment: benchmarks compare with what is in it (docs/benchmarks.md)'
-	@echo 'make docs     docs/ and the docstrings as a site in site/, in an environment of its own: $(DOCS_VENV)'
-	@echo 'make crash    kill, stop, starve and damage training runs: nothing may be lost (docs/reliability.md)'
-	@echo 'make soak     train, evaluate and save for hours: nothing may grow (docs/reliability.md)'
-	@echo 'make fuzz     files, recipes and prompts that nobody wrote: read or refused, and no more (docs/reliability.md)'
-	@echo 'make audit    known vulnerabilities of what is installed, in an environment of its own: $(AUDIT_VENV)'
-	@echo 'make setup    only install: $(VENV), again only when the requirements change'
-	@echo 'make lint     Ruff: rules and format'
-	@echo 'make format   Ruff: mend what it can'
-	@echo 'make pins     resolve the ranges of pyproject.toml anew into requirements.txt and requirements/'
-	@echo 'make clean    remove $(VENV) and caches; never what a run has written'
+	@echo 'Targets:'
+	@echo 'make train    install the requirements, train a model that translates number words, and report its accuracy'
+	@echo 'make test     run lint and the default tests'
+	@echo 'make parity   compare every model family with transformers on PyTorch, in a separate environment: $(PARITY_VENV)'
+	@echo 'make peers    only create that environment; some benchmarks need it (docs/benchmarks.md)'
+	@echo 'make docs     build the documentation site in site/, in a separate environment: $(DOCS_VENV)'
+	@echo 'make crash    kill, stop and damage training runs, fill their disk, and check that no progress is lost (docs/reliability.md)'
+	@echo 'make soak     train for hours, and check that memory and other resources do not grow (docs/reliability.md)'
+	@echo 'make fuzz     load random files, recipes and prompts: each must load or give a clear error (docs/reliability.md)'
+	@echo 'make audit    check the installed packages for known vulnerabilities, in a separate environment: $(AUDIT_VENV)'
+	@echo 'make setup    only install the requirements into $(VENV); does nothing if they have not changed'
+	@echo 'make lint     check the code with Ruff: rules and format'
+	@echo 'make format   format the code with Ruff and apply its automatic fixes'
+	@echo 'make pins     resolve the version ranges of pyproject.toml again, and write requirements.txt and requirements/'
+	@echo 'make clean    remove $(VENV), build outputs and caches; keep all runs'
 	@echo
-	@echo 'PYTHON=python3.12              which Python makes $(VENV) (3.11 to 3.13)'
-	@echo 'ACCELERATOR=auto|cpu|gpu|tpu   what to install for (auto: what the machine has)'
-	@echo 'RECIPE=configs/shakespeare.py  what `make train` trains'
-	@echo 'WORKDIR=folder                 where it writes'
-	@echo 'REPOSITORY=address             where links into the code lead on the site of `make docs`'
-	@echo 'KILLS=50                       how often `make crash` kills a run'
-	@echo 'HOURS=2                        how long `make soak` trains'
-	@echo 'CASES=100000                   how much `make fuzz` tries'
-	@echo 'ARGS="--training.steps 100"    more words for train.py, or for pytest in `make test`'
+	@echo 'Variables:'
+	@echo 'PYTHON=python3.12              Python that creates $(VENV) (3.11 to 3.13)'
+	@echo 'ACCELERATOR=auto|cpu|gpu|tpu   hardware to install for (auto: detect it)'
+	@echo 'RECIPE=configs/shakespeare.py  recipe for `make train`'
+	@echo 'WORKDIR=folder                 output directory of `make train`'
+	@echo 'REPOSITORY=address             repository that the site of `make docs` links to'
+	@echo 'KILLS=50                       number of kills in `make crash`'
+	@echo 'HOURS=2                        duration of `make soak`'
+	@echo 'CASES=100000                   number of cases in `make fuzz`'
+	@echo 'ARGS="--training.steps 100"    additional arguments for train.py, or for pytest in `make test`'
 
 setup:
 	@VENV='$(VENV)' ACCELERATOR='$(ACCELERATOR)' PYTHON='$(PYTHON)' scripts/setup
@@ -48,7 +50,7 @@ train: setup
 test: lint
 	@$(IN_VENV) -m pytest -n auto --maxprocesses 4 $(ARGS)
 
-# torch never enters $(VENV). PIP_ARGS: more words for pip, which may say where the CPU build of torch is.
+# PyTorch is never installed into $(VENV). PIP_ARGS: additional pip options, such as the index of the CPU build of PyTorch.
 PARITY_VENV ?= .venv-parity
 parity: peers
 	@'$(PARITY_VENV)/bin/python' -m pytest -m parity -n auto --maxprocesses 4 $(ARGS)
@@ -61,7 +63,7 @@ $(PARITY_VENV)/parity: requirements/parity.txt $(PARITY_VENV)/installed
 	@'$(PARITY_VENV)/bin/python' -m pip install --disable-pip-version-check --quiet $(PIP_ARGS) -c requirements.txt -r requirements/parity.txt
 	@touch '$@'
 
-# Broken links and references are errors. Nothing of $(VENV) is needed but its Python: no code is imported.
+# Broken links and references are errors. The build needs only the Python of $(VENV), because it imports no code.
 DOCS_VENV ?= .venv-docs
 REPOSITORY ?=
 docs: $(DOCS_VENV)/docs
@@ -85,7 +87,7 @@ CASES ?= 100000
 fuzz: setup
 	@$(IN_VENV) -m reliability.fuzz --cases $(CASES) $(ARGS)
 
-# Where the database can't be reached the audit says so, and that is no fault: exit status 77.
+# If the vulnerability database can't be reached, the audit prints a message and exits with status 77, which is no failure.
 AUDIT_VENV ?= .venv-audit
 audit: $(AUDIT_VENV)/audit
 	@$(IN_VENV) -m reliability.audit --python '$(AUDIT_VENV)/bin/python' || [ $$? -eq 77 ]

@@ -1,4 +1,4 @@
-"""What pyproject.toml cannot express: the wheel contains the recipes of configs/, its description the README's text."""
+"""Parts of the build that pyproject.toml cannot express: recipes in the wheel, and the description from README.md."""
 
 import re
 from pathlib import Path
@@ -10,14 +10,14 @@ ROOT = Path(__file__).resolve().parent
 
 
 class BuildWithRecipes(build_py):
-    """Copies `configs/*.py` into the wheel as `transformer/recipes/`: `transformer/config/_recipe_files.py` reads them.
+    """Copy `configs/*.py` into the wheel as `transformer/recipes/`, which `transformer/config/_recipe_files.py` reads.
 
-    An editable installation reads `configs/` itself, so that an edited recipe takes effect. A `package-dir` in
-    pyproject.toml could map one folder to the other, but not together with packages that setuptools finds by itself.
+    An editable installation reads `configs/` directly, so that an edited recipe takes effect. `package-dir` in
+    pyproject.toml could map one folder to the other, but it does not work together with automatic package discovery.
     """
 
     def run(self) -> None:
-        """Builds the package, then adds the recipes."""
+        """Build the package, then add the recipes."""
         super().run()
         if not self.editable_mode:
             for source, target in self._recipes().items():
@@ -25,24 +25,24 @@ class BuildWithRecipes(build_py):
                 self.copy_file(source, target, preserve_mode=False)
 
     def get_outputs(self, include_bytecode: bool = True) -> list[str]:
-        """The files that are built."""
+        """Return the files that the build creates."""
         return [*super().get_outputs(include_bytecode), *([] if self.editable_mode else self._recipes().values())]
 
     def get_source_files(self) -> list[str]:
-        """The files that a source distribution needs."""
+        """Return the files that a source distribution must contain."""
         return [*super().get_source_files(), *self._recipes()]
 
     def _recipes(self) -> dict[str, str]:
-        """Target by source; a source is relative to this file, as setuptools wants it."""
+        """Return {source: target}. Sources are relative to this file, as setuptools requires."""
         folder = Path(self.build_lib, "transformer", "recipes")
         return {f"configs/{path.name}": str(folder / path.name) for path in sorted((ROOT / "configs").glob("*.py"))}
 
 
 def long_description() -> str:
-    """README.md without what works only beside its files: relative images are left out, relative links become text."""
+    """Return README.md for the package index: relative images removed, relative links replaced by their text."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     parts = re.split(r"^(```.*?^```)$", readme, flags=re.MULTILINE | re.DOTALL)
-    for index in range(0, len(parts), 2):  # the odd parts are code blocks
+    for index in range(0, len(parts), 2):  # parts with odd indices are code blocks
         text = re.sub(r"!\[[^\]]*\]\((?!https?:)[^)]*\)\n*", "", parts[index])
         parts[index] = re.sub(r"(?<!!)\[([^\]]+)\]\((?!https?:|#)[^)]*\)", r"\1", text)
     return "".join(parts)

@@ -1,4 +1,4 @@
-"""What the site needs beside the pages as GitHub shows them. MkDocs calls the functions whose names begin with on_."""
+"""MkDocs hooks: changes to the pages for the site. MkDocs calls the functions whose names begin with on_."""
 
 import ast
 import html
@@ -9,25 +9,29 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 FENCED = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 COMMENT = re.compile(r"^<!--.*?-->$", re.MULTILINE | re.DOTALL)
-OUTWARD = re.compile(r"\[([^\]]+)\]\(((?:\.\./)+[^)\s#]+|[\w-]+/?)(?:#[^)\s]*)?\)")  # or to a folder
+# Links that leave the folder of their page, and links to a folder.
+OUTWARD = re.compile(r"\[([^\]]+)\]\(((?:\.\./)+[^)\s#]+|[\w-]+/?)(?:#[^)\s]*)?\)")
 DIRECTIVE = re.compile(r"^::: ([\w.]+)$", re.MULTILINE)
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\s*\\[(\[](.*?)\\[)\]]\s*</\1>', re.DOTALL)
 
 
 def on_page_markdown(markdown, page, config, files):
-    """Comments go, links that leave docs/ lead to the reference or the repository, directives are spelled out."""
+    """Remove comments, point links that leave docs/ to the reference or the repository, and expand directives."""
     folder = posixpath.join("docs", posixpath.dirname(page.file.src_uri))
 
     def rewritten(text):
         text = OUTWARD.sub(lambda match: outward(match, folder, config.repo_url), COMMENT.sub("", text))
         return DIRECTIVE.sub(lambda match: directives(match[1]), text)
 
-    parts = FENCED.split(markdown)  # every other one is a fenced block
+    parts = FENCED.split(markdown)  # parts with odd indices are fenced blocks
     return "".join(part if place % 2 else rewritten(part) for place, part in enumerate(parts))
 
 
 def outward(match, folder, repository):
-    """A link to a file of the package goes to its reference; without a repository any other is the file's path."""
+    """Point a link to a package file to its reference page, and any other link to the repository.
+
+    Without a repository address, the other links become their text followed by the path of the file.
+    """
     text, path = match[1], posixpath.normpath(posixpath.join(folder, match[2]))
     if path.startswith("docs/") and path.endswith(".md"):
         return match[0]
@@ -39,13 +43,15 @@ def outward(match, folder, repository):
 
 
 def is_public(path):
-    """Whether the reference has a file: those with a leading underscore are private, and packages are not."""
+    """Return whether the reference documents a file. Files with a leading underscore are private, except packages."""
     return not posixpath.basename(path).startswith("_") or path.endswith(("/__init__.py", "/__main__.py"))
 
 
 def directives(module):
-    """One directive for each public name: of a private file those that its room exports, under the room's name; of a
-    room, and what is in it, all that `__all__` lists, after the words on the room itself.
+    """Return one directive per public name.
+
+    For a private file: the names that its package exports, under the name of the package. For a package: its docstring,
+    then all names in `__all__` of the package and of its public files and subpackages.
     """
     return "\n".join(line for name, members in named(module) for line in directive(name, members))
 
@@ -55,7 +61,7 @@ def directive(name, is_module):
 
 
 def named(module):
-    """(dotted name, whether it is a module) of all that a directive of a page stands for."""
+    """Return (dotted name, whether it is a module) of everything that a directive on a page covers."""
     path = ROOT / module.replace(".", "/")
     if path.name.startswith("_") and path.name != "__main__":
         room = module.rpartition(".")[0]
@@ -74,7 +80,7 @@ def named(module):
 
 
 def exports(path):
-    """`__all__` of a file; a room that imports its names late makes it of `_EXPORTS` and `_MODULES`."""
+    """Return `__all__` of a file. Packages with lazy imports compute it from `_EXPORTS` and `_MODULES`."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     found = {ast.unparse(node.targets[0]): node.value for node in tree.body if isinstance(node, ast.Assign)}
     if "_EXPORTS" in found:
@@ -84,7 +90,7 @@ def exports(path):
 
 
 def own_names(tree):
-    """The public names that a file defines, not those that it imports."""
+    """Yield the public names that a file defines; imported names are left out."""
     for node in tree.body:
         targets = [node] if isinstance(node, ast.ClassDef | ast.FunctionDef) else getattr(node, "targets", [])
         targets = [node.target] if isinstance(node, ast.AnnAssign) else targets
@@ -95,8 +101,8 @@ def own_names(tree):
 
 
 def on_page_content(content, page, config, files):
-    """Formulas as MathML, which browsers draw by themselves."""
-    from latex2mathml.converter import convert  # of the extra docs; the tests read this file without it
+    """Convert formulas to MathML, which browsers render without JavaScript."""
+    from latex2mathml.converter import convert  # from the extra `docs`; the tests import this file without it
 
     def formula(match):
         return convert(html.unescape(match[2]), display="block" if match[1] == "div" else "inline")

@@ -1,4 +1,4 @@
-"""Draws docs/images/layers.svg, the layers of the package, from the table of docs/architecture.md.
+"""Draw docs/images/layers.svg, the layers of the package, from the table in docs/architecture.md.
 
 Usage: python docs/layers.py
 """
@@ -10,13 +10,13 @@ HERE = Path(__file__).resolve().parent
 PICTURE = HERE / "images" / "layers.svg"
 ROW = re.compile(r"^\| `([\w/]+(?:\.py|/))` \| (\d+) \|", re.MULTILINE)
 
-WIDTH, HEIGHT, GAP = 132, 26, 8  # of a box, and between boxes
+WIDTH, HEIGHT, GAP = 132, 26, 8  # size of a box, and gap between boxes
 LEFT, TOP = 46, 62
 CORE, OTHER = "#cfe0fb", "#e6e6e6"
 
 
 def layers() -> dict[int, list[str]]:
-    """Files and folders by level, in the order of the table."""
+    """Return the files and folders of each level, in the order of the table, highest level first."""
     found: dict[int, list[str]] = {}
     for name, level in ROW.findall((HERE / "architecture.md").read_text(encoding="utf-8")):
         found.setdefault(int(level), []).append(name)
@@ -24,12 +24,12 @@ def layers() -> dict[int, list[str]]:
 
 
 def is_core(name: str) -> bool:
-    """Whether it needs jax, flax, numpy and jaxtyping alone, as docs/architecture.md says."""
+    """Return whether a file or folder needs only jax, flax, numpy and jaxtyping (docs/architecture.md)."""
     return name.startswith(("nn/", "config/", "generate/"))
 
 
 def picture(rows: dict[int, list[str]]) -> str:
-    """The SVG: the highest level on top, so that what is imported stands below."""
+    """Return the SVG. The highest level is at the top, so imports go downwards."""
     wide = LEFT + max(map(len, rows.values())) * (WIDTH + GAP) + GAP
     tall = TOP + len(rows) * (HEIGHT + GAP) + GAP
     lines = [

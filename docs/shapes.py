@@ -1,16 +1,16 @@
-"""In docstrings the asterisks of shapes, (*in, *out), are meant as they stand; Markdown would set in italics."""
+"""Keep the asterisks of shapes in docstrings, such as (*in, *out), from being read as Markdown emphasis."""
 
 import re
 
 import griffe
 
-SHAPE = re.compile(r"(`[^`]*`)|(?<=[(, ])\*(?=\w+[,)])")  # code is left alone
+SHAPE = re.compile(r"(`[^`]*`)|(?<=[(, ])\*(?=\w+[,)])")  # group 1 is inline code, which needs no escaping
 
 
 class Shapes(griffe.Extension):
-    """Escapes them as docstrings are read."""
+    """Griffe extension that escapes these asterisks."""
 
     def on_object(self, *, obj, **others):
-        """Called by Griffe for every module, class, function and constant."""
+        """Escape the docstring of a module, class, function or constant. Griffe calls this method for each of them."""
         if obj.docstring:
             obj.docstring.value = SHAPE.sub(lambda match: match[1] or r"\*", obj.docstring.value)

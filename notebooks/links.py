@@ -1,11 +1,11 @@
 """Write the address of the repository into the notebooks, and links that open them in Colab and Kaggle into the pages.
 
-    python notebooks/links.py https://github.com/OWNER/NAME    at a release: fill in or change the address
-    python notebooks/links.py                                  write the links again, after a notebook was added
-    python notebooks/links.py --check                          exit status 1 if a file is out of date
+    python notebooks/links.py https://github.com/OWNER/NAME    set or change the address, for a release
+    python notebooks/links.py                                  update the links, after a notebook was added
+    python notebooks/links.py --check                          exit with status 1 if a file is out of date
 
-The address is kept in one place, pyproject.toml ([project.urls], Repository). Without it the notebooks have no address,
-and the pages no links.
+The address is stored in one place, pyproject.toml ([project.urls], Repository). Without it the notebooks contain no
+address and the pages no links.
 """
 
 from __future__ import annotations
@@ -31,10 +31,12 @@ URLS = re.compile(r'^\[project\.urls\]\nRepository = "([^"]*)"\n', re.MULTILINE)
 
 
 def main(arguments: list[str] | None = None, root: Path = ROOT) -> int:
-    """Writes or checks the files; returns the exit status."""
+    """Write or check the files, and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("address", nargs="?", help="https address of the repository")
-    parser.add_argument("--check", action="store_true", help="write nothing")
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; exit with status 1 if a file is out of date"
+    )
     options = parser.parse_args(arguments)
     files = {root / "pyproject.toml": (root / "pyproject.toml").read_text(encoding="utf-8")}
     if options.address is not None:
@@ -57,7 +59,7 @@ def main(arguments: list[str] | None = None, root: Path = ROOT) -> int:
 
 
 def with_address(text: str, address: str) -> str:
-    """pyproject.toml with this address in [project.urls]."""
+    """Return the text of pyproject.toml with this address in [project.urls]."""
     table = f'[project.urls]\nRepository = "{address.removesuffix(".git")}"\n'
     if URLS.search(text):
         return URLS.sub(table, text)
@@ -67,7 +69,7 @@ def with_address(text: str, address: str) -> str:
 
 
 def notebook(text: str, address: str) -> str:
-    """A notebook, as nbformat writes it, with the address in its constant REPOSITORY."""
+    """Return the text of a notebook, formatted like nbformat, with the address in its constant REPOSITORY."""
     content = json.loads(text)
     cells = [cell for cell in content["cells"] if CONSTANT.search("".join(cell["source"]))]
     assert len(cells) == 1, f"expected one cell with the line REPOSITORY, got {len(cells)}"
@@ -77,7 +79,10 @@ def notebook(text: str, address: str) -> str:
 
 
 def links(address: str, image: str) -> str:
-    """One line of Markdown per notebook; Colab and Kaggle open notebooks of github.com by address."""
+    """Return one line of Markdown per notebook, or an empty string if the address is not on github.com.
+
+    Colab and Kaggle open notebooks on github.com by their address.
+    """
     prefix = "https://github.com/"
     if not address.startswith(prefix):
         return ""

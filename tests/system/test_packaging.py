@@ -225,7 +225,7 @@ def test_no_python_is_a_clear_error(checkout, tmp_path):
         (tools / tool).symlink_to(shutil.which(tool))
     failed = checkout.make("setup", path=str(tools), home=tmp_path)
     assert failed.returncode != 0
-    assert "error: no Python 3.11, 3.12 or 3.13 found. Install one, or name it: make PYTHON=" in failed.stderr
+    assert "error: no Python 3.11, 3.12 or 3.13 found. Install one, or pass its path: make PYTHON=" in failed.stderr
 
 
 def test_an_old_python_is_a_clear_error(checkout):
@@ -233,7 +233,8 @@ def test_an_old_python_is_a_clear_error(checkout):
     failed = checkout.make("setup")
     assert failed.returncode != 0
     assert (
-        f"error: PYTHON={checkout.python} is not a Python 3.11, 3.12 or 3.13 that runs: Python 3.9.1" in failed.stderr
+        f"error: PYTHON={checkout.python} must be a working Python 3.11, 3.12 or 3.13, got: Python 3.9.1"
+        in failed.stderr
     )
 
 
@@ -241,7 +242,7 @@ def test_a_python_without_venv_is_a_clear_error(checkout):
     checkout.log.with_name("log.no-venv").touch()
     failed = checkout.make("setup")
     assert failed.returncode != 0
-    assert f"error: {checkout.python} cannot make environments" in failed.stderr
+    assert f"error: {checkout.python} cannot create virtual environments" in failed.stderr
     assert "sudo apt install python3-venv" in failed.stderr
     assert not (checkout.path / ".venv").exists()
 
@@ -252,7 +253,7 @@ def test_an_environment_of_the_users_own_is_left_alone(checkout):
     own.touch()
     failed = checkout.make("setup")
     assert failed.returncode != 0
-    assert "error: .venv was not made by this Makefile" in failed.stderr
+    assert "error: .venv was not created by this Makefile" in failed.stderr
     assert own.exists()
 
 
