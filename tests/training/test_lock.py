@@ -192,6 +192,17 @@ def test_of_a_process_killed_before_it_wrote_its_name(tmp_path, monkeypatch, cap
         assert json.loads((tmp_path / ".lock").read_text())["pid"] == os.getpid()
 
 
+def test_filelock_never_replaces_the_lock_of_a_process_killed_before_it_wrote_its_record(tmp_path):
+    """The reason why `WorkdirLock` is ours: see docs/architecture.md, "Libraries, and what we wrote ourselves"."""
+    filelock = pytest.importorskip("filelock")
+    (tmp_path / ".lock").write_text("")
+    os.utime(tmp_path / ".lock", (time.time() - 3600,) * 2)
+    with pytest.raises(filelock.Timeout):
+        filelock.SoftFileLock(tmp_path / ".lock").acquire(timeout=0.2)
+    with WorkdirLock(tmp_path):
+        pass
+
+
 def test_one_that_slept_before_it_wrote_its_name_does_not_take_it_back(tmp_path, monkeypatch):
     flock = fcntl.flock
 
