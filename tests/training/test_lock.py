@@ -194,7 +194,7 @@ def test_of_a_process_killed_before_it_wrote_its_name(tmp_path, monkeypatch, cap
 
 def test_filelock_never_replaces_the_lock_of_a_process_killed_before_it_wrote_its_record(tmp_path):
     """The reason why `WorkdirLock` is ours: see docs/architecture.md, "Libraries, and what we wrote ourselves"."""
-    filelock = pytest.importorskip("filelock")
+    filelock = pytest.importorskip("filelock", minversion="4")
     (tmp_path / ".lock").write_text("")
     os.utime(tmp_path / ".lock", (time.time() - 3600,) * 2)
     with pytest.raises(filelock.Timeout):
