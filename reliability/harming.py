@@ -80,7 +80,8 @@ def damaged(world: World) -> Tally:
         path = chance.choice(files(checkpoints(workdir) / str(step)))
         harm(path, chance)
         told, faults = world.finish(workdir)
-        if f"Using the checkpoint of step {before}, a newer one is damaged" not in told or path.name not in told:
+        used = f"Using the checkpoint of step {before}, because a newer one is damaged"
+        if used not in told or path.name not in told:
             faults.append(f"it does not name {path.name} and say that step {before} is used")
         tally.case(f"train.py with {path.name} {name}", faults)
 
@@ -90,7 +91,7 @@ def damaged(world: World) -> Tally:
     with world.call(workdir) as call:
         codes, told = call.end(), call.told()
     faults = first_fault(codes, [2], told)
-    if "No valid checkpoint in" not in told or "Nothing starts again from step 0 by itself" not in told:
+    if "No valid checkpoint in" not in told or "A run never restarts from step 0 automatically" not in told:
         faults.append("it does not say that there is no valid checkpoint")
     tally.case("train.py with every checkpoint damaged", faults)
     tally.remarks.append("5 of these by train.py, the rest by the reader that it uses")
@@ -134,7 +135,7 @@ def full_disk(world: World) -> Tally:
             faults = first_fault(codes, [1], told)
             if not any(words in told for words in ("the disk is full", "No space left on device")):
                 faults.append("it does not say that the disk is full")
-            tally.counts["told by the save" if "No checkpoint written" in told else "told by another file"] += 1
+            tally.counts["told by the save" if "No checkpoint was written" in told else "told by another file"] += 1
             if list(checkpoints(workdir).glob("*.tmp")):
                 tally.counts["with half a checkpoint left over"] += 1
             step = newest(workdir)

@@ -257,7 +257,7 @@ def went_on(told: str, step: int) -> list[str]:
     """
     faults = [f"it says: {line}" for line in told.splitlines() if "damaged" in line or "Traceback" in line]
     begun = [line for line in told.splitlines() if line.startswith("workdir: ")]
-    expected = f"going on from step {step}," if step else "a new run,"
+    expected = f"resuming from step {step}," if step else "a new run,"
     if begun and expected not in begun[0]:
         faults.append(f"expected '{expected}', got '{begun[0]}'")
     return faults

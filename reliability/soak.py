@@ -140,7 +140,7 @@ def soak(
         faults.append(f"the newest checkpoint, of step {newest(workdir)}, is damaged")
     seconds = samples[-1].seconds if samples else 0.0
     late = [name for when, name in watch.programs if when - call.began > seconds / 4]
-    evaluations, spikes = (sum(words in line for line in told) for words in (": eval loss", "a spike"))
+    evaluations, spikes = (sum(words in line for line in told) for words in (": eval loss", "loss spike"))
     return Soaked(samples, late, faults, newest(workdir), evaluations, spikes)
 
 

@@ -17,7 +17,7 @@ from transformer.training._checkpoint import Checkpointer
 
 ROOT = Path(__file__).resolve().parents[2]
 TOLD = """device: 1 x cpu, jax 1.2.3
-workdir: here, going on from step 40, to step 60
+workdir: here, resuming from step 40, to step 60
 compiling the training step ...
 compiled in 0.1 s
 step 41/60  loss 2.0
@@ -71,12 +71,12 @@ def test_where_a_call_went_on_is_checked():
     assert went_on(TOLD, 40) == []
     assert went_on("", 40) == [], "it was killed before it said so"
     assert went_on(TOLD, 30) == [
-        "expected 'going on from step 30,', got 'workdir: here, going on from step 40, to step 60'"
+        "expected 'resuming from step 30,', got 'workdir: here, resuming from step 40, to step 60'"
     ]
     assert len(went_on(TOLD, 4)) == 1, "not a part of the number"
     assert len(went_on(TOLD, 0)) == 1
     assert went_on("workdir: here, a new run, to step 60", 0) == []
-    (fault,) = went_on(f"warning: Using the checkpoint of step 30, a newer one is damaged: x\n{TOLD}", 40)
+    (fault,) = went_on(f"warning: Using the checkpoint of step 30, because a newer one is damaged: x\n{TOLD}", 40)
     assert "a newer one is damaged" in fault
 
 

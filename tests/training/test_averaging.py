@@ -109,7 +109,7 @@ def test_with_lora_the_merged_parameters_are_averaged(tmp_path):
 
 def test_too_few(kept, tmp_path):
     with pytest.raises(
-        CheckpointError, match=r"5 checkpoints .* has 4 checkpoints \(2, 5, 7, 11\).*--checkpoint.keep-last 5"
+        CheckpointError, match=r"5 checkpoints: .* has 4 checkpoints \(2, 5, 7, 11\).*--checkpoint.keep-last 5"
     ):
         average(kept, 5, tmp_path / "mean")
     assert not list(tmp_path.iterdir())
@@ -121,11 +121,11 @@ def test_too_few(kept, tmp_path):
 def test_a_damaged_one_is_named_and_left_out(kept, tmp_path):
     workdir = shutil.copytree(kept, tmp_path / "run")
     damage(workdir, 7)
-    with pytest.warns(CheckpointWarning, match=r"left out of the average: .*/7/state/.* has SHA-256"):
+    with pytest.warns(CheckpointWarning, match=r"excluded from the average: .*/7/state/.* has SHA-256"):
         assert average(workdir, 3).steps == (2, 5, 11)
     with (
         pytest.warns(CheckpointWarning),
-        pytest.raises(CheckpointError, match=r"4 checkpoints are to be averaged.* 1 of them damaged: .*/7/state/"),
+        pytest.raises(CheckpointError, match=r"cannot average 4 checkpoints.* 1 of them damaged: .*/7/state/"),
     ):
         average(workdir, 4)
 
@@ -146,9 +146,9 @@ def test_only_an_earlier_average_is_replaced(kept, tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "precious").touch()
     for place in (tmp_path / "mine", tmp_path / "mine" / "precious", kept):
-        with pytest.raises(ConfigError, match="is no earlier average: it is not overwritten"):
+        with pytest.raises(ConfigError, match="is not an earlier average, so it is not overwritten"):
             average(kept, 2, place)
-    with pytest.raises(ConfigError, match="holds an average of checkpoints already"):
+    with pytest.raises(ConfigError, match="already is an average of checkpoints"):
         average(tmp_path / "mean", 2)
 
 
@@ -169,7 +169,9 @@ def test_no_run_goes_on_from_it(kept, tmp_path):
 
 def test_a_checkpoint_that_is_there_for_its_loss_is_told(tmp_path):
     workdir = write_run(tmp_path, keep_last=3)
-    with pytest.warns(UserWarning, match=r"keeps its last 3 .*; of the 4 averaged, step 2 is there for its eval loss"):
+    with pytest.warns(
+        UserWarning, match=r"keeps its last 3 .*; of the 4 averaged, step 2 was kept because of its eval loss"
+    ):
         average(workdir, 4)
 
 
@@ -189,7 +191,7 @@ def test_the_verb(kept, tmp_path, capsys):
     ("words", "message"),
     [
         (("--last", "0"), "--last must be at least 1, got 0"),
-        (("--last", "9"), "9 checkpoints are to be averaged, but .* has 4 checkpoints"),
+        (("--last", "9"), "cannot average 9 checkpoints: .* has 4 checkpoints"),
         ((), "--last is missing"),
     ],
 )

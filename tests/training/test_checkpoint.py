@@ -147,7 +147,7 @@ def test_a_damaged_newer_one_does_not_push_out_the_good_ones(tmp_path):
         checkpointer.save(25, make_state(25))
         checkpointer.wait()
         assert 25 in checkpointer.steps()
-        with pytest.warns(CheckpointWarning, match=r"30 was there before this save; it is now .*30\.invalid"):
+        with pytest.warns(CheckpointWarning, match=r"30 existed before this save; renamed it to .*30\.invalid"):
             checkpointer.save(30, make_state(31))
         checkpointer.wait()
         same_bits(checkpointer.restore_newest(abstract(make_state())).state, make_state(31))
@@ -242,16 +242,16 @@ def damage_renamed(path):
 
 
 DAMAGES = [
-    (damage_flip, r"/30/state/\S+ has SHA-256 \w+\.\.\., expected \w+\.\.\.: its content has changed"),
+    (damage_flip, r"/30/state/\S+ has SHA-256 \w+\.\.\., expected \w+\.\.\.: its content was changed"),
     (damage_truncate, r"/30/state/\S+ has \d+ bytes, expected \d+: truncated"),
     (damage_missing_file, r"/30/state/\S+ is missing"),
-    (damage_half_copied, r"/30 has no manifest.json: half copied, or not written by this program"),
+    (damage_half_copied, r"/30 has no manifest.json: incompletely copied, or not written by this program"),
     (damage_empty, r"/30 is empty"),
-    (damage_manifest_torn, r"/30/manifest.json is no JSON: truncated"),
+    (damage_manifest_torn, r"/30/manifest.json is not valid JSON: truncated"),
     (damage_manifest_flipped, r"/30/manifest.json does not match its own SHA-256"),
-    (damage_other_format, r"/30/manifest.json has format 99, this version reads format 1"),
+    (damage_other_format, r"/30/manifest.json has format 99, expected format 1"),
     (damage_foreign, r"/30/manifest.json was not written by this program"),
-    (damage_renamed, r"/1000/manifest.json is of step 30, its directory says 1000"),
+    (damage_renamed, r"/1000/manifest.json is of step 30, but its directory is 1000"),
 ]
 
 
@@ -278,7 +278,7 @@ def test_damage_is_named_and_the_newest_valid_one_used(two_checkpoints, tmp_path
     shutil.rmtree(directory(workdir, 20))
     with Checkpointer(workdir) as checkpointer, pytest.raises(CheckpointError, match=message) as caught:
         checkpointer.restore_newest(abstract(make_state()))
-    assert "Nothing starts again from step 0 by itself" in str(caught.value)
+    assert "A run never restarts from step 0 automatically" in str(caught.value)
     with pytest.raises(CheckpointError, match="No valid checkpoint"):
         load_params(workdir)
 
@@ -304,7 +304,7 @@ def test_an_empty_directory_that_looks_newer_is_passed_over(tmp_path):
     with Checkpointer(tmp_path) as checkpointer, pytest.warns(CheckpointWarning, match=r"step 2.*/7 is empty"):
         assert checkpointer.restore_newest(abstract(make_state())).step == 2
     (tmp_path / "checkpoints" / "003").mkdir()
-    with pytest.raises(FileNotFoundError, match=r"There are: 2, 7\."):
+    with pytest.raises(FileNotFoundError, match=r"Available steps: 2, 7\."):
         load_params(tmp_path, step=3)
 
 
@@ -318,7 +318,7 @@ def test_all_differences_from_the_model_are_in_one_error(tmp_path):
     with Checkpointer(tmp_path) as checkpointer, pytest.raises(CheckpointError) as caught:
         checkpointer.restore_newest(wanted)
     message = str(caught.value)
-    assert "does not fit this model and optimizer, 5 difference(s)" in message
+    assert "does not match this model and optimizer, 5 difference(s)" in message
     for line in [
         "params/embedding: float32[5,7] in the checkpoint, expected float32[5,8]",
         "ema/embedding: float32[5,7] in the checkpoint, expected bfloat16[5,7]",
@@ -341,7 +341,7 @@ def test_float64_is_not_halved_on_the_way(tmp_path):
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, {"x": np.full(3, 0.1)})
         assert checkpointer.restore_newest({"x": np.zeros(3)}).state["x"].dtype == np.float64
-        with pytest.raises(ValueError, match="x is float64, which JAX would cut to float32"):
+        with pytest.raises(ValueError, match="x is float64, which JAX would truncate to float32"):
             checkpointer.restore_newest({"x": jax.ShapeDtypeStruct((3,), np.float64)})
 
 
@@ -355,17 +355,19 @@ def test_params_alone(tmp_path):
         same_bits(params, make_state(expected)["params"])
     assert load_params(tmp_path, step="best", best="max")[1] == 1
     same_bits(load_params(tmp_path, names=("averages", "ema", "params"))[0], make_state(3)["ema"])
-    with pytest.raises(CheckpointError, match=r"holds none of averages\. It holds: ema, key, optimizer, params, step"):
+    with pytest.raises(CheckpointError, match=r"has no field averages\. Its fields: ema, key, optimizer, params, step"):
         load_params(tmp_path, names="averages")
-    with pytest.raises(FileNotFoundError, match=r"No checkpoint of step 4 .* There are: 1, 2, 3"):
+    with pytest.raises(FileNotFoundError, match=r"No checkpoint of step 4 .* Available steps: 1, 2, 3"):
         load_params(tmp_path, step=4)
     flip(largest(directory(tmp_path, 2)))
-    with pytest.raises(CheckpointError, match=r"/2/state/\S+ has SHA-256 .* Take another step; there are: 1, 2, 3"):
+    with pytest.raises(
+        CheckpointError, match=r"/2/state/\S+ has SHA-256 .* Use another step\. Available steps: 1, 2, 3"
+    ):
         load_params(tmp_path, step="best")
     with pytest.raises(FileNotFoundError, match="Train first"):
         load_params(tmp_path / "nowhere")
     fill(tmp_path / "other", [1])
-    with pytest.raises(CheckpointError, match="carries the metric"):
+    with pytest.raises(CheckpointError, match="has the metric"):
         load_params(tmp_path / "other", step="best")
 
 

@@ -25,7 +25,9 @@ def save_now(checkpointer, step, state):
 def check_full_disk(workdir):
     """A save that finds no room fails aloud, leaves nothing behind, and the older checkpoint still works."""
     checkpointer = Checkpointer(workdir)
-    with pytest.raises(CheckpointSaveError, match=r"No checkpoint written to \S+/2: the disk is full.*8.0 MB.*again"):
+    with pytest.raises(
+        CheckpointSaveError, match=r"No checkpoint was written to \S+/2: the disk is full.*8.0 MB.*rerun"
+    ):
         save_now(checkpointer, 2, BIG)
     assert os.listdir(workdir / "checkpoints") == ["1"]
     assert checkpointer.restore_newest({"x": np.zeros(3)}).step == 1
@@ -99,7 +101,7 @@ def test_a_save_that_fails_in_several_threads_is_told_once(tmp_path):
     """Orbax logs a traceback for each of them, and TensorStore prints one for every array that is written too late."""
     done = subprocess.run([sys.executable, "-c", FAILING, str(tmp_path)], capture_output=True, text=True)
     assert done.returncode == 1
-    assert "CheckpointSaveError: No checkpoint written to" in done.stderr
+    assert "CheckpointSaveError: No checkpoint was written to" in done.stderr
     for noise in ("_SignalingThread", "Event loop is closed", "exception was never retrieved"):
         assert noise not in done.stderr
 
@@ -146,7 +148,7 @@ def test_the_first_error_is_the_one_that_is_seen(tmp_path, slow_full_disk):
 
     with pytest.raises(KeyError, match="of the loop") as caught:
         loop()
-    assert "No checkpoint written" in caught.value.__notes__[0]
+    assert "No checkpoint was written" in caught.value.__notes__[0]
 
 
 @pytest.mark.parametrize("file", ["workdir", "workdir/checkpoints"])

@@ -45,7 +45,7 @@ def test_each_third_of_a_run_over_other_devices(order, folder, uninterrupted, ca
     for steps, layout in zip((4, 8, 12), order, strict=True):
         summary = train(recipe_of(folder, layout, steps), workdir)
         assert summary.step == steps
-    assert "going on from step 8, to step 12" in capsys.readouterr().out
+    assert "resuming from step 8, to step 12" in capsys.readouterr().out
     found = losses(workdir)
     assert [step for step, _ in found] == [step for step, _ in uninterrupted]
     np.testing.assert_allclose([loss for _, loss in found], [loss for _, loss in uninterrupted], rtol=1e-5)

@@ -152,7 +152,7 @@ def test_evaluation_weighs_each_target_once():
     result = evaluate_loss(lambda params, batch: batch, None, batches)
     assert (result.loss, result.accuracy, result.targets) == (7 / 4, 0.5, 4.0)
     assert evaluate_loss(lambda params, batch: batch, None, batches, should_stop=lambda: True) is None
-    with pytest.raises(ValueError, match="nothing to evaluate on"):
+    with pytest.raises(ValueError, match="nothing to evaluate"):
         evaluate_loss(lambda params, batch: batch, None, [])
 
 
@@ -322,7 +322,7 @@ def test_signals_in_step_and_evaluation_and_the_same_command_goes_on(stopped, tm
 
     said, code = Process(command, tmp_path).end()
     assert code == 0, said
-    assert "going on from step 2000, to step 2100" in said
+    assert "resuming from step 2000, to step 2100" in said
     assert "step 2000: eval loss" in said
     steps = [line["step"] for line in read_metrics(workdir / "metrics.jsonl") if "train/loss" in line]
     assert steps == list(range(50, 2101, 50))

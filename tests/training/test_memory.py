@@ -103,39 +103,39 @@ class TestAdvice:
     def test_numbers_and_what_helps(self):
         text = advice(RECIPE, sizes(), need(2, 1, 40), 16 * GIB, SHAPES)
         assert text.startswith(
-            "it needs about 43.00 GiB of a device (parameters, optimizer and batch 2.00 GiB, gradients 1.00 GiB, "
-            "activations and the rest 40.00 GiB), and JAX may use 16.00 GiB."
+            "it needs about 43.00 GiB per device (parameters, optimizer state and batch 2.00 GiB, gradients 1.00 GiB, "
+            "activations and temporaries 40.00 GiB), and JAX can use 16.00 GiB."
         )
-        assert "--training.accumulation 4: fewer rows at once, the same result (about 14.00 GiB)" in text
+        assert "--training.accumulation 4: smaller micro-batches, same result (about 14.00 GiB)" in text
         assert "--execution.remat full" in text
         assert "python -m transformer plan RECIPE --here FLAGS" in text
 
     def test_what_is_not_enough_alone_is_said(self):
         text = advice(RECIPE, sizes(), need(2, 7, 40), 12 * GIB, SHAPES)
         assert (
-            "--training.accumulation 16: fewer rows at once, the same result (about 18.50 GiB, not enough alone)"
+            "--training.accumulation 16: smaller micro-batches, same result (about 18.50 GiB, not enough on its own)"
             in text
         )
         assert re.search(r"--data\.batch-size 4: .* \(about 11\.50 GiB\)", text)
 
     def test_more_devices_as_many_as_it_takes(self):
         text = advice(RECIPE, sizes(), need(40, 20, 4), 16 * GIB, SHAPES)
-        assert "8 such devices with --parallel.fsdp 8: all split over them (about 8.00 GiB)" in text
+        assert "8 such devices with --parallel.fsdp 8: shards all over them (about 8.00 GiB)" in text
         assert "accumulation" not in text  # the state alone is too large
 
     def test_a_state_that_is_too_large_before_any_step(self):
         text = advice(RECIPE, sizes(), need(40, 0, 0), 16 * GIB)
-        assert "(parameters, optimizer and batch 40.00 GiB)" in text
+        assert "(parameters, optimizer state and batch 40.00 GiB)" in text
         assert "remat" not in text
 
     def test_what_no_flag_helps_is_left_out(self):
         model = dataclasses.replace(RECIPE, execution=Execution(remat="full"))
         odd = change(model, data={"batch_size": 1}, model={"dtype": "bfloat16"})
         text = advice(odd, sizes(), need(2, 1, 40), 16 * GIB, batch_shapes(odd))
-        assert "What helps" not in text
+        assert "Options that reduce it" not in text
 
     def test_what_should_fit_is_said(self):
-        assert "does another process use the device" in advice(RECIPE, sizes(), need(2, 1, 4), 16 * GIB, SHAPES)
+        assert "whether another process uses the device" in advice(RECIPE, sizes(), need(2, 1, 4), 16 * GIB, SHAPES)
 
     def test_of_a_gpu_there_is_more_than_jax_takes(self, monkeypatch):
         monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
@@ -182,18 +182,18 @@ def test_what_the_compiler_of_a_tpu_says():
     watch = MemoryWatch(recipe)
     watch.placement, watch.batch = Refusing(recipe, "RESOURCE_EXHAUSTED: no more"), tiny_batch()
     with pytest.raises(
-        OutOfMemoryError, match=r"the compiler finds no room, and JAX may use .*GiB of a device. XLA says"
+        OutOfMemoryError, match=r"the compiled program does not fit, and JAX can use .*GiB per device. XLA reports"
     ):
         fail_inside(watch)
 
 
 def test_before_there_is_a_place_and_before_the_first_step():
     recipe = tiny_recipe()
-    with pytest.raises(OutOfMemoryError, match=r"in the making of the state: JAX may use .* XLA says: Out of memory"):
+    with pytest.raises(OutOfMemoryError, match=r"in state initialization: JAX can use .* XLA reports: Out of memory"):
         fail_inside(MemoryWatch(recipe))
     watch = MemoryWatch(recipe)
     watch.placement = place(recipe)
-    with pytest.raises(OutOfMemoryError, match=r"in the making of the state: it needs about 0\.\d\d MiB of a device"):
+    with pytest.raises(OutOfMemoryError, match=r"in state initialization: it needs about 0\.\d\d MiB per device"):
         fail_inside(watch)
 
 
@@ -225,8 +225,8 @@ def test_a_run_says_it_in_one_line_and_ends_with_a_fault(tmp_path, monkeypatch, 
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     found = re.match(
-        r"error: out of memory in the training step: it needs about ([\d.]+) MiB of a device \(parameters, optimizer "
-        r"and batch ([\d.]+) MiB, gradients ([\d.]+) MiB, activations and the rest ([\d.]+) MiB\), and JAX may use",
+        r"error: out of memory in the training step: it needs about ([\d.]+) MiB per device \(parameters, optimizer "
+        r"state and batch ([\d.]+) MiB, gradients ([\d.]+) MiB, activations and temporaries ([\d.]+) MiB\), and JAX",
         said,
     )
     total, *parts = map(float, found.groups())

@@ -146,7 +146,7 @@ def test_a_checkpoint_of_two_processes_is_read_by_one(folder, alone, together):
         flags = () if sum(devices) < 8 else MESH
         codes, told = Group(folder, workdir, *flags, devices=devices, steps=steps).wait()
         assert set(codes) == {0}, told
-    assert "going on from step 8, to step 12" in told[0]
+    assert "resuming from step 8, to step 12" in told[0]
     np.testing.assert_allclose(losses(workdir), losses(alone), rtol=1e-5)
 
 
@@ -168,7 +168,7 @@ def test_the_others_end_when_one_is_killed_and_all_go_on_from_there(folder, toge
             path.rename(workdir / path.name)
     codes, told = Group(folder, workdir, *MESH).wait()
     assert codes == [0, 0], told
-    assert "going on from step 4, to step 12" in told[0]
+    assert "resuming from step 4, to step 12" in told[0]
     jax.tree.map(
         np.testing.assert_array_equal,
         load_params(workdir, names="params")[0],

@@ -116,7 +116,7 @@ def test_stopped_anywhere_equals_never_stopped_bit_for_bit(folder, finished, mon
     trouble.plan("evaluation", 1, lambda: trouble.send(signal.SIGINT))  # at step 6: it is made up for
     summary = train(recipe, workdir)
     assert (summary.step, summary.exit_code) == (6, 130)
-    assert "going on from step 4" in capsys.readouterr().out
+    assert "resuming from step 4" in capsys.readouterr().out
     assert [line["step"] for line in lines(workdir) if "eval/loss" in line] == [3]
 
     trouble.plan("batch", 1, lambda: trouble.send(signal.SIGTERM))  # step 7, in the middle of a line of metrics
@@ -133,7 +133,7 @@ def test_stopped_anywhere_equals_never_stopped_bit_for_bit(folder, finished, mon
     trouble.plan("save", 2, lambda: trouble.send(signal.SIGTERM))  # the last one: only the report is missing
     summary = train(recipe, workdir)
     said = capsys.readouterr().out
-    assert "going on from step 8" in said
+    assert "resuming from step 8" in said
     assert (summary.step, summary.exit_code) == (12, 143)
     assert "training is finished and saved; the report was cut short. To see it:" in said
 
@@ -192,7 +192,7 @@ def test_more_steps_go_on_and_changes_are_printed(folder, finished, capsys):
     recipe = text_recipe(folder, training={"steps": 14}, logging={"every": 2})
     assert train(recipe, workdir).step == 14
     said = capsys.readouterr().out
-    assert "going on from step 12" in said
+    assert "resuming from step 12" in said
     for change_ in ("training.steps: 12 -> 14", "logging.every: 5 -> 2"):
         assert f"changed since the last call: {change_}" in said
 
@@ -212,7 +212,7 @@ def test_another_recipe_is_refused_with_the_difference(folder, finished, group, 
     shutil.copytree(finished, workdir)
     if not keep_json:
         (workdir / "recipe.json").unlink()
-        expected = "does not fit this model and optimizer" if group == "model" else expected
+        expected = "does not match this model and optimizer" if group == "model" else expected
     with pytest.raises(ValueError, match=expected):
         train(text_recipe(folder, **{group: fields}), workdir)
 

@@ -106,8 +106,8 @@ SPIKE = [2.0, 2.1] * 15 + [9.0, 2.0]
 
 def test_log_says_and_counts(tmp_path):
     ledger, said, limits, lines = played(tmp_path, SPIKE)
-    assert "step 31: a spike, the loss is 9.0000 where up to 2.5" in said
-    assert "passed over" not in said
+    assert "step 31: loss spike: the loss is 9.0000, above the limit of 2.5" in said
+    assert "skipped" not in said
     assert ledger.spikes == 1
     assert [line.get("train/spikes", 0) for line in lines] == [0] * 30 + [1, 1]
     assert lines[30]["train/loss"] == 9.0
@@ -116,7 +116,7 @@ def test_log_says_and_counts(tmp_path):
 
 def test_skip_gives_the_step_a_limit_and_leaves_the_loss_out(tmp_path):
     _, said, limits, lines = played(tmp_path, SPIKE, spike_policy="skip")
-    assert said.rstrip().endswith("is usual: passed over")
+    assert said.rstrip().endswith("(skipped)")
     assert "train/loss" not in lines[30]
     assert all(isinstance(limit, np.float32) for limit in limits), "of one type: the step is compiled once"
     assert np.isinf(limits[:21]).all()
@@ -125,7 +125,7 @@ def test_skip_gives_the_step_a_limit_and_leaves_the_loss_out(tmp_path):
 
 def test_stop_is_an_error_that_says_how_to_go_on(tmp_path):
     with pytest.raises(
-        LossSpikeError, match=r"step 31: the loss is 9\.0000, a spike.* 10 standard dev.*spike-policy skip"
+        LossSpikeError, match=r"step 31: loss spike: the loss is 9\.0000.* 10 standard dev.*spike-policy skip"
     ):
         played(tmp_path, SPIKE, spike_policy="stop")
     played(tmp_path, SPIKE, spike_policy="stop", spike_deviations=200.0)
@@ -167,7 +167,7 @@ def test_batches_that_are_never_finite_are_an_error_even_with_skip(tmp_path, mon
     ledger, *_ = played(tmp_path, [2.0] * 3, finite=False, nan_policy="skip")
     assert ledger.bad_in_a_row == 3
     with pytest.raises(
-        NonFiniteError, match=r"step 4: the last 4 batches were not finite.* It was batch 4\. It is not"
+        NonFiniteError, match=r"step 4: the last 4 batches in a row were not finite.* It was batch 4\. The data is not"
     ):
         played(tmp_path, [2.0] * 5, finite=False, nan_policy="skip")
 
@@ -244,7 +244,7 @@ def test_a_bad_parameter_is_named():
     params = with_row(params, 3, jnp.nan)
     assert first_bad_parameter(params) == "embedding/embedding"
     why = why_not_finite(recipe, build_model(recipe), params, tiny_batch())
-    assert why == "The parameter embedding/embedding holds NaN or infinity."
+    assert why == "The parameter embedding/embedding contains NaN or infinity."
 
 
 def test_the_first_logits_that_overflow_are_named():
@@ -256,7 +256,7 @@ def test_the_first_logits_that_overflow_are_named():
     row = np.nonzero(tokens == token)[0][0]
     why = why_not_finite(recipe, model, with_row(params, token, 3e38), batch)
     assert row > 0
-    assert f"the logits of row {row} are not at position 0: a number overflowed in float32." in why
+    assert f"the logits of row {row} are not at position 0: a value overflowed in float32." in why
     trained_with = build_model(dataclasses.replace(recipe, execution=Execution(attention="ring")))
     assert why_not_finite(recipe, trained_with, with_row(params, token, 3e38), batch) == why, "here is no mesh"
 
@@ -283,7 +283,7 @@ def test_a_run_that_stops_says_where_it_came_from(tmp_path, monkeypatch):
         return state.replace(params=with_row(state.params, 5, jnp.inf)), ledger
 
     monkeypatch.setattr(loop, "begin", broken)
-    with pytest.raises(NonFiniteError, match=r"^step 1: .* The parameter embedding/embedding holds NaN or infinity\."):
+    with pytest.raises(NonFiniteError, match=r"^step 1: .* parameter embedding/embedding contains NaN or infinity\."):
         train(text_recipe(tmp_path), tmp_path / "run")
 
 
@@ -291,10 +291,10 @@ def test_an_evaluation_that_is_not_finite_is_an_error_or_a_result():
     batches = [{"loss_sum": 1.0, "correct": 1.0, "weight": 1.0}, {"loss_sum": np.nan, "correct": 0.0, "weight": 1.0}]
     good, bad = {"a": jnp.ones(3)}, {"a": jnp.ones(3), "b": jnp.asarray([1.0, jnp.inf])}
     with pytest.raises(
-        NonFiniteError, match=r"the loss of held-out batch 1 is nan: every parameter is finite, so its log"
+        NonFiniteError, match=r"the loss of held-out batch 1 is nan: all parameters are finite, so its log"
     ):
         evaluate_loss(lambda params, batch: batch, good, batches)
-    with pytest.raises(NonFiniteError, match=r"batch 1 is nan: b holds NaN or infinity\. Use an earlier checkpoint"):
+    with pytest.raises(NonFiniteError, match=r"batch 1 is nan: b contains NaN or infinity\. Use an earlier checkpoint"):
         evaluate_loss(lambda params, batch: batch, bad, batches)
     assert np.isnan(evaluate_loss(lambda params, batch: batch, good, batches, strict=False).loss)
 

@@ -1,7 +1,7 @@
 """Recipes, the training step and loop, checkpoints and metrics.
 
-`train` runs a recipe; `load_run` reads what it left. Each is imported when it is asked for: a recipe file needs neither
-Orbax nor matplotlib.
+`train` runs a recipe; `load_run` reads the resulting run. Names are imported lazily, on first access, so that a recipe
+file imports neither Orbax nor matplotlib.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _EXPORTS = {
     ),
     "lora": ("LoRA",),
 }
-"""file -> the public names that it defines"""
+"""module -> the public names that it defines"""
 
 _MODULES = ("lora",)
 

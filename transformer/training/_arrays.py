@@ -1,4 +1,4 @@
-"""Arrays by their path in a pytree, into a directory and back, bit for bit, by Orbax."""
+"""Save and restore the arrays of a pytree with Orbax, keyed by their tree path, bit for bit."""
 
 from __future__ import annotations
 
@@ -18,11 +18,15 @@ import orbax.checkpoint as ocp
 from etils import epath
 from jaxtyping import PyTree
 
-LeafPath = tuple[str, ...]  # where a leaf sits in its tree: ("params", "embedding")
+LeafPath = tuple[str, ...]  # path of a leaf in its pytree, for example ("params", "embedding")
 
 
 def flatten(tree: PyTree) -> dict[LeafPath, Any]:
-    """Path -> leaf, in the order of `jax.tree.leaves`; TypeError for leaves that are no plain arrays."""
+    """Return a dict from path to leaf, in the order of `jax.tree.leaves`.
+
+    Raises:
+        TypeError: a leaf is not a plain array.
+    """
     leaves = {}
     for keys, leaf in jax.tree_util.tree_leaves_with_path(tree):
         path = tuple(jax.tree_util.keystr((key,), simple=True) for key in keys)
@@ -35,7 +39,7 @@ def flatten(tree: PyTree) -> dict[LeafPath, Any]:
 
 
 def nest(leaves: Mapping[LeafPath, Any]) -> dict[str, Any]:
-    """Nested dicts of `leaves`: lists, tuples and dataclasses become dicts of their indices and names."""
+    """Return `leaves` as nested dicts. Lists, tuples and dataclasses become dicts keyed by index or field name."""
     nested: dict[str, Any] = {}
     for path, leaf in leaves.items():
         inner = nested
@@ -46,12 +50,12 @@ def nest(leaves: Mapping[LeafPath, Any]) -> dict[str, Any]:
 
 
 def describe(leaves: Mapping[LeafPath, Any]) -> list[dict[str, Any]]:
-    """Path, shape and dtype of each leaf as JSON values."""
+    """Return path, shape and dtype of each leaf as JSON values."""
     return [{"path": list(path), "shape": list(leaf.shape), "dtype": str(leaf.dtype)} for path, leaf in leaves.items()]
 
 
 def described(entries: Sequence[Mapping[str, Any]]) -> dict[LeafPath, jax.ShapeDtypeStruct]:
-    """The inverse of `describe`."""
+    """Return the shapes and dtypes that `describe` wrote: its inverse."""
     return {
         tuple(entry["path"]): jax.ShapeDtypeStruct(tuple(entry["shape"]), jnp.dtype(entry["dtype"]))
         for entry in entries
@@ -59,7 +63,7 @@ def described(entries: Sequence[Mapping[str, Any]]) -> dict[LeafPath, jax.ShapeD
 
 
 def differences(saved: Mapping[LeafPath, Any], wanted: Mapping[LeafPath, Any]) -> list[str]:
-    """One line for each leaf that only one side has or that differs in shape or dtype; nothing is ever cast."""
+    """Return one line per leaf that is missing on one side or that differs in shape or dtype. Dtypes are never cast."""
     lines = [f"{_name(path)}: not in the checkpoint" for path in wanted if path not in saved]
     lines += [f"{_name(path)}: only in the checkpoint" for path in saved if path not in wanted]
     for path in (path for path in wanted if path in saved):
@@ -70,8 +74,17 @@ def differences(saved: Mapping[LeafPath, Any], wanted: Mapping[LeafPath, Any]) -
 
 
 def save(directory: Path, leaves: Mapping[LeafPath, Any], copied: Callable[[], object]) -> Callable[[], object]:
-    """Writes the arrays, of several processes each its parts; calls `copied` once they are on the host. When all have
-    written, one of them calls what is returned. Not to be called where an event loop runs.
+    """Write the arrays into `directory`. With several processes, each process writes its own shards.
+
+    Must not be called from a thread with a running asyncio event loop.
+
+    Args:
+        directory: existing directory to write to.
+        leaves: path -> array.
+        copied: called as soon as the arrays are copied to the host, before they are on disk.
+
+    Returns:
+        A function that finalizes the directory. One process calls it, after all processes have written.
     """
     filled = _filled(leaves)
     if filled:
@@ -89,8 +102,10 @@ def save(directory: Path, leaves: Mapping[LeafPath, Any], copied: Callable[[], o
 
 @functools.cache
 def _hear_errors_once() -> None:
-    """Drops what Orbax and TensorStore print about a failed write beside raising it: a log record with a traceback from
-    each thread and task, and one more traceback for every array whose write ends after Orbax has closed its event loop.
+    """Suppress duplicate reports of a failed write, which Orbax and TensorStore print in addition to raising the error.
+
+    Each thread and task logs a traceback, and every array whose write ends after Orbax has closed its event loop prints
+    another one.
     """
 
     def is_new(record: logging.LogRecord) -> bool:
@@ -110,10 +125,15 @@ def _hear_errors_once() -> None:
 
 
 def restore(directory: Path, wanted: Mapping[LeafPath, Any]) -> dict[LeafPath, Any]:
-    """The arrays at the paths of `wanted` (any part of what was saved), shapes and dtypes as saved.
+    """Return the saved arrays at the paths of `wanted`, with the shapes and dtypes as saved.
 
-    A leaf of `wanted` with a sharding gives a jax.Array laid out so, one without a jax.Array on the default device, a
-    NumPy array a NumPy array. ValueError for 64-bit arrays that JAX would cut to 32.
+    Args:
+        directory: directory that `save` wrote.
+        wanted: any subset of the saved paths. A leaf with a sharding is restored as a jax.Array with this sharding, a
+            leaf without one as a jax.Array on the default device, and a NumPy array as a NumPy array.
+
+    Raises:
+        ValueError: JAX would truncate a 64-bit array to 32 bits.
     """
     filled = _filled(wanted)
     arrays: dict[LeafPath, Any] = {}
@@ -128,8 +148,8 @@ def restore(directory: Path, wanted: Mapping[LeafPath, Any]) -> dict[LeafPath, A
     for path, leaf in wanted.items():
         if placed[path].dtype != leaf.dtype:
             raise ValueError(
-                f"{_name(path)} is {leaf.dtype}, which JAX would cut to {placed[path].dtype}. "
-                "Set jax_enable_x64, or ask for a NumPy array."
+                f"{_name(path)} is {leaf.dtype}, which JAX would truncate to {placed[path].dtype}. "
+                "Set jax_enable_x64, or request a NumPy array."
             )
     return placed
 
@@ -143,11 +163,11 @@ def _form(leaf: Any) -> str:
 
 
 def _filled(leaves: Mapping[LeafPath, Any]) -> dict[LeafPath, Any]:
-    return {path: leaf for path, leaf in leaves.items() if math.prod(leaf.shape)}  # Orbax refuses arrays of size 0
+    return {path: leaf for path, leaf in leaves.items() if math.prod(leaf.shape)}  # Orbax rejects arrays of size 0
 
 
 def _sharding(leaf: Any) -> jax.sharding.Sharding | None:
-    """None for a NumPy array, an abstract leaf without one, and an array that was never put anywhere on purpose."""
+    """Return the sharding of a leaf; None for NumPy arrays, abstract leaves without one, and uncommitted arrays."""
     return getattr(leaf, "sharding", None) if getattr(leaf, "committed", True) else None
 
 
@@ -164,4 +184,4 @@ def _place(array: Any, leaf: Any) -> Any:
         return array
     if (sharding := _sharding(leaf)) is not None:
         return jax.device_put(array, sharding)
-    return jnp.array(array)  # a copy: memory that NumPy owns must not be donated
+    return jnp.array(array)  # a copy: JAX must not donate memory that NumPy owns

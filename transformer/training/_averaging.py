@@ -1,4 +1,4 @@
-"""The mean of a run's last checkpoints, as a workdir of its own (Vaswani et al. 2017, section 6.1)."""
+"""Average the last checkpoints of a run into a new workdir (Vaswani et al. 2017, arXiv 1706.03762, section 6.1)."""
 
 from __future__ import annotations
 
@@ -27,25 +27,29 @@ from transformer.training._runs import is_average, load_own_tokenizer, load_usab
 
 @dataclass(frozen=True)
 class Averaged:
-    """What `average` wrote: the workdir of the mean, and the steps of the checkpoints that it is of, ascending."""
+    """Result of `average`: the workdir of the averaged model, and the steps of the averaged checkpoints, ascending."""
 
     workdir: Path
     steps: tuple[int, ...]
 
 
 def average(workdir: str | os.PathLike, last: int, to: str | os.PathLike | None = None) -> Averaged:
-    """Writes the mean of the parameters of the newest `last` valid checkpoints into the workdir `to` (None: the run's
-    with "-average-N"), which `load_run` opens as any other; the run's own is only read.
+    """Write the mean of the parameters of the newest `last` valid checkpoints into a new workdir.
 
-    The parameters are those that `load_run` would take: averaged ones where the run keeps an average, with LoRA merged
-    ones. An earlier average is replaced; the new one is there whole or not at all. In memory are one set of parameters
-    and the float32 sums of all.
+    `load_run` opens the new workdir like any other. The workdir of the run is only read. The parameters are those that
+    `load_run` would return: the moving average if the run keeps one, and the merged parameters with LoRA. An earlier
+    average in `to` is replaced atomically. Memory holds one set of parameters and one set of sums, in float32.
+
+    Args:
+        workdir: workdir of a run.
+        last: number of checkpoints to average.
+        to: workdir to write; by default, the name of the run's workdir followed by "-average-N".
 
     Raises:
-        FileNotFoundError: no such workdir, or no checkpoint in it.
-        CheckpointError: fewer valid checkpoints than `last`; damaged ones are named.
-        ConfigError: `to` holds something else than an average, or `workdir` is one itself, or its recipe or tokenizer
-            was changed.
+        FileNotFoundError: the workdir does not exist, or has no checkpoint.
+        CheckpointError: there are fewer valid checkpoints than `last`; the message names damaged ones.
+        ConfigError: `to` contains something other than an average, `workdir` is itself an average, or its recipe or
+            tokenizer was changed.
     """
     workdir = Path(workdir)
     recipe = load_recipe(workdir)
@@ -57,7 +61,7 @@ def average(workdir: str | os.PathLike, last: int, to: str | os.PathLike | None 
     params, steps = _mean(recipe, workdir, last)
     facts = {"workdir": str(workdir), "steps": list(steps)}
     trained = provenance(workdir, steps[-1])
-    recipe = dataclasses.replace(recipe, lora=None)  # its updates are in the parameters
+    recipe = dataclasses.replace(recipe, lora=None)  # the LoRA updates are already merged into the parameters
 
     to.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{to.name}-", dir=to.parent) as folder:
@@ -80,42 +84,50 @@ def average(workdir: str | os.PathLike, last: int, to: str | os.PathLike | None 
 
 def _check_places(workdir: Path, to: Path) -> None:
     if is_average(workdir):
-        raise ConfigError(f"{workdir} holds an average of checkpoints already. Name the workdir of the run itself.")
+        raise ConfigError(
+            f"{workdir} already is an average of checkpoints, expected a run. Pass the workdir of the run itself."
+        )
     if to.exists() and not (to.is_dir() and (is_average(to) or not any(to.iterdir()))):
-        raise ConfigError(f"{to} is there, and is no earlier average: it is not overwritten. Name another place: --to.")
+        raise ConfigError(
+            f"{to} exists and is not an earlier average, so it is not overwritten. Pass another path with --to."
+        )
 
 
 def _mean(recipe: Recipe, workdir: Path, last: int) -> tuple[Any, tuple[int, ...]]:
-    """The mean of the newest valid checkpoints, a tree of NumPy arrays in the parameters' types, and their steps."""
+    """Return the mean of the newest `last` valid checkpoints and their steps, ascending.
+
+    The mean is a tree of NumPy arrays with the dtypes of the parameters: theta = 1/N (theta_1 + ... + theta_N).
+    """
     root = workdir / "checkpoints"
     candidates = find_steps(root)
     if not candidates:
-        raise FileNotFoundError(f"No checkpoint in {root}. Train first, or give the workdir of a run.")
+        raise FileNotFoundError(f"No checkpoint in {root}. Train first, or pass the workdir of a run.")
     tokenizer = load_own_tokenizer(recipe, workdir)
     sums, dtypes, steps, damaged = None, None, [], []
-    # Fewer than that can't do, whatever is in them: nothing is read.
+    # With fewer than `last` checkpoints the average fails anyway, so none of them is read.
     for step in reversed(candidates if len(candidates) >= last else []):
         if len(steps) == last:
             break
         try:
             params, _ = load_usable(recipe, tokenizer, workdir, step)
         except (CheckpointError, FileNotFoundError) as error:
-            if (root / str(step)).exists():  # else the run that is training has just deleted it
+            if (root / str(step)).exists():  # otherwise, a running training has just deleted it
                 damaged.append(str(error.__cause__ or error))
             continue
         if sums is None:
             dtypes = jax.tree.map(lambda leaf: leaf.dtype, params)
+            # Sum in at least float32: bfloat16 has 8 significant bits, so a running sum would lose the small terms.
             sums = jax.tree.map(lambda leaf: np.array(leaf, jnp.promote_types(leaf.dtype, jnp.float32)), params)
         else:
-            jax.tree.map(lambda total, leaf: np.add(total, leaf, out=total), sums, params)
+            jax.tree.map(lambda total, leaf: np.add(total, leaf, out=total), sums, params)  # in place: no second sum
         steps.append(step)
-        del params  # before the next are read
+        del params  # free them before the next checkpoint is read
     for reason in damaged:
-        warnings.warn(f"left out of the average: {reason}.", CheckpointWarning, stacklevel=3)
+        warnings.warn(f"excluded from the average: {reason}.", CheckpointWarning, stacklevel=3)
     if len(steps) < last:
-        there = f"{len(candidates)} checkpoints ({', '.join(map(str, candidates))})"
+        available = f"{len(candidates)} checkpoints ({', '.join(map(str, candidates))})"
         raise CheckpointError(
-            f"{last} checkpoints are to be averaged, but {root} has {there}"
+            f"cannot average {last} checkpoints: {root} has {available}"
             + (f", {len(damaged)} of them damaged: {'; '.join(damaged)}" if damaged else "")
             + f". Average fewer (--last), or train with --checkpoint.keep-last {last} to keep more."
         )
@@ -123,8 +135,9 @@ def _mean(recipe: Recipe, workdir: Path, last: int) -> tuple[Any, tuple[int, ...
     if last > kept:
         warnings.warn(
             f"the run keeps its last {kept} checkpoints (--checkpoint.keep-last); of the {last} averaged, step "
-            f"{', '.join(map(str, sorted(steps)[:-kept]))} is there for its eval loss.",
+            f"{', '.join(map(str, sorted(steps)[:-kept]))} was kept because of its eval loss.",
             stacklevel=3,
         )
+    # Divide in float32, then cast once to the dtype of the parameters.
     mean = jax.tree.map(lambda total, dtype: np.divide(total, last, out=total).astype(dtype, copy=False), sums, dtypes)
     return mean, tuple(sorted(steps))

@@ -1,7 +1,8 @@
-"""Checkpoints that are written whole or not at all, and read only when every byte is right.
+"""Checkpoints that are written atomically and verified byte for byte when they are read.
 
-`workdir/checkpoints/<step>/` holds `state/` (arrays, written by Orbax), the data iterator's state, the recipe and
-`manifest.json`. All of it is written into `<step>.tmp`, hashed, forced to the disk, and renamed: that is the commit.
+`workdir/checkpoints/<step>/` contains `state/` (arrays, written by Orbax), the state of the data iterator, the recipe
+and `manifest.json`. A save writes all files into `<step>.tmp`, hashes them, flushes them to disk (fsync), and then
+renames the directory. The rename commits the checkpoint.
 """
 
 from __future__ import annotations
@@ -50,34 +51,43 @@ __all__ = [
 
 
 class CheckpointSaveError(OSError):
-    """A checkpoint that could not be written, found by the save itself or by the next `save`, `wait` or `close`."""
+    """A checkpoint could not be written. Raised by the save itself, or by the next `save`, `wait` or `close`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Restored:
-    """What a checkpoint held: its `step`, `state`, `data`, `recipe`, the `metric` it was saved with, and its `path`."""
+    """Content of a checkpoint: its `step`, `state`, `data`, `recipe`, `metric` and `path`."""
 
     step: int
-    state: Any  # in the structure of the abstract state
-    data: Any  # what `save` was given as data (JSON values or bytes), None if nothing
-    recipe: Any  # what `save` was given as recipe (JSON values), None if nothing
+    state: Any  # with the tree structure of the abstract state
+    data: Any  # the `data` argument of `save` (JSON values or bytes); None if omitted
+    recipe: Any  # the `recipe` argument of `save` (JSON values); None if omitted
     metric: float | None
     path: str
 
 
 class Checkpointer:
-    """Writes `workdir/checkpoints/<step>/` in the background, keeps the last and the best, reads the newest valid one.
+    """Writer of `workdir/checkpoints/<step>/` in a background thread, and reader of the newest valid checkpoint.
 
-    Use it as a context manager, or call `close`. Of several processes all must save and restore at the same points:
-    each writes and reads its parts of the arrays, the first one writes the rest, into a workdir that all can see.
-    ValueError for a `best` that is neither "min" nor "max", or a `keep_last` below 1.
+    Use it as a context manager, or call `close`. If several processes train together, all of them must save and restore
+    at the same steps, in a workdir on a shared file system. Each process writes and reads its own shards; the first
+    process writes all other files.
+
+    Args:
+        workdir: directory of the run.
+        keep_last: number of newest checkpoints to keep, at least 1.
+        keep_best: number of checkpoints with the best metric to keep in addition.
+        best: "min" or "max": whether the lowest or the highest metric is the best.
+
+    Raises:
+        ValueError: `best` is neither "min" nor "max", `keep_last` is below 1, or `keep_best` is below 0.
     """
 
     def __init__(self, workdir: str | os.PathLike, *, keep_last: int = 2, keep_best: int = 1, best: str = "min"):
         if keep_last < 1 or keep_best < 0:
             raise ValueError(
                 f"keep_last must be at least 1 and keep_best at least 0, got {keep_last} and {keep_best}: "
-                "without the newest checkpoint no run can go on."
+                "a run needs its newest checkpoint to resume."
             )
         if best not in ("min", "max"):
             raise ValueError(f"best must be 'min' or 'max', got {best!r}.")
@@ -86,26 +96,39 @@ class Checkpointer:
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._saving: Future | None = None
         self._newest: int | None = None
-        self._damaged: set[int] = set()  # found by reading: they count for nothing when old ones are deleted
+        self._damaged: set[int] = set()  # damaged steps; they do not count towards keep_last
 
     @property
     def newest_step(self) -> int | None:
-        """The step that this object saved (or began to save) or restored last, None before any."""
+        """Step that this object last saved (or began to save) or restored; None before the first."""
         return self._newest
 
     def steps(self) -> list[int]:
-        """Steps on the disk that look whole (a good manifest, sizes right; nothing is hashed), ascending."""
+        """Return the steps on disk with a valid manifest and correct file sizes, ascending. Files are not hashed."""
         return sorted(find_whole(self._root))
 
     def save(
         self, step: int, state: PyTree, *, data: Any = None, recipe: Any = None, metric: float | int | None = None
     ) -> bool:
-        """Starts to save and returns once the arrays are copied to the host (they may be donated or changed then).
+        """Start to save a checkpoint; return as soon as the arrays are copied to the host.
 
-        Waits first for a save still in progress. `data` is the data iterator's state (JSON values or bytes), `recipe`
-        JSON values, `metric` what "best" is judged by (None and NaN are never best). When this step was the last one
-        saved or restored, its state stays as it is and the rest is brought up to date (a metric of None keeps the old
-        one); False if that says the same. Raises CheckpointSaveError if an earlier save or this one failed.
+        After the return, the arrays may be donated or modified. If an earlier save is in progress, the call waits for
+        it first. If `step` is the step that was last saved or restored, only `data`, `recipe` and `metric` are updated;
+        the state on disk is unchanged.
+
+        Args:
+            step: step of the checkpoint.
+            state: pytree of arrays.
+            data: state of the data iterator, as JSON values or bytes.
+            recipe: recipe, as JSON values.
+            metric: value that decides which checkpoint is the best. None and NaN are never the best. None keeps the
+                metric of an existing checkpoint.
+
+        Returns:
+            Whether something was written. False if the checkpoint of this step already has these contents.
+
+        Raises:
+            CheckpointSaveError: this save or an earlier one failed.
         """
         self.wait()
         step = int(step)
@@ -120,34 +143,41 @@ class Checkpointer:
         self._saving = self._thread.submit(self._write, step, leaves, items, metric, copied)
         self._newest = step
         copied.wait()
-        if self._saving.done():  # over already: if it failed, say so here
+        if self._saving.done():  # already finished: if it failed, raise the error here
             self.wait()
         return True
 
     def wait(self) -> None:
-        """Blocks until the save in progress is committed. Raises CheckpointSaveError if it failed."""
+        """Block until the save in progress is committed. Raises CheckpointSaveError if it failed."""
         saving, self._saving = self._saving, None
         if saving is not None:
             try:
                 saving.result()
             except BaseException:
-                self._newest = None  # that step may be tried again
+                self._newest = None  # allow another attempt to save this step
                 raise
 
     def close(self) -> None:
-        """`wait`, and ends the background thread."""
+        """Wait for the save in progress, then stop the background thread."""
         try:
             self.wait()
         finally:
             self._thread.shutdown()
 
     def restore_newest(self, abstract_state: PyTree) -> Restored | None:
-        """The newest valid checkpoint, None when there is none at all.
+        """Restore the newest valid checkpoint. Newer checkpoints that are damaged are skipped with a warning.
 
-        `abstract_state` has `jax.ShapeDtypeStruct`s (or arrays) as leaves: one with a sharding is restored as a
-        jax.Array laid out so, one without as a jax.Array on the default device, a NumPy array as a NumPy array. Newer
-        checkpoints that are damaged are passed over with a warning that names the bad file. Raises CheckpointError
-        when there are checkpoints but no valid one, and when structure, shapes or dtypes differ (all in one message).
+        Args:
+            abstract_state: pytree with `jax.ShapeDtypeStruct`s or arrays as leaves. A leaf with a sharding is restored
+                as a jax.Array with this sharding, a leaf without one as a jax.Array on the default device, and a NumPy
+                array as a NumPy array.
+
+        Returns:
+            The checkpoint; None if the workdir has no checkpoint.
+
+        Raises:
+            CheckpointError: all checkpoints are damaged, or structure, shapes or dtypes of the state differ from
+                `abstract_state` (one message lists all differences).
         """
         self.wait()
         step = processes.first_decides(self._newest_valid)
@@ -174,14 +204,14 @@ class Checkpointer:
         except CheckpointSaveError as failure:
             if error is None:
                 raise
-            error.add_note(str(failure))  # the first error stays the one that is seen
+            error.add_note(str(failure))  # report the first error, not this one
 
     def _newest_valid(self) -> int | None:
         found = newest_valid(self._root, self._damaged)
         return None if found is None else found[1]["step"]
 
     def _make_way(self, step: int) -> None:
-        """What stands where this step goes (damaged, foreign, or of a run gone back) is kept under another name."""
+        """Rename an existing directory of this step: damaged, foreign, or saved before an older step was restored."""
         final = self._root / str(step)
         if final.exists():
             aside = free_name(f"{final}.invalid")
@@ -189,7 +219,7 @@ class Checkpointer:
                 os.rename(final, aside)
             except OSError as error:
                 raise _explain(error, final, {}) from error
-            warnings.warn(f"{final} was there before this save; it is now {aside}.", CheckpointWarning, stacklevel=3)
+            warnings.warn(f"{final} existed before this save; renamed it to {aside}.", CheckpointWarning, stacklevel=3)
 
     def _write(
         self,
@@ -225,28 +255,29 @@ class Checkpointer:
         finally:
             copied.set()
         if first:
-            # Not before the commit: a kill in between would make a run without a checkpoint look like one that lost it.
+            # Only after the commit. Otherwise, if the process is killed in between, a run that never had a checkpoint
+            # would look like a run that lost its checkpoints.
             try:
                 record_first(self._root.parent, step)
             except OSError as error:
                 raise CheckpointSaveError(
-                    f"The checkpoint of step {step} is written, but {error.filename} cannot be: {error.strerror}. Make "
-                    "room, or make it writable, and run the same command again."
+                    f"The checkpoint of step {step} was saved, but {error.filename} cannot be written: "
+                    f"{error.strerror}. Free some space or make it writable, then rerun the command."
                 ) from error
             self._delete_old(step)
         processes.barrier("checkpoint committed")
 
     def _clear(self) -> None:
-        """Makes the root, and removes what a process left over that was killed: there is one writer."""
+        """Create the root, and remove unfinished saves of killed processes. Safe because a workdir has one writer."""
         if not self._root.is_dir():
             self._root.mkdir(parents=True, exist_ok=True)
             sync(self._root.parent)
         for path in self._root.glob("*.tmp"):
-            if path.stem.isdecimal():  # others are not ours
+            if path.stem.isdecimal():  # other names are not unfinished checkpoints
                 path.unlink() if path.is_symlink() or path.is_file() else shutil.rmtree(path)
 
     def _amend(self, step: int, items: dict[str, bytes], metric: float | None) -> bool:
-        """The arrays stay; a metric and items known only now (an evaluation made up for, say) are added atomically."""
+        """Atomically update metric and items of a saved checkpoint, for example after a late evaluation."""
         directory = self._root / str(step)
         manifest = read_manifest(directory)
         facts = {"metric": manifest["metric"] if metric is None else metric, "items": list(items)}
@@ -267,14 +298,14 @@ class Checkpointer:
         manifests = {step: manifest for step, manifest in find_whole(self._root).items() if step not in self._damaged}
         keep = {just_saved, *sorted(manifests)[-self._keep_last :], *ranked(manifests, self._best)[: self._keep_best]}
         for step in manifests.keys() - keep:
-            doomed = self._root / f"{step}.tmp"  # renamed first: half deleted it must not look like a checkpoint
+            doomed = self._root / f"{step}.tmp"  # rename first, so that a partly deleted directory never looks valid
             try:
                 os.rename(self._root / str(step), doomed)
                 shutil.rmtree(doomed)
             except OSError as error:
                 raise CheckpointSaveError(
-                    f"The checkpoint of step {just_saved} is written, but the old one at {self._root / str(step)} "
-                    f"cannot be deleted: {error}. Make it deletable and run the same command again."
+                    f"The checkpoint of step {just_saved} was saved, but the old one at {self._root / str(step)} "
+                    f"cannot be deleted: {error}. Make it deletable, then rerun the command."
                 ) from error
 
 
@@ -285,31 +316,46 @@ def load_params(
     names: str | Sequence[str] = "params",
     best: str = "min",
 ) -> tuple[PyTree, int]:
-    """One field of a saved state as nested dicts of jax.Arrays, and its step; the optimizer need not be known.
+    """Load one field of a saved state. The optimizer does not need to be known.
 
-    `names` is a field of the state, or several: the first that was saved is taken (`("ema", "params")`).
-    Raises FileNotFoundError when the workdir has no checkpoint (or not that one), CheckpointError when it is not valid.
+    Args:
+        workdir: directory of a run.
+        step: a step, "newest" for the newest valid checkpoint, or "best" for the one with the best metric.
+        names: field of the state to load, or several fields, of which the first one that was saved is loaded:
+            `("ema", "params")`.
+        best: "min" or "max": whether the lowest or the highest metric is the best.
+
+    Returns:
+        The field as nested dicts of jax.Arrays, and the step of the checkpoint.
+
+    Raises:
+        FileNotFoundError: the workdir has no checkpoint, or none of this step.
+        CheckpointError: the checkpoint is damaged, has none of these fields, or no checkpoint has a metric.
     """
     root = _root(workdir)
     steps = find_steps(root)
     if not steps:
-        raise FileNotFoundError(f"No checkpoint in {root}. Train first, or give the workdir of a run.")
+        raise FileNotFoundError(f"No checkpoint in {root}. Train first, or pass the workdir of a run.")
     if step == "newest":
         found = newest_valid(root, set())
     else:
         candidates = ranked(find_whole(root), best) if step == "best" else [step]
         if not candidates:
             raise CheckpointError(
-                f"No checkpoint in {root} carries the metric that 'best' needs. Use 'newest' or a step: {steps}."
+                f"No checkpoint in {root} has the metric that 'best' requires. Use 'newest' or a step: {steps}."
             )
         if candidates[0] not in steps:
-            raise FileNotFoundError(f"No checkpoint of step {step} in {root}. There are: {', '.join(map(str, steps))}.")
+            raise FileNotFoundError(
+                f"No checkpoint of step {step} in {root}. Available steps: {', '.join(map(str, steps))}."
+            )
         try:
             found = root / str(candidates[0]), verified(root / str(candidates[0]))
         except CheckpointError as error:
-            raise CheckpointError(f"{error}. Take another step; there are: {', '.join(map(str, steps))}.") from error
-    if found is None:  # deleted by the run that is training, between two looks
-        raise FileNotFoundError(f"The checkpoints in {root} vanished while they were read. Try again.")
+            raise CheckpointError(
+                f"{error}. Use another step. Available steps: {', '.join(map(str, steps))}."
+            ) from error
+    if found is None:  # a running training deleted it between `find_steps` and `newest_valid`
+        raise FileNotFoundError(f"The checkpoints in {root} were deleted while they were read. Try again.")
     directory, manifest = found
     leaves = arrays.described(manifest["state"])
     names = (names,) if isinstance(names, str) else tuple(names)
@@ -318,13 +364,18 @@ def load_params(
         if chosen:
             return arrays.nest(arrays.restore(directory / "state", chosen))[name], manifest["step"]
     saved = sorted({path[0] for path in leaves})
-    raise CheckpointError(f"{directory} holds none of {', '.join(names)}. It holds: {', '.join(saved)}.")
+    raise CheckpointError(f"{directory} has no field {' or '.join(names)}. Its fields: {', '.join(saved)}.")
 
 
 def load_items(workdir: str | os.PathLike, step: int) -> tuple[Path, dict[str, str], dict[str, Any]]:
-    """Directory of a checkpoint, and file names and values of what `save` was given beside the state: "data" and
-    "recipe", None if nothing. Of the files only the sizes are checked, with a CheckpointError: `load_params` verifies
-    all of them.
+    """Load the data and the recipe of a checkpoint. Only file sizes are checked; `load_params` verifies all contents.
+
+    Returns:
+        The directory of the checkpoint; the file names of the items "data" and "recipe"; and their values, None for
+        an omitted one.
+
+    Raises:
+        CheckpointError: a file is missing or has the wrong size.
     """
     directory = _root(workdir) / str(step)
     manifest = read_manifest(directory)
@@ -334,7 +385,7 @@ def load_items(workdir: str | os.PathLike, step: int) -> tuple[Path, dict[str, s
 
 
 def load_data(workdir: str | os.PathLike, step: int) -> Any:
-    """What `save` was given as data with this step, None if nothing; as `load_items`."""
+    """Return the `data` that was saved with this step; None if it was omitted. Files are checked as in `load_items`."""
     return load_items(workdir, step)[2].get("data")
 
 
@@ -347,14 +398,14 @@ def _restore(directory: Path, manifest: dict[str, Any], abstract: PyTree) -> PyT
     if lines := arrays.differences(saved, wanted):
         listed = "\n  ".join(lines)
         raise CheckpointError(
-            f"{directory} does not fit this model and optimizer, {len(lines)} difference(s):\n  {listed}\n"
-            "Use the recipe that it was trained with, or another workdir."
+            f"{directory} does not match this model and optimizer, {len(lines)} difference(s):\n  {listed}\n"
+            "Use the recipe of this run, or another workdir."
         )
     return jax.tree.unflatten(jax.tree.structure(abstract), arrays.restore(directory / "state", wanted).values())
 
 
 def _named(name: str, value: Any) -> tuple[str, bytes]:
-    """File name and content of an item; the name depends on the content, so that a new one never overwrites an old."""
+    """Return file name and content of an item. The name has a hash of the content, so no update overwrites a file."""
     content = value if isinstance(value, bytes) else json.dumps(value, allow_nan=False).encode()
     suffix = ".bin" if isinstance(value, bytes) else ".json"
     return f"{name}-{hashlib.sha256(content).hexdigest()[:12]}{suffix}", content
@@ -365,13 +416,13 @@ def _item(directory: Path, manifest: dict[str, Any], name: str) -> Any:
     return path.read_bytes() if path.suffix == ".bin" else json.loads(path.read_bytes())
 
 
-# In the words of the system: Orbax hands on its errors as text.
+# Messages of the operating system, because Orbax reports its errors as text.
 _FULL = ("No space left on device", "File too large", "Disk quota exceeded")
 _CLOSED = ("Read-only file system", "Permission denied", "Operation not permitted", "Not a directory", "File exists")
 
 
 def _explain(error: Exception, path: Path, leaves: dict[arrays.LeafPath, Any]) -> CheckpointSaveError:
-    """Says in one line what Orbax and the system say in many."""
+    """Return a one-line error for the long errors of Orbax and the operating system."""
     text = " ".join(str(error).split())
     if any(words in text for words in _FULL):
         size = sum(math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize for leaf in leaves.values())
@@ -379,8 +430,8 @@ def _explain(error: Exception, path: Path, leaves: dict[arrays.LeafPath, Any]) -
     elif closed := [words for words in _CLOSED if words in text]:
         reason, do = f"it cannot be written ({closed[0]})", "Make it writable"
     else:
-        reason, do = f"{type(error).__name__}: {text[:300]}", "Mend that"
+        reason, do = f"{type(error).__name__}: {text[:300]}", "Fix this"
     return CheckpointSaveError(
-        f"No checkpoint written to {path}: {reason}. Older checkpoints are intact. {do} and run the same command again "
-        "to go on from the newest, or choose another workdir."
+        f"No checkpoint was written to {path}: {reason}. Older checkpoints are intact. {do}, then rerun the command to "
+        "resume from the newest checkpoint, or choose another workdir."
     )

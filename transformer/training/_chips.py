@@ -1,4 +1,4 @@
-"""What TPUs and GPUs can do at most, by the figures that their makers publish. No JAX here."""
+"""Peak throughput and memory of TPUs and GPUs, as published by their vendors. Does not import JAX."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Chip:
-    """A kind of TPU by its name, with the figures of a whole chip that its maker publishes."""
+    """A TPU version: its name, and the published figures of a whole chip."""
 
     name: str
     devices: int = 1
-    """what JAX calls devices on a chip: 2 where each core, or half of the chip, is one with its own half of the HBM"""
+    """number of JAX devices per chip: 2 if each core is a device with its own half of the HBM"""
     unit: str = "chip"
-    """what such a device is"""
+    """name of a JAX device: a chip or a core"""
     axes: int
-    """of a topology: 2 or 3"""
+    """number of axes of a topology: 2 or 3"""
     example: str
-    """a usual topology"""
+    """example of a common topology"""
     pod: int
-    """most chips there are in one"""
+    """maximum number of chips in a pod"""
     flops: float
-    """peak of bfloat16 products, FLOP/s"""
+    """peak throughput of bfloat16 matrix multiplications, FLOP/s"""
     hbm: float
-    """capacity, GiB"""
+    """HBM capacity, GiB"""
     hbm_bandwidth: float
-    """bytes/s"""
+    """HBM bandwidth, bytes/s"""
     ici_bandwidth: float
-    """to other chips over all links, one way, bytes/s"""
+    """bandwidth of all inter-chip links of a chip together, one direction, bytes/s"""
     config: str | None = None
-    """the compiler's name for how the cores of a chip are joined; None: its default"""
+    """the compiler's name for the way the cores of a chip are combined; None: its default"""
 
 
 CHIPS = {
@@ -100,10 +100,10 @@ CHIPS = {
         ),
     )
 }
-"""Chips by name. Figures: Google Cloud's documentation of each TPU version (docs.cloud.google.com/tpu/docs/v5e and so
-on; bidirectional bandwidths halved): those of v5e, v5p and v6e were compared with it in November 2026, v4 and tpu7x not
-yet; of v2 and v3, Norrie et al. 2021, "The Design Process for Google's Training Chips: TPUv2 and TPUv3", IEEE Micro
-41(2), table 1."""
+"""Chips by name. Sources: Google Cloud's documentation of each TPU version (docs.cloud.google.com/tpu/docs/v5e and so
+on), with bidirectional bandwidths halved. The figures of v5e, v5p and v6e were checked against it in November 2026,
+those of v4 and tpu7x not yet. For v2 and v3: Norrie et al. 2021, "The Design Process for Google's Training Chips: TPUv2
+and TPUv3", IEEE Micro 41(2), table 1."""
 
 
 DEVICE_KINDS = {
@@ -118,7 +118,7 @@ DEVICE_KINDS = {
     "TPU v6e": "v6e",
     "TPU7x": "tpu7x",
 }
-"""chips by what JAX calls their devices"""
+"""`jax.Device.device_kind` -> name in `CHIPS`"""
 
 GPUS = {
     "H100 80GB HBM3": 989e12,
@@ -134,15 +134,20 @@ GPUS = {
     "Tesla V100-SXM2-16GB": 125e12,
     "Tesla V100-SXM2-32GB": 125e12,
 }
-"""Peak of dense bfloat16 products that add up in float32, FLOP/s, by what CUDA calls a card, without "NVIDIA"; T4 and
-V100 have no bfloat16: that of float16. Figures: NVIDIA's data sheets of each, those with sparsity halved; of the RTX
-4090, NVIDIA's white paper on the Ada architecture (2022), appendix A. A part of a card (MIG) has another name, and no
-figure here."""
+"""Peak throughput of dense bfloat16 matrix multiplications with float32 accumulation, FLOP/s, by the CUDA device name
+without "NVIDIA". T4 and V100 do not support bfloat16; their figure is for float16. Sources: NVIDIA's data sheets, with
+figures for sparse matrices halved; for the RTX 4090, NVIDIA's white paper on the Ada architecture (2022), appendix A.
+MIG partitions of a GPU have other names and no figure here."""
 
 
 def peak_flops(device_kind: str) -> float | None:
-    """Peak of bfloat16 products of what JAX calls a device (`jax.Device.device_kind`), FLOP/s; None: not known here,
-    as of every CPU.
+    """Return the peak throughput of bfloat16 matrix multiplications of one JAX device, in FLOP/s.
+
+    Args:
+        device_kind: `jax.Device.device_kind`.
+
+    Returns:
+        The peak; None if it is unknown, as for every CPU.
     """
     if device_kind in DEVICE_KINDS:
         chip = CHIPS[DEVICE_KINDS[device_kind]]

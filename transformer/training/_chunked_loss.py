@@ -1,4 +1,4 @@
-"""The loss of every token without all logits at once: a part of the tokens at a time, with a derivative of its own."""
+"""Token loss computed in chunks of tokens, with a custom VJP, so that the full logits are never in memory."""
 
 from __future__ import annotations
 
@@ -14,38 +14,62 @@ from transformer.nn._axes import Array, Hidden
 from transformer.nn._partitioning import constrain, num_shards, platform
 
 LOGITS_AT_ONCE = {"cpu": 2**21, "gpu": 2**27, "tpu": 2**27}
-"""logits that a device holds at once where nothing else is asked for: on CPU what stays in its cache; elsewhere at
-least a thousand rows for any vocabulary in use, so that the products fill the matrix units (docs/benchmarks.md)"""
+"""Default number of logits in memory per device, by platform. On CPU, they fit into the cache. On GPU and TPU, a chunk
+has about a thousand tokens or more with common vocabulary sizes, so that its matrix multiplications use the hardware
+fully (docs/benchmarks.md)."""
 
 TokenSum: TypeAlias = Callable[..., Any]
-"""(parameters of the head, hidden (1, n, D), targets (1, n), weights (1, n)) -> a tree of sums over the n tokens"""
+"""(parameters of the head, hidden (1, n, D), targets (1, n), weights (1, n)) -> pytree of sums over n tokens"""
 
 
 def tokens_at_once(hidden: Hidden, vocab_size: int) -> int | None:
-    """Tokens of a device whose logits are `LOGITS_AT_ONCE` together; None: all of hidden (B, T, D) are no more.
+    """Return the default chunk size: the number of tokens per device with `LOGITS_AT_ONCE` logits in total.
 
-    At least D / 4: each chunk reads the head and adds to its gradient, which have D numbers an entry; beside those, a
-    chunk of fewer logits than that saves little memory and much time goes by.
+    The chunk size is at least D / 4. Each chunk reads the kernel of the head and adds to its gradient, both (D, V).
+    With fewer tokens than that, the logits of a chunk (n, V) are small compared with these two arrays: smaller chunks
+    would save little memory and cost much time.
+
+    Args:
+        hidden: hidden states (B, T, D) of all devices.
+        vocab_size: vocabulary size V.
+
+    Returns:
+        The number of tokens per chunk and device; None if a device has no more tokens than that.
     """
-    rows, length, size = hidden.shape
+    rows, length, size = hidden.shape  # B, T, D
     most = most_at_once(platform(), vocab_size, size, num_shards("vocab"))
     return None if rows * length // (num_shards("batch") * num_shards("length")) <= most else most
 
 
 def most_at_once(kind: str, vocab_size: int, size: int, vocab_ways: int = 1) -> int:
-    """The most tokens that `tokens_at_once` allows, on devices of a kind ("cpu", "gpu", "tpu"), for hidden states of a
-    size and a vocabulary over so many devices.
+    """Return the maximum number of tokens in a chunk of one device.
+
+    Args:
+        kind: platform: "cpu", "gpu" or "tpu".
+        vocab_size: vocabulary size V.
+        size: width D of the hidden states.
+        vocab_ways: number of devices over which the vocabulary is sharded.
     """
+    # A device holds V / vocab_ways logits per token.
     return max(LOGITS_AT_ONCE[kind] * vocab_ways // vocab_size, size // 4, 1)
 
 
 def sum_in_chunks(function: TokenSum, params: Any, hidden: Hidden, targets: Array, weights: Array, tokens: int) -> Any:
-    """What `function` gives of all tokens of hidden (B, T, D), targets and weights (B, T), computed of about `tokens`
-    of each device at a time; no derivative.
+    """Return the sums of `function` over all tokens, computed in chunks. Not for differentiation: see `loss_in_chunks`.
+
+    Args:
+        function: returns a pytree of sums over the tokens of a chunk.
+        params: parameters of the head.
+        hidden: hidden states (B, T, D).
+        targets: target ids (B, T).
+        weights: weights of the targets (B, T).
+        tokens: approximate number of tokens per chunk and device.
     """
     parts = _on_each_part(lambda *chunk: function(params, *chunk))
     chunks = _split(hidden, targets, weights, tokens)
 
+    # The sums have two leading axes (Bp, Tp), one entry per part of rows and length, and each device holds its own
+    # entry. So the loop does not communicate sums between devices; only the last line adds up the parts.
     def one(sums, chunk):
         return jax.tree.map(lambda a, b: _spread(a + b), sums, parts(*chunk)), None
 
@@ -58,34 +82,42 @@ def sum_in_chunks(function: TokenSum, params: Any, hidden: Hidden, targets: Arra
 def loss_in_chunks(
     function: TokenSum, params: Any, hidden: Hidden, targets: Array, weights: Array, tokens: int
 ) -> Array:
-    """`sum_in_chunks` of a `function` that gives one number, with a derivative by `params` and `hidden`.
+    """Return the sum of a scalar `function` over all tokens, in chunks; differentiable by `params` and `hidden`.
 
-    The gradient of a sum is known but for a factor, so each chunk's is made at once, while its logits are there: none
-    is kept, none made twice, and beside the gradients themselves there is room for one chunk (as in Liger Kernel, Hsu
-    et al. 2024, arXiv 2410.10989, section 3.2). Gradients by parameters are summed in float32, on each device alone,
-    and over devices once, at the end.
+    The forward pass also computes the gradients of each chunk, while the logits of this chunk are in memory. This is
+    possible because the loss is a sum: the backward pass only scales the gradients by the incoming cotangent. Logits
+    are neither stored nor recomputed, and the peak memory is that of the gradients and the logits of one chunk (as in
+    Liger Kernel, Hsu et al. 2024, arXiv 2410.10989, section 3.2). Each device accumulates the gradients of the
+    parameters in float32; they are summed over devices once, at the end. Arguments as in `sum_in_chunks`.
     """
+    # Without differentiation, this body runs. With it, JAX calls `_forward` and `_backward` instead.
     return sum_in_chunks(function, params, hidden, targets, weights, tokens)
 
 
 def _forward(function, params, hidden, targets, weights, tokens):
-    gradients = jax.value_and_grad(function, argnums=(0, 1))
+    # Forward rule of the custom VJP: the loss, and its gradients as residuals.
+    gradients = jax.value_and_grad(function, argnums=(0, 1))  # with respect to params and hidden
     parts = _on_each_part(lambda *chunk: gradients(params, *chunk))
     chunks = _split(hidden, targets, weights, tokens)
 
     def one(sums, chunk):
+        # value (Bp, Tp), by_params (Bp, Tp, *params), by_hidden (Bp, Tp, 1, n, D). The sums over chunks are carried
+        # (a.dtype is float32, also for bfloat16 parameters); the gradients of hidden states are stacked over chunks.
         value, (by_params, by_hidden) = parts(*chunk)
         return jax.tree.map(lambda a, b: _spread(a + b.astype(a.dtype)), sums, (value, by_params)), by_hidden
 
     value, (by_params, _) = jax.eval_shape(parts, *(array[0] for array in chunks))
+    # Accumulate in float32: in bfloat16, adding the small gradient of one chunk to a large sum would round it away.
     zero = jax.tree.map(lambda leaf: _spread(jnp.zeros(leaf.shape, jnp.float32)), (value, by_params))
     sums, by_hidden = jax.lax.scan(one, zero, chunks)
-    total, by_params = jax.tree.map(lambda a: a.sum((0, 1)), sums)
+    total, by_params = jax.tree.map(lambda a: a.sum((0, 1)), sums)  # over parts, so once over devices
     by_params = jax.tree.map(lambda a, leaf: a.astype(leaf.dtype), by_params, params)
     return total, (by_params, _join(by_hidden, hidden))
 
 
 def _backward(function, tokens, saved, factor):
+    # Chain rule: d f(L) / dx = f'(L) dL/dx, where `factor` is the cotangent f'(L) of the loss L. Targets and weights
+    # get no gradient.
     by_params, by_hidden = jax.tree.map(lambda a: (factor * a).astype(a.dtype), saved)
     return by_params, by_hidden, None, None
 
@@ -94,7 +126,7 @@ loss_in_chunks.defvjp(_forward, _backward)
 
 
 def ways_of(hidden: Hidden) -> tuple[int, int]:
-    """Into how many parts the mesh in force splits the rows and the length of hidden (B, T, D)."""
+    """Return the number of parts into which the current mesh splits the axes B and T of hidden (B, T, D)."""
     return tuple(
         num_shards(name) if size % num_shards(name) == 0 else 1
         for name, size in zip(("batch", "length"), hidden.shape[:2], strict=True)
@@ -102,48 +134,54 @@ def ways_of(hidden: Hidden) -> tuple[int, int]:
 
 
 def _on_each_part(function: Callable) -> Callable:
-    """The function of (n, ...) arrays, over leading axes (parts of the rows, parts of the length)."""
+    """Return `function` mapped over two leading axes: (Bp, Tp, n, ...) arrays, passed as (1, n, ...)."""
     return jax.vmap(jax.vmap(lambda *parts: function(*(part[None] for part in parts))))
 
 
 def _spread(sums: Array) -> Array:
+    """Shard the leading axes (Bp, Tp) like the axes B and T of a batch, so that each device keeps its own sums."""
     return constrain(sums, "batch", "length", *[None] * (sums.ndim - 2))
 
 
 def _chunks(rows: int, length: int, tokens: int) -> tuple[int, int]:
-    """How many chunks, and positions a chunk, of `rows` x `length` tokens of a device."""
+    """Return the number of chunks, and of positions per chunk, for the `rows` x `length` tokens of a device.
+
+    A chunk contains all rows. The positions are distributed evenly, so that padding adds less than one per chunk.
+    """
     positions = min(max(tokens // rows, 1), length)
     chunks = math.ceil(length / positions)
     return chunks, math.ceil(length / chunks)
 
 
 def _split(hidden: Hidden, targets: Array, weights: Array, tokens: int) -> tuple[Array, Array, Array]:
-    """(B, T, ...) -> (chunks, parts of B, parts of T, tokens of a chunk, ...): what a device holds stays there. Filled
-    up with weight 0.
+    """Reshape (B, T, ...) to (chunks, Bp, Tp, n, ...), where Bp and Tp are the numbers of parts of the axes B and T.
+
+    Tokens stay on their device. If the chunks do not divide the length of a part, it is padded with weight 0.
     """
     batch, length = ways_of(hidden)
 
     def split(array):
         rows, positions = array.shape[0] // batch, array.shape[1] // length
         chunks, each = _chunks(rows, positions, tokens)
-        array = array.reshape(batch, rows, length, positions, *array.shape[2:])
+        array = array.reshape(batch, rows, length, positions, *array.shape[2:])  # (Bp, B/Bp, Tp, T/Tp, ...)
         if chunks * each > positions:
             widths = [(0, 0)] * array.ndim
             widths[3] = (0, chunks * each - positions)
             array = jnp.pad(array, widths)
         array = array.reshape(batch, rows, length, chunks, each, *array.shape[4:])
-        array = array.transpose(3, 0, 2, 1, 4, *range(5, array.ndim))
-        array = array.reshape(chunks, batch, length, rows * each, *array.shape[5:])
+        array = array.transpose(3, 0, 2, 1, 4, *range(5, array.ndim))  # (chunks, Bp, Tp, B/Bp, each, ...)
+        array = array.reshape(chunks, batch, length, rows * each, *array.shape[5:])  # (chunks, Bp, Tp, n, ...)
         return constrain(array, None, "batch", "length", *[None] * (array.ndim - 3))
 
     return split(hidden), split(targets), split(weights)
 
 
 def _join(array: Array, like: Hidden) -> Hidden:
-    """(chunks, parts of B, parts of T, n, D) or (..., 1, n, D) -> (B, T, D)."""
+    """Invert `_split`: reshape (chunks, Bp, Tp, n, D) or (chunks, Bp, Tp, 1, n, D) to (B, T, D), without padding."""
     batch, length = ways_of(like)
     rows, positions = like.shape[0] // batch, like.shape[1] // length
     chunks, each = array.shape[0], array.size // (array.shape[0] * batch * length * rows * like.shape[2])
     array = array.reshape(chunks, batch, length, rows, each, like.shape[2]).transpose(1, 3, 2, 0, 4, 5)
+    # (Bp, B/Bp, Tp, chunks, each, D): join chunks to positions, and drop the padding
     array = array.reshape(batch, rows, length, chunks * each, like.shape[2])[:, :, :, :positions]
     return constrain(array.reshape(like.shape), "batch", "length", "embed")

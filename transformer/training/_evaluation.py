@@ -1,4 +1,4 @@
-"""What a model is worth on data it never saw: its loss, and texts to read."""
+"""Evaluation on held-out data: mean loss, and sampled texts."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from transformer.training._step import EvalStep, Metrics, NonFiniteError, evalua
 
 @dataclass(frozen=True)
 class EvalLoss:
-    """Means over held-out targets."""
+    """Mean loss and accuracy over held-out targets."""
 
     loss: float
-    """nats per target; of forecasts the mean squared error"""
+    """cross-entropy in nats per target; for forecasts, the mean squared error"""
     targets: float
-    """how many there were (their weight)"""
+    """number of targets (sum of their weights)"""
     accuracy: float | None = None
-    """share of targets that were the likeliest; None of forecasts"""
+    """fraction of targets with the highest logit; None for forecasts"""
     mae: float | None = None
-    """mean absolute error of forecasts"""
+    """mean absolute error of forecasts; None for other tasks"""
 
     @property
     def measures(self) -> dict[str, float]:
-        """All but their number, by name."""
-        told = {"loss": self.loss, "accuracy": self.accuracy, "mae": self.mae}
-        return {name: value for name, value in told.items() if value is not None}
+        """Return the available measures by name, without the number of targets."""
+        values = {"loss": self.loss, "accuracy": self.accuracy, "mae": self.mae}
+        return {name: value for name, value in values.items() if value is not None}
 
     def __str__(self):
         if self.mae is not None:
@@ -47,7 +47,7 @@ class EvalLoss:
 
 
 def compiled_eval_step(recipe: Recipe) -> EvalStep:
-    """`make_eval_step`, compiled once in a process for each task, model and size of batch."""
+    """Return a jitted `make_eval_step`, compiled once per process for each task, model and batch shape."""
     return functools.partial(_eval_step, recipe.task, build_model(recipe))
 
 
@@ -63,29 +63,41 @@ def evaluate_loss(
     should_stop: Callable[[], bool] = lambda: False,
     strict: bool = True,
 ) -> EvalLoss | None:
-    """Loss over all batches, each target counted once by its weight; None when `should_stop` said so in between.
-    Not `strict`, a loss that is not finite is a result as any other.
+    """Compute the mean loss over all batches, weighted by the weights of the targets.
+
+    Args:
+        eval_step: returns the sums of one batch.
+        params: parameters of the model.
+        batches: held-out batches.
+        should_stop: called before each batch; True ends the evaluation.
+        strict: raise an error if a loss is not finite. Otherwise, a non-finite loss is returned like any other.
+
+    Returns:
+        The means; None if `should_stop` ended the evaluation.
 
     Raises:
-        ValueError: no target at all.
-        NonFiniteError: the loss of a batch is not finite; names the batch, and the parameter where one is to blame.
+        ValueError: the batches contain no target.
+        NonFiniteError: the loss of a batch is not finite. The message has the index of the batch and the first
+            non-finite parameter, if there is one.
     """
+    # Add up sums and weights over all batches and divide once. A mean of the means of batches would give targets of
+    # small batches (the last one) more weight. Python floats are float64.
     sums: dict[str, float] = defaultdict(float)
     for number, batch in enumerate(batches):
         if should_stop():
             return None
-        told = jax.device_get(eval_step(params, batch))
-        if strict and not np.isfinite(told["loss_sum"]):
+        values = jax.device_get(eval_step(params, batch))
+        if strict and not np.isfinite(values["loss_sum"]):
             bad = first_bad_parameter(params)
-            cause = f"{bad} holds NaN or infinity" if bad else "every parameter is finite, so its logits are not"
+            cause = f"{bad} contains NaN or infinity" if bad else "all parameters are finite, so its logits are not"
             raise NonFiniteError(
-                f"the loss of held-out batch {number} is {float(told['loss_sum']):g}: {cause}. Use an earlier "
+                f"the loss of held-out batch {number} is {float(values['loss_sum']):g}: {cause}. Use an earlier "
                 f"checkpoint, or compute in float32 (--model.dtype)."
             )
-        for name, value in told.items():
+        for name, value in values.items():
             sums[name] += float(value)
     if not sums["weight"]:
-        raise ValueError("there is nothing to evaluate on: the held-out data has no target. Hold out more of it.")
+        raise ValueError("nothing to evaluate: the held-out data contains no target. Hold out more data.")
     means = {name: value / sums["weight"] for name, value in sums.items()}
     return EvalLoss(means["loss_sum"], sums["weight"], means.get("correct"), means.get("absolute_error"))
 
@@ -101,23 +113,36 @@ def write_texts(
     temperature: float,
     seed: int,
 ) -> list[str]:
-    """Prompts continued by sampling, each as prompt and continuation.
+    """Generate continuations of prompts by sampling.
 
-    A model trained on windows of `context` tokens doesn't know later positions, so the text is written in pieces, each
-    after the last half window.
+    A model that was trained on windows of `context` tokens has not learned later positions. So the text is generated in
+    pieces of half a window, each with the preceding half window as its prompt.
+
+    Args:
+        model: a decoder-only model.
+        params: parameters of the model.
+        tokenizer: tokenizer of the model.
+        prompts: texts to continue.
+        context: window length in training, in tokens.
+        new_tokens: number of tokens to generate per prompt.
+        temperature: sampling temperature; 0 is greedy.
+        seed: random seed.
+
+    Returns:
+        Each prompt together with its continuation.
     """
     half = max(context // 2, 1)
     texts = [tokenizer.encode_source(prompt) for prompt in prompts]
     lengths = [len(text) + new_tokens for text in texts]
-    for piece in range(-(-new_tokens // half)):
+    for piece in range(-(-new_tokens // half)):  # ceil(new_tokens / half)
         windows = [text[-half:] for text in texts]
-        written = generate(
+        generated = generate(
             model,
             params,
             windows,
             max_new_tokens=half,
             sampling=Sampling(temperature=temperature),
-            seed=(seed + piece) % 2**32,  # what a generation takes
+            seed=(seed + piece) % 2**32,  # another seed for each piece; seeds are 32-bit
         )
-        texts = [text + new for text, new in zip(texts, written, strict=True)]
+        texts = [text + new for text, new in zip(texts, generated, strict=True)]
     return [tokenizer.decode(text[:length]) for text, length in zip(texts, lengths, strict=True)]

@@ -1,4 +1,4 @@
-"""Which number is not finite, looked for when something went wrong: a parameter, or what the model makes of a row."""
+"""Find the first non-finite parameter or output of a model, to explain a non-finite loss."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from transformer.training._tasks import TASKS
 
 
 def first_bad_parameter(params: Any) -> str | None:
-    """The path of the first parameter of a tree that holds NaN or infinity; None: there is none."""
+    """Return the path of the first parameter that contains NaN or infinity; None if all are finite."""
     leaves = jax.tree_util.tree_leaves_with_path(params)
     bad = (path for path, leaf in leaves if not jnp.isfinite(leaf).all())
     path = next(bad, None)
@@ -24,30 +24,39 @@ def first_bad_parameter(params: Any) -> str | None:
 
 
 def why_not_finite(recipe: Recipe, model: nn.Module, params: Any, batch: Batch) -> str:
-    """A sentence about a batch whose loss was not finite: the parameter of the tree `params` to blame, or else the
-    first row and position whose logits (or forecasts) are not finite, without dropout. "" where several processes
-    train together: each has only its own rows.
+    """Explain why the loss of a batch is not finite, in one sentence.
 
-    Row by row, so that there are never more than the logits of one row, (1, T, V).
+    The sentence names the first non-finite parameter. If all parameters are finite, it names the first row and position
+    whose logits (or forecasts) are not finite without dropout. The model runs row by row, so that only the logits of
+    one row, (1, T, V), are in memory.
+
+    Args:
+        recipe: recipe of the run.
+        model: model of the recipe.
+        params: parameters of the model.
+        batch: the batch, as in training.
+
+    Returns:
+        The sentence; "" if several processes train together, because each has only its own rows.
     """
     if jax.process_count() > 1:
         return ""
     if (path := first_bad_parameter(params)) is not None:
-        return f"The parameter {path} holds NaN or infinity."
+        return f"The parameter {path} contains NaN or infinity."
     model = model.clone(execution=portable(model.execution))
     task = TASKS[recipe.task]
 
     @jax.jit
     def finite(params, row):
         outputs = task.forward(model, {"params": params}, row, deterministic=True, rngs=None)
-        return jnp.isfinite(outputs).all(-1)[0]  # (T,), or () of a class
+        return jnp.isfinite(outputs).all(-1)[0]  # (T,), or () for a classifier
 
     for row in range(len(batch["weights"])):
         bad = np.argwhere(~np.asarray(finite(params, {name: array[row : row + 1] for name, array in batch.items()})))
         if len(bad):
             place = f" at position {bad[0][0]}" if bad.shape[1] else ""
             return (
-                f"All parameters are finite, but the {task.outputs} of row {row} are not{place}: a number overflowed "
+                f"All parameters are finite, but the {task.outputs} of row {row} are not{place}: a value overflowed "
                 f"in {model.config.dtype}."
             )
     return f"All parameters are finite, and so are the {task.outputs} of the batch without dropout."

@@ -1,4 +1,4 @@
-"""Operations of a training step, counted from the model and the shapes of a batch."""
+"""FLOPs of a training step, counted from the model config and the shapes of a batch."""
 
 from __future__ import annotations
 
@@ -16,69 +16,78 @@ from transformer.training._tasks import TASKS, Shapes
 
 
 def batch_field(data: DataConfig) -> str:
-    """The field of the data that says how large a training batch is."""
+    """Return the name of the data field that sets the batch size: "batch_size" or "batch_tokens"."""
     return "batch_size" if getattr(data, "batch_tokens", None) is None else "batch_tokens"
 
 
 def batch_rows(data: DataConfig) -> int:
-    """Rows of a training batch; of batches by tokens those of the widest: the others hold as many tokens, shorter."""
+    """Return the number of rows of a training batch; with `batch_tokens`, of the batches with the longest sequences."""
     if batch_field(data) == "batch_size":
         return data.batch_size
     width = max(data.max_source_length, data.max_target_length)
-    return data.batch_tokens // width // data.row_multiple * data.row_multiple
+    return data.batch_tokens // width // data.row_multiple * data.row_multiple  # rounded down to the multiple
 
 
 def batch_shapes(recipe: Recipe) -> dict[str, jax.ShapeDtypeStruct]:
-    """A training batch of a recipe whose lengths are known, as shapes."""
+    """Return the shapes and dtypes of a training batch, for a recipe with known sequence lengths."""
     return TASKS[recipe.task].shapes(recipe.model, recipe.data, batch_rows(recipe.data))
 
 
 def sequences(recipe: Recipe, batch: Shapes) -> tuple[int, int]:
-    """Rows of a batch (arrays or shapes by name) as a stack reads them, a target's in pairs, and their length: an image
-    is one row, a time series one for each channel.
+    """Return the number and the length of the sequences that the stack of layers reads.
+
+    For pairs, these are the sequences of the decoder. An image is one sequence, a time series one sequence per channel.
+
+    Args:
+        recipe: recipe of the run.
+        batch: arrays or shapes by name.
     """
     return TASKS[recipe.task].sequences(recipe.model, batch)
 
 
 def step_tokens(recipe: Recipe) -> int:
-    """Tokens that the stacks read in a training step: of sources and targets, or patches of images and time series."""
+    """Return the number of tokens per training step: of sources and targets, or patches of images and time series."""
     shapes = batch_shapes(recipe)
     rows, length = sequences(recipe, shapes)
     return rows * length + (shapes["source"].size if "source" in shapes else 0)
 
 
 def counted(recipe: Recipe) -> tuple[int, str]:
-    """By what speed is told: how many tokens a training step reads, or targets where it reads none; and their name."""
+    """Return the number and name of the units in which throughput is reported: tokens per step, or else targets."""
     task = TASKS[recipe.task]
     return (step_tokens(recipe), "tokens") if task.tokens else (batch_shapes(recipe)["targets"].size, task.targets)
 
 
 @dataclass(frozen=True)
 class Flops:
-    """Floating-point operations of a training step over all devices, by what does them."""
+    """FLOPs of a training step on all devices together, by operation."""
 
     matrices: int
-    """products with parameters"""
+    """matrix multiplications with parameters"""
     attention: int
-    """scores and weighted sums"""
+    """attention scores and weighted sums of values"""
 
     @property
     def total(self) -> int:
-        """Both."""
+        """Return the sum of both."""
         return self.matrices + self.attention
 
 
 def step_flops(recipe: Recipe, batch: Shapes | None = None, params: Any = None) -> Flops:
-    """Operations of a training step, counted from model and shapes (Chowdhery et al. 2022, arXiv 2204.02311, B).
+    """Count the FLOPs of a training step (Chowdhery et al. 2022, PaLM, arXiv 2204.02311, appendix B).
 
-    Forward: 2 x parameters x tokens for each matrix (of routed experts, those chosen), and 2 T S N (H + Hv) a row for
-    each attention, whole: neither causality nor a window nor packing is taken off, though a kernel may save by them.
-    Backward is twice that: in all, with one kind of head and no encoder, 6 x parameters + 12 x L x N x H x T a token.
-    Padding counts, it is computed. What remat computes again, norms, softmax and optimizer are not counted. LoRA counts
-    as whole training: the gradients of the merged matrices are computed.
+    The forward pass takes 2 x parameters x tokens for each matrix (for MoE layers, only the selected experts count) and
+    2 T S N (H + Hv) per row for each attention layer. The backward pass takes twice as much. Without an encoder and
+    with H = Hv, the total is 6 x parameters + 12 x L x N x H x T per token.
 
-    `batch` are arrays or shapes (B, ...) by name, those of the recipe's widest batch if not given; `params` is the tree
-    of the model's parameters, or of their shapes.
+    The full attention matrix is counted: causal masks, windows and packing are not subtracted, although a kernel may
+    skip masked blocks. Padding tokens count, because they are computed. Recomputation (remat), norms, softmax and the
+    optimizer do not count. LoRA counts like full training, because the gradients of the merged matrices are computed.
+
+    Args:
+        recipe: recipe of the run.
+        batch: arrays or shapes (B, ...) by name; by default, the largest batch of the recipe.
+        params: tree of the model's parameters or of their shapes; computed from the recipe if omitted.
     """
     model, shapes = recipe.model, batch_shapes(recipe) if batch is None else batch
     rows, length = sequences(recipe, shapes)
@@ -86,29 +95,40 @@ def step_flops(recipe: Recipe, batch: Shapes | None = None, params: Any = None) 
     matrices = matrix_flops(recipe, rows * length, rows * (source or length), params)
 
     def scores(queries, keys):
+        # q k^T, (B, N, T, S), contracts over H: 2 T S N H FLOPs per row (one multiplication and one addition per term).
+        # The weighted sum of the values, (B, T, N, Hv), contracts over S: 2 T S N Hv.
         return 2 * rows * queries * keys * model.num_heads * (model.size_of_head + model.size_of_value)
 
     def self_attentions(layers):
+        # Other mixers of a layer (LayerKind without self-attention) have no scores.
         return sum(layer.kind.self_attention for layer in model.layers(layers))
 
     if source:
         attention = self_attentions(model.encoder_layers) * scores(source, source)
         attention += self_attentions(model.decoder_layers) * scores(length, length)
-        attention += model.decoder_layers * scores(length, source)
+        attention += model.decoder_layers * scores(length, source)  # cross-attention: T queries, S keys
     else:
         attention = self_attentions(model.num_layers) * scores(length, length)
+    # Forward pass once, backward pass twice: y = x W needs dL/dx = dL/dy W^T and dL/dW = x^T dL/dy.
     return Flops(3 * matrices, 3 * attention)
 
 
 def matrix_flops(recipe: Recipe, tokens: int, source_tokens: int, params: Any = None) -> int:
-    """Operations of a forward pass in products with parameters (a tree of them, or of their shapes; else found out), of
-    `tokens` that are no source and those of sources.
+    """Count the FLOPs of the matrix multiplications with parameters in a forward pass.
+
+    Args:
+        recipe: recipe of the run.
+        tokens: number of tokens outside the encoder.
+        source_tokens: number of source tokens, which the encoder and the keys and values of cross-attention read.
+        params: tree of the model's parameters or of their shapes; computed from the recipe if omitted.
     """
     params = jax.eval_shape(lambda: initial_params(recipe)) if params is None else params
     total = 0
     for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         axes = axes_of(name, leaf.ndim)
+        # Parameters without input axes (biases, scales) are not matrices. Tables are looked up, not multiplied, except
+        # the token embedding, which may be tied to the output head (`tokens_through` returns 0 if it is not).
         if axes is None or not axes.inputs or (axes.is_table and name != "embedding/embedding"):
             continue
         reads_source = name.startswith("encoder/") or re.search(r"cross_attention/(key|value)/", name)
@@ -118,6 +138,6 @@ def matrix_flops(recipe: Recipe, tokens: int, source_tokens: int, params: Any = 
             model = recipe.model
             layers = (*model.layers(model.encoder_layers), *model.layers(model.decoder_layers))
             moe = next(layer.kind.moe for layer in layers if f"/{layer.path}/" in name)
-            size = size * moe.top_k // moe.num_experts
+            size = size * moe.top_k // moe.num_experts  # each token is processed by top_k of the experts
         total += 2 * size * count
     return total

@@ -1,4 +1,4 @@
-"""The calls of `train` that made a run: when, from which step, by which command, with what. A report tells of them."""
+"""Log of the calls of `train` in a workdir: time, first step, command, device and package versions, for the report."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from transformer.viz._records import read_metrics
 
 FILE = "calls.jsonl"
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy", "orbax-checkpoint", "grain", "tensorflow-datasets", "tokenizers")
-"""whose versions may change what a run does"""
+"""packages whose versions may change the results of a run"""
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python, of this project and of the packages that are there, by name."""
-    here = sys.modules[__name__.partition(".")[0]]  # above this level, and imported by now
+    """Return the versions of Python, of this project and of the installed `PACKAGES`, by name."""
+    here = sys.modules[__name__.partition(".")[0]]  # in a higher layer, and already imported
     found = {"python": platform.python_version(), "transformer-zoo": here.__version__}
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -32,7 +32,7 @@ def versions() -> dict[str, str]:
 
 
 def record_call(workdir: str | os.PathLike, step: int, command: str, device: str) -> None:
-    """Adds a call that goes on from `step` to `workdir/calls.jsonl`; one from step 0 begins the file."""
+    """Append a call that resumes at `step` to `workdir/calls.jsonl`. A call at step 0 starts a new file."""
     call = {
         "step": step,
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -46,10 +46,10 @@ def record_call(workdir: str | os.PathLike, step: int, command: str, device: str
 
 
 def read_calls(workdir: str | os.PathLike) -> list[dict[str, Any]]:
-    """The calls, oldest first; none where nothing was recorded.
+    """Return the recorded calls, oldest first; [] if there is no file.
 
     Raises:
-        ValueError: a line that is none; the message names it.
+        ValueError: a line is not a record. The message has its number.
     """
     path = Path(workdir) / FILE
     return read_metrics(path) if path.exists() else []

@@ -1,4 +1,4 @@
-"""What the loop knows beside the state: sums since the last line of metrics, totals, the best evaluation so far."""
+"""Training statistics and metrics logging: sums since the last line, totals, loss spikes, and the best evaluation."""
 
 from __future__ import annotations
 
@@ -19,29 +19,30 @@ from transformer.training._speed import Speed
 from transformer.training._step import NonFiniteError, check_finite
 
 MOST_IN_A_ROW = 100
-"""batches one after the other that may be passed over as not finite: with more it is not the batches"""
-_RECENT = 50  # steps that the usual loss is a mean of, as an exponential average
-_FEWEST = 20  # losses before one can be called unusual
-_TAKEN = 4.0  # deviations over the usual loss that a spike counts as
+"""limit for consecutive non-finite batches that nan_policy "skip" skips; more of them are not caused by the data"""
+_RECENT = 50  # time constant, in steps, of the exponential moving average of the loss
+_FEWEST = 20  # minimum number of losses before a spike can be detected
+_TAKEN = 4.0  # a spike enters the mean as a loss this many standard deviations above it
 
 
 class LossSpikeError(ArithmeticError):
-    """A loss was far above what was usual, and the recipe says to stop."""
+    """The loss was far above the recent mean, and the recipe has spike_policy "stop"."""
 
 
 @dataclass
 class TrainStats:
-    """Numbers that go into every checkpoint, so that a run gone on with writes the same lines as one never stopped.
+    """Statistics saved in every checkpoint, so that a resumed run logs the same metrics as an uninterrupted one.
 
-    Since the last line: `loss_sum` and its `weight` (nats, targets), `router_loss` of routed layers (a sum, nats),
-    `grad_norm` (a sum), `batches`, the `places` for tokens in them and how many hold `padding`. In all: `skipped`
-    batches, target `tokens`, `train_seconds` and all `seconds`. Of the last evaluation `eval_loss` and `eval_accuracy`
-    or `eval_mae`; `best_loss` (nats a target) and `best_step` of the best. `losses` have made the `usual_loss` and its
-    `variance`; batches above a `limit` are `spikes`.
+    Since the last metrics line: `loss_sum` and its `weight` (nats, targets), `router_loss` of MoE layers (a sum, nats),
+    `grad_norm` (a sum), the number of `batches`, the number of token positions in them (`places`), and of padding
+    positions (`padding`). Totals: `skipped` batches, target `tokens`, `train_seconds` and `seconds` of the whole run.
+    Last evaluation: `eval_loss`, and `eval_accuracy` or `eval_mae`. Best evaluation: `best_loss` (nats per target) and
+    `best_step`. Spike detection: `usual_loss` and `variance` are the running mean and variance of `losses` losses, and
+    batches with a loss above `limit` count as `spikes`.
     """
 
     loss_sum: float = 0.0
-    """since the last line; so the next six"""
+    """since the last metrics line, like the next six fields"""
     weight: float = 0.0
     router_loss: float = 0.0
     grad_norm: float = 0.0
@@ -49,7 +50,7 @@ class TrainStats:
     padding: int = 0
     places: int = 0
     skipped: int = 0
-    """in all; so all that follow"""
+    """total of the run, like all following fields"""
     tokens: float = 0.0
     train_seconds: float = 0.0
     seconds: float = 0.0
@@ -59,39 +60,48 @@ class TrainStats:
     eval_accuracy: float | None = None
     eval_mae: float | None = None
     eval_metric: float | None = None
-    """what the best is judged by, the lower the better: the loss, or of classes the share of errors"""
+    """value that decides which evaluation is the best, lower is better: the loss, or the error rate of a classifier"""
     best_loss: float | None = None
     best_metric: float | None = None
-    """the lowest of these"""
+    """lowest `eval_metric` so far"""
     best_step: int | None = None
     losses: int = 0
     usual_loss: float = 0.0
-    """mean of recent batches, nats a target"""
+    """exponential moving average of the loss, nats per target"""
     variance: float = 0.0
-    """of these losses"""
+    """exponentially weighted variance of the loss"""
     limit: float | None = None
-    """loss above which a batch is a spike, by all batches that were read; None: too few were"""
+    """a loss above this limit is a spike; computed from all batches read so far; None if there are too few"""
     limit_before: float | None = None
-    """the same without the last of them: what a step goes by that is dispatched before the last one is read"""
+    """`limit` before the last batch was read; used by the next step, which is dispatched before that batch is read"""
     spikes: int = 0
-    """in all"""
+    """total number of spikes"""
     bad_in_a_row: int = 0
-    """batches that were not finite, since the last that was"""
+    """number of consecutive non-finite batches up to now"""
 
     def watch(self, loss: float, limit: float | None, deviations: float) -> bool:
-        """Takes in the loss (nats a target) of a batch; whether it is a spike, above the `limit` that it was under.
+        """Add the loss of a batch to the running mean and variance, and return whether it is a spike.
 
-        The next limit is so many standard deviations over the mean of recent losses (Finch 2009, Incremental
-        calculation of weighted mean and variance, section 9). A spike counts as a loss four deviations over it: one
-        alone changes little, and a loss that stays high becomes the usual one after some tens.
+        The next limit is the exponentially weighted mean of the losses plus `deviations` standard deviations (Finch
+        2009, "Incremental calculation of weighted mean and variance", section 9). A spike enters the mean as a loss
+        four standard deviations above it. So a single spike changes the mean only slightly, and a loss that stays high
+        becomes the new mean after some tens of steps.
+
+        Args:
+            loss: mean loss of the batch, nats per target.
+            limit: limit that was in force when the step was dispatched; None if there was none.
+            deviations: number of standard deviations above the mean at which the next limit lies.
         """
+        # Compare in float32, as the compiled step does (`make_train_step`): host and device must decide alike.
         spike = limit is not None and bool(np.float32(loss) > np.float32(limit))
         self.spikes += spike
         self.losses += 1
+        # Finch's alpha. With 1/n for the first losses, mean and variance start as those of all losses so far.
         share = max(1.0 / self.losses, 1.0 / _RECENT)
         taken = min(limit, self.usual_loss + _TAKEN * math.sqrt(self.variance)) if spike else loss
-        distance = taken - self.usual_loss
-        self.usual_loss += share * distance
+        distance = taken - self.usual_loss  # x_n - mu_{n-1}
+        self.usual_loss += share * distance  # mu_n = mu_{n-1} + alpha (x_n - mu_{n-1})
+        # sigma_n^2 = (1 - alpha) (sigma_{n-1}^2 + alpha (x_n - mu_{n-1})^2)
         self.variance = (1.0 - share) * (self.variance + share * distance**2)
         self.limit_before = self.limit
         if self.losses >= _FEWEST:
@@ -106,8 +116,14 @@ class TrainStats:
         mae: float | None = None,
         by_accuracy: bool = False,
     ) -> None:
-        """Notes a loss (nats a target, or squared) with an accuracy or a mean absolute error, and whether the loss, or
-        with `by_accuracy` the accuracy, is the best (of equal ones the newer, as checkpoints are).
+        """Record the results of an evaluation, and update the best one. Of equal results, the newer one is the best.
+
+        Args:
+            step: step of the evaluation.
+            loss: nats per target, or mean squared error.
+            accuracy: fraction of correct targets.
+            mae: mean absolute error.
+            by_accuracy: the best evaluation is the one with the highest accuracy, not the one with the lowest loss.
         """
         self.evaluated, self.eval_loss, self.eval_accuracy, self.eval_mae = step, loss, accuracy, mae
         self.eval_metric = 1.0 - accuracy if by_accuracy else loss
@@ -122,12 +138,12 @@ class TrainStats:
 
     @property
     def tokens_per_s(self) -> float:
-        """Target tokens a second while training, over all calls."""
+        """Return the training throughput over all calls, in target tokens per second."""
         return self.tokens / self.train_seconds if self.train_seconds else 0.0
 
 
 class Journal:
-    """Turns metrics of steps into lines: reads those of a step only after the next one was dispatched."""
+    """Writer of metrics lines. It reads the metrics of a step only after the next step was dispatched."""
 
     def __init__(
         self,
@@ -138,30 +154,32 @@ class Journal:
         paths: list[str],
         speed: Speed | None = None,
     ):
-        """`paths` are the `parameter_paths`; `speed` counts FLOPs."""
+        """Create a journal. `paths` is the result of `parameter_paths`; `speed` counts FLOPs."""
         self._recipe, self._ledger, self._writer, self._progress = recipe, ledger, writer, progress
         self._paths, self._speed = paths, speed
         self._pending: tuple[int, dict[str, jax.Array], float | None, Any, Callable[[Any], str]] | None = None
         self._clock: float | None = None
-        self._tokens, self._steps, self._waited, self._flops = 0.0, 0, 0.0, 0  # since the clock was started
-        self._compiling = 0.0  # seconds since the last line
+        self._tokens, self._steps, self._waited, self._flops = 0.0, 0, 0.0, 0  # since the clock started
+        self._compiling = 0.0  # seconds of compilation since the last line
 
     def fed(self, seconds: float) -> None:
-        """Takes how long the batch of the next step took. If the step before is done by now, the device waited for it,
-        at most so long.
+        """Record how many seconds the batch of the next step took.
+
+        If the previous step has already finished, the device was waiting for the batch, for at most this time.
         """
         if self._pending is not None and all(leaf.is_ready() for leaf in jax.tree.leaves(self._pending[1])):
             self._waited += seconds
 
     def compiled(self, seconds: float) -> None:
-        """Takes how long the compilation of a step took: it is not training."""
+        """Record how many seconds the compilation of a step took. They do not count as training time."""
         self._compiling += seconds
         if self._clock is not None:
-            self._clock += seconds
+            self._clock += seconds  # a later start excludes this time from the elapsed time
 
     def skip_above(self) -> np.float32 | None:
-        """The mean loss (nats a target) above which the next step is to change nothing; None: the recipe never skips a
-        spike.
+        """Return the mean loss (nats per target) above which the next step is skipped.
+
+        None if the recipe does not skip spikes, and infinity if there is no limit yet.
         """
         if self._recipe.training.spike_policy != "skip":
             return None
@@ -169,8 +187,10 @@ class Journal:
         return np.float32(np.inf if limit is None else limit)
 
     def _limit(self) -> float | None:
-        """By the batches up to the one before last, whether that one is read by now or not: a run gone on with is to
-        decide as one that never stopped.
+        """Return the limit computed from all batches but the last one, whether the last one is already read or not.
+
+        A checkpoint forces the last batch to be read. Independence of that lets a resumed run and an uninterrupted run
+        make the same decisions.
         """
         return self._ledger.limit_before if self._pending is None else self._ledger.limit
 
@@ -182,13 +202,18 @@ class Journal:
         batch: Batch | None = None,
         why: Callable[[Batch], str] = lambda batch: "",
     ) -> None:
-        """Takes the metrics of a step just dispatched, and reads those of the step before.
+        """Store the metrics of a step that was just dispatched, and read those of the previous step.
 
-        `places` of its `batch`: how many hold padding, and how many there are; None where none can. `why` names what
-        was not finite in the batch or in the state after it; it is called only if the step was not finite.
+        Args:
+            step: number of the step.
+            metrics: metrics of the step, still on the device.
+            places: number of padding positions and of all positions in the batch; None if it cannot have padding.
+            batch: the batch.
+            why: explains what is not finite in the batch or in the state after it. Called only after a non-finite step.
 
         Raises:
-            NonFiniteError, LossSpikeError: of the step before, where the recipe says to stop.
+            NonFiniteError, LossSpikeError: the previous step was not finite or had a loss spike, and the policy in the
+                recipe is "stop".
         """
         limit = self._limit()
         self.read()
@@ -198,7 +223,7 @@ class Journal:
         self._pending = (step, metrics, limit, batch, why)
 
     def read(self) -> None:
-        """Reads what is pending (waiting for the device), and writes a line where one is due."""
+        """Read the pending metrics (waits for the device), and write a line if one is due."""
         if self._pending is None:
             return
         (step, metrics, limit, batch, why), self._pending = self._pending, None
@@ -213,7 +238,7 @@ class Journal:
             ledger.batches += 1
         ledger.skipped = int(values["skipped"])
         if self._clock is None:
-            self._clock = time.perf_counter()  # the first step after a pause is not timed: it may have been compiled
+            self._clock = time.perf_counter()  # the first step after a pause may include compilation
             self._waited = 0.0
         else:
             self._tokens, self._steps = self._tokens + weight, self._steps + 1
@@ -231,18 +256,18 @@ class Journal:
         batch: Any,
         why: Callable[[Any], str],
     ) -> bool:
-        """Whether the step has changed anything. Raises NonFiniteError and LossSpikeError as `add`."""
+        """Return whether the step was applied, not skipped. Raises NonFiniteError and LossSpikeError like `add`."""
         training, ledger = self._recipe.training, self._ledger
         if not values["finite"]:
             ledger.bad_in_a_row += 1
-            ledger.limit_before = ledger.limit  # of the batches before this one, which says nothing about losses
+            ledger.limit_before = ledger.limit  # a non-finite loss does not change the limit
             if training.nan_policy == "stop":
                 check_finite(step, values, self._paths, why(batch))
             if ledger.bad_in_a_row >= MOST_IN_A_ROW:
                 raise NonFiniteError(
-                    f"step {step}: the last {MOST_IN_A_ROW} batches were not finite, one after the other, and none has "
-                    f"changed anything (--training.nan-policy skip). {why(batch)} It is not the batches: start "
-                    f"anew with a lower --optimizer.learning-rate or a longer --optimizer.warmup-steps."
+                    f"step {step}: the last {MOST_IN_A_ROW} batches in a row were not finite and were skipped "
+                    f"(--training.nan-policy skip). {why(batch)} The data is not the cause. Start a new run with a "
+                    f"lower --optimizer.learning-rate or a longer --optimizer.warmup-steps."
                 )
             return False
         ledger.bad_in_a_row = 0
@@ -251,26 +276,26 @@ class Journal:
             return True
         if training.spike_policy == "stop":
             raise LossSpikeError(
-                f"step {step}: the loss is {loss:.4f}, a spike: it is above {limit:.4f}, which is "
-                f"{training.spike_deviations:g} standard deviations (--training.spike-deviations) over the usual one. "
-                f"The newest checkpoint is of before it; to go on from there, --training.spike-policy skip passes over "
-                f"such batches, and log trains on them."
+                f"step {step}: loss spike: the loss is {loss:.4f}, above the limit of {limit:.4f}, which is "
+                f"{training.spike_deviations:g} standard deviations (--training.spike-deviations) above the recent "
+                f"mean. To resume from the newest checkpoint, from before the spike, pass --training.spike-policy skip "
+                f"to skip such batches, or log to train on them."
             )
         skip = training.spike_policy == "skip"
         self._progress.print(
-            f"step {step}: a spike, the loss is {loss:.4f} where up to {limit:.4f} is usual"
-            + (": passed over" if skip else "")
+            f"step {step}: loss spike: the loss is {loss:.4f}, above the limit of {limit:.4f}"
+            + (" (skipped)" if skip else "")
         )
         return not skip
 
     def pause(self) -> None:
-        """Reads what is pending and stops the clock: what follows (an evaluation, a checkpoint) is not training."""
+        """Read the pending metrics and stop the clock, because an evaluation or a checkpoint is not training time."""
         self.read()
         self._measure()
         self._clock = None
 
     def _measure(self) -> dict[str, float]:
-        """Speed since the clock was started, which starts again."""
+        """Return the speed since the clock started, and restart the clock."""
         if self._clock is None or not self._steps:
             return {}
         now = time.perf_counter()

@@ -1,4 +1,4 @@
-"""One writer per workdir."""
+"""Lock file that allows one writer per workdir."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from pathlib import Path
 from typing import Any
 
 NAME = ".lock"
-_PATIENCE = 2.0  # seconds that another process may need between creating the file and writing its record
+_PATIENCE = 2.0  # maximum seconds between creating the file and writing the record
 _DATE = "%Y-%m-%d %H:%M:%S UTC"
 
 
 class WorkdirInUseError(RuntimeError):
-    """Another process writes into this workdir. The message names the process and says what to do."""
+    """Another process uses this workdir. The message names the process and the remedy."""
 
 
 class WorkdirLock:
     """Context manager that holds `workdir/.lock`; creates the workdir if it does not exist.
 
-    The file records pid, host, the start time of the process (pids are reused) and the time of locking. A lock whose
-    process is dead is replaced, with a line on stderr. So is a lock that stays empty: its process died before it wrote
-    the record.
+    The file records the pid, the host, the start time of the process (because pids are reused) and the time of locking.
+    A lock of a process that no longer runs is replaced, with a line on stderr. So is a lock file that stays empty: its
+    process died before it wrote the record.
 
     Args:
         workdir: directory to lock.
-        take_over: replace the lock of a process on another host, where nobody can check whether the process still
-            runs, and a lock whose content is damaged; with a warning on stderr.
+        take_over: replace the lock of a process on another host, for which it is impossible to check whether the
+            process still runs, or a lock with damaged content. Prints a warning to stderr.
 
     Raises:
-        WorkdirInUseError: another process holds the lock. One that runs on this host keeps it in any case.
-        OSError: the workdir cannot be written.
+        WorkdirInUseError: another process holds the lock. A running process on this host always keeps its lock.
+        OSError: the workdir is not writable.
     """
 
     def __init__(self, workdir: str | os.PathLike, take_over: bool = False):
@@ -45,7 +45,7 @@ class WorkdirLock:
         self._record: dict[str, Any] | None = None
 
     def acquire(self) -> None:
-        """Takes the lock, or raises WorkdirInUseError."""
+        """Acquire the lock. Raises WorkdirInUseError if another process holds it."""
         record = {
             "pid": os.getpid(),
             "host": socket.gethostname(),
@@ -59,14 +59,14 @@ class WorkdirLock:
         self._record = record
 
     def check(self) -> None:
-        """Raises WorkdirInUseError if another process has taken over this lock. Call it before writing checkpoints."""
+        """Raise WorkdirInUseError if another process took over this lock. Call it before each checkpoint is written."""
         if self._record is None:
             return
         try:
             with open(self._path, encoding="utf-8") as file:
                 holder = _read(file)
         except FileNotFoundError:
-            return  # removed by hand: nobody else claims the workdir
+            return  # deleted by the user: no other process claims the workdir
         except OSError as error:
             raise OSError(
                 f"the run cannot save into {self._path.parent}: {error.strerror} ({NAME}). Make the directory readable "
@@ -80,7 +80,7 @@ class WorkdirLock:
             )
 
     def release(self) -> None:
-        """Removes the file if it is still ours."""
+        """Delete the lock file if it still belongs to this process."""
         record, self._record = self._record, None
         if record is not None:
             held = self._open()
@@ -99,7 +99,7 @@ class WorkdirLock:
         except OSError as failure:
             if error is None:
                 raise
-            error.add_note(str(failure))  # the first error is the one to show
+            error.add_note(str(failure))  # report the first error, not this one
 
     def _create(self, record: dict[str, Any]) -> bool:
         try:
@@ -114,11 +114,11 @@ class WorkdirLock:
         return True
 
     def _replace(self, record: dict[str, Any], late: bool) -> bool:
-        """Writes our record into a lock that may be replaced; False: try again."""
+        """Write our record into a lock that may be replaced. Return False if the caller must try again."""
         file = self._open()
         if file is None:
-            return False  # released just now
-        with file:  # flock: of several processes that see a stale lock one writes; the others then read its record
+            return False  # released in the meantime
+        with file:  # flock: if several processes see a stale lock, one writes; the others then read its record
             holder = _read(file)
             if holder is not None:
                 line = self._checked(holder, record)
@@ -131,7 +131,7 @@ class WorkdirLock:
         return True
 
     def _open(self) -> Any | None:
-        """The file, with its flock held; None if it was removed meanwhile."""
+        """Open the lock file and acquire its flock. Return None if the file was deleted in the meantime."""
         try:
             file = open(self._path, "r+", encoding="utf-8")  # noqa: SIM115
         except FileNotFoundError:
@@ -146,7 +146,7 @@ class WorkdirLock:
         return None
 
     def _checked(self, holder: dict[str, Any], ours: dict[str, Any]) -> str:
-        """The line to print when the lock of `holder` is replaced. WorkdirInUseError: it must not be replaced."""
+        """Return the line to print if the lock of `holder` may be replaced; otherwise raise WorkdirInUseError."""
         workdir, who = self._path.parent, _described(holder)
         if holder["host"] != ours["host"]:
             activity = _last_activity(workdir)
@@ -171,7 +171,7 @@ class WorkdirLock:
         return f"Took over {self._path} from process {pid}, which no longer runs (killed or crashed)."
 
     def _without_record(self, empty: bool) -> str:
-        """As `_checked`, for a lock that does not say who holds it."""
+        """Do the same as `_checked` for a lock without a valid record."""
         if empty:
             return f"Took over {self._path} from a process that was killed before it wrote its record."
         activity = _last_activity(self._path.parent)
@@ -184,7 +184,7 @@ class WorkdirLock:
 
 
 def in_use(workdir: str | os.PathLike) -> bool:
-    """Whether a running process holds the lock of a workdir. A process on another host counts as running."""
+    """Return whether a running process holds the lock of a workdir. A process on another host counts as running."""
     try:
         with open(Path(workdir) / NAME, encoding="utf-8") as file:
             holder = _read(file)
@@ -196,13 +196,13 @@ def in_use(workdir: str | os.PathLike) -> bool:
 
 
 def _described(holder: dict[str, Any]) -> str:
-    """Which process holds a lock, for messages; locks of earlier versions have no date."""
+    """Describe the holder of a lock, for messages. Locks of earlier versions have no date."""
     since = holder.get("since")
     return f"process {holder['pid']} on host {holder['host']}{f' (locked {since})' if isinstance(since, str) else ''}"
 
 
 def _last_activity(workdir: Path) -> str:
-    """When anybody last wrote into the workdir: by its metrics, its checkpoints and the lock itself."""
+    """Describe the time of the last write to the workdir: the latest mtime of metrics, checkpoints and lock."""
     times = []
     for name in ("metrics.jsonl", "checkpoints", NAME):
         with contextlib.suppress(OSError):
@@ -215,7 +215,7 @@ def _last_activity(workdir: Path) -> str:
 
 
 def _read(file: Any) -> dict[str, Any] | None:
-    """The record in the file; None if it is missing (not yet written) or damaged."""
+    """Read the record in the file; None if it is missing (not yet written) or damaged."""
     file.seek(0)
     try:
         record = json.loads(file.read())
@@ -235,14 +235,15 @@ def _write(file: Any, record: dict[str, Any]) -> None:
 
 
 def _started(pid: int) -> str | None:
-    """When the process started, in the system's own format: unique to one process. None: it does not run."""
+    """Return the start time of a process in the system's format, unique to it; None if it does not run."""
     proc = Path("/proc")
     if not (proc / "self" / "stat").exists():  # macOS, BSD
         shown = subprocess.run(["ps", "-o", "stat=,lstart=", "-p", str(pid)], capture_output=True, text=True)
         state, _, started = shown.stdout.strip().partition(" ")
         return started.strip() if state and not state.startswith("Z") else None
     try:
-        # pid (name) state ppid ...: the name may hold spaces and parentheses; field 22 counts from the boot
+        # The line is "pid (name) state ppid ...". The name may contain spaces and parentheses, so split after the last
+        # parenthesis. Field 22 of the line is the start time in clock ticks since boot.
         fields = (proc / str(pid) / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
         boot = (proc / "sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
     except (FileNotFoundError, ProcessLookupError):

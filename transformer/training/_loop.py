@@ -1,4 +1,4 @@
-"""The training loop: one page of named sections around a pure step. Only the loop feeds batches and writes files."""
+"""The training loop around a pure, jitted step. Only the loop loads batches and writes files."""
 
 from __future__ import annotations
 
@@ -64,19 +64,19 @@ def train(
     Args:
         recipe: what to train.
         workdir: directory of the run; created if it does not exist.
-        command: the command that resumes this run, to be printed.
+        command: the command that resumes this run; printed at the end.
         start: a model to initialize from (`transformer.inference.start_from` reads it); not needed again to resume.
         profile: the steps to trace.
         take_over: replace the lock of a process on another host (`WorkdirLock`).
-        restart: begin anew; the files of an earlier run in the workdir move to its directory `previous`.
+        restart: start a new run; the files of an earlier run in the workdir are moved to its directory `previous`.
 
     Raises:
-        ValueError: a recipe or data that can't be, or a workdir of another run.
-        WorkdirInUseError, CheckpointSaveError, OSError: the workdir can't be used or written.
-        NonFiniteError: loss, gradient or parameter was not finite, with nan_policy "stop", or always again.
-        LossSpikeError: a loss far above the usual, with spike_policy "stop".
-        ProcessesError: other processes of the run can't be reached, or are gone.
-        OutOfMemoryError: a device has no room for it; says how much it takes, and what helps.
+        ValueError: the recipe or the data is invalid, or the workdir contains another run.
+        WorkdirInUseError, CheckpointSaveError, OSError: the workdir is in use or not writable.
+        NonFiniteError: loss, gradient or a parameter was not finite, with nan_policy "stop", or too often in a row.
+        LossSpikeError: a loss was far above the recent mean, with spike_policy "stop".
+        ProcessesError: other processes of the run cannot be reached, or have ended.
+        OutOfMemoryError: the run does not fit into device memory. The message has the required memory and remedies.
     """
     began, workdir = time.perf_counter(), Path(workdir)
     command = command or f"transformer.training.train(recipe, {str(workdir)!r})"
@@ -111,7 +111,7 @@ def train(
         print(_model_lines(recipe, model, summary.parameters, state))
         if finished := _finished_before(summary, step, ledger):
             return finished
-        speed, where = Speed(recipe, shapes, placement), f"going on from step {step}" if step else "a new run"
+        speed, where = Speed(recipe, shapes, placement), f"resuming from step {step}" if step else "a new run"
         print(f"{speed}\nworkdir: {workdir}, {where}, to step {steps}", flush=True)
         record_call(own_dir, step, command, device_line())
 
@@ -125,7 +125,7 @@ def train(
         resources.enter_context(profiler)
 
         # Training, then the report
-        state = placement.spread(state)  # by this name: a second one would keep a copy of the state alive
+        state = placement.spread(state)  # reuse the name: another variable would keep a copy of the state alive
         training = _Training(
             recipe=recipe,
             dataset=dataset,
@@ -153,7 +153,7 @@ def train(
 
 @contextlib.contextmanager
 def _one_writer(workdir: Path, lock: WorkdirLock) -> Iterator[Path]:
-    """Let only the first process write to the workdir; yields the directory for the files of this process.
+    """Let only the first process write to the workdir. Yields the directory for the files of this process.
 
     The first process holds the lock and gets the workdir. Every other process runs the same program, but it writes to a
     temporary directory and prints nothing.
@@ -185,16 +185,16 @@ def _open_alike(recipe: Recipe, workdir: Path, start: Start | None, restart: boo
 
 
 def _model_lines(recipe: Recipe, model: nn.Module, parameters: int, state: TrainState) -> str:
-    """The model and its number of parameters; with LoRA also how many of them are trained."""
+    """Describe the model and its number of parameters; with LoRA, also the number of trained parameters."""
     vocabulary = f", vocabulary of {recipe.model.vocab_size}" if TASKS[recipe.task].tokens else ""
     line = f"model: {type(model).__name__}, {parameters:,} parameters{vocabulary}"
     if recipe.lora is None:
         return line
-    return f"{line}\nLoRA of rank {recipe.lora.rank}: {count_parameters(state.params):,} parameters are trained"
+    return f"{line}\nLoRA with rank {recipe.lora.rank}: {count_parameters(state.params):,} trained parameters"
 
 
 def _finished_before(summary: Summary, step: int, ledger: TrainStats) -> Summary | None:
-    """The summary of a run whose steps, last evaluation and report are all done, printed again; otherwise None."""
+    """Print the summary of an already finished run again and return it; None if the run is not finished."""
     last = read_summary(summary.workdir) or summary
     if not processes.first_decides(lambda: step >= summary.steps and ledger.evaluated >= step and last.step == step):
         return None
@@ -204,7 +204,7 @@ def _finished_before(summary: Summary, step: int, ledger: TrainStats) -> Summary
 
 @dataclasses.dataclass(kw_only=True)
 class _Training:
-    """A run in training: the state, the next batch, and everything that the steps write."""
+    """A training run: its state, its data, and its output files."""
 
     recipe: Recipe
     dataset: Dataset
@@ -212,12 +212,12 @@ class _Training:
     placement: Placement
     """runs the pure step on the devices"""
     usable: Callable[[TrainState], Any]
-    """parameters to evaluate, of a state"""
+    """returns the parameters of a state that are evaluated"""
     batches: Any
     ledger: TrainStats
     journal: Journal
     state: TrainState
-    """as `placement.train_step` takes it"""
+    """state in the form that `placement.train_step` takes"""
     step: int
     """number of steps done"""
     checkpoints: Checkpointer
@@ -228,14 +228,14 @@ class _Training:
     stopping: processes.SharedStop
     lock: WorkdirLock
     own_dir: Path
-    """directory for the files of this process: the workdir, or for all but the first process a temporary directory"""
+    """directory for the files of this process: the workdir (first process) or a temporary directory (all others)"""
     began: float
-    """`time.perf_counter()` at the start of the run, as if all calls had been one"""
+    """`time.perf_counter()` at the start of the run, minus the time of earlier calls"""
     compiled: set[tuple] = dataclasses.field(default_factory=set)
     """shapes of batches for which the step is compiled"""
 
     def run(self) -> None:
-        """Train to the last step or until a signal; evaluate and save where the recipe says so."""
+        """Train to the last step or until a signal. Evaluate and save at the intervals of the recipe."""
         recipe, steps = self.recipe, self.recipe.training.steps
         while True:
             self.profiler.at(self.step, self.journal.pause)
@@ -247,7 +247,9 @@ class _Training:
             if to_evaluate and not stop:
                 self.evaluate()
                 stop = self.stopping()
-                to_save = to_save or self.checkpoints.newest_step == self.step  # resumed: its checkpoint lacks the loss
+                to_save = (
+                    to_save or self.checkpoints.newest_step == self.step
+                )  # resumed run: its checkpoint lacks the eval loss
             if self.step and (to_save or stop):
                 self.save()
                 stop = self.stopping()
@@ -257,7 +259,7 @@ class _Training:
         self.checkpoints.wait()
 
     def advance(self) -> None:
-        """Train on the next batch. The metrics of a step are read after the next step was dispatched."""
+        """Train on the next batch. The metrics of a step are read only after the next step was dispatched."""
         recipe, asked = self.recipe, time.perf_counter()
         batch = next(self.batches)
         check_batch(
@@ -272,19 +274,19 @@ class _Training:
         self.journal.add(self.step, metrics, padding(batch), batch, self._why_not_finite)
 
     def _why_not_finite(self, batch: Batch) -> str:
-        """A sentence that names what is not finite: a parameter, or the logits of a row of the batch."""
+        """Return a sentence that names the non-finite parameter, or the row of the batch with non-finite logits."""
         state = self.placement.whole(self.state)
         return why_not_finite(self.recipe, self.model, model_params(self.recipe, state.params, state.base), batch)
 
     @contextlib.contextmanager
     def _compilation_timed(self, batch: Batch) -> Iterator[None]:
-        """Report the first step of each batch shape, which is compiled, and keep its time out of the speed."""
+        """Report the compilation at the first step of each batch shape, and exclude its time from the speed."""
         shapes = tuple(array.shape for array in batch.values())
         if shapes in self.compiled:
             yield
             return
-        self.journal.read()  # otherwise waiting for the step before would count as compilation
-        again = " for a batch of other sizes" if self.compiled else ""
+        self.journal.read()  # otherwise, the wait for the previous step would count as compilation
+        again = " for another batch shape" if self.compiled else ""
         self.progress.print(f"compiling the training step{again} ...")
         before = time.perf_counter()
         yield
@@ -294,7 +296,7 @@ class _Training:
         self.journal.compiled(seconds)
 
     def evaluate(self) -> None:
-        """Measure the loss on held-out data and write samples; a signal ends this without a record."""
+        """Evaluate on held-out data and write samples. After a signal, nothing is recorded."""
         recipe, step = self.recipe, self.step
         self.watch.now = EVALUATION
         held_out = self.dataset.eval_batches(limit=recipe.evaluation.batches)
@@ -313,7 +315,7 @@ class _Training:
         self.watch.now = STEP
 
     def save(self) -> None:
-        """Start to save a checkpoint, after all metrics of its steps are on the disk."""
+        """Start to save a checkpoint, after all metrics up to its step are on disk."""
         self.lock.check()
         self.writer.flush()
         self.ledger.seconds = time.perf_counter() - self.began
@@ -323,13 +325,13 @@ class _Training:
         self.checkpoints.save(self.step, state, data=data, recipe=to_json(self.recipe), metric=metric)
 
     def finish(self, summary: Summary) -> Summary:
-        """Measure the model that the run keeps, draw the loss, and write and print the summary."""
+        """Evaluate the final model, plot the loss curve, and write and print the summary."""
         recipe, own_dir = self.recipe, self.own_dir
         self.watch.now = EVALUATION
         summary = self._measured(_with_totals(summary, self.step, self.ledger))
         self.writer.flush()
         if self.step >= min(recipe.logging.every, recipe.training.steps):
-            from transformer.viz._curves import loss_curve  # matplotlib takes a while: not before the first step
+            from transformer.viz._curves import loss_curve  # imported late: matplotlib is slow to import
 
             unit = TASKS[recipe.task].unit
             loss_curve(own_dir / "metrics.jsonl", own_dir / "loss.png", title=recipe.name, unit=unit)
@@ -344,7 +346,7 @@ class _Training:
         return summary
 
     def _measured(self, summary: Summary) -> Summary:
-        """The summary with measures and texts of the best model that is kept; unchanged after a signal."""
+        """Return the summary with measures and texts of the best saved model; unchanged after a signal."""
         if self.stopping():
             return summary
         recipe, model, dataset = self.recipe, self.model, self.dataset
@@ -362,7 +364,7 @@ class _Training:
 
 
 def _with_totals(summary: Summary, step: int, ledger: TrainStats) -> Summary:
-    """The summary with the numbers of the ledger after `step` steps."""
+    """Return the summary with the training statistics after `step` steps."""
     return dataclasses.replace(
         summary,
         step=step,
@@ -378,5 +380,5 @@ def _with_totals(summary: Summary, step: int, ledger: TrainStats) -> Summary:
 
 
 def _due(step: int, every: int | None, steps: int) -> bool:
-    """Whether something that is done every so many steps, and at the last one, is due after this step."""
+    """Return whether an action that runs at every multiple of `every` and at the last step is due after this step."""
     return step > 0 and (step == steps or (every is not None and step % every == 0))

@@ -1,4 +1,4 @@
-"""A checkpoint's files with their sizes and SHA-256: written last before the commit, verified on every load."""
+"""Manifest of a checkpoint: size and SHA-256 of each file. Written last before the commit, verified on every load."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from pathlib import Path
 from typing import Any
 
 FORMAT = 1
-"""version of a manifest"""
+"""version of the manifest format"""
 NAME = "manifest.json"
 FIRST = "first_checkpoint.json"
-"""file of a workdir that records the first checkpoint saved in it, even after all checkpoints are gone"""
+"""file in a workdir that records its first checkpoint; it stays even if all checkpoints are deleted"""
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be used: damaged, foreign, or of another model. The message says which."""
+    """A checkpoint cannot be used: it is damaged, has another format, or belongs to another model."""
 
 
 class CheckpointWarning(UserWarning):
-    """A checkpoint was passed over, or moved out of the way."""
+    """A damaged checkpoint was skipped, or an existing directory was renamed."""
 
 
 def write_manifest(directory: Path, facts: Mapping[str, Any]) -> None:
-    """Hashes every file under `directory` and writes its manifest, with `facts` (JSON values) beside the list."""
+    """Hash every file under `directory` and write the manifest: `facts` (JSON values) and the list of files."""
     files = {}
     for path in _files(directory):
         files[path.relative_to(directory).as_posix()] = _entry(path)
@@ -35,13 +35,13 @@ def write_manifest(directory: Path, facts: Mapping[str, Any]) -> None:
 
 
 def amend_manifest(directory: Path, manifest: Mapping[str, Any], facts: Mapping[str, Any], files: list[str]) -> None:
-    """Replaces the manifest in one rename: `facts` replace its own, `files` (new ones, not yet listed) are added."""
+    """Replace the manifest atomically by one with updated `facts` and the new `files`, which it did not list before."""
     added = {name: _entry(directory / name) for name in files}
     _store(directory, {**manifest, **facts, "files": {**manifest["files"], **added}})
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint whose name is its step; CheckpointError when it is missing, damaged or foreign."""
+    """Read the manifest of a checkpoint directory. CheckpointError if it is missing, damaged or of another step."""
     path = directory / NAME
     try:
         text = path.read_text(encoding="utf-8")
@@ -49,30 +49,30 @@ def read_manifest(directory: Path) -> dict[str, Any]:
         if directory.is_dir() and not any(directory.iterdir()):
             raise CheckpointError(f"{directory} is empty") from None
         raise CheckpointError(
-            f"{directory} has no {NAME}: half copied, or not written by this program (expected format {FORMAT})"
+            f"{directory} has no {NAME}: incompletely copied, or not written by this program (expected format {FORMAT})"
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     try:
         content = json.loads(text)
     except ValueError:
-        raise CheckpointError(f"{path} is no JSON: truncated or damaged") from None
+        raise CheckpointError(f"{path} is not valid JSON: truncated or damaged") from None
     if not isinstance(content, dict) or "format" not in content:
-        raise CheckpointError(f"{path} was not written by this program (it states no format, expected {FORMAT})")
+        raise CheckpointError(f"{path} was not written by this program (it has no format field, expected {FORMAT})")
     if content["format"] != FORMAT:
         raise CheckpointError(
-            f"{path} has format {content['format']}, this version reads format {FORMAT}: "
+            f"{path} has format {content['format']}, expected format {FORMAT}: "
             "use the version of the package that wrote it"
         )
     if content.get("manifest_sha256") != _digest(content):
-        raise CheckpointError(f"{path} does not match its own SHA-256: its content has changed")
+        raise CheckpointError(f"{path} does not match its own SHA-256: its content was changed")
     if str(content["step"]) != directory.name:
-        raise CheckpointError(f"{path} is of step {content['step']}, its directory says {directory.name}: renamed?")
+        raise CheckpointError(f"{path} is of step {content['step']}, but its directory is {directory.name}: renamed?")
     return content
 
 
 def check_sizes(directory: Path, manifest: Mapping[str, Any]) -> None:
-    """Every file of the manifest is there and has its size; nothing is read. CheckpointError names the first bad."""
+    """Check that all files exist and have the right size, without reading them. CheckpointError for the first fault."""
     for name, expected in manifest["files"].items():
         path = directory / name
         try:
@@ -84,7 +84,7 @@ def check_sizes(directory: Path, manifest: Mapping[str, Any]) -> None:
 
 
 def verify(directory: Path, manifest: Mapping[str, Any]) -> None:
-    """Every file of the manifest has its size and its SHA-256. CheckpointError names the first bad one."""
+    """Check the size and the SHA-256 of all files. CheckpointError for the first fault."""
     check_sizes(directory, manifest)
     for name, expected in manifest["files"].items():
         path = directory / name
@@ -94,12 +94,12 @@ def verify(directory: Path, manifest: Mapping[str, Any]) -> None:
             raise CheckpointError(f"{path} cannot be read: {error}") from error
         if found != expected["sha256"]:
             raise CheckpointError(
-                f"{path} has SHA-256 {found[:12]}..., expected {expected['sha256'][:12]}...: its content has changed"
+                f"{path} has SHA-256 {found[:12]}..., expected {expected['sha256'][:12]}...: its content was changed"
             )
 
 
 def find_steps(root: Path) -> list[int]:
-    """Every step in `root`, valid or not, ascending; temporary directories and moved ones are no steps."""
+    """Return the steps in `root`, valid or not, ascending. Temporary and renamed directories do not count."""
     if not root.is_dir():
         return []
     return sorted(
@@ -108,7 +108,7 @@ def find_steps(root: Path) -> list[int]:
 
 
 def record_first(workdir: Path, step: int) -> None:
-    """Records that the workdir has had a checkpoint, unless that is recorded."""
+    """Record the first checkpoint of a workdir, if none is recorded yet."""
     path = workdir / FIRST
     if not path.exists():
         partial = path.with_suffix(".partial")
@@ -117,13 +117,13 @@ def record_first(workdir: Path, step: int) -> None:
 
 
 def free_name(first: str) -> Path:
-    """The first of `first`, `first-2`, `first-3`, ... that does not exist."""
+    """Return the first of the paths `first`, `first-2`, `first-3`, ... that does not exist."""
     names = itertools.chain([first], (f"{first}-{number}" for number in itertools.count(2)))
     return next(path for path in map(Path, names) if not path.exists())
 
 
 def find_whole(root: Path) -> dict[int, dict[str, Any]]:
-    """Step -> manifest of those that look whole at a glance."""
+    """Return step -> manifest of the checkpoints with a valid manifest and correct file sizes. Files are not hashed."""
     whole = {}
     for step in find_steps(root):
         try:
@@ -136,7 +136,7 @@ def find_whole(root: Path) -> dict[int, dict[str, Any]]:
 
 
 def ranked(manifests: dict[int, dict[str, Any]], best: str) -> list[int]:
-    """Steps that have a metric, the best first; of equal ones the newer."""
+    """Return the steps that have a metric, the best first. Of equal metrics, the newer step comes first."""
     sign = 1 if best == "min" else -1
     scored = [
         (sign * manifest["metric"], -step) for step, manifest in manifests.items() if manifest["metric"] is not None
@@ -145,17 +145,24 @@ def ranked(manifests: dict[int, dict[str, Any]], best: str) -> list[int]:
 
 
 def verified(directory: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint every byte of which is right; CheckpointError otherwise."""
+    """Verify all files of a checkpoint and return its manifest. CheckpointError if it is damaged."""
     manifest = read_manifest(directory)
     verify(directory, manifest)
     return manifest
 
 
 def newest_valid(root: Path, damaged: set[int]) -> tuple[Path, dict[str, Any]] | None:
-    """The newest valid one (None: there is none at all), a warning for each newer one; adds those to `damaged`.
+    """Find the newest valid checkpoint. Warn about each newer checkpoint, because it is damaged.
+
+    Args:
+        root: directory of checkpoints.
+        damaged: set to which the steps of damaged checkpoints are added.
+
+    Returns:
+        Directory and manifest of the checkpoint; None if there are no checkpoints.
 
     Raises:
-        CheckpointError: there are checkpoints, and none is valid.
+        CheckpointError: there are checkpoints, but all are damaged.
     """
     reasons = []
     for step in reversed(find_steps(root)):
@@ -163,13 +170,13 @@ def newest_valid(root: Path, damaged: set[int]) -> tuple[Path, dict[str, Any]] |
         try:
             manifest = verified(directory)
         except CheckpointError as error:
-            if directory.exists():  # else the run that is training has just deleted it
+            if directory.exists():  # otherwise, a running training has just deleted it
                 reasons.append(str(error))
                 damaged.add(step)
             continue
         for reason in reasons:
             warnings.warn(
-                f"Using the checkpoint of step {step}, a newer one is damaged: {reason}.",
+                f"Using the checkpoint of step {step}, because a newer one is damaged: {reason}.",
                 CheckpointWarning,
                 stacklevel=3,
             )
@@ -178,20 +185,20 @@ def newest_valid(root: Path, damaged: set[int]) -> tuple[Path, dict[str, Any]] |
         listed = "\n  ".join(reasons)
         raise CheckpointError(
             f"No valid checkpoint in {root}:\n  {listed}\n"
-            "Nothing starts again from step 0 by itself. Put a good copy back, or pass --restart (in Python: "
-            "restart=True) to begin anew, which keeps the files of this run."
+            "A run never restarts from step 0 automatically. Restore a valid copy, or pass --restart (in Python: "
+            "restart=True) to start a new run, which keeps the files of this run."
         )
     return None
 
 
 def sync_tree(directory: Path) -> None:
-    """Forces every file and directory under `directory` to the disk: a later rename must not outrun its content."""
+    """Flush every file and directory under `directory` to disk, so that a later rename cannot precede its content."""
     for path in [*_files(directory), *(Path(root) for root, _, _ in os.walk(directory))]:
         sync(path)
 
 
 def sync(path: Path) -> None:
-    """Forces one file or directory to the disk."""
+    """Flush one file or directory to disk (fsync)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""Memory of devices: what there is, what a run has held, and what helps where it is not enough."""
+"""Device memory: capacity, peak usage, estimates for a recipe, and advice after an out-of-memory error."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ if TYPE_CHECKING:
     from transformer.training._parallel import Placement
 
 GIB = 2**30
-"""bytes of a GiB"""
+"""bytes per GiB"""
 STEP, EVALUATION = "the training step", "evaluation"
-"""what a run may be doing"""
+"""phases of a run, for messages"""
 
 
 class OutOfMemoryError(RuntimeError):
-    """A device has no room for what a run needs. The message has the numbers, and what would help."""
+    """A run does not fit into device memory. The message has the required memory and remedies."""
 
 
 def device_bytes(devices: Sequence[Any]) -> int:
-    """Bytes that JAX may use of the first of these devices; of a CPU its share of the machine's memory."""
+    """Return the bytes that JAX can use on the first device; for CPUs, an equal share of the machine's memory."""
     stats = devices[0].memory_stats() or {}
     if "bytes_limit" in stats:
         return stats["bytes_limit"]
@@ -47,8 +47,9 @@ def device_bytes(devices: Sequence[Any]) -> int:
 
 
 def peak_bytes() -> int:
-    """Most bytes that a device of this process has held at once so far; where devices don't tell, as CPUs, most that
-    the whole process had resident.
+    """Return the peak memory of a device of this process so far, in bytes.
+
+    For devices without memory statistics, such as CPUs, this is the peak resident memory of the process.
     """
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
     held = [one["peak_bytes_in_use"] for one in stats if "peak_bytes_in_use" in one]
@@ -58,7 +59,7 @@ def peak_bytes() -> int:
 
 
 def shard_bytes(tree: Any) -> int:
-    """Bytes that one device holds of a tree of shapes."""
+    """Return the bytes per device of a pytree of shapes, which may have shardings."""
 
     def size(leaf):
         shape = leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
@@ -68,7 +69,7 @@ def shard_bytes(tree: Any) -> int:
 
 
 def memory_in_error(message: str) -> tuple[int, int] | None:
-    """Bytes (needed, available) of a device, of the compiler's RESOURCE_EXHAUSTED; None where it tells none."""
+    """Parse (required, available) bytes per device from a RESOURCE_EXHAUSTED message of XLA; None if it has none."""
     size = r"([\d.]+)([KMGT]?)"
     for pattern in (rf"[Uu]sed {size} of {size} hbm", rf"\({size}\) exceeds available HBM \({size}\)"):
         if found := re.search(pattern, message):
@@ -80,36 +81,36 @@ def memory_in_error(message: str) -> tuple[int, int] | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Need:
-    """What a training step needs of one device, bytes."""
+    """Memory of a training step per device, in bytes."""
 
     state: int
-    """parameters, what the optimizer keeps, averages and the batch"""
+    """parameters, optimizer state, parameter averages and the batch"""
     gradients: int
-    """with micro-batches twice: the sum, and those of one"""
+    """gradients; twice with micro-batches: their sum, and those of one micro-batch"""
     activations: int
-    """all else: what the backward pass needs, logits, and what is in between"""
+    """everything else: activations for the backward pass, logits, and temporary arrays"""
 
     @property
     def total(self) -> int:
-        """Bytes in all."""
+        """Return the total in bytes."""
         return self.state + self.gradients + self.activations
 
 
 @dataclass(frozen=True)
 class Remedy:
-    """Something that lowers the memory of a recipe: `flags` of its command line, and `what` they do."""
+    """Option that reduces the memory of a recipe: the command-line `flags`, and `what` they do."""
 
     flags: str
     what: str
     need: Need | None = None
-    """with it, an estimate; None: not known"""
+    """estimated memory with this option; None: unknown"""
 
     def __str__(self):
         return f"{self.flags}: {self.what}"
 
 
 def times_smaller(needed: int, available: int, state: int) -> int | None:
-    """The power of two by which to divide what is no state, so that it fits; None: the state alone does not fit."""
+    """Return by which power of two to divide all memory but the state to make it fit; None: the state does not fit."""
     if state >= min(needed, available):
         return None
     return max(2, 2 ** math.ceil(math.log2((needed - state) / (available - state))))
@@ -118,15 +119,21 @@ def times_smaller(needed: int, available: int, state: int) -> int | None:
 def remedies(
     recipe: Recipe, sizes: Mapping[str, int], times: int | None, need: Need | None = None, batch: Shapes | None = None
 ) -> list[Remedy]:
-    """What lowers the memory of a recipe on a mesh of these sizes, `times` of `times_smaller`. With the `need` and the
-    `batch` of one process, arrays or shapes (B, ...), each says what would be needed then.
+    """Return options that reduce the memory of a recipe.
+
+    Args:
+        recipe: recipe of the run.
+        sizes: size of each mesh axis.
+        times: result of `times_smaller`.
+        need: current memory; if given, each remedy has an estimate.
+        batch: batch of one process, arrays or shapes (B, ...).
     """
     found: list[Remedy] = []
     data, accumulation = recipe.data, recipe.training.accumulation
     ways, field = row_ways(sizes), batch_field(recipe.data)
 
     def add(flags: str, what: str, **shares: float) -> None:
-        """`shares` of the parts of the need that stay."""
+        """Add a remedy. `shares` are the fractions of the parts of `need` that remain with it."""
         parts = {} if need is None else {part: round(getattr(need, part) * share) for part, share in shares.items()}
         found.append(Remedy(flags, what, None if need is None else dataclasses.replace(need, **parts)))
 
@@ -137,64 +144,78 @@ def remedies(
     if times is not None:
         if recipe.execution.remat == "none":
             kept = 1.0 if need is None or batch is None else _kept_by_remat(recipe, sizes, need, batch)
-            add("--execution.remat full", "activations computed again, at about a third more FLOPs", activations=kept)
+            add("--execution.remat full", "recomputes activations, about a third more FLOPs", activations=kept)
         if shared_rows(data)[1] % (ways * accumulation * times) == 0:
             more = f"--training.accumulation {accumulation * times}"
+            # The first accumulation adds a second copy of the gradients: the sum over micro-batches.
             two_sums = 2.0 if accumulation == 1 else 1.0
-            add(more, "fewer rows at once, the same result", gradients=two_sums, activations=1 / times)
+            add(more, "smaller micro-batches, same result", gradients=two_sums, activations=1 / times)
         smaller = dataclasses.replace(data, **{field: max(1, getattr(data, field) // times)})
         fewer = 0 < batch_rows(smaller) < batch_rows(data)
         if fewer and shared_rows(smaller)[1] % (ways * accumulation) == 0:
             size = f"--data.{field.replace('_', '-')} {getattr(smaller, field)}"
-            add(size, "fewer rows in a step, another recipe", activations=1 / times)
+            add(size, "fewer rows per step, changes the results", activations=1 / times)
         if recipe.model.dtype == "float32":
-            add("--model.dtype bfloat16", "activations of half the size", activations=0.5)
+            add("--model.dtype bfloat16", "halves the activations", activations=0.5)
     return found
 
 
 def _mesh_flags(recipe: Recipe, sizes: Mapping[str, int]) -> tuple[str, str] | None:
-    """Flags that split parameters over the devices that have a copy each, and what they do."""
+    """Return flags that shard the parameters instead of replicating them, and a description; None if impossible."""
     before = "" if recipe.parallel.kind == "mesh" else "--parallel.kind mesh "
     before += "" if recipe.parallel.data == -1 else "--parallel.data 1 "
-    for axis, what in (("fsdp", "over the same devices as rows"), ("tensor", "by heads and feed-forward widths")):
+    for axis, what in (("fsdp", "over the data-parallel devices"), ("tensor", "by attention heads and d_ff")):
         wanted = {**sizes, axis: sizes[axis] * sizes["data"], "data": 1}
         with contextlib.suppress(ConfigError):
             check_model(recipe.model, wanted)
-            return f"{before}--parallel.{axis} {wanted[axis]}", f"parameters and optimizer state split {what}"
+            return f"{before}--parallel.{axis} {wanted[axis]}", f"shards parameters and optimizer state {what}"
     return None
 
 
 def _kept_by_remat(recipe: Recipe, sizes: Mapping[str, int], need: Need, batch: Shapes) -> float:
-    """Share of the activations that is left with remat "full", about: what goes into each layer (B, T, D), the inside
-    of one layer, and logits as often as they may be there.
+    """Estimate the fraction of the activations that remains with remat "full".
+
+    Three parts remain: the input of each layer (B, T, D), which is stored; the activations inside one layer, which are
+    recomputed layer by layer; and the logits, which are outside of the layers.
     """
     model, tokens = recipe.model, math.prod(sequences(recipe, batch)) * jax.process_count()
-    tokens //= row_ways(sizes) * recipe.training.accumulation
+    tokens //= row_ways(sizes) * recipe.training.accumulation  # tokens per device and micro-batch
     width = 2 if model.dtype in ("bfloat16", "float16") else 4
     layers = TASKS[recipe.task].layers(model)
     logits = min(need.activations, logit_bytes(recipe, tokens, sizes["tensor"], computed_on()))
-    inside = (need.activations - logits) / max(layers, 1)
+    inside = (need.activations - logits) / max(layers, 1)  # activations of one layer
     kept = logits + inside + layers * tokens * model.d_model * width
     return min(1.0, kept / max(need.activations, 1))
 
 
 def logit_bytes(recipe: Recipe, tokens: int, tensor: int, kind: str) -> int:
-    """Bytes of a device of a kind ("cpu", "gpu", "tpu") for logits in float32 and their gradient, of as many of its
-    `tokens` as have them together, where `tensor` devices share the vocabulary.
+    """Return the bytes per device for the logits of one chunk and their gradient, both in float32.
+
+    Args:
+        recipe: recipe of the run.
+        tokens: tokens per device.
+        tensor: number of devices over which the vocabulary is sharded.
+        kind: platform: "cpu", "gpu" or "tpu".
     """
     model, together = recipe.model, recipe.training.loss_tokens
     if not model.vocab_size:
         return 0
     if together is None:
         together = most_at_once(kind, model.vocab_size, model.d_model, tensor)
+    # 2 arrays (logits and their gradient) x 4 bytes x (n, V); loss_tokens = 0 means all tokens in one chunk.
     return 2 * 4 * min(tokens, together or tokens) * model.vocab_size // tensor
 
 
 def step_need(recipe: Recipe, placement: Placement, batch: Shapes) -> Need:
-    """What the training step needs for a batch (B, ...) as the loop of a process has it, by the compiler's account.
+    """Compile the training step for a batch, and return its memory as reported by the compiler.
+
+    Args:
+        recipe: recipe of the run.
+        placement: placement of the run on devices.
+        batch: batch of one process, arrays or shapes (B, ...).
 
     Raises:
-        OutOfMemoryError: the compiler finds no room, and does not say how much it would take.
+        OutOfMemoryError: the program does not fit, and the compiler does not report how much memory it requires.
     """
     state = placement.abstract_state()
     whole = {
@@ -205,11 +226,11 @@ def step_need(recipe: Recipe, placement: Placement, batch: Shapes) -> Need:
     try:
         stats = placement.lower(whole).compile().memory_analysis()
     except jax.errors.JaxRuntimeError as error:
-        told = memory_in_error(str(error))
-        if told is None:
-            raise OutOfMemoryError("the compiler finds no room") from error
+        found = memory_in_error(str(error))
+        if found is None:
+            raise OutOfMemoryError("the compiled program does not fit") from error
         held = shard_bytes(state)
-        return Need(state=held, gradients=gradients, activations=max(told[0] - held - gradients, 0))
+        return Need(state=held, gradients=gradients, activations=max(found[0] - held - gradients, 0))
     new = max(stats.output_size_in_bytes - stats.alias_size_in_bytes, 0) + stats.generated_code_size_in_bytes
     gradients = min(gradients, stats.temp_size_in_bytes)
     return Need(
@@ -227,34 +248,41 @@ def advice(
     batch: Shapes | None = None,
     platform: str = "",
 ) -> str:
-    """Sentences on a step that needs more than the `available` bytes of a device: numbers, and what helps. `batch` as
-    for `remedies`; None: the state alone is too large.
+    """Describe the memory of a step that does not fit, and the options that reduce it.
+
+    Args:
+        recipe: recipe of the run.
+        sizes: size of each mesh axis.
+        need: memory of the step per device.
+        available: bytes that JAX can use per device.
+        batch: batch of one process, arrays or shapes (B, ...); None: the state alone does not fit.
+        platform: "cpu", "gpu" or "tpu".
     """
-    parts = f"parameters, optimizer and batch {_gib(need.state)}"
+    parts = f"parameters, optimizer state and batch {_gib(need.state)}"
     if batch is not None:
-        parts += f", gradients {_gib(need.gradients)}, activations and the rest {_gib(need.activations)}"
-    text = f"it needs about {_gib(need.total)} of a device ({parts}), and JAX may use {_gib(available)}."
+        parts += f", gradients {_gib(need.gradients)}, activations and temporaries {_gib(need.activations)}"
+    text = f"it needs about {_gib(need.total)} per device ({parts}), and JAX can use {_gib(available)}."
     times = None if batch is None else times_smaller(need.total, available, need.state + need.gradients)
     found = [one for one in remedies(recipe, sizes, times, need, batch) if one.need.total < 0.97 * need.total]
-    if platform == "cpu":  # it computes in float32 all the same
+    if platform == "cpu":  # CPUs compute bfloat16 in float32, so it saves no memory
         found = [one for one in found if "bfloat16" not in one.flags]
     found += _more_devices(recipe, sizes, need, available)
     if found:
-        alone = {one: "" if one.need.total <= available else ", not enough alone" for one in found}
+        alone = {one: "" if one.need.total <= available else ", not enough on its own" for one in found}
         listed = "; ".join(f"{one} (about {_gib(one.need.total)}{more})" for one, more in alone.items())
-        text += f" What helps, by estimates: {listed}."
+        text += f" Options that reduce it, with estimates: {listed}."
     if need.total <= available:
-        text += " By this it should fit: does another process use the device, or is its memory in pieces?"
+        text += " So it should fit: check whether another process uses the device, or whether its memory is fragmented."
     if platform == "gpu" and "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ:
-        text += " JAX takes three quarters of a GPU: XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 before the command gives more."
-    return f"{text} To try such flags without data: python -m transformer plan RECIPE --here FLAGS"
+        text += " By default, JAX uses 75 % of a GPU; set XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 to use more."
+    return f"{text} To test options without data, run: python -m transformer plan RECIPE --here FLAGS"
 
 
 def _more_devices(recipe: Recipe, sizes: Mapping[str, int], need: Need, available: int) -> list[Remedy]:
-    """The fewest devices of this kind that would do, by powers of two, all split over them; where that can be."""
+    """Return the smallest sufficient number of such devices (a power of two) with FSDP; [] if it is not possible."""
     here = sizes["data"]
     if math.prod(sizes.values()) > here or recipe.parallel.kind != "mesh" or recipe.parallel.data != -1:
-        return []  # a mesh of somebody's own: who made it knows what to enlarge
+        return []  # for a user-defined mesh, only the user knows which axis to enlarge
 
     def split(count: int) -> Need:
         return Need(
@@ -269,15 +297,15 @@ def _more_devices(recipe: Recipe, sizes: Mapping[str, int], need: Need, availabl
     with contextlib.suppress(ConfigError):
         check_model(recipe.model, {**sizes, "data": 1, "fsdp": count})
         if shared_rows(recipe.data)[1] % (count * recipe.training.accumulation) == 0:
-            return [Remedy(f"{count} such devices with --parallel.fsdp {count}", "all split over them", split(count))]
+            return [Remedy(f"{count} such devices with --parallel.fsdp {count}", "shards all over them", split(count))]
     return []
 
 
 class MemoryWatch:
-    """Context manager of a run: an error inside for want of memory becomes an `OutOfMemoryError` that says what helps.
+    """Context manager that turns an out-of-memory error of a run into an `OutOfMemoryError` with remedies.
 
-    To be set: `placement` once the recipe has a place, `batch` (B, ...) before each step, and `now` when it does
-    something else than steps.
+    Set `placement` when the recipe is placed on devices, `batch` (B, ...) before each step, and `now` when the phase of
+    the run changes (`STEP` or `EVALUATION`).
     """
 
     def __init__(self, recipe: Recipe):
@@ -292,22 +320,22 @@ class MemoryWatch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Raises OutOfMemoryError for an error for want of memory."""
+        """Raise OutOfMemoryError if the error is an out-of-memory error of XLA."""
         if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error):
-            raise OutOfMemoryError(f"out of memory in {self._where()}: {self._told(error)}") from error
+            raise OutOfMemoryError(f"out of memory in {self._where()}: {self._explained(error)}") from error
 
     def _where(self) -> str:
-        return "the making of the state" if self.batch is None and self.now == STEP else self.now
+        return "state initialization" if self.batch is None and self.now == STEP else self.now
 
-    def _told(self, error: BaseException) -> str:
+    def _explained(self, error: BaseException) -> str:
         recipe, placement, devices = self._recipe, self.placement, jax.local_devices()
         available = device_bytes(devices)
         if placement is None:
-            return f"JAX may use {_gib(available)} of a device. {_first_line(error)}"
+            return f"JAX can use {_gib(available)} per device. {_first_line(error)}"
         if self.now != STEP:
             return (
-                f"JAX may use {_gib(available)} of a device, and at most {_gib(peak_bytes())} were held. Lower "
-                f"--data.eval-batch-size ({recipe.data.eval_batch_size}); --evaluation.samples 0 writes no texts."
+                f"JAX can use {_gib(available)} per device, and the peak usage was {_gib(peak_bytes())}. Lower "
+                f"--data.eval-batch-size ({recipe.data.eval_batch_size}), or disable samples: --evaluation.samples 0."
             )
         if self.batch is None:
             state = shard_bytes(placement.abstract_state())
@@ -316,7 +344,7 @@ class MemoryWatch:
         try:
             need = step_need(recipe, placement, self.batch)
         except OutOfMemoryError as again:
-            return f"{again}, and JAX may use {_gib(available)} of a device. {_first_line(error)}"
+            return f"{again}, and JAX can use {_gib(available)} per device. {_first_line(error)}"
         return advice(recipe, placement.sizes, need, available, self.batch, devices[0].platform)
 
 
@@ -325,4 +353,4 @@ def _gib(number: int) -> str:
 
 
 def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0].replace("RESOURCE_EXHAUSTED: ", "XLA says: ")
+    return str(error).strip().partition("\n")[0].replace("RESOURCE_EXHAUSTED: ", "XLA reports: ")

@@ -1,4 +1,4 @@
-"""Metrics into a file, into TensorBoard and onto the screen."""
+"""Write metrics to a file and to TensorBoard, and show the progress on the screen."""
 
 from __future__ import annotations
 
@@ -25,12 +25,20 @@ FILE = "metrics.jsonl"
 
 
 class MetricsWriter:
-    """Appends to `workdir/metrics.jsonl`, one strict-JSON object a line: {"step": 10, "train/loss": 2.5, ...}.
+    """Writer of `workdir/metrics.jsonl`: one strict JSON object per line, {"step": 10, "train/loss": 2.5, ...}.
 
-    Numbers that JSON has not are the strings "NaN", "Infinity" and "-Infinity". `restored_step` is the step that the
-    run goes on from: lines after it are dropped, lines up to it stay, so that the file becomes that of an
-    uninterrupted run; None starts a new file. Hence: write all lines of step n, and `flush`, before step n is saved.
-    Raises OSError when the workdir cannot be written, ValueError naming a line of an old file that is no JSON.
+    NaN and infinities, which JSON lacks, are written as the strings "NaN", "Infinity" and "-Infinity". A resumed run
+    deletes the lines after its checkpoint, so that its file equals that of an uninterrupted run. Therefore, write all
+    lines of step n and call `flush` before the checkpoint of step n is saved.
+
+    Args:
+        workdir: directory of the run.
+        restored_step: step from which the run resumes; lines after it are deleted. None starts a new file.
+        tensorboard: also write TensorBoard files, to `workdir/tensorboard`.
+
+    Raises:
+        OSError: the workdir is not writable.
+        ValueError: a line of the existing file is not valid JSON. The message has its number.
     """
 
     def __init__(self, workdir: str | os.PathLike, *, restored_step: int | None = None, tensorboard: bool = False):
@@ -42,38 +50,40 @@ class MetricsWriter:
         temporary = self._path.with_suffix(".tmp")
         temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
         os.replace(temporary, self._path)
-        # unbuffered: a line is there at once, and after a failed write nothing is left to fail again
+        # Unbuffered: a line is in the file immediately, and a failed write leaves no buffer that would fail again.
         self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115  closed by close()
         self._board = None
         if tensorboard:
-            from tensorboardX import SummaryWriter  # only who wants it pays for its import
+            from tensorboardX import SummaryWriter  # imported only if needed
 
-            purge = None if restored_step is None else restored_step + 1  # TensorBoard hides what was written after
+            purge = (
+                None if restored_step is None else restored_step + 1
+            )  # TensorBoard hides older events from this step on
             self._board = SummaryWriter(str(self._path.parent / "tensorboard"), purge_step=purge)
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
-        """One line. Values are Python, NumPy or JAX scalars (a JAX one is waited for)."""
+        """Write one line. Values are Python, NumPy or JAX scalars. The call blocks until JAX scalars are computed."""
         numbers = {name: _number(name, value) for name, value in values.items()}
         record = {"step": int(step)} | {name: _strict(number) for name, number in numbers.items()}
         try:
             line = json.dumps(record, allow_nan=False).encode() + b"\n"
-            while line:  # a nearly full disk takes a part
+            while line:  # on a nearly full disk, `write` may write only a part
                 line = line[self._file.write(line) :]
         except OSError as error:
-            remedy = "free some space, or choose another workdir, and run the same command again"
+            remedy = "free some space or choose another workdir, then rerun the command"
             raise OSError(error.errno, f"{error.strerror}; {remedy}", str(self._path)) from error
         if self._board is not None:
             for name, number in numbers.items():
                 self._board.add_scalar(name, number, int(step))
 
     def flush(self) -> None:
-        """Everything written is on the disk."""
+        """Flush everything to disk."""
         os.fsync(self._file.fileno())
         if self._board is not None:
             self._board.flush()
 
     def close(self) -> None:
-        """Ends the writing; the file stays."""
+        """Close the files."""
         self._file.close()
         if self._board is not None:
             self._board.close()
@@ -86,10 +96,18 @@ class MetricsWriter:
 
 
 class Progress:
-    """A bar with step, loss, speed and time left on a terminal; one plain line per `update` into anything else.
+    """Progress display: a bar with step, loss, speed and remaining time on a terminal, otherwise plain lines.
 
-    `targets` is what the speed counts. mode "auto" asks the stream (stdout if not given), "bar" and "lines" insist,
-    "none" shows nothing but `print`; any other is a ValueError.
+    Args:
+        total_steps: number of steps of the run.
+        start_step: step at which the run starts or resumes.
+        mode: "bar", "lines" (one per `update`), "none" (only the texts of `print`), or "auto": a bar if the stream is a
+            terminal, otherwise lines.
+        targets: unit of the speed, for example "tokens".
+        stream: output stream, stdout by default.
+
+    Raises:
+        ValueError: `mode` is none of these.
     """
 
     def __init__(
@@ -109,7 +127,7 @@ class Progress:
             mode = "bar" if terminal else "lines"
         self._mode, self._total, self._step = mode, total_steps, start_step
         self._targets = targets
-        self._began: tuple[float, int] | None = None  # time and step of the first figures: before, it compiled
+        self._began: tuple[float, int] | None = None  # time and step of the first update, which is after compilation
         if mode == "bar":
             columns = [TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[figures]}")]
             self._bar = RichProgress(
@@ -126,8 +144,13 @@ class Progress:
         targets_per_s: float | None = None,
         mfu: float | None = None,
     ) -> None:
-        """To be called when metrics are logged (not every step): moves the bar, or writes a line; the loss in nats, the
-        MFU a fraction.
+        """Update the bar, or write a line. Call it when metrics are logged, not at every step.
+
+        Args:
+            step: number of completed steps.
+            loss: nats per target.
+            targets_per_s: throughput.
+            mfu: model FLOPs utilization, as a fraction.
         """
         self._step = step
         figures = [] if loss is None else [f"loss {float(loss):.4f}"]
@@ -139,13 +162,13 @@ class Progress:
             self.print("  ".join([f"step {step}/{self._total}", *figures, *self._left()]))
 
     def advance(self, step: int) -> None:
-        """Moves the bar without new figures (cheap; writes nothing where there is no bar)."""
+        """Move the bar without new figures. Cheap; without a bar, it prints nothing."""
         self._step = step
         if self._mode == "bar":
             self._bar.update(self._task, completed=step)
 
     def print(self, text: str) -> None:
-        """Text of its own (samples, an evaluation), above the bar."""
+        """Print a text (samples, an evaluation) above the bar."""
         if self._mode == "bar":
             self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
         else:
@@ -153,7 +176,7 @@ class Progress:
             self._stream.flush()
 
     def close(self) -> None:
-        """Leaves the bar as it stands."""
+        """Stop the bar and leave it on the screen."""
         if self._mode == "bar":
             self._bar.stop()
 
@@ -177,10 +200,10 @@ class Progress:
 def _number(name: str, value: Any) -> int | float:
     array = np.asarray(value)
     if name == "step" or array.ndim or array.dtype == object or array.dtype.kind in "SUc":
-        raise ValueError(f"metric {name!r} must be a real number and not be called 'step', got {value!r}.")
+        raise ValueError(f"metric {name!r} must be a real number and must not be named 'step', got {value!r}.")
     if array.dtype.kind in "biu":
         return int(array)
-    # a float32 by its own shortest decimals: 0.1, not 0.10000000149011612
+    # Convert float32 through its shortest decimal representation: 0.1, not 0.10000000149011612.
     return float(array) if array.dtype == np.float64 else float(str(array.astype(np.float32)))
 
 

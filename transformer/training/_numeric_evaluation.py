@@ -1,4 +1,4 @@
-"""What a model that writes nothing is worth in the end: measures on a split it never saw, and forecasts to look at."""
+"""Final evaluation of models that do not generate text: measures on a held-out split, and a plot of forecasts."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from transformer.training._tasks import TASKS
 def measured(
     recipe: Recipe, params: Any, dataset: Dataset, summary: Summary, should_stop: Callable[[], bool]
 ) -> Summary:
-    """The summary with the measures of the test (of the validation where there is none), and of the baseline."""
+    """Return the summary with the measures of the model and the baseline on the test (or else validation) split."""
     split = "test" if "test" in dataset.splits else "validation"
     batches = dataset.eval_batches(split)
     strict = recipe.training.nan_policy == "stop"
-    recipe = dataclasses.replace(recipe, execution=portable(recipe.execution))  # no mesh is in force here
+    recipe = dataclasses.replace(recipe, execution=portable(recipe.execution))  # there is no mesh here
     result = evaluate_loss(compiled_eval_step(recipe), params, batches, should_stop, strict)
     if result is None:
         return summary
@@ -38,7 +38,7 @@ def measured(
 
 
 def baseline_errors(predict: Callable[[Batch], np.ndarray], batches: Iterable[Batch]) -> EvalLoss:
-    """Return the errors of `Task.baseline`, a prediction without a model, over batches."""
+    """Return the errors of `Task.baseline`, a prediction without a model, over all batches."""
     squares = magnitudes = count = 0.0
     for batch in batches:
         errors = (predict(batch) - batch["targets"])[batch["weights"] > 0].astype(np.float64)
@@ -55,7 +55,7 @@ def _forecasts(model: nn.Module, params: Any, values: np.ndarray) -> jax.Array:
 def draw_forecasts(
     recipe: Recipe, model: nn.Module, params: Any, dataset: Dataset, png_path: str | os.PathLike
 ) -> None:
-    """Draws the first and the last held-out window, on the scale of the measurements, and what the model forecasts."""
+    """Plot the first and the last held-out window in the original units, together with the forecasts of the model."""
     batches = dataset.eval_batches("test" if "test" in dataset.splits else "validation")
     last = batches[-1]["weights"].nonzero()[0][-1]
     rows = [(batches[0], 0), (batches[-1], last)]
@@ -63,6 +63,6 @@ def draw_forecasts(
     forecast = jax.device_get(_forecasts(model.clone(execution=portable(model.execution)), params, values))
     shown = 2 * targets.shape[1]
     past, future, forecast = (from_model(recipe.data, array) for array in (values[:, -shown:], targets, forecast))
-    from transformer.viz._forecasts import forecast_picture  # matplotlib takes a while: not before the first step
+    from transformer.viz._forecasts import forecast_picture  # imported late: matplotlib is slow to import
 
     forecast_picture(past, future, forecast, recipe.data.columns, png_path, title=recipe.name)
