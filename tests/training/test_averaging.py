@@ -1,4 +1,4 @@
-"""Checkpoints averaged: the mean is what it says, stands for itself, and the run it is of is left alone."""
+"""Checkpoint averaging: the mean is correct, the result is a usable workdir, and the run itself is unchanged."""
 
 import dataclasses
 import hashlib
@@ -33,7 +33,7 @@ def write_run(folder, recipe=None, *, dtype=None, keep_last=4):
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory):
-    """A run that keeps an average of its parameters; its lowest loss is that of its first checkpoint."""
+    """A run that keeps a moving average of its parameters; its first checkpoint has the lowest loss."""
     return write_run(tmp_path_factory.mktemp("kept"))
 
 
@@ -46,7 +46,7 @@ def mean_of(*trees):
 
 
 def averages(workdir, steps):
-    """What the run kept as averages of its parameters."""
+    """The moving averages of the parameters that the run saved."""
     return [load_params(workdir, step=step, names="ema")[0] for step in steps]
 
 
@@ -77,7 +77,7 @@ def test_one_is_itself(kept, tmp_path):
 
 
 def test_every_verb_opens_it(kept, tmp_path):
-    """Without a word: it has one checkpoint, which is the best there is."""
+    """No option is needed: its only checkpoint is also the best one."""
     average(kept, 2, tmp_path / "mean")
     opened = open_model(tmp_path / "mean")
     assert opened.tokenizer.state() == open_model(kept).tokenizer.state()
@@ -95,7 +95,7 @@ def test_half_floats_are_summed_in_float32(tmp_path):
 
 
 def test_with_lora_the_merged_parameters_are_averaged(tmp_path):
-    """Not the factors: the product of two means is not the mean of two products."""
+    """The LoRA factors must not be averaged: the product of two means is not the mean of two products."""
     recipe = dataclasses.replace(text_recipe(tmp_path), lora=LoRA(rank=2))
     workdir = write_run(tmp_path, change(recipe, training={"ema_decay": None}, checkpoint={"keep_last": 4}))
     run = load_run(average(workdir, 4).workdir)
@@ -104,7 +104,7 @@ def test_with_lora_the_merged_parameters_are_averaged(tmp_path):
     chex.assert_trees_all_close(run.params, mean_of(*merged), rtol=1e-5, atol=1e-5)
 
 
-# What can go wrong
+# Errors
 
 
 def test_too_few(kept, tmp_path):

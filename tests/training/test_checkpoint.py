@@ -1,3 +1,5 @@
+"""Checkpoints: exact round trips, retention, detection of damage, and error messages."""
+
 import contextlib
 import json
 import os
@@ -106,7 +108,7 @@ def test_leaves_are_restored_onto_the_layout_asked_for(tmp_path):
 
 
 def test_what_is_saved_is_the_state_at_the_call(tmp_path):
-    """The next step donates the arrays, and may overwrite them, while they are still being written."""
+    """The next step may donate or overwrite the arrays while they are still being written to disk."""
     overwrite = jax.jit(lambda x: x * 0 - 1, donate_argnums=0)
     arrays = {"jax": jnp.arange(1_000_000.0), "numpy": np.arange(1_000_000)}
     with Checkpointer(tmp_path) as checkpointer:
@@ -138,7 +140,7 @@ def test_the_last_and_the_best_are_kept(tmp_path, options, metrics, kept):
 
 
 def test_a_damaged_newer_one_does_not_push_out_the_good_ones(tmp_path):
-    """After falling back from 30 to 20, `keep_last=1` must not keep the damaged 30 and delete what was just saved."""
+    """After a fallback from 30 to 20, `keep_last=1` must not keep the damaged 30 and delete the new checkpoint."""
     fill(tmp_path, [20, 30], keep_last=2)
     flip(largest(directory(tmp_path, 30)))
     with Checkpointer(tmp_path, keep_last=1, keep_best=0) as checkpointer:
@@ -167,13 +169,13 @@ def test_a_damaged_one_does_not_count_among_the_last(tmp_path):
 def test_what_was_just_saved_is_never_deleted(tmp_path):
     fill(tmp_path, [20, 30])
     with Checkpointer(tmp_path, keep_last=1) as checkpointer:
-        checkpointer.save(25, make_state(25))  # by a run that went back to an older step
+        checkpointer.save(25, make_state(25))  # by a run that resumed from an older step
         checkpointer.wait()
         assert checkpointer.steps() == [25, 30]
 
 
 def test_a_step_is_written_once_and_brought_up_to_date(tmp_path):
-    """A run stopped while it evaluates saves without a metric; gone on with, it evaluates and saves the same step."""
+    """A run stopped during evaluation saves without a metric. After a resume, it evaluates and saves the same step."""
     state = {"x": np.ones(3)}
     with Checkpointer(tmp_path, keep_last=1) as checkpointer:
         assert checkpointer.save(1, state, data={"evaluated": False})
@@ -274,7 +276,7 @@ def test_damage_is_named_and_the_newest_valid_one_used(two_checkpoints, tmp_path
         same_bits(restored.state, make_state(20))
     with pytest.warns(CheckpointWarning, match=message):
         assert load_params(workdir)[1] == 20
-    # and with nothing else left it is an error, never step 0
+    # If no other checkpoint is left, it is an error; the run must not restart from step 0.
     shutil.rmtree(directory(workdir, 20))
     with Checkpointer(workdir) as checkpointer, pytest.raises(CheckpointError, match=message) as caught:
         checkpointer.restore_newest(abstract(make_state()))
@@ -300,7 +302,7 @@ def test_every_flipped_bit_of_an_array_is_noticed(two_checkpoints, tmp_path):
 def test_an_empty_directory_that_looks_newer_is_passed_over(tmp_path):
     fill(tmp_path, [2])
     directory(tmp_path, 7).mkdir()
-    (tmp_path / "checkpoints" / "notes").mkdir()  # not a step, nobody's business
+    (tmp_path / "checkpoints" / "notes").mkdir()  # not a step, so it is ignored
     with Checkpointer(tmp_path) as checkpointer, pytest.warns(CheckpointWarning, match=r"step 2.*/7 is empty"):
         assert checkpointer.restore_newest(abstract(make_state())).step == 2
     (tmp_path / "checkpoints" / "003").mkdir()
@@ -387,7 +389,7 @@ def test_impossible_arguments(tmp_path):
 
 @pytest.mark.slow
 def test_orbax_s_manager_restores_a_damaged_step_without_an_error(tmp_path):
-    """Why each checkpoint has a manifest of hashes, which is compared before anything is restored."""
+    """The reason why each checkpoint has a manifest of hashes, which is verified before anything is restored."""
     import orbax.checkpoint as ocp
 
     tree = {"a": jnp.arange(1000.0), "b": jnp.ones((64, 64))}
@@ -400,7 +402,7 @@ def test_orbax_s_manager_restores_a_damaged_step_without_an_error(tmp_path):
         data.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
         with ocp.CheckpointManager(tmp_path / "run") as manager:
             restored = tree
-            with contextlib.suppress(Exception):  # what it notices is well and good
+            with contextlib.suppress(Exception):  # an error means that Orbax noticed the damage
                 restored = manager.restore(1, args=ocp.args.StandardRestore(tree))
         silent += any(not np.array_equal(x, y) for x, y in zip(*map(jax.tree.leaves, (restored, tree)), strict=True))
     assert silent

@@ -1,4 +1,4 @@
-"""Saves that fail: no room, no permission, killed in the middle."""
+"""Failing saves: disk full, no permission, process killed during a save."""
 
 import errno
 import os
@@ -23,7 +23,7 @@ def save_now(checkpointer, step, state):
 
 
 def check_full_disk(workdir):
-    """A save that finds no room fails aloud, leaves nothing behind, and the older checkpoint still works."""
+    """A save on a full disk raises an error and leaves no files; the older checkpoint still works."""
     checkpointer = Checkpointer(workdir)
     with pytest.raises(
         CheckpointSaveError, match=r"No checkpoint was written to \S+/2: the disk is full.*8.0 MB.*rerun"
@@ -98,7 +98,7 @@ with Checkpointer(workdir) as checkpointer:
 
 
 def test_a_save_that_fails_in_several_threads_is_told_once(tmp_path):
-    """Orbax logs a traceback for each of them, and TensorStore prints one for every array that is written too late."""
+    """Orbax logs a traceback per thread, and TensorStore prints one for every array that is written too late."""
     done = subprocess.run([sys.executable, "-c", FAILING, str(tmp_path)], capture_output=True, text=True)
     assert done.returncode == 1
     assert "CheckpointSaveError: No checkpoint was written to" in done.stderr
@@ -108,7 +108,7 @@ def test_a_save_that_fails_in_several_threads_is_told_once(tmp_path):
 
 @pytest.fixture
 def slow_full_disk(monkeypatch):
-    """The disk turns out full only after `save` has returned, when the event is set."""
+    """Simulate a disk that is full only after `save` has returned, when the event is set."""
     go_on = threading.Event()
 
     def sync_tree(path):
@@ -135,7 +135,7 @@ def test_a_failed_save_is_told_at_the_next_call(tmp_path, slow_full_disk, call):
     slow_full_disk.set()
     with pytest.raises(CheckpointSaveError, match=r"/1: the disk is full"):
         call(checkpointer)
-    assert checkpointer.newest_step is None  # that step may be tried again
+    assert checkpointer.newest_step is None  # the same step may be saved again
     assert os.listdir(tmp_path / "checkpoints") == []
 
 
@@ -174,7 +174,7 @@ def test_what_was_left_over_goes_and_what_is_not_ours_stays(tmp_path):
 
 
 def test_killed_in_the_middle_of_a_save(tmp_path):
-    """The commit is one rename: killed at any moment before it, the older checkpoint is the newest."""
+    """A rename commits the save. If the process is killed before it, the older checkpoint stays the newest."""
     script = textwrap.dedent(
         """
         import os, signal, sys

@@ -1,4 +1,4 @@
-"""The loss of a part of the tokens at a time is the loss of all at once, in values and gradients, on any mesh."""
+"""The chunked loss equals the unchunked loss, in values and gradients, on any mesh."""
 
 import functools
 
@@ -22,7 +22,7 @@ ROWS, LENGTH, WIDTH, VOCABULARY = 8, 12, 6, 11
 
 
 def arrays(seed=0):
-    """Hidden states, targets, weights of which some are 0, and a head."""
+    """A head, hidden states, targets, and weights, some of which are 0."""
     random = np.random.default_rng(seed)
     hidden = random.normal(size=(ROWS, LENGTH, WIDTH)).astype(np.float32)
     targets = random.integers(0, VOCABULARY, (ROWS, LENGTH)).astype(np.int32)
@@ -42,7 +42,7 @@ def in_chunks(tokens):
 
 
 def with_gradients(function):
-    """Value and gradients, of three times the loss: the factor from outside has to come in."""
+    """Value and gradients of three times the loss: the custom VJP must apply the cotangent."""
     return jax.jit(jax.value_and_grad(lambda *given: 3.0 * function(*given), argnums=(0, 1)))
 
 
@@ -68,14 +68,14 @@ def test_on_a_mesh_too(shape, names):
 
 
 def test_devices_add_their_gradients_up_once():
-    """However many chunks there are, what goes from device to device are the sums, at the end."""
+    """For any number of chunks, devices exchange only the sums, once, at the end."""
     params, *rest = arrays()
     with jax.set_mesh(jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))):
         rest = [jax.device_put(array, jax.P("data")) for array in rest]
         loops, program = with_gradients(in_chunks(2)).lower(params, *rest).compile().as_text().split("ENTRY")
     assert "all-reduce" not in loops
     assert "all-gather" not in loops + program
-    assert 1 <= program.count("all-reduce(") <= 3  # of the loss and two gradients
+    assert 1 <= program.count("all-reduce(") <= 3  # the loss and two gradients
 
 
 def test_sums_of_any_kind():

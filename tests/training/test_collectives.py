@@ -1,7 +1,8 @@
-"""What devices tell each other in a training step, layout by layout: no activation is gathered that need not be.
+"""Collectives of a training step for each mesh layout: no activation is gathered unnecessarily.
 
-Read from the program that XLA compiles for eight simulated CPUs. There it writes all-reduce and slice where other
-devices have reduce-scatter, and sums the three gradients of what queries, keys and values are made from one by one.
+The tests read the program that XLA compiles for eight simulated CPU devices. On CPU, XLA uses all-reduce and slice
+where other platforms use reduce-scatter, and it sums the three gradients of the common input of queries, keys and
+values one by one.
 """
 
 import collections
@@ -23,7 +24,7 @@ from transformer.training.plan import Program, batch_shapes
 
 BATCH, LENGTH, WIDTH, HEADS, LAYERS, VOCABULARY, EXPERTS = 16, 40, 32, 4, 2, 232, 4
 MODEL = {"vocab_size": VOCABULARY, "d_model": WIDTH, "num_heads": HEADS, "num_layers": LAYERS, "d_ff": 24}
-MODEL |= {"position": "rotary", "use_bias": False, "norm": "rms_norm"}  # no parameter has an axis of 40
+MODEL |= {"position": "rotary", "use_bias": False, "norm": "rms_norm"}  # no parameter has an axis of size 40 (LENGTH)
 LAYOUTS = {
     "data x8": {},
     "fsdp x8": {"fsdp": 8},
@@ -32,7 +33,7 @@ LAYOUTS = {
     "expert x4, data x2": {"expert": 4},
     "fsdp x2, tensor x2, data x2": {"fsdp": 2, "tensor": 2},
 }
-COUNTED_BY = "0.10.2"  # jaxlib; another joins operations in another way, and the other tests here say if that matters
+COUNTED_BY = "0.10.2"  # jaxlib version; others fuse collectives differently. The other tests here do not depend on it.
 COUNTS = {
     "data x8": {"all-reduce": 1},
     "fsdp x8": {"all-reduce": 11, "all-gather": 28},
@@ -60,8 +61,8 @@ def compiled(layout):
     return MeshPlacement(recipe).lower(batch_shapes(recipe)).compile().as_text()
 
 
-def shapes_told(layout, *kinds):
-    """Shapes of the results of collectives of these kinds; one of a single device tells nobody."""
+def collective_shapes(layout, *kinds):
+    """Result shapes of the collectives of these kinds; those over a single device are excluded."""
     found = []
     for line in compiled(layout).splitlines():
         operation = re.search(rf"= (.+?) (?:{'|'.join(kinds)})(?:-start)?\(", line)
@@ -72,12 +73,12 @@ def shapes_told(layout, *kinds):
 
 
 def of_activations(shapes):
-    """Those with the length, or rows times length, as an axis."""
+    """The shapes with an axis of the sequence length or of rows times length."""
     return [shape for shape in shapes if any(size % LENGTH == 0 for size in shape)]
 
 
 def parameter_sizes(layout):
-    """Numbers in each parameter, of one layer, and in a device's part of it where heads or widths are split."""
+    """Sizes of all parameters, per layer, and of their shards if heads or widths are sharded."""
     placement = MeshPlacement(recipe_for(LAYOUTS[layout]))
     paths = jax.tree_util.tree_leaves_with_path(placement.abstract_state().params)
     whole = {leaf.size // (LAYERS if "layers" in jax.tree_util.keystr(path) else 1) for path, leaf in paths}
@@ -93,64 +94,64 @@ def test_counts_are_these(layout):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_no_activation_is_gathered_that_need_not_be(layout):
-    gathered = collections.Counter(of_activations(shapes_told(layout, "all-gather")))
+    gathered = collections.Counter(of_activations(collective_shapes(layout, "all-gather")))
     needed = collections.Counter()
     if "expert" in layout:
-        # The four devices that share the experts of a half of the rows tell each other that half: what they compute
-        # with, which experts, with what weights; and going back the gradient. Never do all rows meet.
+        # The four devices that share the experts gather the activations of their half of the rows, the indices and
+        # weights of the selected experts, and, in the backward pass, the gradients. No device gathers all rows.
         half = BATCH // 2, LENGTH
         needed = {(*half, WIDTH): 2 * LAYERS, (*half, 2): 2 * LAYERS}
     assert gathered == needed
-    assert not shapes_told(layout, "all-to-all")
+    assert not collective_shapes(layout, "all-to-all")
 
 
 def test_split_rows_sum_gradients_and_tell_nothing_else():
     layout = "data x8"
-    assert not shapes_told(layout, "all-gather", "reduce-scatter", "collective-permute")
-    assert not of_activations(shapes_told(layout, "all-reduce"))
+    assert not collective_shapes(layout, "all-gather", "reduce-scatter", "collective-permute")
+    assert not of_activations(collective_shapes(layout, "all-reduce"))
 
 
 @pytest.mark.parametrize("layout", ["fsdp x8", "fsdp x2, tensor x2, data x2"])
 def test_split_parameters_are_what_is_gathered(layout):
-    gathered = {math.prod(shape) for shape in shapes_told(layout, "all-gather")}
+    gathered = {math.prod(shape) for shape in collective_shapes(layout, "all-gather")}
     assert gathered
     assert gathered <= parameter_sizes(layout)
 
 
 @pytest.mark.parametrize("layout", ["tensor x4, data x2", "fsdp x2, tensor x2, data x2"])
 def test_split_heads_and_widths_sum_twice_a_layer_and_pass(layout):
-    """As in Shoeybi et al. 2019, arXiv 1909.08053, figure 4: after attention and feed-forward, and going back before
-    them; besides the embedding, and going back the logits.
+    """As in Shoeybi et al. 2019, arXiv 1909.08053, figure 4: one all-reduce after attention and one after the
+    feed-forward layer, the same in the backward pass, and in addition the embedding and, backward, the logits.
     """
     rows = BATCH // (2 if layout.startswith("tensor") else 4)
-    summed = [shape for shape in shapes_told(layout, "all-reduce") if math.prod(shape) == rows * LENGTH * WIDTH]
-    forward, back = 1 + 2 * LAYERS, 1 + (1 + 3) * LAYERS  # 3: queries, keys and values, see above
+    summed = [shape for shape in collective_shapes(layout, "all-reduce") if math.prod(shape) == rows * LENGTH * WIDTH]
+    forward, back = 1 + 2 * LAYERS, 1 + (1 + 3) * LAYERS  # 3: queries, keys and values; see the docstring of the module
     assert len(summed) == forward + back
 
 
 def test_a_split_length_passes_keys_and_values_round():
     layout, devices = "context x4, data x2", 4
-    assert not shapes_told(layout, "all-gather", "all-to-all", "reduce-scatter")
-    assert not of_activations(shapes_told(layout, "all-reduce"))
+    assert not collective_shapes(layout, "all-gather", "all-to-all", "reduce-scatter")
+    assert not of_activations(collective_shapes(layout, "all-reduce"))
     passed = Program(compiled(layout)).cost(8).collectives
-    # To the balanced order and back: two halves each of queries, keys, values and the output, forward and going back.
-    # Round the ring: keys and values, and going back these and their gradients.
+    # Reordering to the load-balanced order and back: two halves each of queries, keys, values and the output, in the
+    # forward and the backward pass. Ring: keys and values, and in the backward pass also their gradients.
     home, ring = 2 * 4 * 2, devices * (2 + 4)
     assert {one.kind: one.count for one in passed}["collective-permute"] == (home + ring) * LAYERS
     own = BATCH // 2 * LENGTH // devices * WIDTH
-    assert max(math.prod(shape) for shape in shapes_told(layout, "collective-permute")) == own
+    assert max(math.prod(shape) for shape in collective_shapes(layout, "collective-permute")) == own
 
 
 def test_experts_stay_where_they_are():
-    """No device is told another's expert, and gradients of one are summed over the two devices that have it."""
+    """Expert weights are never gathered, and gradients of an expert are summed over the two devices that hold it."""
     layout = "expert x4, data x2"
-    told = shapes_told(layout, "all-gather", "all-reduce", "reduce-scatter")
-    kernels = collections.Counter(shape for shape in told if sorted(shape[-2:]) == [24, WIDTH])
+    shapes = collective_shapes(layout, "all-gather", "all-reduce", "reduce-scatter")
+    kernels = collections.Counter(shape for shape in shapes if sorted(shape[-2:]) == [24, WIDTH])
     assert kernels == {(1, 24, WIDTH): LAYERS, (1, WIDTH, 24): LAYERS}
 
 
 def test_fsdp_holds_an_eighth_of_parameters_gradients_and_optimizer_state():
-    """Asked of the compiler. Many layers in a loop: what is whole of one of them at a time is little."""
+    """According to the memory analysis of the compiler. With many scanned layers, one gathered layer is small."""
     recipe = recipe_for({"fsdp": 8}, MODEL | {"d_model": 64, "d_ff": 512, "num_layers": 16}, 8, 8, scan=True)
     placement, batch = MeshPlacement(recipe), batch_shapes(recipe)
     program = placement.lower(batch).compile()
@@ -161,8 +162,10 @@ def test_fsdp_holds_an_eighth_of_parameters_gradients_and_optimizer_state():
     memory = program.memory_analysis()
     rows = sum(x.size * x.dtype.itemsize for x in batch.values()) // 8
     assert memory.argument_size_in_bytes - rows < whole / 8 * 1.01
-    assert memory.alias_size_in_bytes > memory.output_size_in_bytes * 0.99  # and is written where it was
-    # Gradients, and all else that is there for a while: whole ones alone would be `parameters`.
+    assert (
+        memory.alias_size_in_bytes > memory.output_size_in_bytes * 0.99
+    )  # the new state reuses the buffers of the old one
+    # Gradients and all other temporary arrays. Unsharded gradients alone would take `parameters` bytes.
     assert memory.temp_size_in_bytes < 0.6 * parameters
     after, _ = program.output_shardings
     for leaf, sharding in zip(jax.tree.leaves(state), jax.tree.leaves(after), strict=True):

@@ -1,4 +1,4 @@
-"""A run goes on over other devices than it began on: the checkpoint knows nothing of them."""
+"""Elastic resume: a run resumes on other devices and meshes, because checkpoints do not depend on them."""
 
 import dataclasses
 

@@ -1,3 +1,5 @@
+"""The workdir lock: one writer, stale locks, other hosts, races, and error messages."""
+
 import calendar
 import fcntl
 import json
@@ -21,7 +23,7 @@ from transformer.training._lock import WorkdirInUseError, WorkdirLock
 
 
 def run(script, *arguments, **options):
-    """A process that imports the lock alone (quickly), stdin and stdout as pipes."""
+    """Start a process that imports only the lock module (fast), with pipes for stdin and stdout."""
     path = os.path.abspath(module.__file__)
     head = f"import importlib.util, os, sys\nspec = importlib.util.spec_from_file_location('lock', {path!r})\n"
     head += "lock = importlib.util.module_from_spec(spec)\nspec.loader.exec_module(lock)\n"
@@ -43,7 +45,7 @@ def write_record(workdir, **changes):
 
 
 def test_held_by_another_process_then_released(tmp_path):
-    other = run(HOLD, tmp_path / "workdir")  # makes the directory
+    other = run(HOLD, tmp_path / "workdir")  # creates the directory
     assert other.stdout.readline() == "held\n"
     message = rf"in use by process {other.pid} on host {socket.gethostname()}.*kill {other.pid}.*another workdir"
     with pytest.raises(WorkdirInUseError, match=message):
@@ -67,7 +69,7 @@ def test_of_a_killed_process_is_taken_over(tmp_path, capfd):
     other = run(HOLD, tmp_path)
     assert other.stdout.readline() == "held\n"
     other.send_signal(signal.SIGKILL)
-    while json.loads((tmp_path / ".lock").read_text())["pid"] != os.getpid():  # a zombie, as nobody has waited for it
+    while json.loads((tmp_path / ".lock").read_text())["pid"] != os.getpid():  # a zombie until we wait for it
         try:
             WorkdirLock(tmp_path).acquire()
         except WorkdirInUseError:
@@ -80,7 +82,7 @@ def test_of_a_killed_process_is_taken_over(tmp_path, capfd):
 
 
 def test_of_a_pid_used_again_is_taken_over(tmp_path, capfd):
-    write_record(tmp_path, started="boot 0 tick 1")  # our pid, another start
+    write_record(tmp_path, started="boot 0 tick 1")  # our pid, but another start time
     with WorkdirLock(tmp_path):
         assert "Took over" in capfd.readouterr().err
 
@@ -133,7 +135,7 @@ def test_the_first_holder_notices_a_take_over(tmp_path):
     mine.check()  # not held yet
     mine.acquire()
     mine.check()
-    write_record(tmp_path, pid=4321, host="far-away")  # there, --take-over
+    write_record(tmp_path, pid=4321, host="far-away")  # as if --take-over was passed on another host
     with pytest.raises(WorkdirInUseError, match=r"process 4321 on host far-away has taken over .* without saving"):
         mine.check()
     mine.release()
@@ -141,7 +143,7 @@ def test_the_first_holder_notices_a_take_over(tmp_path):
 
 
 def test_a_run_whose_workdir_was_taken_over_saves_no_more_checkpoints(tmp_path, monkeypatch):
-    """And the workdir's new process finds the checkpoints from before."""
+    """The new process of the workdir finds the earlier checkpoints."""
     evaluate = loop.evaluate_loss
 
     def taken_over_meanwhile(*arguments):
@@ -160,7 +162,7 @@ def test_a_run_whose_workdir_was_taken_over_saves_no_more_checkpoints(tmp_path, 
 
 
 def test_the_option_of_the_command_line(tmp_path, monkeypatch, capfd):
-    """The command to resume leaves the option out: the next lock may belong to a running process."""
+    """The command to resume omits the option, because the next lock may belong to a running process."""
     monkeypatch.chdir(tmp_path)
     write_record(tmp_path / "run", pid=1234, host="far-away")
     recipe = tmp_path / "empty.py"
@@ -193,7 +195,7 @@ def test_of_a_process_killed_before_it_wrote_its_name(tmp_path, monkeypatch, cap
 
 
 def test_filelock_never_replaces_the_lock_of_a_process_killed_before_it_wrote_its_record(tmp_path):
-    """The reason why `WorkdirLock` is ours: see docs/architecture.md, "Libraries, and what we wrote ourselves"."""
+    """The reason for our own `WorkdirLock`: see docs/architecture.md, "Libraries, and what we wrote ourselves"."""
     filelock = pytest.importorskip("filelock", minversion="4")
     (tmp_path / ".lock").write_text("")
     os.utime(tmp_path / ".lock", (time.time() - 3600,) * 2)
@@ -230,7 +232,7 @@ def test_a_process_that_is_just_writing_its_name_is_given_time(tmp_path):
     (tmp_path / ".lock").write_text("")
     timer = threading.Timer(0.2, write_record, [tmp_path], {"started": "boot 0 tick 1"})
     timer.start()
-    with WorkdirLock(tmp_path):  # stale, once its name is there
+    with WorkdirLock(tmp_path):  # stale as soon as it has a record
         timer.join()
 
 
@@ -242,7 +244,7 @@ def test_a_lock_released_while_we_look_at_it(tmp_path, monkeypatch):
         (tmp_path / ".lock").unlink()
         flock(file, how)
 
-    write_record(tmp_path)  # of a process that lives
+    write_record(tmp_path)  # of a running process
     monkeypatch.setattr(fcntl, "flock", released_meanwhile)
     with WorkdirLock(tmp_path):
         assert json.loads((tmp_path / ".lock").read_text())["pid"] == os.getpid()
@@ -251,7 +253,7 @@ def test_a_lock_released_while_we_look_at_it(tmp_path, monkeypatch):
 def test_a_lock_that_is_no_longer_ours_is_not_removed(tmp_path):
     mine = WorkdirLock(tmp_path)
     mine.acquire()
-    write_record(tmp_path, pid=1)  # someone removed ours by hand and another process came
+    write_record(tmp_path, pid=1)  # our lock was deleted, and another process created its own
     mine.release()
     assert (tmp_path / ".lock").exists()
 
@@ -275,13 +277,13 @@ while time.monotonic() < end:
         held.acquire()
     except lock.WorkdirInUseError:
         continue
-    os.mkdir(workdir + "/inside")  # fails if another one is inside
+    os.mkdir(workdir + "/inside")  # fails if the other process is inside
     won += 1
     time.sleep(random.random() * 0.002)
     os.rmdir(workdir + "/inside")
     if random.random() < 0.5:
         held.release()
-    else:  # as if killed: a stale lock for both to take over
+    else:  # as if killed: a stale lock that both may take over
         path = workdir + "/.lock"
         record = json.load(open(path)) | {"started": "boot 0 tick 1"}
         with open(path + "." + str(os.getpid()), "w") as file:

@@ -1,4 +1,4 @@
-"""What a run shows and leaves behind; signals whenever they come; numbers that are not finite."""
+"""Output and files of a run, signals at any time, and non-finite values."""
 
 import os
 import re
@@ -34,12 +34,12 @@ ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.usefixtures("compile_once")
 
 
-# A run of translations
+# A translation run
 
 
 @pytest.fixture(scope="module")
 def translated(tmp_path_factory):
-    """Numbers of two digits, a few steps: nothing is learnt, everything is done."""
+    """A few steps on two-digit numbers: the model learns nothing, but every part of a run is executed."""
     folder = tmp_path_factory.mktemp("pairs")
     recipe = short_recipe(
         "pairs",
@@ -105,7 +105,7 @@ def test_samples_are_written_at_each_evaluation(translated):
     assert text.count(" -> ") == 2
 
 
-# Summaries of their own
+# Summaries
 
 
 def test_best_earlier_than_last_is_said(tmp_path):
@@ -156,11 +156,11 @@ def test_evaluation_weighs_each_target_once():
         evaluate_loss(lambda params, batch: batch, None, [])
 
 
-# Numbers that are not finite
+# Non-finite values
 
 
 def spoil(monkeypatch, *numbers):
-    """The weights of these batches become NaN."""
+    """Set the weights of these batches to NaN."""
     original, count = loop.check_batch, [0]
 
     def check(batch, *sizes):
@@ -176,7 +176,7 @@ def test_stop_ends_the_run_with_step_and_place(tmp_path, monkeypatch):
     spoil(monkeypatch, 6)
     with pytest.raises(NonFiniteError, match=r"^step 6: the loss is nan, the first bad gradient is that of decoder/"):
         train(text_recipe(tmp_path), tmp_path / "run")
-    assert load_run(tmp_path / "run", "newest").step == 4  # checkpoints of before are there
+    assert load_run(tmp_path / "run", "newest").step == 4  # earlier checkpoints still exist
 
 
 def test_skip_counts_and_goes_on(tmp_path, monkeypatch):
@@ -190,7 +190,7 @@ def test_skip_counts_and_goes_on(tmp_path, monkeypatch):
 
 
 def test_the_next_batch_is_on_its_way_before_a_step_is_read(tmp_path, monkeypatch):
-    """The host is a step ahead of the devices: it waits for the numbers of a step after the next was dispatched."""
+    """The host runs one step ahead: it reads the metrics of a step after the next step was dispatched."""
     events = []
 
     def spy_on(of, name):
@@ -219,7 +219,7 @@ def test_ids_out_of_range_never_reach_the_model(tmp_path):
 
 @pytest.mark.parametrize("seed", [4_295, 2**31])
 def test_texts_are_drawn_whatever_the_seed(tmp_path, seed):
-    """A generation takes 32 bits of the number made of seed, step and piece of the text."""
+    """Generation uses the lower 32 bits of the number computed from seed, step and piece of the text."""
     train(change(text_recipe(tmp_path), training={"seed": seed}), tmp_path / "run")
     assert (tmp_path / "run" / "samples.txt").read_text()
 
@@ -239,7 +239,7 @@ def test_a_learned_table_too_short_for_the_data_is_said(tmp_path):
         train(Recipe(name="pairs", model=longer, data=pairs), tmp_path / "run")
 
 
-# Signals, as a user sends them
+# Signals sent by a user
 
 
 RECIPE = """
@@ -259,7 +259,7 @@ def get_config():
 
 
 class Process:
-    """A call of train.py whose output is read as it comes."""
+    """A process of train.py whose output is read line by line."""
 
     def __init__(self, command, folder):
         cache = {"JAX_COMPILATION_CACHE_DIR": str(folder / "compiled")}
@@ -270,7 +270,7 @@ class Process:
         self.process = subprocess.Popen(command, text=True, cwd=ROOT, env=environment, **pipes)
 
     def signal_at(self, words, number):
-        """Sends a signal as soon as a line has these words."""
+        """Send a signal as soon as a line contains these words."""
         lines = []
         for line in self.process.stdout:
             lines.append(line)
@@ -280,22 +280,22 @@ class Process:
         raise AssertionError(f"{words!r} did not come:\n{''.join(lines)}")
 
     def end(self):
-        """What it said since, and its exit code."""
+        """Return the remaining output and the exit code."""
         return self.process.communicate(timeout=600)[0], self.process.returncode
 
 
 @pytest.fixture
 def stopped(tmp_path):
-    """The command of a run that got a signal while its step was compiled."""
+    """The command of a run that received a signal during compilation."""
     (tmp_path / "mine.py").write_text(RECIPE.format(tests=str(ROOT / "tests"), folder=str(tmp_path)))
     command = f"{python()} train.py {tmp_path}/mine.py --workdir {tmp_path}/run"
     run = Process(command, tmp_path)
     run.signal_at("compiling the training step", signal.SIGTERM)
-    said, code = run.end()
-    assert code == 143, said
-    assert "compiled in" in said  # the compiler can't be interrupted: its first step is done, and saved
-    assert "stopped at step 1 of 2100, everything is saved" in said
-    assert said.splitlines()[-1].strip() == command
+    output, code = run.end()
+    assert code == 143, output
+    assert "compiled in" in output  # compilation can't be interrupted: the first step is done and saved
+    assert "stopped at step 1 of 2100, everything is saved" in output
+    assert output.splitlines()[-1].strip() == command
     return command
 
 
@@ -308,21 +308,21 @@ def test_signals_in_step_and_evaluation_and_the_same_command_goes_on(stopped, tm
     workdir, command = tmp_path / "run", stopped
     run = Process(command, tmp_path)
     run.signal_at("step 50/", signal.SIGINT)
-    said, code = run.end()
-    assert code == 130, said
-    step = int(re.search(r"stopped at step (\d+) of 2100, everything is saved", said)[1])
+    output, code = run.end()
+    assert code == 130, output
+    step = int(re.search(r"stopped at step (\d+) of 2100, everything is saved", output)[1])
     assert 50 < step < 2000
 
     run = Process(command, tmp_path)
     run.signal_at("step 2000/", signal.SIGTERM)
-    said, code = run.end()
-    assert code == 143, said
-    assert "stopped at step 2000 of 2100" in said
-    assert "eval loss" not in said
+    output, code = run.end()
+    assert code == 143, output
+    assert "stopped at step 2000 of 2100" in output
+    assert "eval loss" not in output
 
-    said, code = Process(command, tmp_path).end()
-    assert code == 0, said
-    assert "resuming from step 2000, to step 2100" in said
-    assert "step 2000: eval loss" in said
+    output, code = Process(command, tmp_path).end()
+    assert code == 0, output
+    assert "resuming from step 2000, to step 2100" in output
+    assert "step 2000: eval loss" in output
     steps = [line["step"] for line in read_metrics(workdir / "metrics.jsonl") if "train/loss" in line]
     assert steps == list(range(50, 2101, 50))

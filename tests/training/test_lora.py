@@ -1,4 +1,4 @@
-"""Low-rank updates: W + alpha / r A B in every layout of a kernel, and a training state that holds nothing else."""
+"""LoRA: W + alpha / r A B for every kernel shape, and a training state with only these parameters."""
 
 import dataclasses
 import functools
@@ -43,7 +43,7 @@ def tree(shapes, seed=0):
 
 
 def trained(updates):
-    """Updates as after some training: B is no longer 0."""
+    """Updates as after training: B is no longer 0."""
     ramp = jax.tree.map(lambda leaf: (np.arange(leaf.size) / 10).reshape(leaf.shape), updates)
     return jax.tree.map(lambda leaf, more: jnp.asarray(np.asarray(leaf) + more, leaf.dtype), updates, ramp)
 
@@ -61,7 +61,7 @@ BY_HAND = {
 
 @functools.cache
 def merged_once():
-    """Parameters, updates and what becomes of them, all layouts at once."""
+    """Parameters, updates and merged parameters, for all kernel shapes."""
     params = tree(SHAPES)
     updates = trained(jax.jit(lambda: lora.init(jax.random.key(1), params, CONFIG))())
     return params, updates, jax.jit(lambda: lora.merge(params, updates, CONFIG))()
@@ -69,7 +69,7 @@ def merged_once():
 
 @pytest.mark.parametrize("path", BY_HAND, ids="-".join)
 def test_a_merged_map_is_the_map_plus_its_update_of_the_activations(path):
-    """x (W + alpha / r A B) = x W + alpha / r (x A) B, each map by its own axes."""
+    """x (W + alpha / r A B) = x W + alpha / r (x A) B, for the axes of each kernel."""
     params, updates, merged = (flatten_dict(jax.device_get(of)) for of in merged_once())
     a, b = updates[*path, "a"], updates[*path, "b"]
     before, after = (of[*path, "kernel"].reshape(*a.shape[:-1], -1) for of in (params, merged))
@@ -186,7 +186,7 @@ def test_a_step_changes_the_updates_alone():
     gradients = jax.tree.map(lambda new, old: np.abs(new - old).max(), after.params, state.params)
     kinds = {path[-1]: step for path, step in flatten_dict(gradients).items()}
     assert kinds["b"] > 0
-    assert kinds["a"] == 0  # B is still 0, and weight decay is for kernels
+    assert kinds["a"] == 0  # B was 0, so dL/dA = 0; weight decay applies only to kernels
     assert metrics["grad_norm"] > 0
     again, _ = compiled_step(recipe)(after, tiny_batch())
     merged, start = (flatten_dict(model_params(recipe, of.params, of.base), sep="/") for of in (again, state))
@@ -213,4 +213,4 @@ def test_an_option_turns_it_on_and_json_brings_it_back():
         override(recipe, ["--lora.rang", "5"], program="p")
     values = to_json(recipe)
     del values["recipe"]["lora"], values["recipe"]["origin"]
-    assert from_json(values) == recipe, "a recipe of before"
+    assert from_json(values) == recipe, "a recipe of an earlier version"

@@ -1,4 +1,4 @@
-"""Cross-entropy: against its definition, with smoothing, at the edges of the vocabulary."""
+"""Cross-entropy: compared with its definition, with label smoothing, and for targets outside the vocabulary."""
 
 import chex
 import jax
@@ -79,7 +79,7 @@ def test_correct_counts_by_weight():
 
 
 def test_causal_batches_pass_on_segments_and_positions():
-    """Two texts packed into one row give what each gives alone."""
+    """Two texts packed into one row have the same logits as each text alone."""
     recipe = tiny_recipe()
     model = build_model(recipe)
     tokens = tiny_batch()["tokens"][:2]

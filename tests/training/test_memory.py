@@ -1,4 +1,4 @@
-"""Too little memory of a device: what is said has the numbers, and flags that make a recipe which needs less."""
+"""Out-of-memory errors: the message has the numbers, and flags that reduce the memory of the recipe."""
 
 import dataclasses
 import re
@@ -54,7 +54,7 @@ def by_flag(found):
 
 
 class TestRemedies:
-    """Estimates of what is left of a need."""
+    """Estimates of the memory that remains with an option."""
 
     def found(self, devices=1, times=4, recipe=RECIPE, wanted=None):
         wanted = wanted or need(2, 1, 40)
@@ -98,7 +98,7 @@ class TestRemedies:
 
 
 class TestAdvice:
-    """One text from numbers."""
+    """The text of the error message."""
 
     def test_numbers_and_what_helps(self):
         text = advice(RECIPE, sizes(), need(2, 1, 40), 16 * GIB, SHAPES)
@@ -152,7 +152,7 @@ class TestAdvice:
 
 
 class Refusing:
-    """A place whose compiler finds no room, and says so in these words."""
+    """A placement whose compilation fails with an out-of-memory error of this text."""
 
     sizes = mesh_sizes({"data": 1}, 1)
 
@@ -207,14 +207,17 @@ def test_other_errors_stay_what_they_are(error):
 def test_evaluation_has_other_remedies():
     recipe = tiny_recipe()
     watch = MemoryWatch(recipe)
-    watch.placement, watch.now = place(recipe), EVALUATION  # before any step: a run that goes on may begin so
+    watch.placement, watch.now = (
+        place(recipe),
+        EVALUATION,
+    )  # before any step: a resumed run may start with an evaluation
     lower = rf"in evaluation: .* Lower --data.eval-batch-size \({recipe.data.eval_batch_size}\)"
     with pytest.raises(OutOfMemoryError, match=lower):
         fail_inside(watch)
 
 
 def test_a_run_says_it_in_one_line_and_ends_with_a_fault(tmp_path, monkeypatch, capsys):
-    """The step is really compiled: what it needs is the compiler's account, not an estimate."""
+    """The step is actually compiled: the numbers come from the compiler, they are not estimates."""
 
     def refuse(self, state, batch, *limit):
         raise FULL
@@ -222,17 +225,17 @@ def test_a_run_says_it_in_one_line_and_ends_with_a_fault(tmp_path, monkeypatch, 
     monkeypatch.setattr(MeshPlacement, "train_step", refuse)
     recipe = text_recipe(tmp_path)
     assert run_command(lambda: train(recipe, tmp_path / "run").exit_code, debug=False) == 1
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1
+    output = capsys.readouterr().err
+    assert output.count("\n") == 1
     found = re.match(
         r"error: out of memory in the training step: it needs about ([\d.]+) MiB per device \(parameters, optimizer "
         r"state and batch ([\d.]+) MiB, gradients ([\d.]+) MiB, activations and temporaries ([\d.]+) MiB\), and JAX",
-        said,
+        output,
     )
     total, *parts = map(float, found.groups())
     assert total == pytest.approx(sum(parts), abs=0.03)
-    assert "RESOURCE_EXHAUSTED" not in said
-    assert "--training.accumulation 2" in said
+    assert "RESOURCE_EXHAUSTED" not in output
+    assert "--training.accumulation 2" in output
 
 
 def test_devices_of_a_cpu_share_its_memory():
@@ -241,7 +244,7 @@ def test_devices_of_a_cpu_share_its_memory():
 
 
 def test_the_step_that_is_measured_is_that_of_all_processes(monkeypatch):
-    """A process has its own rows of a batch, and the program those of all."""
+    """A process has only its own rows of a batch, but the program runs on the rows of all processes."""
     recipe = tiny_recipe()
     placement = place(recipe)
     halves = {name: array[:4] for name, array in tiny_batch().items()}
@@ -256,7 +259,7 @@ def test_the_step_that_is_measured_is_that_of_all_processes(monkeypatch):
     "flags", [["--training.accumulation", "4"], ["--execution.remat", "full"], ["--data.batch-size", "4"]]
 )
 def test_estimates_are_near_what_the_compiler_counts(flags):
-    """Of a model whose activations are most of it, within a quarter."""
+    """For a model whose memory is mostly activations; tolerance 25 %."""
     recipe = Recipe(
         name="x",
         model=TransformerConfig(vocab_size=64, d_model=32, num_heads=4, num_layers=8, position="rotary"),

@@ -1,3 +1,5 @@
+"""Metrics files, TensorBoard, the metrics lines of the journal, and the progress display."""
+
 import dataclasses
 import io
 import json
@@ -38,7 +40,7 @@ def test_one_object_a_line_and_back(tmp_path):
         writer.write(
             10, {"train/loss": jnp.float32(0.1), "perf/tokens_per_s": np.float64(1e5 / 3), "count": np.int64(3)}
         )
-        assert lines(tmp_path) == [  # there at once, not at the end
+        assert lines(tmp_path) == [  # written immediately, not at the end
             '{"step": 10, "train/loss": 0.1, "perf/tokens_per_s": 33333.333333333336, "count": 3}'
         ]
         writer.write(20, {"train/loss": jnp.bfloat16(0.5), "flag": np.bool_(True)})
@@ -80,7 +82,7 @@ def test_only_numbers(tmp_path, name, value):
 @pytest.mark.parametrize("torn", ["", '{"step": 9, "train/lo', '{"step": 9', "\x00\x00"])
 def test_a_run_gone_on_with_leaves_the_file_of_one_never_stopped(tmp_path, stopped_at, torn):
     train(tmp_path / "whole", range(1, 13))
-    train(tmp_path / "resumed", range(1, 10))  # killed at step 9, maybe in the middle of a line
+    train(tmp_path / "resumed", range(1, 10))  # killed at step 9, possibly in the middle of a line
     with open(tmp_path / "resumed" / "metrics.jsonl", "a") as file:
         file.write(torn)
     train(tmp_path / "resumed", range(stopped_at + 1, 13), restored_step=stopped_at)
@@ -117,7 +119,7 @@ def test_a_full_disk_names_file_and_remedy(tmp_path):
 
 
 def events(workdir):
-    """(step, tag, value) of every scalar in TensorBoard's files, and the steps from which it is to forget."""
+    """(step, tag, value) of every scalar in the TensorBoard files, and the steps from which older events are purged."""
     scalars, purged = [], []
     for path in sorted((workdir / "tensorboard").iterdir()):
         content = path.read_bytes()
@@ -146,7 +148,7 @@ def test_no_tensorboard_unless_asked(tmp_path):
 
 
 class Pending:
-    """A metric that a device may still be computing."""
+    """A metric that may still be in computation on the device."""
 
     def __init__(self, value, ready):
         self.value, self.is_ready = value, lambda: ready
@@ -154,18 +156,18 @@ class Pending:
 
 @pytest.mark.parametrize("ready", [True, False])
 def test_the_time_a_step_waits_for_data_is_told(tmp_path, monkeypatch, ready):
-    """A batch that is made while the device still works keeps nobody waiting."""
+    """A batch that is loaded while the device is still busy causes no waiting time."""
     now = [0.0]
     monkeypatch.setattr("transformer.training._journal.time.perf_counter", lambda: now[0])
     monkeypatch.setattr(jax, "device_get", lambda tree: {n: np.asarray(m.value) for n, m in tree.items()})
     recipe = tiny_recipe(steps=5)
     recipe = dataclasses.replace(recipe, logging=dataclasses.replace(recipe.logging, every=2))
-    told = {"loss_sum": 1.0, "weight": 1.0, "grad_norm": 1.0, "learning_rate": 0.1, "skipped": 0, "finite": True}
+    scalars = {"loss_sum": 1.0, "weight": 1.0, "grad_norm": 1.0, "learning_rate": 0.1, "skipped": 0, "finite": True}
     with MetricsWriter(tmp_path) as writer:
         journal = Journal(recipe, TrainStats(), writer, Progress(5, mode="none"), [])
         for step in range(1, 6):
             journal.fed(0.25)
-            journal.add(step, {name: Pending(value, ready) for name, value in told.items()})
+            journal.add(step, {name: Pending(value, ready) for name, value in scalars.items()})
             now[0] += 1.0
         journal.read()
     waits = [line["perf/data_wait"] for line in read_metrics(tmp_path / "metrics.jsonl") if "perf/data_wait" in line]
@@ -174,15 +176,15 @@ def test_the_time_a_step_waits_for_data_is_told(tmp_path, monkeypatch, ready):
 
 @pytest.mark.parametrize("routed", [True, False])
 def test_the_loss_of_routers_has_a_line_of_its_own_where_there_are_some(tmp_path, routed):
-    """Means over the targets since the last line, as the loss."""
+    """It is a mean over the targets since the last line, like the loss."""
     with MetricsWriter(tmp_path) as writer:
         recipe = tiny_recipe(steps=4)
         recipe = dataclasses.replace(recipe, logging=dataclasses.replace(recipe.logging, every=2))
         journal = Journal(recipe, TrainStats(), writer, Progress(4, mode="none"), [])
         for step in range(1, 5):
             sums = {"loss_sum": 6.0 * step, "weight": 2.0 * step} | ({"router_loss": 1.0 * step**2} if routed else {})
-            told = {"grad_norm": 1.0, "learning_rate": 0.1, "skipped": 0, "finite": True}
-            journal.add(step, {name: np.asarray(value) for name, value in (sums | told).items()})
+            scalars = {"grad_norm": 1.0, "learning_rate": 0.1, "skipped": 0, "finite": True}
+            journal.add(step, {name: np.asarray(value) for name, value in (sums | scalars).items()})
         journal.read()
     lines = read_metrics(tmp_path / "metrics.jsonl")
     assert [line["train/loss"] for line in lines] == [3.0, 3.0]
@@ -191,7 +193,7 @@ def test_the_loss_of_routers_has_a_line_of_its_own_where_there_are_some(tmp_path
 
 
 def test_a_pipe_gets_plain_lines(monkeypatch):
-    monkeypatch.setenv("FORCE_COLOR", "1")  # rich would obey
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich would use colors because of it
     clock = iter(range(100))
     monkeypatch.setattr("transformer.training._metrics.time.monotonic", lambda: 100.0 + 30 * next(clock))
     stream = io.StringIO()
