@@ -1,10 +1,10 @@
-"""Tiny Shakespeare with one part of the transformer taken away at a time; writes docs/without-attention.md anew.
+"""Ablations on Tiny Shakespeare: train variants without one part of the transformer; update docs/without-attention.md.
 
 Usage: python -m benchmarks.ablations [--manual-dir FOLDER] [--only NAME ...] [--render]
 
-Trains each variant of configs/shakespeare.py in runs/ablations/NAME (a finished run is not trained again, a stopped one
-goes on), then writes docs/ablations.json, the pictures in docs/images/ and the tables between the markers of the page.
---only trains some of them, --render none: it makes pictures and tables of what docs/ablations.json holds.
+Trains each variant of configs/shakespeare.py in runs/ablations/NAME; a finished run is not repeated, an interrupted run
+resumes. Then writes docs/ablations.json, the plots in docs/images/ and the tables between the markers of the page.
+--only trains some of the variants. --render trains none, and renders plots and tables from docs/ablations.json.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "ablations.json"
 BLIND = (LayerKind(self_attention=False),)
 PATIENCE = 500
-"""steps of the deep models, which are compared with each other only"""
+"""training steps of the six-layer models, which are compared only with each other"""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One run: what it is called in a table, the table, and how its recipe differs from configs/shakespeare.py."""
+    """One run: its label in a table, the name of the table, and its changes to the base recipe."""
 
     label: str
     table: str
     changes: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
 
     def recipe(self, base: Recipe, name: str) -> Recipe:
-        """The base recipe with the changes, {group: {field: value}}."""
+        """Return the base recipe with the changes, {group: {field: value}}."""
         groups = {group: dataclasses.replace(getattr(base, group), **fields) for group, fields in self.changes.items()}
         return dataclasses.replace(base, name=name, **groups)
 
@@ -87,23 +87,29 @@ VARIANTS = {
 
 
 def bigram_bounds(dataset: Dataset) -> dict[str, float]:
-    """What a model that sees one token can reach on the held-out text, in nats a token.
+    """Return lower bounds on the held-out loss of a model that sees at most one token, in nats per token.
 
-    `entropy`: H(next | current) of the held-out text itself, the least that any function of the current token alone can
-    have there, even one fitted to that text. `learnt`: the loss there of the pair frequencies of the training text.
-    `unigram`: the entropy of single tokens, for who sees nothing.
+    Returns:
+        `entropy`: H(next | current) of the held-out text. No function of the current token alone has a lower loss, even
+        if it is fitted to that text. `learnt`: the held-out loss of a bigram model with the pair frequencies of the
+        training text. `unigram`: the entropy of single tokens, the bound for a model without any input.
     """
     held_out = pair_counts(dataset.eval_batches(), dataset.tokenizer.vocab_size)
     train = pair_counts(dataset.eval_batches("train"), dataset.tokenizer.vocab_size)
     return {
         "entropy": conditional_loss(held_out, held_out),
-        "learnt": conditional_loss(held_out, train + 0.1),  # pairs never seen in training are possible
+        # Add 0.1 to each count: a held-out pair that is absent from the training text would have infinite loss.
+        "learnt": conditional_loss(held_out, train + 0.1),
         "unigram": conditional_loss(held_out.sum(0, keepdims=True), held_out.sum(0, keepdims=True)),
     }
 
 
 def pair_counts(batches: Iterable[dict[str, np.ndarray]], vocab_size: int) -> np.ndarray:
-    """How often each token (row) is followed by each (column), over what the batches ask to predict."""
+    """Count how often each token (row) is followed by each other token (column), over the targets with weight 1.
+
+    Returns:
+        Counts (V, V).
+    """
     counts = np.zeros((vocab_size, vocab_size))
     for batch in batches:
         np.add.at(counts, (batch["tokens"], batch["targets"]), batch["weights"])
@@ -111,16 +117,20 @@ def pair_counts(batches: Iterable[dict[str, np.ndarray]], vocab_size: int) -> np
 
 
 def conditional_loss(seen: np.ndarray, model: np.ndarray) -> float:
-    """Mean of -ln q(next | current) over the pairs counted in `seen`, q being the row frequencies of `model`."""
+    """Return the mean of -ln q(next | current) over the pairs counted in `seen`, both arrays (V, V).
+
+    q is `model` with normalized rows. With `model` equal to `seen`, this is the conditional entropy H(next | current).
+    """
+    # q(next | current); the maximum avoids 0 / 0 for a token that never occurs.
     frequencies = model / np.maximum(model.sum(1, keepdims=True), 1e-300)
-    present = seen > 0
+    present = seen > 0  # other pairs contribute 0; their logarithm may be -inf
     return float(-(seen[present] * np.log(frequencies[present])).sum() / seen.sum())
 
 
 def outcome(workdir: Path, summary: Summary) -> dict[str, Any]:
-    """What is kept of a run: sizes, curves, and a text of its own."""
+    """Return the results to store of a run: sizes, loss curve, and a generated text."""
     if summary.stop_code is not None:
-        raise SystemExit(summary.exit_code)  # a signal stopped this run: the next call goes on with it
+        raise SystemExit(summary.exit_code)  # a signal stopped this run; the next call resumes it
     records = read_metrics(workdir / "metrics.jsonl")
 
     return {
@@ -136,9 +146,9 @@ def outcome(workdir: Path, summary: Summary) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--manual-dir", help="a folder that holds input.txt, for a machine without network")
+    parser.add_argument("--manual-dir", help="folder that contains input.txt, for a machine without network access")
     parser.add_argument("--only", nargs="+", choices=list(VARIANTS), metavar="NAME", help=", ".join(VARIANTS))
-    parser.add_argument("--render", action="store_true", help="train nothing: pictures and tables of the results kept")
+    parser.add_argument("--render", action="store_true", help="train nothing; render plots and tables from the results")
     options = parser.parse_args()
     results = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {"runs": {}}
     if not options.render:
@@ -155,7 +165,7 @@ def main() -> None:
             results["runs"][name] = outcome(workdir, train(recipe, workdir))
             RESULTS.write_text(json.dumps(results) + "\n", encoding="utf-8")
     if missing := VARIANTS.keys() - results["runs"].keys():
-        print(f"the page is written when all runs are there; not yet: {', '.join(sorted(missing))}")
+        print(f"page not written, because these runs are missing: {', '.join(sorted(missing))}")
     else:
         write_page(results, {name: (variant.table, variant.label) for name, variant in VARIANTS.items()}, ROOT / "docs")
 

@@ -1,4 +1,4 @@
-"""Pictures and tables of docs/without-attention.md, from the results that benchmarks.ablations keeps."""
+"""Plots and tables of docs/without-attention.md, from the results stored by benchmarks.ablations."""
 
 from __future__ import annotations
 
@@ -13,20 +13,23 @@ Results = Mapping[str, Any]
 PAGE = "without-attention.md"
 BOUNDS = {
     "learnt": "pair frequencies of the training text",
-    "entropy": "bigram entropy of the held-out text: nobody who sees one character gets below",
+    "entropy": "bigram entropy of the held-out text: lower bound for models that see one character",
 }
 
 
 def write_page(results: Results, labels: Mapping[str, tuple[str, str]], docs: Path) -> None:
-    """Draws the pictures into `docs`/images and puts the tables between the markers of the page.
+    """Draw the plots into `docs`/images, and write the tables between the markers of the page.
 
-    `labels` gives (table, label) of each run by name.
+    Args:
+        results: content of docs/ablations.json.
+        labels: (table, label) of each run, by name.
+        docs: directory of the documentation.
     """
     runs, bounds = results["runs"], {BOUNDS[name]: results["bounds"][name] for name in BOUNDS}
     entropy = {"bigram entropy": results["bounds"]["entropy"]}
     for picture, title, tables, shown in (
         ("without_attention", "Tiny Shakespeare, held-out loss", ("main",), bounds),
-        ("ablations", "One part taken away, held-out loss", ("main", "parts"), entropy),
+        ("ablations", "One part removed or changed, held-out loss", ("main", "parts"), entropy),
         ("norm_and_warmup", "Six layers, 500 steps, held-out loss", ("norm",), {}),
     ):
         curves = {label: runs[name]["eval"] for name, (table, label) in labels.items() if table in tables}
@@ -38,14 +41,18 @@ def write_page(results: Results, labels: Mapping[str, tuple[str, str]], docs: Pa
 
 
 def filled(text: str, results: Results, labels: Mapping[str, tuple[str, str]]) -> str:
-    """The page with what stands between `<!-- made: NAME -->` and `<!-- end -->` made anew. KeyError: unknown NAME."""
+    """Return the page with all its generated parts updated. Raises KeyError for an unknown marker name."""
     made = {table: _table(results, labels, table) for table in ("main", "blind", "parts", "norm")}
     made |= {"bounds": _bounds(results), "samples": _samples(results, labels), "when": _when(results)}
     return fill(text, made)
 
 
 def fill(text: str, made: Mapping[str, str]) -> str:
-    """The page with `made[NAME]` between `<!-- made: NAME -->` and `<!-- end -->`. KeyError: unknown NAME."""
+    """Return the page with `made[NAME]` between `<!-- made: NAME -->` and `<!-- end -->`, for each marker.
+
+    Raises:
+        KeyError: `made` has no entry for the name of a marker.
+    """
 
     def replace(match: re.Match) -> str:
         return f"<!-- made: {match[1]} -->\n{made[match[1]]}\n<!-- end -->"
@@ -56,7 +63,7 @@ def fill(text: str, made: Mapping[str, str]) -> str:
 def _table(results: Results, labels: Mapping[str, tuple[str, str]], table: str) -> str:
     entropy = results["bounds"]["entropy"]
     lines = [
-        "| run | what | parameters | steps | held-out loss | above the bigram entropy |",
+        "| run | variant | parameters | steps | held-out loss | loss minus bigram entropy |",
         "| --- | --- | ---: | ---: | ---: | ---: |",
     ]
     for name, (of, label) in labels.items():
@@ -70,12 +77,12 @@ def _table(results: Results, labels: Mapping[str, tuple[str, str]], table: str) 
 def _bounds(results: Results) -> str:
     bounds = results["bounds"]
     rows = {
-        "nothing: entropy of single characters": bounds["unigram"],
-        "the current character, with the pair frequencies of the training text": bounds["learnt"],
-        "the current character, with those of the held-out text itself: its bigram entropy": bounds["entropy"],
+        "no input: entropy of single characters": bounds["unigram"],
+        "current character, with the pair frequencies of the training text": bounds["learnt"],
+        "current character, with the pair frequencies of the held-out text: its bigram entropy": bounds["entropy"],
     }
-    lines = ["| what one knows | nats a character |", "| --- | ---: |"]
-    return "\n".join([*lines, *(f"| {what} | {value:.3f} |" for what, value in rows.items())])
+    lines = ["| input of the model | loss, nats per character |", "| --- | ---: |"]
+    return "\n".join([*lines, *(f"| {name} | {value:.3f} |" for name, value in rows.items())])
 
 
 def _samples(results: Results, labels: Mapping[str, tuple[str, str]]) -> str:
@@ -87,4 +94,4 @@ def _samples(results: Results, labels: Mapping[str, tuple[str, str]]) -> str:
 
 def _when(results: Results) -> str:
     minutes = sum(run["seconds"] for run in results["runs"].values()) / 60
-    return f"Made {results['made']}; {len(results['runs'])} runs, {minutes:.0f} minutes of training in all."
+    return f"Measured {results['made']}; {len(results['runs'])} runs, {minutes:.0f} minutes of training in total."

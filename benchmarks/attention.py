@@ -1,11 +1,12 @@
-"""Time and memory of attention over length: each kernel beside `jax.nn.dot_product_attention`, forward and backward.
-From which length each is the fastest, beside the bounds that `auto` goes by.
+"""Time and memory of attention by length: each kernel and `jax.nn.dot_product_attention`, forward and backward.
+Also reports from which length each kernel is the fastest, and the thresholds of `auto`.
 
 Usage: python -m benchmarks.attention [--lengths 64 96 128 ...] [--batch 4] [--turns 5] [--whole-scores-up-to 2048]
 
-Causal, 4 heads of 64: in float32 on a CPU, in bfloat16 elsewhere. At each length the ways take turns. Prints medians in
-milliseconds, and MiB of the compiled programs' temporaries. A length at which `auto` takes another kernel than the
-fastest says what that costs. The last line is a JSON object: `auto` at the longest length that jax.nn was tried at.
+Causal attention, 4 heads of size 64, in float32 on a CPU and in bfloat16 elsewhere. At each length the implementations
+take turns. Prints medians in milliseconds, and the temporary memory of the compiled programs in MiB. If `auto` does not
+take the fastest kernel, the table shows the factor that this costs. The last line is a JSON object with the result of
+`auto` at the longest length that jax.nn was measured at.
 """
 
 import argparse
@@ -39,26 +40,26 @@ KERNELS = {
     "gpu": ("reference", "blockwise", "cudnn"),
     "tpu": ("reference", "blockwise", "splash"),
 }
-"""what `auto` chooses among, by platform"""
+"""kernels that `auto` chooses from, by platform"""
 WHOLE = (PEER, "reference")
-"""ways that hold all scores at once"""
+"""implementations that store the full attention matrix"""
 
 
 def way(name: str) -> Callable:
-    """Attention of a query, key and value."""
+    """Return a function of query, key and value that computes causal attention with this implementation."""
     if name == PEER:
         return lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=True)
     return lambda q, k, v: dot_product_attention(q, k, v, mask=Mask.causal(), implementation=name)
 
 
 def auto(length: int, dtype: Any) -> str:
-    """The kernel that `auto` takes."""
+    """Return the kernel that `auto` takes for this length."""
     sizes = {"num_queries": length, "num_keys": length, "head_dim": HEAD_DIM, "value_dim": HEAD_DIM}
     return choose("auto", AttentionSpec(shapes=AttentionShapes(**sizes, dtype=dtype)))
 
 
 def measure(names: list[str], arrays: list[jax.Array], turns: int) -> tuple[dict[str, list[float]], dict[str, float]]:
-    """Seconds of each way in each turn, and MiB of temporaries."""
+    """Return the seconds of each implementation in each turn, and its temporary memory in MiB."""
     compiled = {name: forward_and_backward(way(name)).lower(*arrays).compile() for name in names}
     works = {
         name: functools.partial(lambda run: jax.block_until_ready(run(*arrays)), run) for name, run in compiled.items()
@@ -68,7 +69,7 @@ def measure(names: list[str], arrays: list[jax.Array], turns: int) -> tuple[dict
 
 
 def stretches(names: list[str], lengths: list[int]) -> str:
-    """Which name holds from which length on: "reference to 96, query_chunked to 1,024, blockwise"."""
+    """Merge neighbors with the same name into ranges: "reference to 96, query_chunked to 1,024, blockwise"."""
     parts = [
         f"{name} to {length:,}"
         for name, length, after in zip(names, lengths, [*names[1:], None], strict=True)
@@ -78,12 +79,12 @@ def stretches(names: list[str], lengths: list[int]) -> str:
 
 
 def bounds(platform: str) -> str:
-    """Up to which length `auto` takes what."""
+    """Return the thresholds of `auto` on a platform in words: up to which length it takes which kernel."""
     most = {"reference": FULL_MATRIX_SCORES, "query_chunked": QUERY_CHUNKED_SCORES}
-    told = [f"{name} to {math.isqrt(most[name][platform]):,}" for name in most if platform in most[name]]
+    ranges = [f"{name} to {math.isqrt(most[name][platform]):,}" for name in most if platform in most[name]]
     if platform == "gpu":
-        return ", ".join([f"cudnn from {math.isqrt(FUSED_FROM):,} on; where it can't serve, {told[0]}", "blockwise"])
-    return ", ".join([*told, KERNELS[platform][-1]])
+        return ", ".join([f"cudnn from {math.isqrt(FUSED_FROM):,}; if cudnn is unsupported, {ranges[0]}", "blockwise"])
+    return ", ".join([*ranges, KERNELS[platform][-1]])
 
 
 def main() -> None:
@@ -92,12 +93,17 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=lengths)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--whole-scores-up-to", type=int, default=1_024, help="no quadratic way beyond this length")
+    parser.add_argument(
+        "--whole-scores-up-to",
+        type=int,
+        default=1_024,
+        help="maximum length of the implementations that store the full attention matrix",
+    )
     options = parser.parse_args()
     if min(options.lengths) > options.whole_scores_up_to:
         parser.error(
-            f"no length is within --whole-scores-up-to ({options.whole_scores_up_to}), so there is nothing to compare "
-            f"with. Add a shorter one, or raise it."
+            f"all --lengths exceed --whole-scores-up-to ({options.whole_scores_up_to}), so there is no baseline to "
+            f"compare with. Add a shorter length, or increase --whole-scores-up-to."
         )
     lengths, platform, where = sorted(options.lengths), jax.default_backend(), machine()
     dtype = jnp.float32 if platform == "cpu" else jnp.bfloat16
@@ -121,12 +127,12 @@ def main() -> None:
         print(f"| {length:,} | {' | '.join([*times, fastest, taken + costs, *sizes])} |", flush=True)
     print(f"\nfastest on {platform}: {stretches([found[length]['fastest'] for length in lengths], lengths)}")
     print(f"auto takes: {stretches([found[length]['auto'] for length in lengths], lengths)}")
-    print(f"its bounds: {bounds(platform)}")
+    print(f"thresholds of auto: {bounds(platform)}")
     compared = [length for length in lengths if "ratio" in found[length]]
     last = found[compared[-1]]
     print(
         last_line(
-            f"attention of {compared[-1]:,} tokens, forward and backward, auto ({last['auto']}) beside {PEER}",
+            f"attention of {compared[-1]:,} tokens, forward and backward, auto ({last['auto']}) compared with {PEER}",
             last["seconds"][PEER],
             last["seconds"][last["auto"]],
             last["ratio"],
@@ -140,5 +146,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    keep_freed_memory()  # as train.py does
+    keep_freed_memory()  # the same allocator settings as train.py
     main()

@@ -1,12 +1,12 @@
-"""What a bag of words knows of SST-2's sentences: logistic regression on counts of words and pairs of words.
+"""Bag-of-words baseline for SST-2: logistic regression on counts of words and word pairs.
 
     python -m benchmarks.bag_of_words [--manual-dir FOLDER] [--data-dir FOLDER]
 
-The yardstick for configs/sst2.py, which reads the same sentences in order. Prints one row for each kind of features, as
-Markdown: the C that is right most often on the validation sentences (of equals the smallest), and the accuracy there
-and on the test sentences. What is minimized is that of scikit-learn's LogisticRegression, with a free intercept:
-|w|^2 / 2 + C sum log(1 + exp(-y f(x))). Words are what blanks separate; tf-idf has 1 + log tf, smoothed idf and rows of
-length 1.
+The baseline for configs/sst2.py, which uses the same sentences. Prints a Markdown table with one row per feature set:
+the value of C with the highest accuracy on the validation sentences (the smallest one if several are equal), and the
+accuracy on the validation and test sentences. The objective is that of scikit-learn's LogisticRegression with an
+unregularized intercept: |w|^2 / 2 + C sum log(1 + exp(-y f(x))). Texts are split at whitespace. tf-idf uses 1 + log tf,
+smoothed idf and rows normalized to length 1.
 """
 
 from __future__ import annotations
@@ -25,14 +25,20 @@ from scipy.special import expit
 from transformer.data import SST2Sentences
 
 STRENGTHS = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
-"""C, from much penalty to little"""
+"""values of C, from strong to weak regularization"""
 
 Rows = Sequence[tuple[str, int]]
-"""texts and 0 or 1"""
+"""texts with their labels, 0 or 1"""
 
 
 class Features:
-    """Counts of the words of a text and, with `pairs`, of two words in a row; learnt from the texts to train on."""
+    """Counts of the words of a text and, with `pairs`, of two adjacent words. The training texts define the vocabulary.
+
+    Args:
+        texts: the training texts.
+        pairs: also count pairs of adjacent words.
+        tf_idf: weight the counts by tf-idf.
+    """
 
     def __init__(self, texts: Iterable[str], *, pairs: bool, tf_idf: bool):
         self._pairs, self._tf_idf = pairs, tf_idf
@@ -40,13 +46,14 @@ class Features:
         frequency = Counter(term for document in documents for term in document)
         self._columns = {term: column for column, term in enumerate(sorted(frequency))}
         counts = np.array([frequency[term] for term in self._columns])
+        # Smoothed inverse document frequency, as in scikit-learn: 1 + log((1 + n) / (1 + df)).
         self._idf = 1.0 + np.log((1 + len(documents)) / (1 + counts))
 
     def __len__(self) -> int:
         return len(self._columns)
 
     def __call__(self, texts: Iterable[str]) -> csr_array:
-        """(texts, terms); terms never seen in training count nothing."""
+        """Return the features (texts, terms). Terms that are absent from the training texts are ignored."""
         values, columns, starts = [], [], [0]
         for text in texts:
             counts = Counter(self._columns[term] for term in self._terms(text) if term in self._columns)
@@ -56,7 +63,8 @@ class Features:
         table = csr_array((np.array(values, float), columns, starts), shape=(len(starts) - 1, len(self)))
         if not self._tf_idf:
             return table
-        table.data = (1.0 + np.log(table.data)) * self._idf[table.indices]
+        table.data = (1.0 + np.log(table.data)) * self._idf[table.indices]  # sublinear tf (1 + log tf), times idf
+        # Divide each row by its Euclidean length; the maximum avoids a division by 0 for a text without known terms.
         lengths = np.sqrt(table.multiply(table).sum(axis=1))
         return diags_array(1.0 / np.maximum(lengths, 1e-12)) @ table
 
@@ -66,13 +74,24 @@ class Features:
 
 
 def fit(table: csr_array, labels: np.ndarray, strength: float) -> np.ndarray:
-    """Weights of the columns and, last, the intercept, by L-BFGS; `labels` are 0 or 1, `strength` is C."""
-    signs = 2.0 * labels - 1.0
+    """Fit a logistic regression with L-BFGS.
+
+    Args:
+        table: features (texts, terms).
+        labels: 0 or 1, (texts,).
+        strength: C, the weight of the data term.
+
+    Returns:
+        The weights of the terms, followed by the intercept: (terms + 1,).
+    """
+    signs = 2.0 * labels - 1.0  # y in {-1, 1}
 
     def loss(weights: np.ndarray) -> tuple[float, np.ndarray]:
-        margins = signs * (table @ weights[:-1] + weights[-1])
+        margins = signs * (table @ weights[:-1] + weights[-1])  # y f(x)
+        # Derivative by f(x) of C log(1 + exp(-y f(x))): -C y sigmoid(-y f(x)). The intercept has no penalty.
         pull = -strength * signs * expit(-margins)
         gradient = np.append(weights[:-1] + table.T @ pull, pull.sum())
+        # logaddexp(0, -m) = log(1 + exp(-m)), without overflow for large negative margins.
         return 0.5 * weights[:-1] @ weights[:-1] + strength * np.logaddexp(0.0, -margins).sum(), gradient
 
     start = np.zeros(table.shape[1] + 1)
@@ -81,13 +100,13 @@ def fit(table: csr_array, labels: np.ndarray, strength: float) -> np.ndarray:
 
 
 def accuracy(table: csr_array, labels: np.ndarray, weights: np.ndarray) -> float:
-    """Share of rows on the right side."""
+    """Return the fraction of correctly classified rows."""
     return float(((table @ weights[:-1] + weights[-1] > 0) == labels).mean())
 
 
 @dataclass(frozen=True)
 class Result:
-    """The best classifier of one kind of features, by the validation texts."""
+    """The classifier of one feature set with the highest validation accuracy."""
 
     features: int
     strength: float
@@ -96,22 +115,27 @@ class Result:
 
 
 def best(splits: dict[str, Rows], *, pairs: bool, tf_idf: bool) -> Result:
-    """Trains with every C and keeps the one that is right most often on `validation`; `test` is looked at once."""
+    """Train with every C and select the one with the highest accuracy on `validation`.
+
+    `test` is evaluated only for the selected classifier.
+    """
     texts = {split: [text for text, _ in rows] for split, rows in splits.items()}
     labels = {split: np.array([label for _, label in rows]) for split, rows in splits.items()}
     features = Features(texts["train"], pairs=pairs, tf_idf=tf_idf)
     tables = {split: features(part) for split, part in texts.items()}
     fitted = {strength: fit(tables["train"], labels["train"], strength) for strength in STRENGTHS}
     right = {c: accuracy(tables["validation"], labels["validation"], weights) for c, weights in fitted.items()}
-    chosen = max(right, key=right.__getitem__)  # the first of equals: the smallest C
+    chosen = max(right, key=right.__getitem__)  # max returns the first maximum: the smallest C
     return Result(len(features), chosen, right[chosen], accuracy(tables["test"], labels["test"], fitted[chosen]))
 
 
 def main() -> None:
-    """Prints the table."""
+    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--manual-dir", help="a folder with the files of SST-2's sentences, without network")
-    parser.add_argument("--data-dir", help="where TFDS keeps prepared data")
+    parser.add_argument(
+        "--manual-dir", help="folder with the files of the SST-2 sentences, for a machine without network access"
+    )
+    parser.add_argument("--data-dir", help="directory where TFDS stores prepared data")
     found = SST2Sentences(**vars(parser.parse_args())).read()
     print("| features | number | C | validation | test |\n| --- | --- | --- | --- | --- |")
     for tf_idf in (False, True):

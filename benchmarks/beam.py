@@ -1,11 +1,11 @@
-"""Sentences a second of beam search with four hypotheses, ours beside `generate` of transformers, for the same weights.
+"""Throughput of beam search with beam size 4, in sentences per second: ours and `generate` of transformers.
 
 Usage: python -m benchmarks.beam [--sentences 1000] [--new 16] [--peer-batch 64] [--turns 3]
 
-Needs the parity environment (`make peers`). The model has Marian's shape at the size of
-configs/multi30k.py (d_model 128, 4 + 4 layers, d_ff 512, 6,000 entries), weights drawn at random; sources are as long
-as captions are (5 to 30 tokens). Nothing ends a hypothesis, so both sides write equally many tokens; both sort by
-length, ours in batches of its own choice, the peer in batches of `--peer-batch`. The last line is a JSON object.
+Needs the parity environment (`make peers`). Both sides use the same random weights of a Marian model with the size of
+configs/multi30k.py (d_model 128, 4 + 4 layers, d_ff 512, vocabulary 6,000). The sources have the length of captions (5
+to 30 tokens). No hypothesis ends early, so both sides generate the same number of tokens. Both sort the sentences by
+length; ours chooses its batches, the peer uses batches of `--peer-batch`. The last line is a JSON object.
 """
 
 import argparse
@@ -25,14 +25,14 @@ VOCABULARY, BEAM, ALPHA, PAD = 6_000, 4, 0.6, 5_999
 
 
 def sources(count: int) -> list[list[int]]:
-    """Token ids of each sentence."""
+    """Return the token ids of each sentence."""
     random = np.random.default_rng(0)
     lengths = np.clip(random.normal(13, 4.5, count).round(), 5, 30).astype(int)
     return [random.integers(1, VOCABULARY - 1, length).tolist() for length in lengths]
 
 
 def prepare(folder: str) -> None:
-    """Writes the model, as transformers saves it."""
+    """Write the model in the format of transformers."""
     from transformers import MarianConfig, MarianMTModel
 
     layers = {f"{part}_layers": 4 for part in ("encoder", "decoder")}
@@ -56,7 +56,7 @@ def prepare(folder: str) -> None:
 
 
 def ours(folder: str, count: int, new: int, batch: int) -> Callable[[], Any]:
-    """As a user gets it who names nothing but the model and the beam."""
+    """Return our beam search with default options except for the beam."""
     import transformer
     from transformer.generate import Beam, beam_search_all
 
@@ -71,7 +71,7 @@ def ours(folder: str, count: int, new: int, batch: int) -> Callable[[], Any]:
 
 
 def pytorch(folder: str, count: int, new: int, batch: int) -> Callable[[], Any]:
-    """transformers, sorted by length."""
+    """Return the beam search of transformers, with the sentences sorted by length."""
     import torch
     from transformers import MarianMTModel
 
@@ -98,15 +98,15 @@ SIDES = {"ours": ours, "torch": pytorch}
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sentences", type=int, default=1000)
-    parser.add_argument("--new", type=int, default=16, help="tokens of each translation")
-    parser.add_argument("--peer-batch", type=int, default=64, help="sentences in a batch of the peer")
+    parser.add_argument("--new", type=int, default=16, help="generated tokens per translation")
+    parser.add_argument("--peer-batch", type=int, default=64, help="batch size of the peer")
     parser.add_argument("--environments", nargs="+", choices=ENVIRONMENTS, default=list(ENVIRONMENTS))
-    parser.add_argument("--turns", type=int, default=3, help="of each side")
-    parser.add_argument("--worker", nargs=2, metavar=("SIDE", "FOLDER"), help="be one side: what the command starts")
+    parser.add_argument("--turns", type=int, default=3, help="turns of each side")
+    parser.add_argument("--worker", nargs=2, metavar=("SIDE", "FOLDER"), help="internal: run one side as a worker")
     options = parser.parse_args()
     if options.worker:
         if options.worker[0] == "ours":
-            keep_freed_memory()  # as train.py and python -m transformer do
+            keep_freed_memory()  # the same allocator settings as train.py and python -m transformer
         side, folder = options.worker
         if side == "prepare":
             prepare(folder)
@@ -132,7 +132,7 @@ def main() -> None:
             print(f"{environment:>10} {rates[0]:17.1f} {rates[1]:17.1f} {one.ratio:12.2f}", flush=True)
     print(
         last_line(
-            f"beam {BEAM}, {options.sentences} sentences, Marian of Multi30k's size",
+            f"beam {BEAM}, {options.sentences} sentences, Marian with the size of Multi30k",
             *(options.sentences / seconds for seconds in (found[0].peer_seconds, found[0].ours_seconds)),
             found[0].ratio,
             "sentences/s",

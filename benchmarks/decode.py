@@ -1,11 +1,11 @@
-"""Tokens a second of greedy decoding, ours beside `generate` of transformers, for GPT-2 124M's shape in float32.
+"""Throughput of greedy decoding in tokens per second: ours and `generate` of transformers, GPT-2 124M in float32.
 
 Usage: python -m benchmarks.decode [--batches 1 16] [--prompt 32] [--new 64] [--turns 5]
 
-Needs the parity environment (`make peers`). Random weights, prompts of one length, no row ends early.
-Each side runs in a process of its own; they take turns. Beside the rates stands what the memory allows: every token
-reads all parameters once, at the rate that a product of a large matrix and a vector reads them here. The last line is a
-JSON object.
+Needs the parity environment (`make peers`). Random weights, prompts of equal length, no row ends early. Each side runs
+in a separate process; the processes take turns. The table also shows our throughput as a fraction of the limit by
+memory bandwidth: each decoding step reads all parameters once, and the bandwidth is measured with matrix-vector
+products of large matrices. The last line is a JSON object.
 """
 
 import argparse
@@ -25,12 +25,12 @@ VOCABULARY, LAYERS, HEADS, WIDTH, POSITIONS = 50_257, 12, 12, 768, 1_024
 
 
 def prompts(batch: int, length: int) -> np.ndarray:
-    """Token ids (batch, length)."""
+    """Return token ids (batch, length)."""
     return np.random.default_rng(0).integers(0, VOCABULARY, (batch, length), dtype=np.int32)
 
 
 def ours(batch: int, length: int, new: int) -> Callable[[], Any]:
-    """As a user gets it who names nothing but the model."""
+    """Return our greedy decoding with default options."""
     import jax
     import jax.numpy as jnp
 
@@ -56,7 +56,7 @@ def ours(batch: int, length: int, new: int) -> Callable[[], Any]:
 
 
 def pytorch(batch: int, length: int, new: int) -> Callable[[], Any]:
-    """transformers, with the attention it takes by itself."""
+    """Return the greedy decoding of transformers, with its default attention."""
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -79,7 +79,7 @@ def pytorch(batch: int, length: int, new: int) -> Callable[[], Any]:
 
 
 def bandwidth() -> Callable[[], Any]:
-    """A product with each of a few large matrices, together as many numbers as the model's parameters."""
+    """Return matrix-vector products with eight large matrices that together have the size of the model's parameters."""
     import jax
     import jax.numpy as jnp
 
@@ -95,15 +95,15 @@ SIDES = {"ours": ours, "torch": pytorch}
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16])
-    parser.add_argument("--prompt", type=int, default=32, help="tokens of a prompt")
-    parser.add_argument("--new", type=int, default=64, help="new tokens of a row")
+    parser.add_argument("--prompt", type=int, default=32, help="tokens per prompt")
+    parser.add_argument("--new", type=int, default=64, help="new tokens per row")
     parser.add_argument("--environments", nargs="+", choices=ENVIRONMENTS, default=list(ENVIRONMENTS))
-    parser.add_argument("--turns", type=int, default=5, help="of each side")
-    parser.add_argument("--worker", nargs="+", help="SIDE BATCH, or bandwidth: be one side, what the command starts")
+    parser.add_argument("--turns", type=int, default=5, help="turns of each side")
+    parser.add_argument("--worker", nargs="+", help="internal: run as a worker process; SIDE BATCH, or bandwidth")
     options = parser.parse_args()
     if options.worker:
         if options.worker[0] == "ours":
-            keep_freed_memory()  # as train.py and python -m transformer do
+            keep_freed_memory()  # the same allocator settings as train.py and python -m transformer
         side, *batch = options.worker
         if side == "bandwidth":
             serve(bandwidth())
@@ -117,9 +117,9 @@ def main() -> None:
     reader = Worker(module, "--worker", "bandwidth")
     bound = BYTES / float(np.median(reader.run(20)))
     reader.stop()
-    print(f"{where}; memory {bound / 1e9:.1f} GB/s: at most {bound / BYTES:.1f} steps/s")
+    print(f"{where}; memory bandwidth {bound / 1e9:.1f} GB/s: at most {bound / BYTES:.1f} steps/s")
     print(
-        f"{'batch':>6} {'setting':>10} {'ours tokens/s':>14} {'peer tokens/s':>14} {'ours / peer':>12} {'of bound':>9}"
+        f"{'batch':>6} {'setting':>10} {'ours tokens/s':>14} {'peer tokens/s':>14} {'ours / peer':>12} {'of limit':>9}"
     )
     found = []
     lengths = ("--prompt", str(options.prompt), "--new", str(options.new))

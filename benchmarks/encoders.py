@@ -1,16 +1,16 @@
-"""Text embeddings: `embed` beside transformers on PyTorch, for the same weights and texts.
+"""Text embeddings: our `embed` and transformers on PyTorch, with the same weights and texts.
 
 Usage: python -m benchmarks.encoders [--models minilm bert] [--works one many] [--turns 5] [--threads 2]
 
-Needs the parity environment (`make peers`). The models have the sizes of MiniLM (6 layers x 384) and of BERT base
-(12 x 768), random weights and a WordPiece vocabulary of random words; transformers writes them. Both sides tokenize,
-run the encoder in float32 on `--threads` cores and average the hidden states of each text. The peer sorts the texts by
-length, pads batches of 32 to the longest, and uses its default attention (scaled_dot_product_attention).
+Needs the parity environment (`make peers`). The models have the sizes of MiniLM (6 layers x 384) and BERT base (12 x
+768), random weights, and a WordPiece vocabulary of random words, all written by transformers. Both sides tokenize, run
+the encoder in float32 on `--threads` cores, and average the hidden states of each text. The peer sorts the texts by
+length, pads batches of 32 to the longest text, and uses its default attention (scaled_dot_product_attention).
 
-A ratio is the peer's time over ours, above 1 if ours is faster: the median over the turns, and that of the fastest
-times of both sides, which other programs on the machine disturb least. On a busy machine only `--threads 1` is fair:
-the threads of PyTorch wait for each other, and with other programs on their cores they wait long. The last line is a
-JSON object.
+A ratio is the time of the peer divided by ours, so above 1 ours is faster. The table shows the median over the turns,
+and the ratio of the fastest times, which other programs on the machine disturb least. On a busy machine only
+`--threads 1` is fair, because the threads of PyTorch wait for each other, which takes long if other programs use their
+cores. The last line is a JSON object.
 """
 
 import argparse
@@ -30,12 +30,12 @@ from benchmarks.side_by_side import ENVIRONMENTS, ROOT, Worker, last_line, serve
 
 VOCABULARY, SPECIAL, PEER_BATCH = 30_522, ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"), 32
 MODELS = {"minilm": (6, 384), "bert": (12, 768)}
-"""layers and width by name; both have 12 heads and a feed-forward four times as wide"""
+"""(number of layers, width) by name; both have 12 heads and d_ff = 4 x width"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """Texts to embed: `calls` calls of `texts` texts each, of `shortest` to `longest` tokens."""
+    """Texts to embed: `calls` calls with `texts` texts each, of `shortest` to `longest` tokens."""
 
     calls: int
     texts: int
@@ -54,7 +54,7 @@ WORKS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """One comparison: medians over the turns, in milliseconds for one text."""
+    """One comparison: medians over the turns, in milliseconds per text."""
 
     model: str
     work: str
@@ -65,12 +65,12 @@ class Result:
     """median of the ratios of the turns"""
     ratio_of_fastest: float
     ours_first_s: float
-    """the first call, compilation included"""
+    """seconds of the first call, including compilation"""
     peer_first_s: float
 
 
 def vocabulary() -> list[str]:
-    """Words of two to nine letters, each once, after the special tokens."""
+    """Return the special tokens, followed by distinct random words of two to nine letters."""
     random, letters = np.random.default_rng(0), list("abcdefghijklmnopqrstuvwxyz")
     words: dict[str, None] = {}
     while len(words) < VOCABULARY - len(SPECIAL):
@@ -79,14 +79,14 @@ def vocabulary() -> list[str]:
 
 
 def texts(work: Work) -> list[list[str]]:
-    """The texts of each call; the lengths count [CLS] and [SEP]."""
+    """Return the texts of each call. The lengths of a `Work` include [CLS] and [SEP]."""
     random, words = np.random.default_rng(1), np.array(vocabulary()[len(SPECIAL) :])
     lengths = random.integers(work.shortest, work.longest + 1, (work.calls, work.texts))
     return [[" ".join(random.choice(words, length - 2)) for length in row] for row in lengths]
 
 
 def prepare(folder: str) -> None:
-    """Writes the models, each with a tokenizer, as transformers saves them."""
+    """Write the models and their tokenizers in the format of transformers."""
     import torch
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
     from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
@@ -105,7 +105,7 @@ def prepare(folder: str) -> None:
 
 
 def ours(folder: str, work: Work) -> Callable[[], Any]:
-    """`embed`, as a user calls it."""
+    """Return our side: `embed` with default options."""
     from transformer.inference import embed, open_model
 
     opened, given = open_model(folder), texts(work)
@@ -113,7 +113,7 @@ def ours(folder: str, work: Work) -> Callable[[], Any]:
 
 
 def pytorch(folder: str, work: Work) -> Callable[[], Any]:
-    """transformers: sorted by length, padded to the longest of a batch, mean over the tokens of each text."""
+    """Return the peer: texts sorted by length, padded to the longest of a batch, mean over the tokens of each text."""
     import torch
     from transformers import AutoModel, AutoTokenizer
 
@@ -139,14 +139,14 @@ SIDES = {"ours": ours, "torch": pytorch}
 
 
 def check(folder: str) -> float:
-    """The largest difference between the vectors of both sides, for a few texts of each model."""
+    """Return the largest difference between the embeddings of both sides, for a few texts of each model."""
     work = Work(calls=1, texts=5)
     found = {name: [SIDES[name](f"{folder}/{model}", work)()[0] for model in MODELS] for name in SIDES}
     return max(float(np.abs(a - b).max()) for a, b in zip(*found.values(), strict=True))
 
 
 def compare(folder: str, model: str, name: str, environment: str, turns: int, threads: int) -> Result:
-    """Both sides of one work, in processes that take turns."""
+    """Measure both sides of one work, in two processes that take turns."""
     work, words = WORKS[name], ("benchmarks.encoders", "--works", name, "--threads", str(threads), "--worker")
     set_first = ENVIRONMENTS[environment] | {"OMP_NUM_THREADS": str(threads)}
     sides = {side: Worker(*words, side, f"{folder}/{model}", environment=set_first) for side in SIDES}
@@ -173,17 +173,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--works", nargs="+", choices=WORKS, default=list(WORKS))
-    parser.add_argument("--turns", type=int, default=5, help="of each side, three runs each")
-    parser.add_argument("--threads", type=int, default=2, help="cores that each side may use")
+    parser.add_argument("--turns", type=int, default=5, help="turns of each side, three runs per turn")
+    parser.add_argument("--threads", type=int, default=2, help="number of cores that each side uses")
     parser.add_argument("--environments", nargs="+", choices=ENVIRONMENTS, default=["untouched"])
-    parser.add_argument("--worker", nargs=2, metavar=("SIDE", "FOLDER"), help="be one side: what the command starts")
+    parser.add_argument("--worker", nargs=2, metavar=("SIDE", "FOLDER"), help="internal: run one side as a worker")
     options = parser.parse_args()
     if options.worker:
         side, folder = options.worker
         if side == "prepare":
             prepare(folder)
         elif side == "check":
-            print(f"largest difference between both sides' vectors: {check(folder):.1e}")
+            print(f"largest difference between the embeddings of both sides: {check(folder):.1e}")
         else:
             os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.threads])
             serve(SIDES[side](folder, WORKS[options.works[0]]), warm_up=1)
@@ -196,7 +196,7 @@ def main() -> None:
         for part in ("prepare", "check"):
             command = [sys.executable, "-m", "benchmarks.encoders", "--worker", part, folder]
             subprocess.run(command, cwd=ROOT, check=True)
-        print(f"{where}, {options.threads} thread(s) each")
+        print(f"{where}, {options.threads} thread(s) per side")
         print(f"{'model':>7} {'work':>9} {'setting':>10} {'ours ms':>8} {'peer ms':>8} {'ratio':>6}", end="")
         print(f" {'fastest':>8} {'first s':>8} {'peer':>6}")
         for environment in options.environments:

@@ -1,10 +1,10 @@
-"""One projection of routed experts: this package's loop over blocks beside `jax.lax.ragged_dot`, forward and backward.
+"""One projection of routed experts: our loop over blocks and `jax.lax.ragged_dot`, forward and backward.
 
 Usage: python -m benchmarks.experts [--turns 5]
 
-Both multiply the rows of each expert with the expert's kernel. `ragged_dot` takes rows that are sorted by expert. The
-loop takes blocks of equally many rows, padded at the end of each expert. Rows are spread over the experts evenly, so
-that the padding is at its smallest.
+Both multiply the rows of each expert with the kernel of that expert. `ragged_dot` takes rows sorted by expert. The loop
+takes blocks with an equal number of rows, with padding after the last row of each expert. The rows are distributed
+evenly over the experts, so there is as little padding as possible.
 """
 
 import argparse
@@ -20,26 +20,26 @@ from benchmarks.side_by_side import last_line, versions
 from transformer.nn._moe import grouped_linear
 
 SHAPES = ((8, 4096, 256, 512), (8, 4096, 512, 1024), (32, 4096, 256, 512), (8, 512, 512, 1024))
-"""experts, rows, features in, features out"""
+"""experts, rows, input features, output features"""
 
 
 def loop(x, kernel):
-    """Rows (M, in) of experts of M / E rows each -> (M, out)."""
+    """Multiply x (M, in), M / E consecutive rows per expert, with kernel (E, in, out) in our loop: (M, out)."""
     experts, rows = kernel.shape[0], x.shape[0]
-    blocks = 8 * experts  # as `routed` has them
+    blocks = 8 * experts  # the number of blocks that `routed` uses
     expert = jnp.repeat(jnp.arange(experts), blocks // experts)
     y = grouped_linear(x.reshape(blocks, rows // blocks, -1), kernel, expert, jnp.int32(blocks))
     return y.reshape(rows, -1)
 
 
 def ragged(x, kernel):
-    """The same by one call of JAX."""
+    """Compute the same with `jax.lax.ragged_dot`."""
     experts = kernel.shape[0]
     return jax.lax.ragged_dot(x, kernel, jnp.full(experts, x.shape[0] // experts, jnp.int32))
 
 
 def seconds(turns: int, experts: int, rows: int, inputs: int, outputs: int) -> tuple[float, float]:
-    """Medians of a call with its gradients, in seconds: the loop's and ragged_dot's, in turns."""
+    """Return the median seconds of the loop and of ragged_dot, forward and backward. The two take turns."""
     keys = jax.random.split(jax.random.key(0), 2)
     x = jax.random.normal(keys[0], (rows, inputs))
     kernel = jax.random.normal(keys[1], (experts, inputs, outputs)) / inputs**0.5
@@ -61,13 +61,13 @@ def seconds(turns: int, experts: int, rows: int, inputs: int, outputs: int) -> t
 
 def _check_equal(a, b):
     if not jnp.allclose(a, b, rtol=1e-3, atol=1e-4):
-        raise ValueError("the two give different results: the times can't be compared.")
+        raise ValueError("loop and ragged_dot give different results, so their times can't be compared.")
 
 
 def main() -> None:
-    """Prints a row for each shape, and the geometric mean of the ratios as JSON."""
+    """Print one row per shape, and the geometric mean of the ratios as JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--turns", type=int, default=5, help="calls of each that are timed, in turns")
+    parser.add_argument("--turns", type=int, default=5, help="timed calls of each implementation")
     options = parser.parse_args()
     print("experts   rows     in    out   loop ms   ragged_dot ms   ratio")
     ratios, sums = [], [0.0, 0.0]

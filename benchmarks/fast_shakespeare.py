@@ -1,10 +1,10 @@
-"""configs/shakespeare_fast.py with one of its parts taken back or one more added; writes docs/shakespeare-fast.md anew.
+"""Ablations of configs/shakespeare_fast.py: remove or add one technique per run; update docs/shakespeare-fast.md.
 
 Usage: python -m benchmarks.fast_shakespeare [--manual-dir FOLDER] [--only NAME ...] [--seeds 0 1 2] [--render]
 
-Trains each variant in runs/shakespeare_fast/NAME-seedN (a finished run is not trained again, a stopped one goes on),
-keeps what came of it in docs/shakespeare-fast.json, and writes the tables between the markers of the page. Variants
-that have not been trained are left out of the tables. --render trains nothing.
+Trains each variant in runs/shakespeare_fast/NAME-seedN (a finished run is not repeated, an interrupted run resumes),
+stores the results in docs/shakespeare-fast.json, and writes the tables between the markers of the page. Variants
+without a run are left out of the tables. --render only writes the tables.
 """
 
 from __future__ import annotations
@@ -33,30 +33,32 @@ PAGE = ROOT / "docs" / "shakespeare-fast.md"
 VARIANTS = {
     "full": Variant("the recipe", "full"),
     "adamw": Variant(
-        "AdamW in place of Muon, at 3e-3", "removed", {"optimizer": {"name": "adamw", "learning_rate": 3e-3}}
+        "AdamW instead of Muon, learning rate 3e-3", "removed", {"optimizer": {"name": "adamw", "learning_rate": 3e-3}}
     ),
-    "low_rate": Variant("a rate of 1e-3 in place of 1e-2", "removed", {"optimizer": {"learning_rate": 1e-3}}),
+    "low_rate": Variant("learning rate 1e-3 instead of 1e-2", "removed", {"optimizer": {"learning_rate": 1e-3}}),
     "cosine": Variant(
-        "a cosine down to a tenth of the rate in place of the long fall to 0",
+        "cosine decay to a tenth of the learning rate instead of a long linear decay to 0",
         "removed",
         {"optimizer": {"schedule": "cosine", "final_fraction": 0.1}},
     ),
     "no_qk_norm": Variant("no norm on queries and keys", "removed", {"model": {"attention.qk_norm": False}}),
-    "gelu": Variant("GELU in place of the square of ReLU", "removed", {"model": {"activation": "gelu_tanh"}}),
+    "gelu": Variant("GELU instead of squared ReLU", "removed", {"model": {"activation": "gelu_tanh"}}),
     "learned_positions": Variant(
-        "learned positions in place of rotary", "removed", {"model": {"position": "learned", "max_length": 64}}
+        "learned positions instead of rotary positions", "removed", {"model": {"position": "learned", "max_length": 64}}
     ),
-    "layer_norm": Variant("LayerNorm in place of RMSNorm", "removed", {"model": {"norm": "layer_norm"}}),
+    "layer_norm": Variant("LayerNorm instead of RMSNorm", "removed", {"model": {"norm": "layer_norm"}}),
     "biases": Variant("biases in the projections", "removed", {"model": {"use_bias": True}}),
-    "high_rate": Variant("a rate of 2e-2", "added", {"optimizer": {"learning_rate": 2e-2}}),
-    "small_batches": Variant("batch 6, 4,000 steps", "added", {"data": {"batch_size": 6}, "training": {"steps": 4000}}),
+    "high_rate": Variant("learning rate 2e-2", "added", {"optimizer": {"learning_rate": 2e-2}}),
+    "small_batches": Variant(
+        "batch size 6, 4,000 steps", "added", {"data": {"batch_size": 6}, "training": {"steps": 4000}}
+    ),
     "average": Variant(
-        "evaluated with an average of the parameters (0.99)", "added", {"training": {"ema_decay": 0.99}}
+        "exponential moving average of the parameters for evaluation (0.99)", "added", {"training": {"ema_decay": 0.99}}
     ),
     "z_loss": Variant("z-loss of 1e-4", "added", {"training": {"z_loss": 1e-4}}),
     "softcap": Variant("logits capped at 15", "added", {"model": {"output.softcap": 15.0}}),
     "gated": Variant(
-        "gated feed-forward (SwiGLU) of width 340",
+        "gated feed-forward layers (SwiGLU) of width 340",
         "added",
         {"model": {"activation": "silu", "gated": True, "d_ff": 340}},
     ),
@@ -64,16 +66,19 @@ VARIANTS = {
 
 
 def tables(results: Mapping[str, Any]) -> dict[str, str]:
-    """The parts of the page by the names of their markers, of {"runs": {name: {seed: run}}, "made": text}.
+    """Return the generated parts of the page, by the names of their markers.
 
-    Losses in nats a character: mean and, from two seeds on, standard deviation; differences from the mean of `full`
-    over the same seeds.
+    Losses are in nats per character: the mean and, with at least two seeds, the standard deviation. A difference is the
+    mean difference from `full` over the seeds that both have.
+
+    Args:
+        results: {"runs": {name: {seed: run}}, "made": text}.
     """
     runs = results["runs"]
     made = {table: _table(runs, table) for table in ("removed", "added")}
     minutes = sum(run["seconds"] for seeds in runs.values() for run in seeds.values()) / 60
     number = sum(map(len, runs.values()))
-    when = f"Made {results['made']}; runs: {number}, minutes in all: {minutes:.0f}."
+    when = f"Measured {results['made']}; {number} runs, {minutes:.0f} minutes of training in total."
     if missing := [f"`{name}`" for name in VARIANTS if name not in runs]:
         when += f"\nNot trained yet: {', '.join(missing)}."
     return made | {"when": when}
@@ -81,7 +86,7 @@ def tables(results: Mapping[str, Any]) -> dict[str, str]:
 
 def _table(runs: Mapping[str, Mapping[str, Any]], table: str) -> str:
     lines = [
-        "| run | what | parameters | seeds | held-out loss | difference |",
+        "| run | variant | parameters | seeds | held-out loss | difference |",
         "| --- | --- | ---: | ---: | ---: | ---: |",
     ]
     for name, variant in VARIANTS.items():
@@ -99,10 +104,10 @@ def _table(runs: Mapping[str, Mapping[str, Any]], table: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--manual-dir", help="a folder that holds input.txt, for a machine without network")
+    parser.add_argument("--manual-dir", help="folder that contains input.txt, for a machine without network access")
     parser.add_argument("--only", nargs="+", choices=list(VARIANTS), metavar="NAME", help=", ".join(VARIANTS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="default: 0")
-    parser.add_argument("--render", action="store_true", help="train nothing: tables of the results kept")
+    parser.add_argument("--render", action="store_true", help="train nothing; render the tables from the results")
     options = parser.parse_args()
     results = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {"runs": {}}
     base, _ = load_recipe_file(find_recipe("shakespeare_fast", ROOT))
@@ -117,7 +122,7 @@ def main() -> None:
             )
             summary = train(recipe, ROOT / "runs" / "shakespeare_fast" / f"{name}-seed{seed}")
             if summary.stop_code is not None:
-                raise SystemExit(summary.exit_code)  # a signal stopped this run: the next call goes on with it
+                raise SystemExit(summary.exit_code)  # a signal stopped this run; the next call resumes it
             results["runs"].setdefault(name, {})[str(seed)] = {
                 "eval_loss": round(summary.eval_loss, 4),
                 "parameters": summary.parameters,

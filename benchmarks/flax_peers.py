@@ -1,4 +1,4 @@
-"""The same models as somebody writes them with Flax's own layers and optax, without this library."""
+"""Baseline models of benchmarks.train_step, written with the layers of Flax and Optax, without this library."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import optax
 
 
 class Layer(nn.Module):
-    """A pre-norm layer of GPT-2's kind, without biases."""
+    """A pre-norm layer as in GPT-2, without biases."""
 
     heads: int
 
@@ -27,7 +27,7 @@ class Layer(nn.Module):
 
 
 class GPT(nn.Module):
-    """A decoder alone, with learned positions and one table for tokens and logits."""
+    """A decoder-only model with learned positions and tied embeddings."""
 
     vocabulary: int
     context: int
@@ -37,7 +37,7 @@ class GPT(nn.Module):
 
     @nn.compact
     def __call__(self, tokens, targets):
-        """Tokens and targets (B, T) -> their mean loss."""
+        """Return the mean cross-entropy of tokens and targets (B, T)."""
         table = nn.Embed(self.vocabulary, self.width, embedding_init=nn.initializers.normal(0.02))
         positions = nn.Embed(self.context, self.width, embedding_init=nn.initializers.normal(0.02))
         x, mask = table(tokens) + positions(jnp.arange(tokens.shape[1]))[None], nn.make_causal_mask(tokens)
@@ -48,7 +48,7 @@ class GPT(nn.Module):
 
 
 class PaperLayer(nn.Module):
-    """A post-norm layer of Vaswani et al. 2017, with cross-attention where there is a context."""
+    """A post-norm layer of Vaswani et al. 2017, with cross-attention if a context is given."""
 
     heads: int
     hidden: int
@@ -67,7 +67,7 @@ class PaperLayer(nn.Module):
 
 
 class Translator(nn.Module):
-    """Encoder and decoder of Vaswani et al. 2017, with one table for source, target and logits."""
+    """The encoder-decoder of Vaswani et al. 2017, with one embedding table for source, target and logits."""
 
     vocabulary: int
     width: int
@@ -77,11 +77,12 @@ class Translator(nn.Module):
 
     @nn.compact
     def __call__(self, source, tokens, targets):
-        """Source (B, S), tokens and targets (B, T) -> their mean loss, labels smoothed."""
+        """Return the mean cross-entropy with smoothed labels, for source (B, S), tokens and targets (B, T)."""
         table = nn.Embed(self.vocabulary, self.width, embedding_init=nn.initializers.normal(self.width**-0.5))
 
         def embed(ids):
             places, numbers = jnp.arange(ids.shape[1]), jnp.arange(0, self.width, 2)
+            # Sinusoidal positions (section 3.5): angle of position p and dimension pair i is p / 10000^(2i / d_model).
             angles = places[:, None] / 10_000 ** (numbers / self.width)[None]
             positions = jnp.stack([jnp.sin(angles), jnp.cos(angles)], -1).reshape(1, len(places), -1)
             return nn.Dropout(0.1, deterministic=False)(table(ids) * self.width**0.5 + positions)
@@ -96,13 +97,13 @@ class Translator(nn.Module):
 
 
 def training_step(model: nn.Module, batch: tuple[Any, ...], *, betas: tuple[float, float]) -> Callable[[], jax.Array]:
-    """One update of the model with the arrays of a batch; returns its loss."""
+    """Return a function that updates the model on the batch once and returns the loss."""
     keys = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
     inputs = [jnp.asarray(array) for array in batch]
     params = jax.jit(model.init)(keys, *inputs)
 
     def decayed(tree):
-        return jax.tree.map(lambda leaf: leaf.ndim > 1, tree)
+        return jax.tree.map(lambda leaf: leaf.ndim > 1, tree)  # no weight decay for norms and biases
 
     adamw = optax.adamw(1e-3, *betas, weight_decay=0.1, mask=decayed)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), adamw)

@@ -1,13 +1,14 @@
-"""One GPU: training beside PyTorch, use of its matrix units and of its memory, and the Shakespeare recipe.
+"""Benchmarks on one GPU: training compared with PyTorch, MFU, memory bandwidth in decoding, and the Shakespeare recipe.
 
 Usage: python -m benchmarks.gpu [--parts rates gpt2 llama decode shakespeare] [--data.manual-dir FOLDER]
 
-gpt2: GPT-2 124M, context 1,024, bfloat16, 16 rows a step, beside the same model in PyTorch (torch.compile, its flash
-attention, autocast), each in a process of its own, taking turns; needs torch for CUDA. llama: a decoder of Llama 3.2's
-1B shape, contexts of 2,048 and 8,192. decode: the same, greedy, one row. Shares are of what the card was measured to do
-here: products of 8,192 x 8,192 bfloat16 matrices, and reading 4 GiB. Model FLOPs: 6 a parameter of the matrices and
-token, and 12 L T d_model / 2 for causal attention (Chowdhery et al. 2022, arXiv 2204.02311, appendix B, causal half).
-The last line is a JSON object.
+gpt2: GPT-2 124M, context 1,024, bfloat16, batch size 16, compared with the same model in PyTorch (torch.compile, its
+flash attention, autocast). Each side runs in a separate process, and the processes take turns; this needs PyTorch for
+CUDA. llama: training of a decoder with the shape of Llama 3.2 1B, contexts of 2,048 and 8,192. decode: greedy decoding
+with the same model, batch size 1. Utilization is relative to rates measured on this GPU: matrix multiplications of
+8,192 x 8,192 bfloat16 matrices, and reading 4 GiB. Model FLOPs are 6 per matrix parameter and token, and 12 L T d_model
+/ 2 per token for causal attention (Chowdhery et al. 2022, arXiv 2204.02311, appendix B, causal half). The last line is
+a JSON object.
 """
 
 import argparse
@@ -29,14 +30,14 @@ from benchmarks.side_by_side import ROOT, Worker, compare, last_line, serve, ver
 GPT2 = {"vocab_size": 50_304, "d_model": 768, "num_layers": 12, "num_heads": 12}
 LLAMA = {"vocab_size": 128_256, "d_model": 2_048, "num_layers": 16, "num_heads": 32, "num_kv_heads": 8, "d_ff": 8_192}
 WORKS = {"gpt2": (16, 1_024), "llama_2048": (8, 2_048), "llama_8192": (2, 8_192)}
-"""rows and tokens of each in a step"""
+"""(batch size, sequence length) of a training step"""
 MODULE = "benchmarks.gpu"
 PUBLISHED = 1.4697
-"""nats: nanoGPT's README, of the recipe that shakespeare_gpu is"""
+"""loss in nats in nanoGPT's README, for the recipe that shakespeare_gpu reproduces"""
 
 
 def config(work: str) -> Any:
-    """The model of a work."""
+    """Return the model config of a work."""
     from transformer.config import EmbeddingOptions, TransformerConfig
 
     if work == "gpt2":
@@ -66,9 +67,14 @@ def config(work: str) -> Any:
 
 
 def flops(work: str) -> float:
-    """Of the model in one training step."""
+    """Return the model FLOPs of one training step.
+
+    Forward and backward take 6 FLOPs per matrix parameter and token. Attention takes 12 L T D per token for QK^T and AV
+    (4 T D per layer forward, three times that with backward), and half of it with a causal mask.
+    """
     sizes, (rows, length) = GPT2 if work == "gpt2" else LLAMA, WORKS[work]
     width, layers, heads = sizes["d_model"], sizes["num_layers"], sizes["num_heads"]
+    # Per layer: query and output projections (2 D^2), key and value projections (2 D^2 K / N), and the feed-forward.
     key_values = 2 * width * width * sizes.get("num_kv_heads", heads) // heads
     feed_forward = 8 * width**2 if work == "gpt2" else 3 * width * sizes["d_ff"]
     matrices = layers * (2 * width**2 + key_values + feed_forward) + width * sizes["vocab_size"]
@@ -76,13 +82,13 @@ def flops(work: str) -> float:
 
 
 def batch(work: str) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens and targets."""
+    """Return random tokens and targets, each (B, T)."""
     vocabulary = (GPT2 if work == "gpt2" else LLAMA)["vocab_size"]
     return tuple(np.random.default_rng(0).integers(0, vocabulary, (2, *WORKS[work]), dtype=np.int32))
 
 
 def ours(work: str) -> Callable[[], Any]:
-    """The training step that `train.py` makes of a recipe."""
+    """Return our side: the training step that `train.py` builds from a recipe."""
     import jax
     import jax.numpy as jnp
 
@@ -114,7 +120,7 @@ def ours(work: str) -> Callable[[], Any]:
 
 
 def pytorch(work: str) -> Callable[[], Any]:
-    """GPT-2 in PyTorch."""
+    """Return the peer: a training step of GPT-2 in PyTorch."""
     import torch
 
     from benchmarks import torch_peers
@@ -128,7 +134,7 @@ def pytorch(work: str) -> Callable[[], Any]:
 
 
 def matrix_product(_: str) -> Callable[[], Any]:
-    """One product of two square matrices of 8,192."""
+    """Return one matrix multiplication of two 8,192 x 8,192 matrices."""
     import jax
     import jax.numpy as jnp
 
@@ -138,7 +144,7 @@ def matrix_product(_: str) -> Callable[[], Any]:
 
 
 def reading(_: str) -> Callable[[], Any]:
-    """A sum over 4 GiB."""
+    """Return a sum over 4 GiB."""
     import jax
     import jax.numpy as jnp
 
@@ -148,7 +154,7 @@ def reading(_: str) -> Callable[[], Any]:
 
 
 def decoding(_: str) -> Callable[[], Any]:
-    """128 tokens of one row, greedily."""
+    """Return greedy decoding of `NEW` tokens with batch size 1."""
     import jax
     import jax.numpy as jnp
 
@@ -164,12 +170,12 @@ def decoding(_: str) -> Callable[[], Any]:
 
 NEW = 128
 PARAMETERS = 1_235_814_400
-"""of the model that decodes: each token reads all of them"""
+"""parameters of the model for decoding; each step reads all of them"""
 SIDES = {"ours": ours, "torch": pytorch, "products": matrix_product, "reading": reading, "decode": decoding}
 
 
 def seconds_of(side: str, work: str = "-", times: int = 10) -> float:
-    """Median seconds of a piece of work, in a process of its own."""
+    """Return the median seconds of a piece of work, measured in a separate process."""
     worker = Worker(MODULE, "--worker", side, work)
     found = statistics.median(worker.run(times))
     worker.stop()
@@ -177,7 +183,7 @@ def seconds_of(side: str, work: str = "-", times: int = 10) -> float:
 
 
 def shakespeare(words: list[str]) -> dict[str, float]:
-    """Lowest evaluation loss and seconds of configs/shakespeare_gpu.py."""
+    """Train configs/shakespeare_gpu.py, and return its lowest evaluation loss and its seconds."""
     from transformer.viz import read_metrics
 
     with tempfile.TemporaryDirectory() as folder:
@@ -193,24 +199,30 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parts = ["gpt2", "llama", "decode", "shakespeare"]
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
-    parser.add_argument("--worker", nargs=2, metavar=("SIDE", "WORK"), help="be one side: what the command starts")
+    parser.add_argument("--worker", nargs=2, metavar=("SIDE", "WORK"), help="internal: run one side as a worker")
     options, words = parser.parse_known_args()
     if options.worker:
         side, work = options.worker
         serve(SIDES[side](work))
         return
 
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # else this process has most of what the sides need
+    # Otherwise this process reserves most of the GPU memory, which the workers need.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     import jax
 
     from benchmarks.machine import machine
 
     if jax.default_backend() != "gpu":
-        parser.error(f"JAX computes on {jax.default_backend()} here: this needs a GPU (make setup ACCELERATOR=gpu)")
+        parser.error(
+            f"this benchmark needs a GPU, but JAX uses {jax.default_backend()}. Run: make setup ACCELERATOR=gpu"
+        )
     where = machine()
     rate, bandwidth = 2 * 8_192**3 / seconds_of("products"), 2**32 / seconds_of("reading")
     found: dict[str, Any] = {"matrix_flops": rate, "bytes_per_second": bandwidth}
-    print(f"{where}: {rate / 1e12:.0f} TFLOP/s of products, {bandwidth / 1e12:.2f} TB/s read", flush=True)
+    print(
+        f"{where}: {rate / 1e12:.0f} TFLOP/s in matrix multiplications, {bandwidth / 1e12:.2f} TB/s memory bandwidth",
+        flush=True,
+    )
     ends: list[tuple[str, float, float, float, str]] = []
     if "gpt2" in options.parts:
         sides = [(MODULE, "--worker", side, "gpt2") for side in ("ours", "torch")]
@@ -220,24 +232,30 @@ def main() -> None:
         ends.append(("training step, GPT-2 124M, bfloat16", peer, mine, one.ratio, "tokens/s"))
         share = flops("gpt2") / one.ours_seconds / rate
         found["gpt2"] = dataclasses.asdict(one) | {"mfu": share}
-        told = f"PyTorch {peer:,.0f}, ratio {one.ratio:.2f}; MFU {100 * share:.1f} %"
-        print(f"gpt2: {mine:,.0f} tokens/s, {told}", flush=True)
+        comparison = f"PyTorch {peer:,.0f}, ratio {one.ratio:.2f}; MFU {100 * share:.1f} %"
+        print(f"gpt2: {mine:,.0f} tokens/s, {comparison}", flush=True)
     for work in [name for name in WORKS if "llama" in name and "llama" in options.parts]:
         seconds = seconds_of("ours", work)
         reached = flops(work) / seconds
         found[work] = {"seconds": seconds, "mfu": reached / rate}
-        ends.append((f"training step, {work}, beside products", rate, reached, reached / rate, "FLOP/s"))
+        ends.append(
+            (f"training step, {work}, compared with matrix multiplications", rate, reached, reached / rate, "FLOP/s")
+        )
         print(f"{work}: {np.prod(WORKS[work]) / seconds:,.0f} tokens/s, MFU {100 * reached / rate:.1f} %", flush=True)
     if "decode" in options.parts:
-        written = NEW / seconds_of("decode")
-        read = 2 * PARAMETERS * written
-        found["decode"] = {"tokens_per_second": written, "of_bandwidth": read / bandwidth}
-        ends.append(("greedy decoding, 1B, beside reading", bandwidth, read, read / bandwidth, "bytes/s"))
-        print(f"decode: {written:.1f} tokens/s, {100 * read / bandwidth:.1f} % of the memory's rate")
+        rate_of_tokens = NEW / seconds_of("decode")
+        read = 2 * PARAMETERS * rate_of_tokens  # 2 bytes per bfloat16 parameter
+        found["decode"] = {"tokens_per_second": rate_of_tokens, "of_bandwidth": read / bandwidth}
+        ends.append(
+            ("greedy decoding, 1B, compared with memory bandwidth", bandwidth, read, read / bandwidth, "bytes/s")
+        )
+        print(f"decode: {rate_of_tokens:.1f} tokens/s, {100 * read / bandwidth:.1f} % of the memory bandwidth")
     if "shakespeare" in options.parts:
         found["shakespeare"] = shakespeare(words)
         loss = found["shakespeare"]["loss"]
-        ends.append(("configs/shakespeare_gpu.py, beside nanoGPT's README", PUBLISHED, loss, PUBLISHED / loss, "nats"))
+        ends.append(
+            ("configs/shakespeare_gpu.py, compared with nanoGPT's README", PUBLISHED, loss, PUBLISHED / loss, "nats")
+        )
         print(f"shakespeare_gpu: {found['shakespeare']}")
     facts = {"all": found, "versions": versions("jax", "flax", "torch")}
     print(last_line(*ends[0], where, **facts))

@@ -1,9 +1,9 @@
-"""The same training steps over many layouts of eight devices: how far their losses lie from those of one device.
+"""Losses of the same training steps in many layouts over eight devices, compared with one device.
 
 Usage: python -m benchmarks.layouts [--steps 20]
 
-Eight devices are simulated on a CPU, so this says nothing of speed; two processes hold four each. Prints the tables of
-docs/scaling.md.
+The eight devices are simulated on a CPU, so this does not measure speed. The layouts with two processes have four
+devices per process. Prints the tables in docs/scaling.md.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 
-if __name__ == "__main__":  # before JAX starts
+if __name__ == "__main__":  # must be set before JAX is imported
     count = 4 if "--process" in sys.argv else 8
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={count}"
 
@@ -49,7 +49,7 @@ VOCABULARY, ROWS, LENGTH, SOURCE_LENGTH = 61, 16, 32, 24
 
 
 def recipe(task: str, parallel: ParallelConfig, dropout_rate: float = 0.0) -> Recipe:
-    """A small causal model with routed feed-forwards in every second layer, or an encoder-decoder."""
+    """Return a recipe: a small causal model with a mixture of experts in every second layer, or an encoder-decoder."""
     kinds = (LayerKind(), LayerKind(moe=MoE(num_experts=4, top_k=2))) if task == "causal_lm" else (LayerKind(),)
     sizes = {"vocab_size": VOCABULARY, "d_model": 32, "num_layers": 2, "num_heads": 4, "d_ff": 64}
     model = TransformerConfig(
@@ -74,7 +74,7 @@ def recipe(task: str, parallel: ParallelConfig, dropout_rate: float = 0.0) -> Re
 
 
 def batches(task: str, steps: int) -> Iterator[dict[str, np.ndarray]]:
-    """Batches of random tokens, in rows of unequal length."""
+    """Yield batches of random tokens, with rows of different lengths."""
     rng = np.random.default_rng(0)
     for _ in range(steps):
         lengths = rng.integers(1, LENGTH + 1, ROWS)
@@ -88,7 +88,7 @@ def batches(task: str, steps: int) -> Iterator[dict[str, np.ndarray]]:
 
 
 def losses(of: Recipe, given: Iterator[Mapping[str, np.ndarray]]) -> tuple[np.ndarray, TrainState]:
-    """Loss of each step (nats a target), and the state after the last."""
+    """Return the loss of each step in nats per target, and the state after the last step."""
     placement = place(of)
     state, found = placement.spread(placement.new_state()), []
     for batch in given:
@@ -99,7 +99,7 @@ def losses(of: Recipe, given: Iterator[Mapping[str, np.ndarray]]) -> tuple[np.nd
 
 
 def losses_of_two_processes(task: str, name: str, steps: int) -> np.ndarray:
-    """As `losses`, of two processes with four devices each."""
+    """Return the losses as `losses` does, from two processes with four devices each."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         place = f"localhost:{free.getsockname()[1]}"
@@ -108,14 +108,14 @@ def losses_of_two_processes(task: str, name: str, steps: int) -> np.ndarray:
         subprocess.Popen([*command, "--coordinator", place, "--process", str(index)], stdout=subprocess.PIPE, text=True)
         for index in (0, 1)
     ]
-    told = [member.communicate()[0] for member in members]
+    outputs = [member.communicate()[0] for member in members]
     if any(member.returncode for member in members):
-        raise SystemExit(f"one of two processes failed, see above: {' '.join(command)}")
-    return np.array(json.loads(told[0].splitlines()[-1]))
+        raise SystemExit(f"one of the two processes failed; see its output above. Command: {' '.join(command)}")
+    return np.array(json.loads(outputs[0].splitlines()[-1]))
 
 
 def one_of_two(options: argparse.Namespace) -> None:
-    """One process of a layout: the first prints the losses."""
+    """Run one of the two processes of a layout. The first one prints the losses."""
     join(ParallelConfig(coordinator=options.coordinator, num_processes=2, process_id=options.process))
     parallel = PROCESSES[options.layout]
     found, _ = losses(recipe(options.task, parallel, 0.1), batches(options.task, options.steps))
@@ -135,21 +135,21 @@ def main() -> None:
         one_of_two(options)
         return
     print(f"{len(jax.devices())} x {jax.devices()[0].device_kind}, jax {jax.__version__}, {options.steps} steps\n")
-    for task, title in (("causal_lm", "CausalLM, every second layer routed"), ("seq2seq", "Seq2Seq")):
+    for task, title in (("causal_lm", "CausalLM, mixture of experts in every second layer"), ("seq2seq", "Seq2Seq")):
         print(f"| {title} | dropout | loss of the last step | largest relative difference to one device |")
         print("| --- | ---: | ---: | ---: |", flush=True)
         alone = {rate: losses(recipe(task, ALONE, rate), batches(task, options.steps))[0] for rate in (0.0, 0.1)}
         for name, parallel in {"one device": ALONE, **LAYOUTS}.items():
-            rate = 0.0 if parallel.kind == "pmap" else 0.1  # pmap draws its own numbers on each device
+            rate = 0.0 if parallel.kind == "pmap" else 0.1  # pmap uses a different dropout mask on each device
             found, _ = losses(recipe(task, parallel, rate), batches(task, options.steps))
-            tell(name, rate, found, alone[rate])
+            print_row(name, rate, found, alone[rate])
         for name in PROCESSES:
-            tell(name, 0.1, losses_of_two_processes(task, name, options.steps), alone[0.1])
+            print_row(name, 0.1, losses_of_two_processes(task, name, options.steps), alone[0.1])
         print()
 
 
-def tell(name: str, rate: float, found: np.ndarray, alone: np.ndarray) -> None:
-    """A row of the table."""
+def print_row(name: str, rate: float, found: np.ndarray, alone: np.ndarray) -> None:
+    """Print one row of the table."""
     print(f"| {name} | {rate} | {found[-1]:.6f} | {np.abs(found / alone - 1).max():.1e} |", flush=True)
 
 

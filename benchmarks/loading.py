@@ -1,8 +1,8 @@
-"""Host memory and time of loading weights: a checkpoint of Llama's shape is generated, and loaded in a new process.
+"""Host memory and time of loading weights: generate a checkpoint with Llama's shape, and load it in a new process.
 
     python -m benchmarks.loading [--gigabytes 1.0] [--dtype bfloat16] [--mesh 8]
 
-Peak memory (VmHWM) is counted above that of the process with everything imported, parameters included.
+Peak memory (VmHWM) is measured relative to the process after all imports. It includes the loaded parameters.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ CHILD = "benchmarks.loading"
 
 
 def write(directory: Path, gigabytes: float, dtype: str) -> int:
-    """A checkpoint of about so many GB with Llama's names; returns its size in bytes."""
+    """Write a checkpoint of about `gigabytes` GB with the names and shapes of Llama, and return its size in bytes."""
     import jax
     import numpy as np
 
@@ -49,16 +49,16 @@ def write(directory: Path, gigabytes: float, dtype: str) -> int:
 
 
 def measure(directory: Path, mesh: int) -> dict[str, float]:
-    """Loads a directory in this process: peak bytes above what was there before, and seconds."""
+    """Load a directory in this process. Return the memory before it, the additional peak memory, and the seconds."""
     import jax
 
-    import transformer.nn.models  # noqa: F401  what loading builds: its code is there before anything is measured
+    import transformer.nn.models  # noqa: F401  import before the measurement, because loading needs it
     from transformer import load
     from transformer.nn import make_mesh
 
     jax.numpy.zeros(1).block_until_ready()
     on = {"mesh": make_mesh({"fsdp": mesh, "data": -1})} if mesh else {}
-    Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak (VmHWM) to the current memory
     before, begin = status("VmRSS"), time.perf_counter()
     _, params = load(directory, **on)
     jax.block_until_ready(params)
@@ -67,17 +67,19 @@ def measure(directory: Path, mesh: int) -> dict[str, float]:
 
 
 def status(field: str) -> int:
-    """Bytes of a line of /proc/self/status."""
+    """Return the value of a line in /proc/self/status, in bytes."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
     return int(line.split()[1]) * 1024
 
 
 def main() -> None:
-    """Prints one line to read and one JSON object."""
+    """Print one line of text and one JSON object."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gigabytes", type=float, default=1.0)
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--mesh", type=int, default=0, help="simulated devices to spread the parameters over; 0: one")
+    parser.add_argument(
+        "--mesh", type=int, default=0, help="simulated devices that share the parameters; 0: one device"
+    )
     parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.measure:
@@ -92,8 +94,8 @@ def main() -> None:
     found = json.loads(out.splitlines()[-1])
     ratio = found["peak"] / size
     print(
-        f"file {size / 1e9:.3f} GB, {options.dtype}: peak {found['peak'] / 1e9:.3f} GB above the "
-        f"{found['before'] / 1e9:.2f} GB of the process, {ratio:.3f} times the file, {found['seconds']:.1f} s "
+        f"file size {size / 1e9:.3f} GB, {options.dtype}: peak memory {found['peak'] / 1e9:.3f} GB above the "
+        f"{found['before'] / 1e9:.2f} GB of the process, {ratio:.3f} times the file size, {found['seconds']:.1f} s "
         f"({size / 1e9 / found['seconds']:.2f} GB/s)"
     )
     what = {"work": "load", "ratio": ratio, "unit": "peak host memory / file size", "bytes": size}

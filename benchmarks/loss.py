@@ -1,12 +1,13 @@
-"""The loss over a large vocabulary, all logits at once and in chunks: memory, as the compilers say, and time.
+"""Memory and time of the loss over a large vocabulary, with all logits at once and in chunks.
 
 Usage: python -m benchmarks.loss [--parts memory time] [--tokens 1024] [--width 512] [--vocabulary 131072] [--turns 5]
 
-Memory: temporaries of the loss and its gradients by hidden states and head, of 8,192 tokens, d_model 1,024, 131,072
-entries, compiled for CPU in float32 and, where libtpu is installed, for one v5e in bfloat16. Time: the same by default
-of fewer tokens and a smaller d_model, on the device at hand in float32; the ways take turns, and how far value and
-gradients lie from those of all logits at once is printed, relative to the largest number of each. The last line is a
-JSON object.
+Memory: temporary memory, as reported by the compilers, of the loss and its gradients with respect to hidden states and
+head. It uses 8,192 tokens, d_model 1,024 and a vocabulary of 131,072, compiled for CPU in float32 and, if libtpu is
+installed, for one v5e chip in bfloat16. Time: the same computation, by default with fewer tokens and a smaller d_model,
+on the current device in float32; the implementations take turns. The table also shows how much value and gradients
+differ from those with all logits at once, relative to the largest entry of each array. The last line is a JSON
+object.
 """
 
 import argparse
@@ -26,16 +27,18 @@ from transformer.training._chunked_loss import loss_in_chunks, tokens_at_once
 from transformer.training._losses import cross_entropy
 
 TOKENS, WIDTH, VOCABULARY = 8_192, 1_024, 131_072
-"""of the table of memory"""
+"""sizes in the memory table"""
 CHUNKS = (4_096, 1_024, 256, 16)
-"""tokens at a time"""
+"""tokens per chunk"""
 SAME = 1e-6
-"""how far value and gradients may lie apart"""
+"""tolerance for differences of value and gradients"""
 
 
 def loss(tokens: int | None) -> Callable:
-    """The jitted loss and its gradients by head and hidden states, the logits of so many tokens there at a time; None:
-    of all.
+    """Return the jitted loss with its gradients with respect to head and hidden states.
+
+    Args:
+        tokens: tokens per chunk; None computes all logits at once.
     """
 
     def summed(params, hidden, targets, weights):
@@ -48,7 +51,7 @@ def loss(tokens: int | None) -> Callable:
 
 
 def shapes(tokens: int, width: int, vocabulary: int, dtype: Any = jnp.float32) -> list[Any]:
-    """Head, hidden states, targets and weights."""
+    """Return the shapes of head, hidden states, targets and weights."""
     shape = jax.ShapeDtypeStruct
     return [
         {"kernel": shape((width, vocabulary), jnp.float32)},
@@ -59,14 +62,14 @@ def shapes(tokens: int, width: int, vocabulary: int, dtype: Any = jnp.float32) -
 
 
 def name(tokens: int | None) -> str:
-    """Of a way, in tables."""
+    """Return the name of an implementation in the tables."""
     return "all at once" if tokens is None else f"{tokens:,} at a time"
 
 
 def memory() -> dict[str, dict[str, int | None]]:
-    """Bytes of temporaries by target and way, told as a table."""
+    """Print a table of temporary memory, and return the bytes by target and implementation."""
     names = targets()
-    print(f"{TOKENS:,} tokens, d_model {WIDTH:,}, {VOCABULARY:,} entries: MiB of temporaries\n")
+    print(f"{TOKENS:,} tokens, d_model {WIDTH:,}, {VOCABULARY:,} entries: temporary memory in MiB\n")
     print(f"| logits | {' | '.join(names)} |\n| --- |{' ---: |' * len(names)}")
     found: dict[str, dict[str, int | None]] = {target: {} for target in names}
     for tokens in (None, *CHUNKS):
@@ -77,12 +80,12 @@ def memory() -> dict[str, dict[str, int | None]]:
     for target in names:
         with on(target):
             taken = tokens_at_once(shapes(TOKENS, WIDTH, VOCABULARY)[1], VOCABULARY)
-        print(f"training on {target} takes {name(taken)} by itself")
+        print(f"training on {target} uses by default: {name(taken)}")
     return found
 
 
 def time(options: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Seconds by way, how much faster than all at once, and how far from it, told as a table."""
+    """Print a table of times, and return by implementation: seconds, ratio to all logits at once, and differences."""
     head, hidden, targets, weights = shapes(options.tokens, options.width, options.vocabulary)
     random = np.random.default_rng(0)
     given = [
@@ -99,7 +102,10 @@ def time(options: argparse.Namespace) -> dict[str, dict[str, float]]:
     works = {way: functools.partial(lambda run: jax.block_until_ready(run(*given)), run) for way, run in ways.items()}
     seconds = take_turns(works, options.turns)
     print(f"\n{options.tokens:,} tokens, d_model {options.width:,}, {options.vocabulary:,} entries; {machine()}\n")
-    print("| logits | ms | times as fast as all at once | value apart | gradients apart |\n| --- |" + " ---: |" * 4)
+    print(
+        "| logits | ms | speedup over all at once | difference of value | difference of gradients |\n| --- |"
+        + " ---: |" * 4
+    )
     found = {}
     for tokens in (None, *chunks):
         way = name(tokens)
@@ -110,7 +116,7 @@ def time(options: argparse.Namespace) -> dict[str, dict[str, float]]:
             "gradients_apart": apart[way][1],
         }
         row = found[way]
-        mark = ", what training takes by itself" if tokens == taken else ""
+        mark = " (default in training)" if tokens == taken else ""
         print(
             f"| {way}{mark} | {1e3 * row['seconds']:,.0f} | {row['ratio']:.2f} | {row['value_apart']:.1e} | "
             f"{row['gradients_apart']:.1e} |"
@@ -121,7 +127,7 @@ def time(options: argparse.Namespace) -> dict[str, dict[str, float]]:
 
 
 def _apart(found: Any, wanted: Any) -> tuple[float, float]:
-    """Largest difference of the values, and of the gradients, relative to the largest number of each array."""
+    """Return the largest differences of value and gradients, relative to the largest entry of each array."""
 
     def relative(a, b):
         return float(np.abs(a - b).max() / np.abs(b).max())
@@ -134,9 +140,9 @@ def _apart(found: Any, wanted: Any) -> tuple[float, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=["memory", "time"], default=["memory", "time"])
-    parser.add_argument("--tokens", type=int, default=1_024, help="that are timed")
-    parser.add_argument("--width", type=int, default=512, help="d_model of what is timed")
-    parser.add_argument("--vocabulary", type=int, default=VOCABULARY, help="of what is timed")
+    parser.add_argument("--tokens", type=int, default=1_024, help="number of tokens for the timing")
+    parser.add_argument("--width", type=int, default=512, help="d_model for the timing")
+    parser.add_argument("--vocabulary", type=int, default=VOCABULARY, help="vocabulary size for the timing")
     parser.add_argument("--turns", type=int, default=5)
     options = parser.parse_args()
     found: dict[str, Any] = {}

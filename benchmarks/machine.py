@@ -1,4 +1,4 @@
-"""What a measurement was made on, in words: for the pages that keep figures."""
+"""Description of the machine that a measurement ran on, for pages with measurements."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import jax
 
 
 def machine() -> str:
-    """Devices and their host, as `2 cores of AMD EPYC, 24 GiB` or `4 x NVIDIA A100; 16 cores of ..., 126 GiB`."""
+    """Return devices and host, such as `2 cores of AMD EPYC, 24 GiB` or `4 x NVIDIA A100; 16 cores of ..., 126 GiB`."""
     host = f"{len(os.sched_getaffinity(0))} cores of {_processor()}, {_gibibytes():.0f} GiB"
     devices = jax.devices()
     return host if devices[0].platform == "cpu" else f"{len(devices)} x {devices[0].device_kind}; {host}"

@@ -1,10 +1,11 @@
-"""Memory of attention over length, as the compilers say: nothing is run.
+"""Temporary memory of attention by sequence length, as reported by the compilers; nothing is run.
 
 Usage: python -m benchmarks.memory [--lengths 2048 8192 32768 131072] [--picture docs/images/attention-memory.png]
 
-Temporary memory of forward and backward, causal, one sequence, 4 heads of 64, compiled for CPU in float32 and, where
-libtpu is installed, for one v5e in bfloat16. What fits a TPU's fast memory takes none of what is counted. To find out
-which blocks a causal mask hides takes `splash` minutes at 131,072 tokens. The last line is a JSON object.
+Temporary memory of forward and backward, causal attention, one sequence, 4 heads of size 64, compiled for CPU in
+float32 and, if libtpu is installed, for one v5e chip in bfloat16. Data that fits in the on-chip memory (VMEM) of a TPU
+is not counted. At 131,072 tokens, `splash` needs minutes to find the blocks that a causal mask hides. The last line is
+a JSON object.
 """
 
 import argparse
@@ -25,39 +26,42 @@ from transformer.viz.studies import forward_and_backward
 HEADS, HEAD_DIM = 4, 64
 KERNELS = {"cpu": ("reference", "blockwise"), "v5e": ("reference", "blockwise", "splash")}
 DTYPES = {"cpu": jnp.float32, "v5e": jnp.bfloat16}
-"""what is computed in, by target"""
+"""dtype of the computation, by target"""
 HBM = {"v5e": 15.75 * 2**30}
-"""bytes that the compiler may use, by target"""
+"""bytes of HBM that the compiler may use, by target"""
 GOAL, AT = 20, 32_768
-"""times less than whole scores, and at which length"""
+"""required memory ratio of reference to blockwise attention, and the length at which it applies"""
 
 
 @functools.cache
 def v5e() -> Any:
-    """A v5e chip for the compiler; None without libtpu."""
+    """Return a v5e chip to compile for, or None without libtpu."""
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     from transformer.training.plan import CompilerError, parse_topology, topology_devices
 
     try:
         return topology_devices(parse_topology("v5e:1x1"))
     except CompilerError as error:
-        print(f"no figures for v5e: {error}")
+        print(f"no results for v5e: {error}")
         return None
 
 
 def targets() -> list[str]:
-    """What there are compilers for."""
+    """Return the targets that can be compiled for on this machine."""
     return ["cpu", *(["v5e"] if v5e() is not None else [])]
 
 
 def on(target: str) -> contextlib.AbstractContextManager:
-    """Inside, programs are made for a target, whatever is here."""
+    """Return a context in which programs are compiled for a target, independently of the current devices."""
     devices = v5e() if target == "v5e" else jax.devices("cpu")
     return jax.set_mesh(jax.sharding.Mesh(devices[:1], ("data",), axis_types=(AxisType.Auto,)))
 
 
 def temporaries(function: Any, arrays: list[Any], target: str) -> int | None:
-    """Bytes of temporaries of a jitted function of trees of shapes; None: they don't fit, the compiler says."""
+    """Return the bytes of temporary memory of a jitted function for trees of shapes.
+
+    Returns None if the compiler reports that the program does not fit into memory.
+    """
     with on(target):
         try:
             return int(function.lower(*arrays).compile().memory_analysis().temp_size_in_bytes)
@@ -68,12 +72,12 @@ def temporaries(function: Any, arrays: list[Any], target: str) -> int | None:
 
 
 def mebibytes(size: int | None) -> str:
-    """A cell of a table."""
+    """Format a table cell."""
     return "does not fit" if size is None else f"{size / 2**20:,.1f}"
 
 
 def attention(kernel: str, length: int, target: str) -> int | None:
-    """Temporaries of attention over so many tokens."""
+    """Return the bytes of temporary memory of attention over `length` tokens."""
 
     def attend(query, key, value):
         return dot_product_attention(query, key, value, mask=Mask.causal(), implementation=kernel)
@@ -83,7 +87,7 @@ def attention(kernel: str, length: int, target: str) -> int | None:
 
 
 def draw(lengths: list[int], found: dict[str, dict[str, list[int | None]]], path: Path) -> None:
-    """A line for each kernel, a panel for each target; crosses, on the memory's height, are what does not fit it."""
+    """Draw a panel per target with a line per kernel. Crosses at the memory limit mark programs that do not fit."""
     from transformer.viz._style import COLORS, dress, new_figure, save
 
     figure = new_figure(5.5 * len(found), 4.2)
@@ -108,7 +112,7 @@ def draw(lengths: list[int], found: dict[str, dict[str, list[int | None]]], path
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", type=int, nargs="+", default=[2_048, 8_192, AT, 131_072])
-    parser.add_argument("--picture", type=Path, help="draw it into this file")
+    parser.add_argument("--picture", type=Path, help="also draw a plot into this file")
     options = parser.parse_args()
     lengths = options.lengths
     print(f"| compiled for | kernel | {' | '.join(f'{length:,}' for length in lengths)} |")
@@ -123,15 +127,17 @@ def main() -> None:
         draw(lengths, found, options.picture)
         print(options.picture)
     at = lengths.index(AT) if AT in lengths else -1
-    whole, chunked = found["cpu"]["reference"][at], found["cpu"]["blockwise"][at]
+    whole, blockwise = found["cpu"]["reference"][at], found["cpu"]["blockwise"][at]
     goal = f" (goal: {GOAL})" if lengths[at] == AT else ""
-    print(f"at {lengths[at]:,} tokens on CPU chunked takes {whole / chunked:,.0f} times less than whole scores{goal}")
+    print(
+        f"{lengths[at]:,} tokens on CPU: reference needs {whole / blockwise:,.0f} times the memory of blockwise{goal}"
+    )
     print(
         last_line(
             f"temporary memory of attention at {lengths[at]:,} tokens, compiled for CPU",
             whole,
-            chunked,
-            whole / chunked,
+            blockwise,
+            whole / blockwise,
             "bytes",
             "the compilers",
             lengths=lengths,

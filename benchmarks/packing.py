@@ -1,12 +1,12 @@
-"""Tokens a second that are no padding: Multi30k padded to the longest pair, in lengths, and packed.
+"""Throughput in non-padding tokens per second: Multi30k padded to the longest pair, in length buckets, and packed.
 
 Usage: python -m benchmarks.packing [--turns 6] [--batches 20] [--packed-lengths 64 128] [--RECIPE.OPTION ...]
 
-The training step of configs/multi30k.py on batches of as many places each: pairs all padded to one length (buckets 1,
-the peer), to six lengths, as the recipe has them, and several in one row (first fit; segments, positions begin anew).
-One process, one state; the ways take turns of so many batches, which lie ready before the watch starts. Useful are
-tokens of sources and targets that are no padding. All other options change the recipe, as train.py takes them. The last
-line is a JSON object.
+The training step of configs/multi30k.py on batches with an equal number of positions: all pairs padded to one length
+(buckets 1, the baseline), six length buckets as in the recipe, and several pairs packed into one row (first fit;
+attention is restricted to segments, and positions restart in each). One process, one state; the kinds of batches take
+turns, and the batches of a turn are created before the timing starts. Useful tokens are the non-padding tokens of
+sources and targets. All other options override fields of the recipe, as in train.py. The last line is a JSON object.
 """
 
 import argparse
@@ -27,10 +27,10 @@ from transformer.training import Recipe, find_recipe, load_recipe_file, override
 
 
 def datasets(recipe: Recipe, packed_lengths: Sequence[int]) -> dict[str, Dataset]:
-    """The recipe's data in several kinds of batches, of one tokenizer."""
+    """Return the data of the recipe in each kind of batches, with one tokenizer."""
     lengths = prepare(recipe.data)
     made = functools.partial(prepare, tokenizer=lengths.tokenizer)
-    usual = type(recipe.data).__dataclass_fields__["buckets"].default  # beside packed_length no other may be given
+    usual = type(recipe.data).__dataclass_fields__["buckets"].default  # packed_length requires the default
     packed = {
         f"packed into {length}": made(dataclasses.replace(recipe.data, buckets=usual, packed_length=length))
         for length in packed_lengths
@@ -39,35 +39,41 @@ def datasets(recipe: Recipe, packed_lengths: Sequence[int]) -> dict[str, Dataset
 
 
 def counts(batches: Iterable[Batch]) -> tuple[int, int]:
-    """Tokens that are no padding, and places."""
-    padded, places = np.sum([padding(batch) for batch in batches], axis=0)
-    return int(places - padded), int(places)
+    """Return the number of non-padding tokens, and of all positions."""
+    padded, positions = np.sum([padding(batch) for batch in batches], axis=0)
+    return int(positions - padded), int(positions)
 
 
 class Training:
-    """A state, and the step that every batch goes through, whatever its shape."""
+    """A training state, and the training step for batches of all shapes."""
 
     def __init__(self, recipe: Recipe):
         self._placement = place(recipe)
         self._state = self._placement.spread(self._placement.new_state())
 
     def on(self, batches: Iterable[Batch]) -> None:
-        """A step on each, done when this returns."""
+        """Take one step per batch, and wait for it to finish."""
         for batch in batches:
             self._state, metrics = self._placement.train_step(self._state, batch)
             float(metrics["loss_sum"])
 
 
 def shapes(batches: Iterable[Batch]) -> dict[Any, Batch]:
-    """A batch of each shape."""
+    """Return one batch per shape."""
     return {tuple(array.shape for array in batch.values()): batch for batch in batches}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--turns", type=int, default=6)
-    parser.add_argument("--batches", type=int, default=20, help="of a turn")
-    parser.add_argument("--packed-lengths", type=int, nargs="+", default=[64, 128], help="tokens a side of a row")
+    parser.add_argument("--batches", type=int, default=20, help="batches per turn")
+    parser.add_argument(
+        "--packed-lengths",
+        type=int,
+        nargs="+",
+        default=[64, 128],
+        help="source tokens, and target tokens, per packed row",
+    )
     options, words = parser.parse_known_args()
     recipe, _ = load_recipe_file(find_recipe("multi30k", ROOT))
     recipe = override(recipe, words, program="python -m benchmarks.packing")
@@ -82,29 +88,29 @@ def main() -> None:
     for way, turns in batches.items():
         each = shapes(batch for turn in turns for batch in turn)
         sizes = [(*batch["source"].shape, batch["tokens"].shape[1]) for batch in each.values()]
-        told = ", ".join(f"{rows} x {source}+{target}" for rows, source, target in sizes)
-        print(f"compiling {way}: rows x tokens {told}", flush=True)
+        shown = ", ".join(f"{rows} x {source}+{target}" for rows, source, target in sizes)
+        print(f"compiling {way}: rows x tokens {shown}", flush=True)
         training.on(each.values())
-    rest = {way: iter([turns[0][:1], *turns]) for way, turns in batches.items()}  # the first time is not counted
+    rest = {way: iter([turns[0][:1], *turns]) for way, turns in batches.items()}  # first item: warm-up
     works = {way: functools.partial(lambda turns: training.on(next(turns)), turns) for way, turns in rest.items()}
     seconds = take_turns(works, options.turns)
-    # Seconds a useful token: turns differ in how much is useful
-    a_token = {way: [s / n for s, n in zip(seconds[way], useful[way], strict=True)] for way in batches}
+    # Seconds per useful token, because turns have different numbers of useful tokens.
+    per_token = {way: [s / n for s, n in zip(seconds[way], useful[way], strict=True)] for way in batches}
     where = machine()
     print(f"{where}; {options.turns} turns of {options.batches} steps\n")
-    print("| batches | waste | useful tokens/s | places/s | of padded |\n| --- |" + " ---: |" * 4)
+    print("| batches | padding | useful tokens/s | positions/s | ratio to padded |\n| --- |" + " ---: |" * 4)
     figures = {}
     for way, turns in batches.items():
-        kept, places = counts(batch for turn in turns for batch in turn)
-        rate, ratio = 1 / statistics.median(a_token[way]), times_faster(a_token["padded"], a_token[way])
-        figures[way] = {"waste": 1 - kept / places, "useful_tokens_per_second": rate, "ratio": ratio}
-        all_places = places / sum(seconds[way])
-        print(f"| {way} | {100 * (1 - kept / places):.1f} % | {rate:,.0f} | {all_places:,.0f} | {ratio:.2f} |")
+        kept, positions = counts(batch for turn in turns for batch in turn)
+        rate, ratio = 1 / statistics.median(per_token[way]), times_faster(per_token["padded"], per_token[way])
+        figures[way] = {"waste": 1 - kept / positions, "useful_tokens_per_second": rate, "ratio": ratio}
+        all_positions = positions / sum(seconds[way])
+        print(f"| {way} | {100 * (1 - kept / positions):.1f} % | {rate:,.0f} | {all_positions:,.0f} | {ratio:.2f} |")
     best = max((way for way in batches if way != "padded"), key=lambda way: figures[way]["ratio"])
     rates = [figures[way]["useful_tokens_per_second"] for way in ("padded", best)]
     print(
         last_line(
-            f"training step of multi30k, {best} beside padded",
+            f"training step of multi30k, {best} compared with padded",
             *rates,
             figures[best]["ratio"],
             "useful tokens/s",
@@ -116,5 +122,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    keep_freed_memory()  # as train.py does
+    keep_freed_memory()  # the same allocator settings as train.py
     main()

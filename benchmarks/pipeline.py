@@ -1,10 +1,10 @@
-"""How long the training step waits for its data: the share of the time, by the runs' own metrics.
+"""Fraction of the training time that is spent waiting for data, from the metrics of runs.
 
 Usage: python -m benchmarks.pipeline [--steps 200] [--recipes number_words shakespeare multi30k] [--data.OPTION ...]
 
-Trains the recipes a little, as `train.py` does, and reads `perf/data_wait` of metrics.jsonl: of the time between two
-lines, how much went into making a batch while the device had nothing left to do. The goal is less than 2 %. Options
-that begin with --data. go to train.py. The last line is a JSON object.
+Trains the recipes for a few steps with `train.py`, and reads `perf/data_wait` from metrics.jsonl: the fraction of the
+time between two lines in which a batch is prepared while the device is idle. The goal is less than 2 %. Options that
+begin with --data. are passed to train.py. The last line is a JSON object.
 """
 
 import argparse
@@ -23,7 +23,7 @@ GOAL = 0.02
 
 
 def measure(recipe: str, steps: int, words: list[str]) -> tuple[float, float]:
-    """(share of the time that the step waits, seconds of a step), medians over the lines after the first."""
+    """Return (fraction of the time spent waiting, seconds per step), medians over all lines after the first."""
     with tempfile.TemporaryDirectory() as folder:
         options = {"training.steps": steps, "logging.every": max(steps // 10, 1), "evaluation.every": "None"}
         options |= {"evaluation.exact-match-examples": 0} if recipe != "shakespeare_cpu" else {}
@@ -41,12 +41,12 @@ def main() -> None:
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=["number_words", "shakespeare"])
     options, words = parser.parse_known_args()
     where = machine()
-    print(f"{where}\n{'recipe':>14} {'ms a step':>10} {'waits for data':>15}")
+    print(f"{where}\n{'recipe':>14} {'ms/step':>10} {'data wait':>15}")
     found = {}
     for name in options.recipes:
         found[name] = measure(RECIPES[name], options.steps, words if name != "number_words" else [])
         wait, seconds = found[name]
-        verdict = "" if wait < GOAL else f", NOT under {100 * GOAL:.0f} %"
+        verdict = "" if wait < GOAL else f", NOT below {100 * GOAL:.0f} %"
         print(f"{name:>14} {1e3 * seconds:10.1f} {100 * wait:13.2f} %{verdict}", flush=True)
     worst = max(found, key=lambda name: found[name][0])
     wait, seconds = found[worst]
@@ -56,7 +56,7 @@ def main() -> None:
             seconds,
             seconds * wait,
             wait,
-            "seconds of a step, and of waiting in it",
+            "seconds per step, and of waiting in it",
             where,
             all=found,
             versions=versions("jax", "grain"),

@@ -1,13 +1,14 @@
-"""The figures of docs/results.md: recorded from the files that runs leave behind, and written as one page.
+"""Results in docs/results.md: record finished runs, and generate the page.
 
-Usage: python -m benchmarks.results                        writes docs/results.md anew
-       python -m benchmarks.results add WORKDIR ...        records finished runs first, each in the file of its recipe
+Usage: python -m benchmarks.results                        regenerates docs/results.md
+       python -m benchmarks.results add WORKDIR ...        first records finished runs, each in the file of its recipe
 
-What is recorded is read from a workdir's recipe.json, summary.json and metrics.jsonl and kept in
-docs/results/RECIPE.json, one entry a run; a run with the command of one that is there replaces it. Machine and versions
-are those of the machine that `add` runs on: run it where the training ran, or say --machine. Beside the `runs` such a
-file holds what is written by hand: `published`, a figure of others with its source, and `not_trained`, why there are
-none. docs/results/RECIPE.md, where there is one, follows the recipe's table.
+The results are read from recipe.json, summary.json and metrics.jsonl of a workdir, and stored in
+docs/results/RECIPE.json with one entry per run; a run replaces an earlier run with the same command. Machine and
+versions are those of the machine on which `add` runs: run it where the training ran, or pass --machine. In addition to
+`runs`, the file may contain fields that are edited by hand: `published`, a published result with its source, and
+`not_trained`, the reason why there is no run. If docs/results/RECIPE.md exists, its text follows the table of the
+recipe.
 """
 
 from __future__ import annotations
@@ -29,28 +30,33 @@ from transformer.config import ConfigError
 from transformer.data.kinds import PLACES
 from transformer.training import Recipe, difference, find_recipe, load_recipe, load_recipe_file
 from transformer.training._serial import flatten
-from transformer.training._start import RECIPE_S
+from transformer.training._start import RECIPE_FIELDS
 from transformer.viz import read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "docs" / "results"
 PAGE = ROOT / "docs" / "results.md"
 CURVE = 40
-"""points of a curve that are kept at most"""
-TOLD = ("training.steps", *(f"data.{field}" for field in sorted(PLACES - {"data_dir", "manual_dir"})))
-"""fields that a command names though a run may go on with others"""
+"""maximum number of points of a stored curve"""
+SHOWN_FIELDS = ("training.steps", *(f"data.{field}" for field in sorted(PLACES - {"data_dir", "manual_dir"})))
+"""fields that a recorded command shows, although a run can be resumed with other values"""
 FILLED_IN = (
     *("model.vocab_size", "model.embedding.source_vocab_size", "model.output.num_classes", "origin"),
     *("data.labels", "data.columns", "data.mean", "data.std"),
 )
-"""fields of a run's recipe that training fills in"""
+"""fields that training fills in, so that a command does not show them"""
 
 
 def record(workdir: str | os.PathLike, where: str, note: str = "") -> tuple[str, dict[str, Any]]:
-    """The recipe's name, and what is kept of the finished run in `workdir`, made on the machine `where`.
+    """Return the name of the recipe, and the entry to store for a finished run.
+
+    Args:
+        workdir: workdir of the run.
+        where: description of the machine that the run was trained on.
+        note: remark on the run.
 
     Raises:
-        ConfigError: not the workdir of a finished run, or its recipe is none of configs/.
+        ConfigError: `workdir` does not contain a finished run, or configs/ has no recipe with its name.
     """
     workdir = Path(workdir)
     recipe = load_recipe(workdir)
@@ -59,7 +65,9 @@ def record(workdir: str | os.PathLike, where: str, note: str = "") -> tuple[str,
     except (OSError, ValueError) as error:
         raise ConfigError(f"{workdir / 'summary.json'} can't be read ({error}). Finish the run first.") from error
     if summary["step"] < summary["steps"]:
-        raise ConfigError(f"{workdir}: {summary['step']} of {summary['steps']} steps are done. Finish the run first.")
+        raise ConfigError(
+            f"{workdir} has trained only {summary['step']} of {summary['steps']} steps. Finish the run first."
+        )
     evaluated = [line for line in read_metrics(workdir / "metrics.jsonl") if "eval/loss" in line]
     run = {
         "seed": recipe.training.seed,
@@ -88,45 +96,47 @@ def record(workdir: str | os.PathLike, where: str, note: str = "") -> tuple[str,
 
 
 def figures(task: str, summary: Mapping[str, Any], evaluated: list[Mapping[str, Any]]) -> dict[str, float]:
-    """What a run of a task is told by, names of `FIGURES`: losses in nats, shares in percent.
+    """Return the metrics of a run by the names in `FIGURES`: losses in nats, fractions in percent.
 
-    Of the best checkpoint, which is the one that is kept and that wrote the summary's texts; on the part of the data
-    that the summary measured at the end, or else on that of the evaluations.
+    They belong to the best checkpoint, which is the one that is kept and that generated the texts in the summary. They
+    are measured on the split of the final evaluation in the summary if there is one, otherwise on the split of the
+    evaluations during training.
     """
     best = next((line for line in reversed(evaluated) if line["step"] == summary["best_step"]), {})
     measured: dict[str, float | None] = {}
-    told = summary.get("held_out") or {name: best.get(f"eval/{name}") for name in ("loss", "accuracy", "mae")}
+    metrics = summary.get("held_out") or {name: best.get(f"eval/{name}") for name in ("loss", "accuracy", "mae")}
     if task == "forecaster":
-        measured = {"mse": told["loss"], "mae": told["mae"]}
+        measured = {"mse": metrics["loss"], "mae": metrics["mae"]}
     if task in ("classifier", "image_classifier", "masked_lm"):
-        measured["accuracy"] = 100 * told["accuracy"]
+        measured["accuracy"] = 100 * metrics["accuracy"]
     if summary.get("corpus"):
         measured |= {name: summary["corpus"][name] for name in ("bleu", "chrf")}
     for name, score in (("exact_match", (summary.get("exact_match") or {}).get("")), ("basics", summary.get("basics"))):
         if score:
             measured[name] = 100 * score["right"] / score["total"]
     if task == "masked_lm" and summary.get("held_out"):
-        measured["loss"] = told["loss"]
+        measured["loss"] = metrics["loss"]
     elif task in ("causal_lm", "masked_lm") or not measured:
         measured |= {"loss": summary["best_loss"], "last_loss": summary["eval_loss"]}
     return {name: round(measured[name], 4) for name in FIGURES if name in measured}
 
 
 def command(recipe: Recipe) -> str:
-    """What trains this recipe: its file, and as options what differs from it. Folders of data are left out, as are
-    the fields that change nothing of the result; absolute paths lose theirs.
+    """Return the command that trains this recipe: the file of the recipe, and its differences as options.
+
+    Data directories and fields that do not affect the result are left out. Absolute paths are reduced to the file name.
 
     Raises:
-        ConfigError: no recipe of configs/ has this name.
+        ConfigError: configs/ has no recipe with this name.
     """
     base, _ = load_recipe_file(find_recipe(recipe.name, ROOT))
     must_match, may_change = difference(base, recipe)
-    changed = [*must_match, *(change for change in may_change if change.field in TOLD)]
+    changed = [*must_match, *(change for change in may_change if change.field in SHOWN_FIELDS)]
     known = flatten(recipe)
     words = ["python", "train.py", f"configs/{recipe.name}.py"]
     if recipe.origin is not None:
         words += ["--init", _without_folder(recipe.origin.source.rstrip("/"))]
-        known = {field: known[field] for field in known if not field.startswith("model.") or field[6:] in RECIPE_S}
+        known = {field: known[field] for field in known if not field.startswith("model.") or field[6:] in RECIPE_FIELDS}
     for change in changed:
         if change.field in known and not change.field.startswith(FILLED_IN):
             values = change.new if isinstance(change.new, tuple) else (change.new,)
@@ -139,13 +149,13 @@ def _without_folder(path: str) -> str:
 
 
 def curve(evaluated: list[Mapping[str, Any]]) -> list[list[float]]:
-    """[step, held-out loss] of at most `CURVE` evaluations, evenly chosen, the last one among them."""
+    """Return [step, held-out loss] of at most `CURVE` evenly spaced evaluations, including the last one."""
     every = -(-len(evaluated) // CURVE)
     return [[line["step"], round(line["eval/loss"], 4)] for line in evaluated[::-1][:: max(every, 1)][::-1]]
 
 
 def add(name: str, run: dict[str, Any], folder: Path = FOLDER) -> Path:
-    """Puts a run into the file of its recipe, in place of one with the same command; gives the file."""
+    """Store a run in the file of its recipe, and return the path. It replaces a run with the same command."""
     path = folder / f"{name}.json"
     content = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     content.pop("not_trained", None)
@@ -157,7 +167,7 @@ def add(name: str, run: dict[str, Any], folder: Path = FOLDER) -> Path:
 
 
 def dump(content: Any) -> str:
-    """JSON with a line for each field of a run: short, and a difference of two versions can be read."""
+    """Return JSON with one line per field of a run, which is compact and gives readable diffs."""
     runs = content.get("runs", [])
     fields = [f"  {json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}" for key, value in content.items()]
     blocks = [
@@ -173,7 +183,7 @@ def dump(content: Any) -> str:
 
 
 def read(folder: Path = FOLDER) -> dict[str, dict[str, Any]]:
-    """What docs/results/ holds by recipe: the JSON, and under `text` the paragraphs written by hand."""
+    """Return the contents of docs/results/ by recipe: the JSON, and under `text` the content of the Markdown file."""
     content = {}
     for path in sorted(folder.glob("*.json")):
         text = path.with_suffix(".md")
@@ -183,7 +193,7 @@ def read(folder: Path = FOLDER) -> dict[str, dict[str, Any]]:
 
 
 def abouts() -> dict[str, str]:
-    """First lines of the docstrings of configs/*.py, by recipe."""
+    """Return the first lines of the docstrings of configs/*.py, by recipe."""
     files = sorted((ROOT / "configs").glob("*.py"))
     return {path.stem: load_recipe_file(path)[1].splitlines()[0] for path in files}
 
@@ -193,8 +203,8 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command")
     adding = commands.add_parser("add", help="record finished runs")
     adding.add_argument("workdirs", nargs="+", metavar="WORKDIR")
-    adding.add_argument("--note", default="", help="a remark on these runs, such as other work on the machine")
-    adding.add_argument("--machine", help="what they ran on, where that is not this machine")
+    adding.add_argument("--note", default="", help="remark on these runs, such as: other work on the machine")
+    adding.add_argument("--machine", help="machine that the runs were trained on, if it is not this one")
     options = parser.parse_args()
     try:
         for workdir in options.workdirs if options.command else []:

@@ -1,4 +1,4 @@
-"""docs/results.md as text, from what benchmarks.results keeps of runs."""
+"""Text of docs/results.md, from the runs recorded by benchmarks.results."""
 
 from __future__ import annotations
 
@@ -17,46 +17,50 @@ FIGURES = {
     "mse": ("MSE", 3),
     "mae": ("MAE", 3),
     "loss": ("loss, nats", 3),
-    "last_loss": ("loss at the end", 3),
+    "last_loss": ("final loss", 3),
 }
-"""what a run can be told by: heading and digits; those of a run in this order"""
-NOT_RECORDED = "nothing is recorded yet"
-BESIDE = ("last_loss", "basics")
-"""figures of a recipe's own table that the first table leaves out"""
+"""metrics of runs: heading and number of decimals, in the order of the columns"""
+NOT_RECORDED = "no run recorded yet"
+DETAILS = ("last_loss", "basics")
+"""metrics that only the table of the recipe shows, not the first table of the page"""
 
 HEAD = """\
 # Results
 
-What was trained with this code. Made by `python -m benchmarks.results` from the files in [results/](results), which
-`python -m benchmarks.results add WORKDIR` fills from what a finished run leaves behind: the page is not edited by hand.
+Results of models trained with this code. `python -m benchmarks.results` generates this page from the files in
+[results/](results), and `python -m benchmarks.results add WORKDIR` adds a finished run to them. Do not edit this page.
 
-Figures are of held-out data and of the checkpoint that was best there, the one that is kept and used (lowest loss; of a
-classifier highest accuracy); where "measured on test" is said, it was chosen on other data. ± is the standard deviation
-over runs with different seeds. Loss is in nats a target (a character, in Tiny Shakespeare). Times are wall times of
-whole runs, with compilation, evaluation and report.
+All metrics are measured on held-out data with the best checkpoint, which is the one that is kept and used: the lowest
+loss, or the highest accuracy for classifiers. Where the page says "measured on test", the checkpoint was selected on
+other data. ± is the standard deviation over runs with different seeds. Losses are in nats per target (in Tiny
+Shakespeare, per character). Times are wall-clock times of complete runs, including compilation, evaluation and report.
 """
 
 
 def page(recipes: Mapping[str, Mapping[str, Any]], abouts: Mapping[str, str]) -> str:
-    """The whole page: a table of all recipes, then one section each; `abouts` are their first lines, by name.
+    """Return the page: a table of all recipes, then one section per recipe.
 
-    A recipe without a run that does not say why is shown as NOT_RECORDED.
+    Args:
+        recipes: content of docs/results/ by recipe. A recipe without runs and reason is shown as NOT_RECORDED.
+        abouts: first line of the docstring of each recipe, by name.
 
     Raises:
-        ConfigError: a file is of no recipe.
+        ConfigError: a file in docs/results/ belongs to no recipe.
     """
     for name in recipes:
         if name not in abouts:
-            raise ConfigError(f"docs/results/{name}.json is of no recipe: there is no configs/{name}.py.")
+            raise ConfigError(
+                f"docs/results/{name}.json belongs to no recipe, because configs/{name}.py does not exist. Rename it."
+            )
     recipes = {name: {"not_trained": NOT_RECORDED, "text": ""} | recipes.get(name, {}) for name in abouts}
     rows = [_row(name, recipes[name]) for name in abouts]
-    table = ["| recipe | measured | published | parameters | steps | time of a run |"]
+    table = ["| recipe | measured | published | parameters | steps | time per run |"]
     table += ["| --- | --- | --- | ---: | ---: | ---: |", *rows]
     return "\n".join([HEAD, *table, "", *(_section(name, recipes[name], abouts[name]) for name in abouts)])
 
 
 def spread(values: Sequence[float], digits: int = 3) -> str:
-    """Mean, and from two values on the sample's standard deviation: `1.605 ± 0.004`."""
+    """Format the mean and, for at least two values, the sample standard deviation: `1.605 ± 0.004`."""
     text = f"{mean(values):.{digits}f}"
     return text if len(values) < 2 else f"{text} ± {stdev(values):.{digits}f}"
 
@@ -66,8 +70,10 @@ def _row(name: str, content: Mapping[str, Any]) -> str:
     published = _published(content)
     if not runs:
         return f"| [{name}](#{name}) | not trained: {content['not_trained']} | {published} | | | |"
-    known = [figure for figure in FIGURES if all(figure in run["figures"] for run in runs)]  # one number of seeds
-    first = [figure for figure in known if figure not in BESIDE] or known
+    known = [
+        figure for figure in FIGURES if all(figure in run["figures"] for run in runs)
+    ]  # so that the number of seeds holds for each metric
+    first = [figure for figure in known if figure not in DETAILS] or known
     measured = [f"{FIGURES[figure][0]}: {_all(runs, figure)}" for figure in first]
     seeds = f" ({len(runs)} seeds)" if len(runs) > 1 else " (1 seed)"
     numbers = [_range([run[field] for run in runs]) for field in ("parameters", "steps")]
@@ -105,8 +111,8 @@ def _table(runs: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _origins(runs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Where, when and how the runs were made: one line for those that agree."""
-    said: dict[str, list[str]] = {}
+    """Return lines with command, date, machine and versions of the runs. Runs that agree share a line."""
+    seeds_by_line: dict[str, list[str]] = {}
     for run in runs:
         versions = ", ".join(f"{name} {number}" for name, number in run["versions"].items())
         line = f"{run['date']}, {run['machine']}, {versions}"
@@ -114,8 +120,8 @@ def _origins(runs: Sequence[Mapping[str, Any]]) -> list[str]:
         for signature in run.get("signature", {}).values():
             line += f"; `{signature}`"
         line += f"; {run['note']}" if run.get("note") else ""
-        said.setdefault(f"`{_without_seed(run)}`: {line}", []).append(str(run["seed"]))
-    return [f"- seed {', '.join(seeds)}: {line}" for line, seeds in said.items()]
+        seeds_by_line.setdefault(f"`{_without_seed(run)}`: {line}", []).append(str(run["seed"]))
+    return [f"- seed {', '.join(seeds)}: {line}" for line, seeds in seeds_by_line.items()]
 
 
 def _without_seed(run: Mapping[str, Any]) -> str:

@@ -1,18 +1,18 @@
-"""Tokens a second for prompts of unlike lengths and ends: all at once, and in slots; and with a draft that guesses.
+"""Throughput for prompts of different lengths: one batch or continuous batching in slots; and speculative decoding.
 
 Usage: python -m benchmarks.serving [--prompts 1 8 64] [--slots 4 8 16 32] [--turns 3] [--small]
                                     [--target WORKDIR --draft WORKDIR] [--guesses 2 4 8]
 
-Slots: a model of GPT-2's kind, 12 layers, d_model 512 (--small: 2 and 64), random weights in float32; prompts of 8 to
-64 tokens, texts that end after 48 tokens on average (several ids end a row, so that one token in 48 does) and have at
-most 192; a single one has 192. `generate` on the whole list keeps every row in the batch until the last has ended; with
-`slots` the next prompt takes the place of a row that has.
+Slots: a model like GPT-2 with 12 layers and d_model 512 (--small: 2 and 64), random weights, in float32; prompts of 8
+to 64 tokens. Several token ids end a text, so that one sampled token in 48 does: texts have 48 new tokens on average,
+and at most 192; a single text always has 192. `generate` without slots keeps every row in the batch until the last one
+ends; with `slots`, the next prompt takes the place of a finished row.
 
-Draft: two trained models of one tokenizer, a large and a small one. Made so, for example:
+Draft: two trained models with the same tokenizer, a large and a small one, for example:
     python train.py configs/shakespeare_fast.py --workdir runs/large --model.num-layers 6 --model.d-model 256
     python train.py configs/shakespeare_fast.py --workdir runs/small --model.num-layers 1
-One row at a time, greedily and drawn, within the context of the training; the share of the guesses that the large model
-takes is printed beside the time. The last line is a JSON object.
+Batch size 1, greedy and with sampling, within the context length of the training. The table also shows the acceptance
+rate of the draft tokens. The last line is a JSON object.
 """
 
 import argparse
@@ -36,14 +36,14 @@ from transformer.generate._speculative import decode_with_draft
 from transformer.inference import LoadedModel, open_model
 
 VOCABULARY, ENDS, MOST = 8_208, 171, 192
-"""ids, how many of them end a row, and tokens of a row at most"""
+"""vocabulary size, number of token ids that end a row, and maximum new tokens per row"""
 LINES = ("ROMEO:\n", "First Citizen:\n", "KING RICHARD II:\n", "What ", "The king", "O, ", "My lord, ", "And ")
-"""what the texts with a draft begin with"""
+"""prompts for speculative decoding"""
 TEMPERATURES = (0.0, 0.8)
 
 
 def random_model(small: bool) -> tuple[CausalLM, Any]:
-    """A model and its parameters, as they are before any training."""
+    """Return an untrained model and its parameters."""
     sizes = {"d_model": 64, "num_layers": 2, "num_heads": 2} if small else {}
     sizes = {"d_model": 512, "num_layers": 12, "num_heads": 8} | sizes
     model = CausalLM(
@@ -61,16 +61,16 @@ def random_model(small: bool) -> tuple[CausalLM, Any]:
 
 
 def slots(options: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Tokens a second by number of prompts and slots, told as a table."""
+    """Print a table of tokens per second by number of prompts and slots, and return its values."""
     model, params = random_model(options.small)
     parameters = sum(leaf.size for leaf in jax.tree.leaves(params))
-    print(f"{parameters:,} parameters; texts of {VOCABULARY // ENDS} tokens on average, {MOST} at most\n")
-    print("| prompts | written at once | new tokens | places used | tokens/s | of all at once | rows alike |")
+    print(f"{parameters:,} parameters; {VOCABULARY // ENDS} new tokens per text on average, at most {MOST}\n")
+    print("| prompts | batch | new tokens | positions used | tokens/s | ratio to all at once | equal rows |")
     print("| ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
     random, found = np.random.default_rng(0), {}
     for count in options.prompts:
         prompts = [random.integers(ENDS, VOCABULARY, length).tolist() for length in random.integers(8, 65, count)]
-        ends = range(ENDS) if count > 1 else None  # one text says little about how long texts are
+        ends = range(ENDS) if count > 1 else None  # a single text of random length would not be representative
         write = functools.partial(
             generate, model, params, prompts, max_new_tokens=MOST, eos_id=ends, sampling=Sampling(), seed=1
         )
@@ -78,14 +78,14 @@ def slots(options: argparse.Namespace) -> dict[str, dict[str, float]]:
         rows = {size: write(slots=size) for size in sizes}
         seconds = take_turns({size: functools.partial(write, slots=size) for size in sizes}, options.turns)
         tokens = {size: sum(map(len, rows[size])) for size in sizes}
-        a_token = {size: [second / tokens[size] for second in seconds[size]] for size in sizes}
+        per_token = {size: [second / tokens[size] for second in seconds[size]] for size in sizes}
         for size in sizes:
-            # Another batch size rounds otherwise, which may turn a draw: from there on the row is another.
+            # Rounding depends on the batch size and can change a sampled token; from there on the rows differ.
             alike = statistics.mean(ours == peer for ours, peer in zip(rows[size], rows[None], strict=True))
-            rate, ratio = 1 / statistics.median(a_token[size]), times_faster(a_token[None], a_token[size])
+            rate, ratio = 1 / statistics.median(per_token[size]), times_faster(per_token[None], per_token[size])
             used = "" if size else f"{100 * tokens[size] / (count * max(map(len, rows[size]))):.0f} %"
             name = f"{size} slots" if size else "all"
-            peer = 1 / statistics.median(a_token[None])
+            peer = 1 / statistics.median(per_token[None])
             row = {"tokens_per_second": rate, "peer": peer, "ratio": ratio, "alike": alike}
             found[f"{count} prompts, {name}"] = row
             cells = [
@@ -102,13 +102,13 @@ def slots(options: argparse.Namespace) -> dict[str, dict[str, float]]:
 
 
 def guesses(options: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Tokens a second of a trained model alone and with a draft, by temperature and guesses, told as a table."""
+    """Print a table of tokens per second of a model without and with a draft model, and return its values."""
     target, small = open_model(options.target), open_model(options.draft)
     size, less = (sum(leaf.size for leaf in jax.tree.leaves(one.params)) for one in (target, small))
     prompts = [target.tokenizer.encode(line) for line in LINES]
     new = (target.context or 256) - max(map(len, prompts))
-    print(f"\n{size:,} parameters, a draft of {less:,}; {len(prompts)} texts of {new} tokens, one after the other\n")
-    print("| temperature | guesses a round | taken | tokens a round | tokens/s | of the model alone | rows alike |")
+    print(f"\n{size:,} parameters, draft model: {less:,}; {len(prompts)} texts of {new} tokens, batch size 1\n")
+    print("| temperature | draft tokens | acceptance rate | tokens per round | tokens/s | speedup | equal rows |")
     print("| ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
     found = {}
     for temperature in TEMPERATURES:
@@ -131,7 +131,7 @@ def guesses(options: argparse.Namespace) -> dict[str, dict[str, float]]:
             taken, each = "", "1.00"
             if draft is not None:
                 rounds = sum(rounds_of(target, draft, prompt, new, sampling) for prompt in prompts)
-                row["tokens_a_round"] = len(prompts) * (new - 1) / rounds  # the first token comes with the prompt
+                row["tokens_a_round"] = len(prompts) * (new - 1) / rounds  # the prefill gives the first token
                 row["taken"] = (row["tokens_a_round"] - 1) / count
                 taken, each = f"{100 * row['taken']:.0f} %", f"{row['tokens_a_round']:.2f}"
             found[f"temperature {temperature}, {count or 'no'} guesses"] = row
@@ -141,7 +141,7 @@ def guesses(options: argparse.Namespace) -> dict[str, dict[str, float]]:
 
 
 def rounds_of(target: LoadedModel, draft: Draft, prompt: list[int], new: int, sampling: Sampling) -> int:
-    """Steps of the large model that a row takes with a draft, what `generate` does not tell."""
+    """Return the number of decoding steps of the large model for one row, which `generate` does not return."""
     width, room = bucket(len(prompt)), bucket(new)
     given = pad([np.array(prompt)], width), jax.random.split(jax.random.key(0), 1)
     how = SamplerParams.of(sampling, target.model.config.vocab_size), np.array([-1], np.int32), np.int32(new)
@@ -151,20 +151,30 @@ def rounds_of(target: LoadedModel, draft: Draft, prompt: list[int], new: int, sa
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompts", type=int, nargs="*", default=[1, 8, 64], help="how many; none: no slots")
-    parser.add_argument("--slots", type=int, nargs="+", default=[4, 8, 16, 32], help="fewer than there are prompts")
+    parser.add_argument(
+        "--prompts",
+        type=int,
+        nargs="*",
+        default=[1, 8, 64],
+        help="numbers of prompts; without a value: skip the part about slots",
+    )
+    parser.add_argument(
+        "--slots",
+        type=int,
+        nargs="+",
+        default=[4, 8, 16, 32],
+        help="numbers of slots; those below the number of prompts are used",
+    )
     parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--small", action="store_true", help="a tiny model, to try this out")
+    parser.add_argument("--small", action="store_true", help="use a tiny model, to test this program")
     parser.add_argument("--target", help="workdir of the large model")
     parser.add_argument("--draft", help="workdir of the small model")
-    parser.add_argument(
-        "--guesses", type=int, nargs="+", default=[2, 4, 8], help="tokens that a draft guesses at a time"
-    )
+    parser.add_argument("--guesses", type=int, nargs="+", default=[2, 4, 8], help="numbers of draft tokens per round")
     options = parser.parse_args()
     if (options.target is None) != (options.draft is None):
-        parser.error("--target and --draft go together: give both, or leave both out")
+        parser.error("--target and --draft must be used together. Pass both or none.")
     if not options.prompts and options.target is None:
-        parser.error("nothing to do: give --prompts, or --target and --draft")
+        parser.error("nothing to measure. Pass --prompts, or --target and --draft.")
     where = machine()
     print(where)
     found: dict[str, dict[str, dict[str, float]]] = {}
@@ -177,7 +187,7 @@ def main() -> None:
     best = max(names, key=lambda name: found[part][name]["ratio"])
     print(
         last_line(
-            f"{best} beside {'all at once' if part == 'slots' else 'the model alone'}",
+            f"{best} compared with {'all at once' if part == 'slots' else 'no draft model'}",
             found[part][best]["peer"],
             found[part][best]["tokens_per_second"],
             found[part][best]["ratio"],
@@ -190,5 +200,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    keep_freed_memory()  # as python -m transformer does
+    keep_freed_memory()  # the same allocator settings as python -m transformer
     main()

@@ -1,4 +1,4 @@
-"""The same models in PyTorch, trained as its users train them: torch.compile, fused AdamW, gradients clipped."""
+"""Baseline models in PyTorch, trained in the usual way: torch.compile, fused AdamW, clipped gradients."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 
 class Layer(nn.Module):
-    """A pre-norm layer of GPT-2's kind, without biases."""
+    """A pre-norm layer as in GPT-2, without biases."""
 
     def __init__(self, width: int, heads: int):
         super().__init__()
@@ -32,7 +32,7 @@ class Layer(nn.Module):
 
 
 class GPT(nn.Module):
-    """A decoder alone, with learned positions and one table for tokens and logits."""
+    """A decoder-only model with learned positions and tied embeddings."""
 
     def __init__(self, vocabulary: int, context: int, layers: int, heads: int, width: int):
         super().__init__()
@@ -44,7 +44,7 @@ class GPT(nn.Module):
                 nn.init.normal_(parameter, std=0.02)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Tokens and targets (B, T) -> their mean loss."""
+        """Return the mean cross-entropy of tokens and targets (B, T)."""
         x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
         for layer in self.layers:
             x = layer(x)
@@ -53,20 +53,21 @@ class GPT(nn.Module):
 
 
 class Translator(nn.Module):
-    """Vaswani et al. 2017 by nn.Transformer, with one table for source, target and logits."""
+    """The model of Vaswani et al. 2017 with nn.Transformer, with one embedding table for source, target and logits."""
 
     def __init__(self, vocabulary: int, width: int, heads: int, layers: int, hidden: int, length: int):
         super().__init__()
         self.tokens = nn.Embedding(vocabulary, width)
         nn.init.normal_(self.tokens.weight, std=width**-0.5)
         self.transformer = nn.Transformer(width, heads, layers, layers, hidden, dropout=0.1, batch_first=True)
+        # Sinusoidal positions (section 3.5): angle of position p and dimension pair i is p / 10000^(2i / d_model).
         angles = torch.arange(length)[:, None] / 10_000 ** (torch.arange(0, width, 2) / width)[None]
         self.register_buffer("positions", torch.stack([angles.sin(), angles.cos()], -1).flatten(1))
         self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(length))
         self.scale, self.dropout = width**0.5, nn.Dropout(0.1)
 
     def forward(self, source: Tensor, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Source (B, S), tokens and targets (B, T) -> their mean loss, labels smoothed."""
+        """Return the mean cross-entropy with smoothed labels, for source (B, S), tokens and targets (B, T)."""
         embedded = [
             self.dropout(self.tokens(ids) * self.scale + self.positions[: ids.shape[1]]) for ids in (source, tokens)
         ]
@@ -79,7 +80,7 @@ class Translator(nn.Module):
 def training_step(
     model: nn.Module, batch: tuple[Any, ...], *, betas: tuple[float, float], autocast: torch.dtype | None = None
 ) -> Callable[[], Tensor]:
-    """One update of the model with the arrays of a batch; returns its loss."""
+    """Return a function that updates the model on the batch once and returns the loss."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = model.to(device)
     inputs = [torch.from_numpy(array).long().to(device) for array in batch]

@@ -1,17 +1,19 @@
-"""Time of a training step of ours, beside the same model in PyTorch (torch.compile) and in plain Flax.
+"""Time of our training step, compared with the same model in PyTorch (torch.compile) and in plain Flax.
 
 Usage: python -m benchmarks.train_step [--works small large translator] [--peers torch flax] [--turns 6] [--times 5]
-       python -m benchmarks.train_step --peers products update flat    what parts of a step take alone
+       python -m benchmarks.train_step --peers products update flat    time of separate parts of our step
 
-Needs the parity environment (`make peers`), which has PyTorch. Each side runs in a process of its own; they take turns.
-Both are started as they are (`untouched`), and again both with a setting of the allocator (`allocator`) that keeps what
-is freed. Prints medians in milliseconds and tokens/s of ours over the peer's; the last line is a JSON object.
+Needs the parity environment (`make peers`), which contains PyTorch. Each side runs in a separate process, and the
+processes take turns. Both are measured in the unchanged environment (`untouched`), and with allocator settings that
+keep freed memory (`allocator`). Prints medians in milliseconds and the ratio of our tokens/s to the peer's. The last
+line is a JSON object.
 
-small and large are GPTs of (batch, context, layers, heads, d_model) = (12, 64, 4, 4, 128) and (8, 256, 6, 6, 384), 65
-characters; translator is Vaswani et al. 2017's base model, 16 pairs of 32 + 32 tokens, a vocabulary of 8,000. Three
-peers are no library but parts of our own step, and their ratio is the share of it that they take: `products`, those
-with weights, forward and backward, by XLA; `update`, of given gradients, by the optimizer; `flat`, the same where all
-parameters are one vector, so that nothing is left to be fused.
+small and large are GPTs with (batch size, context, layers, heads, d_model) = (12, 64, 4, 4, 128) and (8, 256, 6, 6,
+384) and a vocabulary of 65 characters. translator is the base model of Vaswani et al. 2017 with 16 pairs of 32 + 32
+tokens and a vocabulary of 8,000. Three peers are not libraries but parts of our own step; their ratio is the fraction
+of the step that they take. `products`: the matrix multiplications with weights, forward and backward, compiled by XLA.
+`update`: the optimizer update for given gradients. `flat`: the same update with all parameters in one vector, so that
+there is nothing left to fuse.
 """
 
 import argparse
@@ -30,7 +32,7 @@ from transformer.config import EmbeddingOptions
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """A model, and the batch that it is trained on."""
+    """Sizes of a model and of its training batch."""
 
     batch: int
     length: int
@@ -43,12 +45,12 @@ class Work:
 
     @property
     def tokens(self) -> int:
-        """Read in one step."""
+        """Tokens per training step."""
         return self.batch * self.length * (2 if self.encoder else 1)
 
     @property
     def products(self) -> list[tuple[int, int, int]]:
-        """(rows, inputs, outputs) of each matrix of weights in a forward pass."""
+        """(rows, inputs, outputs) of each matrix multiplication with weights in a forward pass."""
         rows = self.batch * self.length
         square = (rows, self.width, self.width)
         feed_forward = [(rows, self.width, self.hidden), (rows, self.hidden, self.width)]
@@ -57,7 +59,7 @@ class Work:
         return [*layers * self.layers, (rows, self.width, self.vocabulary)]
 
     def arrays(self) -> tuple[np.ndarray, ...]:
-        """(source,) tokens, targets."""
+        """Return random arrays (B, T): source (only for encoder-decoders), tokens, targets."""
         random = np.random.default_rng(0)
         count = 3 if self.encoder else 2
         shape = (count, self.batch, self.length)
@@ -73,7 +75,7 @@ BETAS = {False: (0.9, 0.99), True: (0.9, 0.98)}
 
 
 def recipe_of(work: Work) -> Any:
-    """What our side trains."""
+    """Return the recipe of our side."""
     from transformer.config import Execution, TransformerConfig
     from transformer.data import NumberWords, TextFile
     from transformer.training import OptimizerConfig, Recipe, TrainingConfig
@@ -107,7 +109,7 @@ def recipe_of(work: Work) -> Any:
 
 
 def ours(work: Work) -> Callable[[], Any]:
-    """The training step that `train.py` makes of a recipe."""
+    """Return our side: the training step that `train.py` builds from a recipe."""
     import jax
 
     from transformer.training._state import make_state
@@ -130,7 +132,7 @@ def ours(work: Work) -> Callable[[], Any]:
 
 
 def plain_flax(work: Work) -> Callable[[], Any]:
-    """The same model by Flax's own layers."""
+    """Return the training step of the same model with the layers of Flax."""
     import jax
 
     from benchmarks import flax_peers
@@ -144,7 +146,7 @@ def plain_flax(work: Work) -> Callable[[], Any]:
 
 
 def pytorch(work: Work) -> Callable[[], Any]:
-    """The same model in PyTorch."""
+    """Return the training step of the same model in PyTorch."""
     from benchmarks import torch_peers
 
     if work.encoder:
@@ -156,7 +158,7 @@ def pytorch(work: Work) -> Callable[[], Any]:
 
 
 def products(work: Work) -> Callable[[], Any]:
-    """The products of a step with its weights, and no more: forward, by the inputs and by the weights."""
+    """Return only the matrix multiplications with weights: forward, and the gradients of inputs and weights."""
     import jax
 
     draw = np.random.default_rng(0).standard_normal
@@ -164,12 +166,16 @@ def products(work: Work) -> Callable[[], Any]:
         tuple(jax.numpy.asarray(draw(shape, np.float32)) for shape in ((rows, ins), (ins, outs), (rows, outs)))
         for rows, ins, outs in work.products
     ]
+    # For y = x W with gradient dy: x W (forward), dy W^T (gradient of x), x^T dy (gradient of W).
     compiled = jax.jit(lambda given: [(x @ kernel, slope @ kernel.T, x.T @ slope) for x, kernel, slope in given])
     return lambda: jax.block_until_ready(compiled(given))
 
 
 def update(work: Work, flat: bool = False) -> Callable[[], Any]:
-    """Clipping, Adam's direction, decay and the new parameters, of given gradients; `flat`: of one vector."""
+    """Return only the optimizer update for given gradients: clipping, Adam, weight decay, new parameters.
+
+    With `flat`, all parameters are one vector.
+    """
     import jax
     import optax
 
@@ -212,13 +218,13 @@ def main() -> None:
     parser.add_argument("--works", nargs="+", choices=WORKS, default=list(WORKS))
     parser.add_argument("--peers", nargs="+", choices=sorted({*SIDES} - {"ours"}), default=["torch", "flax"])
     parser.add_argument("--environments", nargs="+", choices=ENVIRONMENTS, default=list(ENVIRONMENTS))
-    parser.add_argument("--turns", type=int, default=6, help="of each side")
-    parser.add_argument("--times", type=int, default=5, help="steps in a turn")
-    parser.add_argument("--worker", nargs=2, metavar=("SIDE", "WORK"), help="be one side: what the command starts")
+    parser.add_argument("--turns", type=int, default=6, help="turns of each side")
+    parser.add_argument("--times", type=int, default=5, help="training steps per turn")
+    parser.add_argument("--worker", nargs=2, metavar=("SIDE", "WORK"), help="internal: run one side as a worker")
     options = parser.parse_args()
     if options.worker:
         if options.worker[0] in ("ours", "update", "flat"):
-            keep_freed_memory()  # as train.py and python -m transformer do
+            keep_freed_memory()  # the same allocator settings as train.py and python -m transformer
         side, work = options.worker
         serve(SIDES[side](WORKS[work]))
         return

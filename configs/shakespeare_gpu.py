@@ -2,7 +2,7 @@
 
 Usage: python train.py configs/shakespeare_gpu.py
 
-Model size, dropout and optimizer settings of nanoGPT's recipe for GPUs; its README reports 1.4697 nats as the lowest
+Model size, dropout and number of updates of nanoGPT's recipe for GPUs; its README reports 1.4697 nats as the lowest
 loss on the last 10 % of the file. Matrix multiplications in bfloat16. Training takes about 80 epochs, so the held-out
 loss rises again before the end: the model is evaluated every 250 steps, and the best checkpoint is kept and used. For
 one accelerator; 10.6 M parameters. Expected: a lowest loss of at most 1.47; not trained here. Without network access:

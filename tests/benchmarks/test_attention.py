@@ -28,5 +28,5 @@ def test_the_bounds_are_those_of_auto(monkeypatch):
     monkeypatch.setitem(kernels.FULL_MATRIX_SCORES, "cpu", 100 * 100)
     monkeypatch.setitem(kernels.QUERY_CHUNKED_SCORES, "cpu", 300 * 300)
     assert bounds("cpu") == "reference to 100, query_chunked to 300, blockwise"
-    assert bounds("gpu").startswith("cudnn from 256 on; where it can't serve, reference to 1,024")
+    assert bounds("gpu").startswith("cudnn from 256; if cudnn is unsupported, reference to 1,024")
     assert bounds("tpu").endswith("splash")

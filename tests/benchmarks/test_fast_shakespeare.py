@@ -59,9 +59,11 @@ def test_differences_are_over_the_seeds_that_both_have():
     made = tables({"runs": RUNS, "made": "today"})
     removed, added = made["removed"].splitlines(), made["added"].splitlines()
     assert removed[2] == added[2] == "| `full` | the recipe | 1,200 | 0, 1 | 1.600 ± 0.141 |  |"
-    assert removed[3:] == ["| `adamw` | AdamW in place of Muon, at 3e-3 | 1,200 | 1 | 1.800 | +0.100 |"]
+    assert removed[3:] == ["| `adamw` | AdamW instead of Muon, learning rate 3e-3 | 1,200 | 1 | 1.800 | +0.100 |"]
     assert added[3].endswith("| 1,300 | 2 | 1.400 |  |")  # the recipe has no such seed
-    assert made["when"].startswith("Made today; runs: 4, minutes in all: 4.\nNot trained yet: `low_rate`, `cosine`, ")
+    assert made["when"].startswith(
+        "Measured today; 4 runs, 4 minutes of training in total.\nNot trained yet: `low_rate`, `cosine`, "
+    )
     assert "`adamw`" not in made["when"]
     alone = tables({"runs": {"adamw": RUNS["adamw"]}, "made": "today"})["removed"]
     assert alone.endswith("| 1 | 1.800 |  |")  # nothing yet to differ from

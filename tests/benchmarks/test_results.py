@@ -152,7 +152,7 @@ def test_each_task_is_told_by_its_own_figures(task, more, expected):
 
 def test_what_is_no_finished_run_of_a_recipe_is_refused(tmp_path):
     recipe = recipe_of("shakespeare_cpu")
-    with pytest.raises(ConfigError, match=r"19 of 20 steps are done. Finish the run first"):
+    with pytest.raises(ConfigError, match=r"has trained only 19 of 20 steps. Finish the run first"):
         record(workdir_of(tmp_path, recipe, step=19), "here")
     with pytest.raises(ConfigError, match="there is no recipe 'mine'"):
         record(workdir_of(tmp_path, dataclasses.replace(recipe, name="mine")), "here")
@@ -191,17 +191,15 @@ def test_the_page_has_mean_spread_and_what_others_published():
         "runs": [RUN | {"figures": {"last_loss": 2.0}}, OTHER],
         "text": "",
     }  # the lowest loss of one is not known
-    assert "| loss at the end: 1.850 ± 0.212 (2 seeds) |" in page({"known": by_hand}, {"known": "A model."})
+    assert "| final loss: 1.850 ± 0.212 (2 seeds) |" in page({"known": by_hand}, {"known": "A model."})
     assert "Published: 1.88. Source: a paper." in text
     assert "| 1 | 1.700 | 1.700 | 1,200 | 20 | 65 s |\n| all | 1.600 ± 0.141 | 1.725 ± 0.035 |  |  |  |" in text
     assert "- seed 0, 1: `python train.py configs/known.py`: 2026-01-02, an abacus, jax 1.2.3\n" in text
     assert (
         text.endswith("A paragraph.\n\n## big\n\nA big model.\n\nNot trained: too big.\n") or "A paragraph.\n" in text
     )
-    assert "| [new](#new) | not trained: nothing is recorded yet |" in page(
-        recipes, {"known": "", "big": "", "new": ""}
-    )
-    with pytest.raises(ConfigError, match=r"big.json is of no recipe"):
+    assert "| [new](#new) | not trained: no run recorded yet |" in page(recipes, {"known": "", "big": "", "new": ""})
+    with pytest.raises(ConfigError, match=r"big.json belongs to no recipe"):
         page(recipes, {"known": ""})
 
 
