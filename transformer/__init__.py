@@ -1,7 +1,8 @@
 """A model zoo of transformers in JAX and Flax: pure functions for numerics, small modules that own the parameters.
 
-`transformer.NAME` is any name in `__all__` of `transformer.nn` and `transformer.config`, and `load` and `save` of
-`transformer.inference`, which need extras: `train` for workdirs, `zoo` for pretrained weights.
+`transformer.NAME` is any name in `__all__` of `transformer.nn` or `transformer.config`, or one of the functions `load`
+and `save` of `transformer.inference`. These two need optional dependencies: install the extra `train` to load and save
+run directories, and the extra `zoo` for pretrained weights.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ _MOVED = {
     "studies": "viz.studies",
     "weights": "zoo.weights",
 }
-"""modules that had another name up to version 0.1: old name -> new name, both in this package; others are in `nn`"""
+"""modules that had another name in version 0.1 and earlier: old name -> new name, both relative to this package. Old
+modules that are not listed are now in `nn`"""
 
 _RENAMED = {
     "inference/opening": "_loading",
@@ -43,11 +45,11 @@ _RENAMED = {
     "training/calls": "_invocations",
     "training/numbers": "_numeric_evaluation",
 }
-"""files that were renamed in their folder: old path -> new file name"""
+"""files that were renamed within their folder: old path -> new file name"""
 
 
 def _exports() -> dict[str, str]:
-    """Public names -> the module that has each."""
+    """Return the public names, each with the module that defines or re-exports it."""
     homes = dict.fromkeys(("load", "save"), "transformer.inference")
     for home in ("transformer.config", "transformer.nn"):
         homes |= dict.fromkeys(importlib.import_module(home).__all__, home)
@@ -55,7 +57,10 @@ def _exports() -> dict[str, str]:
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a name when it is asked for: the command line, which restarts itself, does without JAX until then."""
+    """Import a public name on first access, so that `import transformer` does not import JAX.
+
+    The command line relies on this: its process restarts once, and should not import JAX before it does.
+    """
     if name == "__all__":
         return sorted(_exports())
     if not name.startswith("_"):
@@ -71,7 +76,11 @@ def __dir__() -> list[str]:
 
 
 def _current_name(name: str) -> str | None:
-    """The module that `name` stands for: itself, one of `_MOVED`, or the private file `_masks.py` for `masks`."""
+    """Return the current full name of a module, or None if there is no such module.
+
+    `name` is a current name, an old name in `_MOVED` or `_RENAMED`, or the name of a file that became private: `masks`
+    for `nn/_masks.py`.
+    """
     top, *below = name.split(".")[1:]
     parts = [*_MOVED.get(top, top).split("."), *below]
     folder = Path(__file__).parent
@@ -89,8 +98,12 @@ def _current_name(name: str) -> str | None:
     return ".".join(found)
 
 
-class _Room(types.ModuleType):
-    """A package whose public names stay what they are when a module that was called like one of them is imported."""
+class _Package(types.ModuleType):
+    """A package with a public name that an old submodule also had, such as a function `NAME` and a file `NAME.py`.
+
+    After importing `package.NAME` the import system assigns the module to the attribute `NAME` of the package. This
+    class ignores that assignment, so `package.NAME` remains the public name.
+    """
 
     def __setattr__(self, name: str, value: Any) -> None:
         moved = isinstance(value, types.ModuleType) and value.__name__ != f"{self.__name__}.{name}"
@@ -99,8 +112,10 @@ class _Room(types.ModuleType):
 
 
 class _MovedModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Imports `transformer.masks` and `transformer.nn.masks` as `transformer.nn._masks`, with a warning, and so on for
-    every module that moved or became private: the same module, not a second copy of it.
+    """Import every module that was moved or became private under its old name too, with a DeprecationWarning.
+
+    For example, `transformer.masks` and `transformer.nn.masks` both return the module object of `transformer.nn._masks`
+    rather than a second copy of it. With two copies, `isinstance` checks on their classes would fail.
     """
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
@@ -111,18 +126,19 @@ class _MovedModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return None if new in (None, fullname) else importlib.machinery.ModuleSpec(fullname, self, origin=new)
 
     def create_module(self, spec: Any) -> Any:
-        room, _, private = spec.origin.partition("._")
-        now = f"private: import its public names from {room}" if private else f"now {spec.origin}: import that"
+        package, _, private = spec.origin.partition("._")
+        now = f"private: import its public names from {package}" if private else f"now {spec.origin}: import that"
         warnings.warn(f"{spec.name} is {now}. The old name works for one release.", DeprecationWarning, stacklevel=2)
         module = importlib.import_module(spec.origin)
-        spec.loader_state = module.__spec__  # the import system overwrites it before `exec_module`
+        spec.loader_state = module.__spec__  # the import system overwrites `__spec__` before it calls `exec_module`
         parent, _, name = spec.name.rpartition(".")
         if name in getattr(sys.modules[parent], "__all__", ()) and parent != __name__:
-            sys.modules[parent].__class__ = _Room
+            sys.modules[parent].__class__ = _Package
         return module
 
     def exec_module(self, module: Any) -> None:
         module.__spec__ = module.__spec__.loader_state
 
 
-sys.meta_path.insert(0, _MovedModules())  # before the finder that would load a second copy of a file
+# First in the list: the default finder would import the files of a moved package a second time, under the old name.
+sys.meta_path.insert(0, _MovedModules())

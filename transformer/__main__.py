@@ -106,7 +106,7 @@ def _devices(arguments: Sequence[str]) -> int | None:
 
 @dataclass(frozen=True)
 class Verb:
-    """One command: `run` takes the arguments after the verb and returns the exit code (None: 0); `help` is one line."""
+    """A command: `run` takes the arguments after the verb and returns the exit code (None: 0); `help` is a summary."""
 
     run: Callable[[Sequence[str]], int | None]
     help: str
@@ -128,7 +128,7 @@ VERBS = {
     "devices": Verb(_devices, "list the accelerators of this machine and the devices of JAX"),
     "plan": Verb(_plan, "estimate memory and speed on a TPU you don't have"),
 }
-"""verbs by name, in the order in which --help lists them"""
+"""all verbs by name, in the order in which --help lists them"""
 
 
 def usage() -> str:
@@ -156,18 +156,18 @@ def versions() -> str:
 
 
 def console(arguments: Sequence[str] | None = None) -> None:
-    """Run a verb as the whole program and exit with its exit code.
+    """Run a verb as the main program and exit with its exit code.
 
     The process restarts once to set its memory allocator (`cli/_allocator.py`). The restart repeats the whole command
     line of the process.
 
     Args:
-        arguments: the arguments after the program's name; None: those of the process.
+        arguments: the arguments after the program name; None: those of the process.
     """
     keep_compiled()
     keep_freed_memory()
     code = main(arguments)
-    if "transformer.training._processes" in sys.modules:  # otherwise no other process trains together with this one
+    if "transformer.training._processes" in sys.modules:  # only if this run may be part of a multi-process run
         sys.modules["transformer.training._processes"].leave(code)
     sys.exit(code)
 
@@ -179,11 +179,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run_verb(words: Sequence[str]) -> int | None:
-    """Runs a verb with its arguments, `run_verb(["generate", DIR, "--prompt", "One."])`, as a notebook wants it: errors
-    are raised instead of printed. Returns the exit code (None: 0).
+    """Run a verb from Python, for example in a notebook: `run_verb(["generate", DIR, "--prompt", "One."])`.
+
+    Errors are raised rather than printed.
+
+    Returns:
+        the exit code; None means 0.
 
     Raises:
-        ConfigError: no such verb; and whatever the verb raises.
+        ConfigError: the verb is missing or unknown. Errors of the verb itself are raised unchanged.
     """
     from transformer.config._checks import ConfigError, nearest
 

@@ -1,4 +1,4 @@
-"""The pure function and the module over it: worked numbers, properties, equivalences."""
+"""`dot_product_attention` and `MultiHeadAttention`: worked examples, properties and equivalences."""
 
 import chex
 import jax
@@ -21,7 +21,7 @@ X = jax.random.normal(KEYS[3], (B, T, D))
 
 
 def worked_example(causal_mask):
-    """Life is awesome: three tokens, two heads of two, causal, W_O the identity; an exam's example, worked by hand."""
+    """A worked example from a textbook: "Life is awesome", three tokens, two heads of size two, W_O the identity."""
     x = jnp.array([[1, 0, 1, 0], [0, 1, 1, 0], [1, 1, 0, 1]], jnp.float32)[None]
     heads = {
         "query": [[[1, 0], [0, 1], [1, 0], [0, 1]], [[0, 1], [1, 0], [0, 1], [1, 0]]],
@@ -105,7 +105,7 @@ def test_softcap_and_sinks():
         ({"query": QUERY[:, :, :4]}, "query heads must be a multiple of key heads"),
         ({"query": QUERY[:1]}, "the batch sizes differ"),
         ({"query": QUERY[0]}, r"query must be \(batch, length, heads, head size\), got shape"),
-        ({"sinks": jnp.zeros(5)}, "must be one number a query head"),
+        ({"sinks": jnp.zeros(5)}, "must have one number per query head"),
         ({"dropout_rate": 0.1}, "dropout_key is None: pass a jax.random.key"),
         ({"dropout_rate": 1.0}, "at least 0 and below 1, got 1.0"),
         ({"scale": 0.0}, "scale must be above 0, got 0.0. Use scale=1.0"),
@@ -120,14 +120,14 @@ def test_softcap_and_sinks():
 )
 def test_what_can_not_be_computed_says_why(options, message):
     arrays = {"query": QUERY, "key": KEY, "value": VALUE}
-    # Past the shape check of the tests, to the message that a user sees.
+    # Bypass the type checker of the tests, to get the message that a user sees.
     plain = getattr(dot_product_attention, "__wrapped__", dot_product_attention)
     with pytest.raises(ValueError, match=message):
         plain(**(arrays | options))
 
 
 def products(function, *args):
-    """Shapes of both operands of each matrix product, all loops and calls included."""
+    """Return the shapes of both operands of each matrix multiplication, including those in loops and calls."""
     return [shapes for name, shapes in operations(function, *args) if name == "dot_general"]
 
 
@@ -141,7 +141,7 @@ def test_all_heads_of_a_projection_are_one_product():
         ((B * T, D), (D, K * HV)),
         ((B * T, N * HV), (N * HV, D)),
     ]
-    assert len(shapes) == 6  # and scores, and values
+    assert len(shapes) == 6  # plus Q K^T and the multiplication by V
 
 
 @pytest.mark.parametrize("use_bias", [True, False])
@@ -182,7 +182,7 @@ def test_qk_norm_makes_scores_blind_to_the_size_of_x():
 
 @pytest.mark.parametrize("kind", ["rms_norm", "zero_centered_rms_norm"])
 def test_qk_norm_over_all_heads_together(kind):
-    """Normalizing projections by hand, over all heads, and attending without a norm gives the same weights."""
+    """The weights equal those of projections that are normalized by hand, over all heads together."""
     sizes = {"num_heads": N, "num_kv_heads": K, "head_dim": H, "use_bias": False}
     attention = MultiHeadAttention(**sizes, qk_norm=True, qk_norm_scope="all", qk_norm_kind=kind)
     params = jax.jit(attention.init)(jax.random.key(0), X)["params"]
@@ -211,7 +211,7 @@ def test_biases_are_where_they_are_said_to_be():
     assert sorted(biased(biases=("query", "value"), use_bias=False)) == ["query", "value"]
     assert biased(biases=(), use_bias=True) == []
     assert sorted(biased()) == ["key", "out", "query", "value"]
-    with pytest.raises(ValueError, match="biases must be of query, key, value and out, got 'keys'"):
+    with pytest.raises(ValueError, match="biases must be names among query, key, value and out, got 'keys'"):
         biased(biases=("keys",))
 
 
@@ -275,7 +275,7 @@ def test_empty_slots_are_not_attended_even_without_causality():
 
 
 def test_rows_of_a_cache_go_on_from_their_own_length():
-    """Row 0 had 2 real tokens of 4: the padding behind them is overwritten and never seen."""
+    """Row 0 has 2 real tokens of 4: the padding after them is overwritten and never attended to."""
     attention = MultiHeadAttention(num_heads=N, head_dim=H, position=Rotary())
     params = jax.jit(attention.init)(jax.random.key(0), X)
     padded = X[:, :4].at[0, 2:].set(1e3)
@@ -291,7 +291,7 @@ def test_rows_of_a_cache_go_on_from_their_own_length():
 def test_a_cache_too_short_is_an_error_or_drops_never_overwrites():
     cache = KVCache.create(1, 3, K, H, HV, jnp.float32)
     ones = jnp.ones((1, 4, K, H)), jnp.ones((1, 4, K, HV)), jnp.zeros((1, 4), jnp.int32)
-    with pytest.raises(ValueError, match="4 tokens don't fit a cache of 3 slots: make a longer one"):
+    with pytest.raises(ValueError, match="4 tokens don't fit a cache of 3 slots: create a longer cache"):
         cache.append(*ones)
     two = [a[:, :2] for a in ones]
     steps = jnp.array([7.0, 8.0])[None, :, None, None]
@@ -309,16 +309,16 @@ def test_cross_attention_reads_what_its_cache_holds():
     np.testing.assert_array_equal(first, expected)
     np.testing.assert_allclose(again, expected, rtol=1e-6)
     assert same is cache
-    with pytest.raises(ValueError, match="cross-attention cache is empty: give context"):
+    with pytest.raises(ValueError, match="cross-attention cache is empty: pass context"):
         attention.apply(params, X, cache=ContextCache())
 
 
 def test_a_width_that_does_not_divide_says_what_to_give():
-    with pytest.raises(ValueError, match=r"width of x \(13\) must be a multiple of num_heads \(6\) .* Give head_dim"):
+    with pytest.raises(ValueError, match=r"width of x \(13\) must be a multiple of num_heads \(6\) .* Pass head_dim"):
         MultiHeadAttention(num_heads=6).init(jax.random.key(0), X)
 
 
 def test_a_cache_of_self_attention_is_refused_beside_a_context():
     x, cache = jnp.ones((1, 3, 8)), KVCache.create(1, 4, 2, 4, 4, jnp.float32)
-    with pytest.raises(ValueError, match="a KVCache is of self-attention, and this one has a context"):
+    with pytest.raises(ValueError, match="a KVCache is for self-attention, but a context is given"):
         MultiHeadAttention(num_heads=2).init(jax.random.key(0), x, x, cache=cache)

@@ -1,4 +1,4 @@
-"""What calls of attention take: masks of any shape and type, biases, weights on request, and dropout said aloud."""
+"""Arguments of attention: masks of any shape and dtype, biases, weights on request, and explicit dropout."""
 
 import functools
 
@@ -21,7 +21,7 @@ X = jax.random.normal(jax.random.key(3), (B, T, D))
 
 
 def test_other_intermediates_leave_the_kernel_alone():
-    """A call that collects what somebody else sows computes with the same kernel, and gets no weights."""
+    """Collecting the intermediates of other modules changes neither the kernel nor the collected weights."""
     attention = MultiHeadAttention(num_heads=N, head_dim=H, implementation="blockwise")
     params = jax.jit(attention.init)(jax.random.key(0), X)
     program = {
@@ -31,7 +31,7 @@ def test_other_intermediates_leave_the_kernel_alone():
     assert str(program[False]) == str(program["intermediates"])
     with pytest.raises(ConfigError, match="blockwise attention kernel can't return attention weights"):
         attention.apply(params, X, sow_weights=True, mutable="intermediates")
-    attention.apply(params, X, sow_weights=True)  # nobody collects them
+    attention.apply(params, X, sow_weights=True)  # the collection is not mutable, so nothing is sown
 
 
 @pytest.mark.parametrize("implementation", ["reference", "blockwise"])
@@ -89,7 +89,9 @@ def test_dropout_is_never_left_out_silently():
         jax.eval_shape(functools.partial(module.apply, **options), params, X, *given)
     model = CausalLM(config.replace(vocab_size=5))
     tokens = jnp.zeros((1, 3), jnp.int32)
-    jax.eval_shape(model.apply, jax.eval_shape(model.init, jax.random.key(0), tokens), tokens)  # whole models evaluate
+    jax.eval_shape(
+        model.apply, jax.eval_shape(model.init, jax.random.key(0), tokens), tokens
+    )  # a complete model evaluates by default
 
 
 SHAPES = {
@@ -151,7 +153,9 @@ def test_masks_of_zeros_and_ones_are_accepted_where_their_values_are_known(dtype
     mask = np.tri(T).astype(dtype)
     for given in (mask, jnp.asarray(mask)):
         np.testing.assert_array_equal(Mask.array(given).dense(T, T)[0, 0], np.tri(T, dtype=bool))
-    traced = jax.jit(lambda x: Mask.array(mask).dense(T, T) & (x > 0))(1)  # a constant inside jit is known
+    traced = jax.jit(lambda x: Mask.array(mask).dense(T, T) & (x > 0))(
+        1
+    )  # the values of a constant are known inside jit
     np.testing.assert_array_equal(traced[0, 0], np.tri(T, dtype=bool))
 
 
@@ -159,7 +163,10 @@ def test_masks_of_zeros_and_ones_are_accepted_where_their_values_are_known(dtype
     ("mask", "message"),
     [
         (np.where(np.tri(T), 0.0, -1e9), r"got float\d+ of shape \(7, 7\) with values from -1000000000.0 to 0.0"),
-        (np.zeros((T, T), np.float32), "hold 0 and 1 and at least one 1, got float32 .* with values from 0.0 to 0.0"),
+        (
+            np.zeros((T, T), np.float32),
+            "contain only 0 and 1 and at least one 1, got float32 .* with values from 0.0 to 0.0",
+        ),
         (np.arange(T * T).reshape(T, T), r"got int\d+ .* with values from 0 to 48"),
         (np.full((T, T), np.nan), "values from nan to nan"),
         (np.zeros((0, T)), "with no values"),
@@ -172,7 +179,7 @@ def test_arrays_that_may_not_be_masks_are_refused(mask, message):
 
 
 def test_inside_jit_a_mask_must_be_boolean():
-    """Nobody knows there whether it is a mask of 0 and 1 or one to be added: Flax would take any nonzero as True."""
+    """Inside jit, a mask of 0 and 1 can't be distinguished from an additive one; Flax treats any nonzero as True."""
     message = r"must be boolean \(True attends\) inside jit, where values are unknown, got float32 .*astype\(bool\)"
     with pytest.raises(ValueError, match=message + r".* dtype=bool.* pass it as bias="):
         jax.jit(lambda x: dot_product_attention(x, x, x, mask=nn.make_causal_mask(x[..., 0, 0])))(X[:, :, None])
@@ -185,7 +192,7 @@ def test_inside_jit_a_mask_must_be_boolean():
 
 
 def test_a_position_scheme_with_a_context_is_refused():
-    """It would do nothing there: Flax's old call attention(x, x) lost its rotation without a word."""
+    """It would have no effect: a call attention(x, x) in the style of Flax would silently lose its rotation."""
     attention = MultiHeadAttention(num_heads=N, head_dim=H, position=Rotary())
     with pytest.raises(ValueError, match=r"Rotary is for self-attention.*Leave the context out"):
         attention.init(jax.random.key(0), X, X)

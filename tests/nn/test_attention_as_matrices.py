@@ -1,7 +1,7 @@
-"""What two teaching texts on attention say, claim by claim, shown on this code.
+"""The claims of two teaching texts on attention, each checked on this code.
 
-The texts are S1 'self-attention as matrices' and S3 'multi-head attention as one matrix operation, for vectors'. A test
-is named after the row it shows; docs/mathematics.md ends with the table of all rows.
+The texts are S1 'self-attention as matrices' and S3 'multi-head attention as one matrix operation, for vectors'. Each
+test is named after the claim that it checks; docs/mathematics.md ends with a table of all claims.
 """
 
 import functools
@@ -25,18 +25,18 @@ PLAIN = {"scale": 0.7}
 
 
 def numbers(*shape):
-    """Normal ones, the same for the same shape whatever ran before."""
+    """Return normally distributed numbers that depend only on the shape."""
     return np.random.default_rng(shape).normal(size=shape).astype(np.float32)
 
 
 def matrices(*shape):
-    """One random matrix (or stack of them) for each of Q, K and V."""
+    """Return one random matrix, or stack of matrices, for each of Q, K and V."""
     return dict(zip(("query", "key", "value"), numbers(3, *shape) / np.sqrt(shape[0]), strict=True))
 
 
 @pytest.mark.parametrize("scale", [None, 1.0])
 def test_s1_1_one_head_in_matrix_form(scale):
-    """softmax(Q K^T) V with Q = X W_Q and so on, W of (d, d), scaled or not; an output row is a mean of rows of V."""
+    """softmax(Q K^T) V with Q = X W_Q etc., W (d, d), scaled or not; an output row is a weighted mean of rows of V."""
     w = matrices(D, D)
     attention = MultiHeadAttention(num_heads=1, use_bias=False, scale=scale)
     params = kernels(**{name: matrix[:, None, :] for name, matrix in w.items()}, out=np.eye(D)[None])
@@ -56,7 +56,7 @@ def test_s1_1_one_head_in_matrix_form(scale):
 
 
 def test_s1_2_each_head_may_keep_the_full_width():
-    """Heads of size d: the concatenation is (n, h d), not (n, d), and W_O takes it back to d."""
+    """With heads of size d the concatenation is (n, h d), not (n, d), and W_O maps it back to d."""
     heads, w, w_o = 3, matrices(D, 3, D), numbers(3, D, D)
     attention = MultiHeadAttention(num_heads=heads, head_dim=D, use_bias=False)
     own = jax.tree.map(jnp.shape, start(attention, X)["params"])
@@ -75,20 +75,20 @@ def test_s1_2_each_head_may_keep_the_full_width():
 
 @pytest.mark.parametrize("d_k", [4, 16, 64])
 def test_s1_3_a_dot_product_has_variance_d_k_and_scaled_1(d_k):
-    """q.k of independent entries of mean 0 and variance 1 has mean 0 and variance d_k; 1 / sqrt(d_k) brings it to 1."""
+    """q.k of independent entries with mean 0 and variance 1 has mean 0 and variance d_k; 1 / sqrt(d_k) makes it 1."""
     q, k = (jnp.asarray(numbers(20_000, length, 1, d_k)) for length in (1, 2))
     products = (q * k).sum(-1)
     assert products.mean() == pytest.approx(0, abs=0.03 * np.sqrt(d_k))
     assert products.var() == pytest.approx(d_k, rel=0.05)
     for scale, variance in ((1.0, d_k), (None, 1.0)):
         _, weights = dot_product_attention(q, k, k, scale=scale, return_weights=True)
-        # The logarithm of two weights' ratio is the difference of two scores: twice the variance of one.
+        # log(w_0 / w_1) is the difference of two scores, whose variance is twice that of one score.
         difference = np.log(weights[..., 0]) - np.log(weights[..., 1])
         assert difference.var() / 2 == pytest.approx(variance, rel=0.05)
 
 
 def test_s1_3_without_scale_the_gradient_of_softmax_dies():
-    """The wider the head, the nearer unscaled softmax is to one-hot, and the smaller its derivative by the scores."""
+    """The wider the head, the closer unscaled softmax is to one-hot, and the smaller its derivative."""
 
     def slope(d_k, scale):
         q, k = (jnp.asarray(numbers(32, length, 1, d_k)) for length in (1, 11))
@@ -116,7 +116,7 @@ PADDED = {
 
 @pytest.mark.parametrize("kind", PADDED)
 def test_s1_4_padding_a_batch_changes_nothing(kind):
-    """Rows of different length, padded into one batch: real tokens get what each row gets alone, and so gradients."""
+    """Padding rows of different lengths into one batch changes neither the output of real tokens nor gradients."""
     module, masks = PADDED[kind]
     lengths = jnp.array([7, 4])
     rows = X[:2] if kind in ("attention", "encoder") else jax.random.randint(KEYS[4], (2, T), 0, 13)
@@ -145,7 +145,7 @@ def test_s1_4_padding_a_batch_changes_nothing(kind):
 
 
 def test_s1_5_the_same_parameters_run_any_length():
-    """No parameter's shape depends on n: what was made for 3 elements attends among 301."""
+    """No parameter shape depends on n: a module initialized with 3 elements runs on 301."""
     attention = MultiHeadAttention(num_heads=2)
     params = start(attention, X[:, :3])
     longer = jax.eval_shape(attention.init, KEYS[1], jax.ShapeDtypeStruct((1, 100_003, D), jnp.float32))
@@ -153,12 +153,12 @@ def test_s1_5_the_same_parameters_run_any_length():
     long = jnp.concatenate([X[:1]] * 43, 1)
     out, _ = jax.jit(attention.apply)(params, long)
     assert out.shape == (1, 301, D)
-    # Each element 43 times over: every weight is shared by 43 keys, and the mean stays what it was.
+    # Each element occurs 43 times: 43 keys share its weight, and the weighted mean does not change.
     np.testing.assert_allclose(out[:, :T], attention.apply(params, X[:1])[0], rtol=1e-3, atol=1e-5)
 
 
 def test_s1_5_memory_grows_linearly_with_length():
-    """Twice the length: twice the temporary memory of forward and backward pass in blocks, four times the formula's."""
+    """Doubling the length doubles the memory of the blockwise kernel and quadruples that of the formula."""
 
     def memory(kernel, length):
         shapes = [jax.ShapeDtypeStruct((1, length, 2, 8), jnp.float32)] * 3
@@ -177,8 +177,8 @@ def test_s1_5_memory_grows_linearly_with_length():
 
 
 def test_s1_6_short_periods_make_a_late_position_look_like_an_early_one():
-    """With periods of 2 pi and 4 pi position 88 (14 and 7 turns) looks more like 0 than 1 does; not so in the paper's
-    encoding.
+    """With periods of 2 pi and 4 pi, position 88 (14 and 7 periods) is more similar to 0 than 1 is. In the paper's
+    encoding it is not.
     """
 
     def likeness(base, features, length):
@@ -194,7 +194,7 @@ def test_s1_6_short_periods_make_a_late_position_look_like_an_early_one():
 
 @pytest.mark.parametrize("scheme", [Rotary(), ALiBi(num_heads=2), T5Bias(num_heads=2)])
 def test_s1_6_relative_schemes_are_the_same_far_out(scheme):
-    """Rotary, ALiBi and T5: the output depends on distances alone, 100,000 positions further on as at the start."""
+    """With rotary, ALiBi and T5 the output depends only on distances, also 100,000 positions from the start."""
     table = None if scheme.table_shape is None else jax.random.normal(KEYS[5], scheme.table_shape)
     attention = MultiHeadAttention(num_heads=2, head_dim=8, position=scheme)
     params = start(MultiHeadAttention(num_heads=2, head_dim=8), X)
@@ -212,7 +212,7 @@ def test_s1_6_relative_schemes_are_the_same_far_out(scheme):
 
 
 def test_s1_6_schemes_that_extrapolate():
-    """ALiBi falls on linearly, T5 keeps its last bucket, scaled rotary angles stay within those trained on."""
+    """ALiBi decreases linearly, T5 stays in its last bucket, scaled rotary angles stay in the trained range."""
     here = jnp.array([[1000]])
     far = here + jnp.array([[40, 200, 100_000]])
     linear = ALiBi(num_heads=1).bias(here, far)
@@ -226,7 +226,7 @@ def test_s1_6_schemes_that_extrapolate():
 
 
 def test_s3_1_elements_are_vectors_and_the_three_sizes_are_free():
-    """Elements of n_I real numbers, keys of another size n_K, values of a smaller one n_V: W_0 brings n_I back."""
+    """Elements have n_I real numbers, keys a different size n_K, values a smaller n_V: W_0 maps back to n_I."""
     n_i, n_k, n_v = D, 13, 3
     attention = MultiHeadAttention(num_heads=2, head_dim=n_k, value_dim=n_v)
     params = start(attention, X)
@@ -237,13 +237,13 @@ def test_s3_1_elements_are_vectors_and_the_three_sizes_are_free():
     params, run = start(encoder, X), jax.jit(encoder.apply)
     out, _, _ = run(params, X)
     assert out.shape == X.shape
-    nearby = X.at[0, 2, 3].add(1e-3)  # a real number, not one of so many tokens
+    nearby = X.at[0, 2, 3].add(1e-3)  # any real number is allowed, not only embeddings of tokens
     assert 0 < np.abs(run(params, nearby)[0] - out).max() < 0.1
 
 
 @pytest.mark.parametrize("num_heads", [1, 2, 29])
 def test_s3_2_one_product_for_all_heads(num_heads):
-    """One matrix product each for W_Q (n_I, h n_K), W_K, W_V (n_I, h n_V) and W_0 (h n_V, n_I), however many heads."""
+    """One matrix multiplication each by W_Q, W_K (n_I, h n_K), W_V (n_I, h n_V) and W_0 (h n_V, n_I), for any h."""
     h, n_k, n_v = num_heads, 5, 3
     attention = MultiHeadAttention(num_heads=h, head_dim=n_k, value_dim=n_v)
     params = start(attention, X)
@@ -255,12 +255,12 @@ def test_s3_2_one_product_for_all_heads(num_heads):
         ((B * T, D), (D, h * n_v)),
         ((B * T, h * n_v), (h * n_v, D)),
     ]
-    assert len(products) == 6  # and all heads' scores, and all their weighted sums
+    assert len(products) == 6  # plus the scores of all heads, and their weighted sums
     assert "concatenate" not in {name for name, _ in seen}
 
 
 def test_s3_2_it_equals_the_heads_one_by_one():
-    """The concatenation costs nothing and changes nothing: h attentions of one head, added up behind W_0."""
+    """The concatenation changes nothing: the result is the sum over h single heads, each after its part of W_0."""
     h, heads = 3, ("query", "key", "value")
     attention = MultiHeadAttention(num_heads=h, head_dim=5, value_dim=4)
     params = start(attention, X)["params"]
@@ -276,7 +276,7 @@ def test_s3_2_it_equals_the_heads_one_by_one():
 
 
 def test_s3_3_softmax_per_query_and_head_and_w_0_without_activation():
-    """Scores over sqrt(n_K), a softmax for each query and head, and behind the heads a matrix and nothing else."""
+    """Scores / sqrt(n_K), one softmax per query and head, and after the heads a matrix without an activation."""
     h, n_k = 2, 5
     w, w_0 = matrices(D, h, n_k), numbers(h, n_k, D)
     attention = MultiHeadAttention(num_heads=h, head_dim=n_k, use_bias=False)
@@ -292,11 +292,11 @@ def test_s3_3_softmax_per_query_and_head_and_w_0_without_activation():
     moved = np.abs(captured(attention, kernels(**other, out=w_0), X)[1] - weights).max((0, 2, 3))
     assert moved[0] == 0 < 0.01 < moved[1]
     negated = attention.apply(kernels(**w | {"value": -w["value"]}, out=w_0), X)[0]
-    np.testing.assert_array_equal(negated, -out)  # of no activation but the identity
+    np.testing.assert_array_equal(negated, -out)  # only a map without an activation commutes with negation
 
 
 def test_s3_4_all_heads_and_positions_at_once():
-    """No loop over heads or positions; a batch is what each row gives alone; the rest of an encoder is unchanged."""
+    """There is no loop over heads or positions, rows of a batch are independent, and the encoder is unchanged."""
     params = start(MultiHeadAttention(num_heads=2), X)
 
     def run(x, implementation="reference"):
@@ -306,7 +306,7 @@ def test_s3_4_all_heads_and_positions_at_once():
     def loops(implementation):
         return {name for name, _ in operations(lambda x: run(x, implementation), X)} & {"while", "scan", "cond", "map"}
 
-    assert loops("blockwise")  # over blocks of long sequences, not over heads: what a loop looks like
+    assert loops("blockwise")  # a loop over blocks of long sequences, not over heads; shows that loops are detected
     assert not loops("reference")
     np.testing.assert_allclose(run(X), jax.vmap(lambda row: run(row[None])[0])(X), rtol=1e-5, atol=1e-6)
 

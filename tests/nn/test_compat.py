@@ -19,7 +19,7 @@ X = jax.random.normal(KEY, (2, 5, 12))
 
 
 def drawn(seed):
-    """Fields, inputs and arguments of one call, of any number of batch axes."""
+    """Draw the fields, inputs and arguments of one call, with any number of batch axes."""
     rng = np.random.default_rng(seed)
     pick = lambda *choices: choices[rng.integers(len(choices))]  # noqa: E731
     lead, queries, heads = pick((2,), (3,), (2, 3), ()), int(rng.integers(1, 8)), pick(1, 2, 3)
@@ -47,7 +47,7 @@ def drawn(seed):
     inputs += pick([], [normal(*lead, keys, 7)], [normal(*lead, keys, 7), normal(*lead, keys, 3)])
     last = keys if len(inputs) > 1 else queries
     padding = jnp.asarray(rng.random((*lead, 1, 1, last)) < 0.7)
-    dense = jnp.asarray(rng.random((*lead, heads, queries, last)) < 0.6)  # perhaps a query without keys
+    dense = jnp.asarray(rng.random((*lead, heads, queries, last)) < 0.6)  # some queries may see no key
     mask = pick(None, padding, dense, dense.astype(jnp.float32), dense[..., :1, :, :], jnp.tri(queries, last))
     options = {"mask": mask, "dropout_rng": pick(None, jax.random.key(seed))}
     if fields["dropout_rate"] and "deterministic" not in fields:
@@ -56,7 +56,7 @@ def drawn(seed):
 
 
 def call(module, params, inputs, options):
-    """The output, the sown weights, and the gradients of everything."""
+    """Return the output, the sown weights and all gradients."""
 
     def loss(params, inputs):
         out, sown = module.apply(
@@ -110,7 +110,7 @@ def test_types_are_those_of_flax(dtype):
 
 @pytest.mark.parametrize("lead", [(2,), (2, 3)])
 def test_decoding_step_by_step(lead):
-    """Flax's collection `cache`, filled by one and read by the other."""
+    """A collection `cache` that one implementation fills can be read by the other."""
     x = jax.random.normal(KEY, (*lead, 4, 6))
     padding = jnp.arange(4) != 1
     fields = {"num_heads": 2, "decode": True}
@@ -164,7 +164,7 @@ def test_kernels_that_never_hold_all_weights_give_the_same():
     ours = compat.MultiHeadDotProductAttention(3, attention_fn=attention)
     params = ours.init(KEY, X)
     theirs = nn.MultiHeadDotProductAttention(3)
-    mask = nn.make_attention_mask(jnp.arange(5)[None] < 3, jnp.arange(5)[None] < 3)  # queries without keys
+    mask = nn.make_attention_mask(jnp.arange(5)[None] < 3, jnp.arange(5)[None] < 3)  # some queries see no key
     np.testing.assert_allclose(ours.apply(params, X, mask=mask), theirs.apply(params, X, mask=mask), atol=1e-5)
     causal = ours.apply(params, X, mask=Mask.causal())
     np.testing.assert_allclose(causal, theirs.apply(params, X, mask=nn.make_causal_mask(X[..., 0])), atol=1e-5)
@@ -210,7 +210,7 @@ def test_precision_is_that_of_the_products():
 @pytest.mark.parametrize("lead", [(), (2,), (2, 3)])
 @pytest.mark.parametrize("broadcast", [False, True])
 def test_our_function_is_an_attention_fn(lead, broadcast):
-    """The literal `attention_fn=transformer.dot_product_attention`, with dropout, weights and any batch axes."""
+    """`attention_fn=transformer.dot_product_attention` works with dropout, weights and any number of batch axes."""
     fields = {"num_heads": 2, "dropout_rate": 0.4, "broadcast_dropout": broadcast}
     theirs = nn.MultiHeadDotProductAttention(**fields)
     ours = nn.MultiHeadDotProductAttention(**fields, attention_fn=transformer.dot_product_attention)
@@ -242,5 +242,5 @@ def test_broadcast_dropout_drops_the_same_weights_in_all_rows_and_heads(implemen
     assert 0.68 < kept[0, :, 0].mean() < 0.72
     alone = attend(ones, ones, value) > 0
     assert (alone[0] != alone[1]).any()
-    with pytest.raises(ValueError, match="dropout_rng is another name of dropout_key: pass one"):
+    with pytest.raises(ValueError, match="dropout_rng is another name of dropout_key: pass only one"):
         attend(ones, ones, value, dropout_rng=KEY)

@@ -1,4 +1,4 @@
-"""Initializers mean what they mean in Flax: kernels are drawn as matrices, and boxes with metadata stay around them."""
+"""Initializers behave as in Flax: kernels are drawn as matrices, and boxes with metadata are kept."""
 
 import flax.linen as nn
 import jax
@@ -85,7 +85,7 @@ MOE = MoE(num_experts=3, top_k=2, shared_experts=1)
     ids=["latent", "feed_forward", "experts"],
 )
 def test_every_map_is_drawn_by_its_inputs_and_outputs(module, maps):
-    """Xavier's limit of each kernel is that of its matrix, `out` and `down` included."""
+    """The Xavier limit of each kernel is that of its matrix, including `out` and `down`."""
     inputs = {"query": 6, "key": 8, "value": 8, "out": N * 5}
     found = 0
     for path, kernel in jax.tree.leaves_with_path(params_of(module, X)):
@@ -114,7 +114,7 @@ def test_boxes_of_metadata_stay_around_kernels_as_in_flax(box):
 
 
 def test_a_box_constrains_the_kernel_and_not_the_matrix_it_is_drawn_as():
-    """Names are of (D, N, H): on the matrix (D, N H) the constraint of a mesh in force would be an error."""
+    """Names are those of (D, N, H): applied to the matrix (D, N H), the sharding constraint would be an error."""
     init = nn.with_partitioning(nn.initializers.xavier_uniform(), (None, "heads", None))
     plain = params_of(Linear((N, H), kernel_init=nn.initializers.xavier_uniform()), X)
     mesh = jax.make_mesh((2,), ("heads",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])

@@ -1,4 +1,4 @@
-"""Parameters in 8 bits: a model computes with what they stand for, and what is lost is what is told."""
+"""8-bit parameters: a model computes with the dequantized values, and the report states the true error."""
 
 import jax
 import jax.numpy as jnp
@@ -100,7 +100,7 @@ def test_rules_of_ones_own():
 
 def test_what_can_not_be_quantized_is_said():
     params = {"embedding": {"embedding": jnp.ones((2, 2))}}
-    with pytest.raises(ValueError, match=r"embedding/embedding is in 8 bits already"):
+    with pytest.raises(ValueError, match=r"embedding/embedding is already quantized to 8 bits"):
         quantize(quantize(params)[0])
-    with pytest.raises(ValueError, match=r"no parameter matches a rule: x/kernel\. Give rules"):
+    with pytest.raises(ValueError, match=r"no parameter matches a rule: x/kernel\. Pass rules"):
         quantize(params, [Rule(pattern="x/kernel", inputs=(-1,))])

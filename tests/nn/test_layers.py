@@ -1,4 +1,4 @@
-"""Linear maps, norms, feed-forward, embedding: against NumPy."""
+"""Linear maps, norms, feed-forward and embedding, compared with NumPy."""
 
 import jax
 import jax.numpy as jnp
@@ -74,7 +74,7 @@ def test_norms_are_their_formulas(dtype):
 
 @pytest.mark.parametrize(
     "norm", [name for name in NORMS if name != "frozen_batch_norm"]
-)  # which takes what it is given
+)  # its mean and variance are stored, not computed from the input
 def test_every_norm_starts_as_the_plain_one(norm):
     params = NORMS[norm]().init(jax.random.key(0), X)["params"]
     plain = X - X.mean(-1, keepdims=True) if "layer" in norm else X
@@ -84,14 +84,14 @@ def test_every_norm_starts_as_the_plain_one(norm):
 
 
 def test_a_zero_centered_scale_is_summed_before_it_is_rounded():
-    """1 + 2^-10 is no bfloat16, but a scale of 2^-10 is: the sum is one of float32."""
+    """bfloat16 can represent a scale of 2^-10 but not 1 + 2^-10, so the sum must be in float32."""
     norm = ZeroCenteredRMSNorm(epsilon=0.0, param_dtype=jnp.bfloat16)
     got = norm.apply({"params": {"scale": jnp.full(5, 2**-10, jnp.bfloat16)}}, jnp.ones((1, 5)))
     np.testing.assert_array_equal(got, np.full((1, 5), 1 + 2**-10, np.float32))
 
 
 def test_norms_are_computed_in_float32_whatever_comes_in():
-    """A bfloat16 mean of 1,000 + small values would lose the small ones."""
+    """A bfloat16 mean of 1,000 + small values would lose the small values."""
     x = (1000.0 + jnp.arange(8.0))[None, None, :].astype(jnp.bfloat16)
     norm = LayerNorm(dtype=jnp.bfloat16)
     exact = norm.apply(norm.init(jax.random.key(0), x), x.astype(jnp.float32))
@@ -113,7 +113,7 @@ def test_activations_are_their_formulas():
 
 
 def test_the_slope_of_gelu_is_its_formula():
-    """Also where it is half precision, and as a Jacobian-vector product."""
+    """Also in half precision, and as a Jacobian-vector product."""
     x = jnp.linspace(-6, 6, 49)
     exact = np.asarray(x, np.float64)
     slope = (1 + erf(exact / np.sqrt(2))) / 2 + exact * np.exp(-(exact**2) / 2) / np.sqrt(2 * np.pi)
@@ -129,7 +129,7 @@ def test_the_slope_of_gelu_is_its_formula():
 def test_feed_forward_is_its_formula(gated):
     layer = FeedForward(width=7, gated=gated)
     params = layer.init(jax.random.key(0), X)
-    params = jax.tree.map(lambda leaf: leaf + 0.1, params)  # biases that show
+    params = jax.tree.map(lambda leaf: leaf + 0.1, params)  # nonzero biases, so that they have an effect
     p = {name: (leaf["kernel"], leaf["bias"][None, None]) for name, leaf in params["params"].items()}
     up = X @ p["up"][0] + p["up"][1]
     hidden = jnp.maximum(X @ p["gate"][0] + p["gate"][1], 0) * up if gated else jnp.maximum(up, 0)

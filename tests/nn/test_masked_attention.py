@@ -1,4 +1,4 @@
-"""What the teaching text S4 'masked multi-head attention with numbers' says, claim by claim, shown on this code.
+"""The claims of the teaching text S4 'masked multi-head attention with numbers', each checked on this code.
 
 A test is named after the row it shows; docs/mathematics.md ends with the table of all rows.
 """
@@ -21,7 +21,7 @@ from transformer.nn._stacks import Decoder
 
 @pytest.mark.parametrize("implementation", ["reference", "blockwise", "decoder"])
 def test_s4_1_no_output_depends_on_what_comes_after(implementation):
-    """The derivative of output t by input s is exactly 0 for every s > t, and not 0 for any other."""
+    """The derivative of output t with respect to input s is exactly 0 for every s > t, and not 0 for any other s."""
     if implementation == "decoder":
         module, options = Decoder(SMALL), {}
     else:
@@ -33,7 +33,7 @@ def test_s4_1_no_output_depends_on_what_comes_after(implementation):
 
 
 def test_s4_1_the_mask_is_a_matrix_of_zeros_and_minus_infinities():
-    """softmax(Q K^T / sqrt(d_k) + M) V, M = 0 where a key may be seen and -inf where not; d_k = d_model / h."""
+    """softmax(Q K^T / sqrt(d_k) + M) V, with M = 0 for visible keys and -inf for hidden ones; d_k = d_model / h."""
     m = jnp.where(jnp.tri(T, dtype=bool), 0.0, -jnp.inf)
     q, k, v = jax.random.normal(KEYS[6], (3, B, T, 2, 5))
     out, weights = dot_product_attention(q, k, v, bias=m, return_weights=True)
@@ -47,7 +47,7 @@ def test_s4_1_the_mask_is_a_matrix_of_zeros_and_minus_infinities():
 
 
 def test_s4_2_the_worked_example_digit_for_digit():
-    """Life is awesome: three tokens, two heads of two, causal, W_O the identity; every number on the way."""
+    """The text's example "Life is awesome": three tokens, two heads of size two, causal; all intermediate results."""
     x = jnp.array([[[1, 0, 1, 0], [0, 1, 1, 0], [1, 1, 0, 1]]], jnp.float32)
     w = {
         "query": [[[1, 0], [0, 1], [1, 0], [0, 1]], [[0, 1], [1, 0], [0, 1], [1, 0]]],
@@ -72,7 +72,7 @@ def test_s4_2_the_worked_example_digit_for_digit():
     for name, expected in heads.items():
         computed = seen["intermediates"][name]["__call__"][0][0]  # (T, N, H)
         np.testing.assert_array_equal(computed.transpose(1, 0, 2), expected)
-    # Unmasked weights are exp(score) over their row's sum: their logarithms are the scores, up to a number a row.
+    # Weights are exp(score) / sum of the row, so their logarithms are the scores up to one constant per row.
     logs = np.log(call()[1]["intermediates"]["weights"][0][0])
     shifted = logs - logs[..., :1] + scores[..., :1] / np.sqrt(2)
     np.testing.assert_allclose(shifted * np.sqrt(2), scores, atol=1e-5)
@@ -99,7 +99,7 @@ def test_s4_3_the_pre_norm_block_is_its_equation():
 
 
 def test_s4_3_a_mask_of_hidden_keys_is_turned_by_not():
-    """An upper-triangular boolean, True where a key is hidden: ~ makes it a mask of this library, the causal one."""
+    """An upper-triangular array, True where a key is hidden: ~ converts it to the causal mask of this library."""
     hidden = jnp.triu(jnp.ones((T, T), bool), k=1)
     attention = MultiHeadAttention(num_heads=2)
     params = start(attention, X)
@@ -109,7 +109,7 @@ def test_s4_3_a_mask_of_hidden_keys_is_turned_by_not():
 
 
 def test_s4_3_weights_are_returned_only_when_asked_for():
-    """The output alone; with return_weights, or sow_weights, the weights too."""
+    """By default only the output is returned; with return_weights or sow_weights also the weights."""
     q = X[:, :, None]
     assert isinstance(dot_product_attention(q, q, q), jax.Array)
     assert dot_product_attention(q, q, q, return_weights=True)[1].shape == (B, 1, T, T)
@@ -118,7 +118,7 @@ def test_s4_3_weights_are_returned_only_when_asked_for():
     assert set(params) == {"params"}
     assert attention.apply(params, X)[1] is None
     assert captured(attention, params, X)[1].shape == (B, 2, T, T)
-    blockwise = MultiHeadAttention(num_heads=2, implementation="blockwise")  # never has all of them
+    blockwise = MultiHeadAttention(num_heads=2, implementation="blockwise")  # never computes the full attention matrix
     assert blockwise.apply(params, X)[0].shape == X.shape
     with pytest.raises(ConfigError, match="can't return attention weights"):
         captured(blockwise, params, X)

@@ -1,4 +1,4 @@
-"""Masks: each kind as a matrix, joined, cut into blocks."""
+"""Masks: each kind as a matrix, combinations, and blocks."""
 
 import itertools
 
@@ -11,7 +11,7 @@ from transformer.nn._masks import Mask
 
 
 def picture(mask: Mask, num_queries: int, num_keys: int) -> list[str]:
-    """Rows of the first batch row and head: x attends, . is hidden."""
+    """Draw the mask of the first batch row and head: x for visible, . for hidden."""
     return ["".join(".x"[int(cell)] for cell in row) for row in np.asarray(mask.dense(num_queries, num_keys))[0, 0]]
 
 
@@ -67,7 +67,7 @@ def test_blocks_are_cuts_of_the_whole_and_an_invisible_one_is_all_hidden(kind):
         hidden += not np.asarray(cut).any()
         if not visible:
             assert not np.asarray(cut).any()
-    if kind == "segments":  # causal and segments hide this block each in part: only together all of it
+    if kind == "segments":  # causality and segments each hide a part of this block, and only together all of it
         assert 0 < ruled_out <= hidden
     else:
         assert ruled_out == hidden
@@ -91,8 +91,11 @@ def test_a_mask_goes_through_jit_with_its_facts_static():
     [
         (lambda: Mask.window(0), "at least 1 position, got 0"),
         (lambda: Mask.array(jnp.zeros((2, 2))), "must be boolean .* got float32 .* pass it as bias="),
-        (lambda: Mask.causal().shifted(1) & Mask().shifted(2), "both masks give offset: join them"),
-        (lambda: Mask.lengths(jnp.array([1, 2, 3])).check(2, 1, 4, 4), r"key_lengths has shape \(3,\).*takes \(2,\)"),
+        (lambda: Mask.causal().shifted(1) & Mask().shifted(2), "both masks set offset: merge the two"),
+        (
+            lambda: Mask.lengths(jnp.array([1, 2, 3])).check(2, 1, 4, 4),
+            r"key_lengths has shape \(3,\).*requires \(2,\)",
+        ),
         (lambda: Mask.segments(jnp.zeros((2, 3), int)).check(2, 1, 4, 4), r"query_segments has shape \(2, 3\)"),
     ],
 )

@@ -1,4 +1,4 @@
-"""What somebody who takes single pieces gets wrong at first, and the words that put it right: no silent nothing."""
+"""Common mistakes in using single modules: each raises an error that says what to do, and none is ignored."""
 
 import jax
 import jax.numpy as jnp
@@ -34,14 +34,14 @@ pytestmark = pytest.mark.usefixtures("without_type_checks")
 @pytest.mark.parametrize(
     ("position", "message"),
     [
-        (Sinusoidal(), r"Sinusoidal is added to embeddings.*Add it to x before \(Sinusoidal.add\), or take Rotary"),
+        (Sinusoidal(), r"Sinusoidal is added to embeddings.*Add it to x before \(Sinusoidal.add\), or use Rotary"),
         (Learned(max_length=9, features=12), r"Learned is added to embeddings"),
-        (T5Bias(num_heads=3), r"T5Bias needs its learnt table: pass position_table=, of shape \(32, 3\)"),
-        (ALiBi(num_heads=8), r"ALiBi biases 8 heads, but there are 3\. Give it num_heads=3"),
-        (Rotary(size=8), r"8 of a head of 4 can't be turned"),
-        (Rotary(size=3), r"3 of a head of 4 can't be turned"),
-        ("rotary", r"position must be a scheme such as Rotary\(\).*got 'rotary'"),
-        (Rotary, r"position must be a scheme such as Rotary\(\)"),
+        (T5Bias(num_heads=3), r"T5Bias needs its learned table: pass position_table=, of shape \(32, 3\)"),
+        (ALiBi(num_heads=8), r"ALiBi has a bias for 8 heads, but num_heads is 3\. Create it with num_heads=3"),
+        (Rotary(size=8), r"can't rotate 8 dimensions of a head of size 4"),
+        (Rotary(size=3), r"can't rotate 3 dimensions of a head of size 4"),
+        ("rotary", r"position must be a position scheme such as Rotary\(\).*got 'rotary'"),
+        (Rotary, r"position must be a position scheme such as Rotary\(\)"),
     ],
 )
 def test_a_position_scheme_that_attention_cannot_use(position, message):
@@ -89,7 +89,7 @@ def test_a_boolean_array_is_a_mask_everywhere():
 
 
 def test_a_length_left_open_is_computed_whole():
-    """jax.export with a symbolic length: only the reference kernel has no blocks to count."""
+    """jax.export with a symbolic length: only the reference kernel does not need the number of blocks."""
     (length,) = jax.export.symbolic_shape("length")
     assert choose("auto", attention_spec(length)) == "reference"
     tokens = jax.ShapeDtypeStruct((1, length), jnp.int32)

@@ -1,4 +1,4 @@
-"""Attention through a latent: both orders of its products are one formula, and a cache holds latents only."""
+"""Multi-head latent attention: both orders of multiplication agree, and the cache stores only latents."""
 
 import jax
 import jax.export as export
@@ -36,7 +36,7 @@ def normal(seed, *shape):
 
 
 def layer(mla=SIZES, **options):
-    """A layer, parameters that are all random, and its input."""
+    """Return a layer, random parameters (including biases and scales), and an input."""
     module, x = LatentAttention(num_heads=N, mla=mla, **options), normal(0, B, T, D)
     params = jax.jit(module.init)(jax.random.key(1), x)["params"]
     return module, jax.tree.map(lambda leaf: leaf + 0.3 * normal(leaf.size, *leaf.shape), params), x
@@ -65,7 +65,7 @@ def test_both_orders_give_the_same_values_and_gradients():
 
 
 def test_it_is_the_formula():
-    """Equations 9 to 19 of DeepSeek-V2 and 37 to 47 (arXiv 2405.04434), one token and head after the other."""
+    """Equations 9 to 19 and 37 to 47 of DeepSeek-V2 (arXiv 2405.04434), in a loop over tokens and heads."""
     module, params, x = layer(position=Rotary(base=9.0))
     got, _ = jax.jit(lambda: module.apply({"params": params}, x, mask=Mask.causal()))()
     p = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
@@ -133,7 +133,7 @@ def test_nothing_depends_on_what_comes_after_and_only_distances_count():
 
 
 def test_a_cache_filled_in_parts_equals_the_whole_and_holds_latents():
-    """One token at a time the latents themselves are attended to; many at once, keys and values are made of them."""
+    """Single tokens use absorbed attention; longer inputs compute keys and values from the latents."""
     wide = MLA(kv_lora_rank=17, qk_nope_head_dim=5, qk_rope_head_dim=4, v_head_dim=3)
     assert [absorbs(width, T, wide) for width in (1, T - 1, T)] == [True, False, False]
     module, params, x = layer(wide)
@@ -158,14 +158,14 @@ def test_decoding_is_absorbed_and_training_is_not():
 
 @pytest.fixture
 def untyped():
-    """Without the type checker of these tests, to which an open length is no whole number."""
+    """Disable the type checker of these tests, which does not accept a symbolic length as an integer."""
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
 
 
 def test_a_length_may_be_left_open(untyped):
-    """jax.export with a symbolic length: which order is shorter for it can be told."""
+    """jax.export with a symbolic length: the cheaper order can be determined for it."""
     module, params, x = layer()
     (length,) = export.symbolic_shape("T")
     run = jax.jit(lambda x: module.apply({"params": params}, x, mask=Mask.causal())[0])
@@ -224,5 +224,5 @@ def test_on_a_mesh_the_numbers_are_the_same():
 
 def test_cross_attention_is_refused():
     tokens = jnp.zeros((1, 2), jnp.int32)
-    with pytest.raises(ConfigError, match=r"mla is for self-attention alone: leave it out for an encoder-decoder"):
+    with pytest.raises(ConfigError, match=r"mla supports only self-attention: leave it out for an encoder-decoder"):
         jax.eval_shape(Seq2Seq(TINY).init, jax.random.key(0), tokens, tokens)

@@ -1,4 +1,4 @@
-"""The routed feed-forward: a plain loop over tokens, work that grows with top_k alone, rows that are on their own."""
+"""Mixture of experts: compared with a loop over tokens; work grows only with top_k; rows are independent."""
 
 import functools
 import json
@@ -34,7 +34,7 @@ def layer(moe=FIVE, **changes):
 
 
 def parameters(module, x=X, seed=1):
-    """Biases too are unlike each other, and the experts are chosen unequally often."""
+    """Return a layer and parameters with distinct biases, so that experts are selected with different frequency."""
 
     def make(key):
         leaves, tree = jax.tree.flatten(module.init(key, x))
@@ -46,7 +46,7 @@ def parameters(module, x=X, seed=1):
 
 
 def by_token(module, params, x, kept=None):
-    """What the docstring says, for one token after the other; `kept` (B, T, k) is false where an expert is full."""
+    """Compute the documented formula token by token; `kept` (B, T, k) is False where an expert is full."""
     moe, params = module.moe, params["params"]
 
     def feed_forward(p, x):
@@ -81,7 +81,7 @@ CASES = [
 
 @pytest.mark.parametrize(("moe", "changes"), CASES)
 def test_it_is_the_loop_over_tokens(moe, changes):
-    """Values, and gradients by parameters and tokens: nothing is dropped, whatever the experts' shares are."""
+    """Outputs and gradients with respect to parameters and tokens: no token is dropped, whatever the load."""
     module, x = layer(moe, **changes), LONG
     params = parameters(module, x)
     slope = jnp.cos(jnp.arange(x.size, dtype=jnp.float32)).reshape(x.shape)
@@ -105,7 +105,7 @@ def test_all_tokens_may_choose_one_expert():
 
 
 def test_parameters_and_their_first_values():
-    """Each expert is initialized as a dense layer of its own would be."""
+    """Each expert is initialized like a separate dense layer."""
     module = layer(MoE(num_experts=5, shared_experts=2), width=400, gated=True)
     params = jax.jit(module.init)(jax.random.key(0), X)["params"]
     shapes = {jax.tree_util.keystr(path, simple=True, separator="/"): leaf.shape for path, leaf in _leaves(params)}
@@ -134,7 +134,7 @@ def _leaves(tree):
 
 
 def dot_flops(jaxpr, used):
-    """Of all matrix products, those in a loop over blocks as often as blocks are `used`."""
+    """Count FLOPs of all matrix multiplications; those in the loop over blocks count `used` times."""
     total = 0
     for equation in jaxpr.eqns:
         times = used if equation.primitive.name == "while" else equation.params.get("length", 1)
@@ -163,7 +163,7 @@ def test_work_grows_with_top_k_and_not_with_the_number_of_experts(top_k):
         blocks = (copies + experts * (rows - 1)) // rows
         found[experts] = dot_flops(jax.make_jaxpr(gradient)(params, x).jaxpr, blocks)
         assert ideal < found[experts] < 1.3 * ideal
-        # The compiler counts the body of a loop once: it must not have made more of it.
+        # The compiler counts the body of a loop once. Check that it did not enlarge the body.
         compiled = jax.jit(gradient).lower(params, x).compile().cost_analysis()["flops"]
         assert compiled < 0.5 * ideal
     assert 0.8 < found[16] / found[4] < 1.2
@@ -210,7 +210,7 @@ def test_a_dropped_token_has_its_other_experts_and_the_shared_ones(shared_expert
 
 
 def test_losses_of_the_router_are_their_formulas():
-    """Of each row's real tokens: n E sum f p, and the sum of logsumexp^2; where all experts are alike, n E / E = n."""
+    """Over the n real tokens of a row: n E sum f p, which is n for equal experts, and the sum of logsumexp^2."""
     logits = jax.random.normal(jax.random.key(0), (2, 7, 5))
     chosen = jax.lax.top_k(logits, 2)[1]
     balance, z = losses(logits, chosen, Mask.lengths(jnp.array([4, 7])))
@@ -228,13 +228,13 @@ def test_packing_changes_no_loss_of_the_router():
     logits = jax.random.normal(jax.random.key(0), (1, 9, 5))
     chosen = jax.lax.top_k(logits, 2)[1]
     parts = np.array([losses(logits[:, part], chosen[:, part]) for part in (slice(0, 4), slice(4, 9))])
-    for second, expected in ((2, parts.sum(0)), (0, parts[0])):  # 0 is padding
+    for second, expected in ((2, parts.sum(0)), (0, parts[0])):  # segment 0 is padding
         packed = losses(logits, chosen, Mask.segments(jnp.array([[7] * 4 + [second] * 5])))
         np.testing.assert_allclose(packed, expected, rtol=1e-5)
 
 
 def test_the_balance_loss_balances():
-    """Its gradient alone takes a router that sends all to one expert to one that uses all."""
+    """Its gradient alone leads a router that sends all tokens to one expert to use all experts."""
     logits = jnp.zeros((1, 40, 5)).at[:, :, 0].set(2.0) + jax.random.normal(jax.random.key(0), (1, 40, 5))
     loss = jax.jit(jax.value_and_grad(lambda x: router_losses(x, jax.lax.top_k(x, 1)[1])[0].sum() / 40))
     first = loss(logits)[0]
@@ -260,7 +260,7 @@ TOKENS = jax.random.randint(jax.random.key(3), (3, 11), 0, VOCABULARY)
     ],
 )
 def test_scan_unroll_and_remat_change_nothing(norm_position, execution):
-    """Dense and routed layers mixed in a pattern; the aux of all of them is added up, once."""
+    """A pattern with dense and routed layers; the aux of all layers is summed exactly once."""
     config = MIXED.replace(norm_position=norm_position, dropout_rate=0.2)
     params = parameters(Decoder(config))
 
@@ -279,7 +279,7 @@ def test_scan_unroll_and_remat_change_nothing(norm_position, execution):
 
 
 def test_layers_add_up():
-    """Three routed layers with the same parameters and input, as no sublayer changes x, report three times as much."""
+    """Three routed layers with equal parameters and equal input (no sublayer changes x) have three times the loss."""
     config = MIXED.replace(**{"stack.period": (ROUTED,), "stack.suffix": ()}, num_layers=3)
     model = CausalLM(config)
     params = parameters(model, TOKENS)
@@ -293,8 +293,8 @@ def test_layers_add_up():
 
 
 def test_every_model_has_its_aux():
-    """Those of both stacks; without a routed layer there is none."""
-    even = LayerKind(moe=MoE(num_experts=5, top_k=5, load_balance_weight=1.0))  # then the loss is 1 a token
+    """The aux of both stacks is returned; without a routed layer it is empty."""
+    even = LayerKind(moe=MoE(num_experts=5, top_k=5, load_balance_weight=1.0))  # then the loss is 1 per token
     config = MIXED.replace(
         **{"output.num_classes": 4, "stack.suffix": (), "stack.period": (even,), "stack.num_decoder_layers": 3},
         num_layers=2,

@@ -1,4 +1,4 @@
-"""Kinds of routers and of experts, each against a plain loop over tokens in numpy, and its gradients against JAX's."""
+"""Kinds of routers and experts, compared with a NumPy loop over tokens, and their gradients with JAX's."""
 
 import dataclasses
 
@@ -40,7 +40,7 @@ def layer(moe, **changes):
 
 
 def parameters(module, x=X, scale=1.0):
-    """Biases too are unlike each other."""
+    """Return a layer and parameters with distinct biases."""
     leaves, tree = jax.tree.flatten(jax.eval_shape(module.init, jax.random.key(1), x))
     random = np.random.RandomState(2)
     return tree.unflatten([jnp.asarray(scale * random.standard_normal(leaf.shape), leaf.dtype) for leaf in leaves])
@@ -51,7 +51,7 @@ def sigmoid(x):
 
 
 def by_hand(module, params, x):
-    """Numpy, one token after the other: (B, T, D), and who was chosen (B, T, k) in the order of their numbers."""
+    """Compute the layer in NumPy token by token: (B, T, D), and the selected experts (B, T, k), sorted."""
     moe, params = module.moe, jax.tree.map(np.float64, params["params"])
     act = {"relu": lambda x: np.maximum(x, 0), "silu": lambda x: x * sigmoid(x)}
 
@@ -91,7 +91,7 @@ def by_hand(module, params, x):
 
 @pytest.mark.parametrize("name", CASES)
 def test_values_are_those_of_a_loop_over_tokens(name):
-    """Weights are wide enough for the clamp of gpt-oss to cut, and for biases to change who is chosen."""
+    """Weights are large enough for gpt-oss's clamp to have an effect, and for biases to change the selection."""
     moe, changes = CASES[name]
     module = layer(moe, **changes)
     params = parameters(module, scale=2.0 if name == "gpt-oss" else 1.0)
@@ -102,7 +102,7 @@ def test_values_are_those_of_a_loop_over_tokens(name):
 
 @pytest.mark.parametrize("name", ["gpt-oss", "deepseek"])
 def test_gradients_are_those_of_all_experts_weighted(name):
-    """JAX's own gradient of the sum over all experts, the unchosen with weight 0; none reaches the selection bias."""
+    """JAX's gradient of a sum over all experts, unselected ones with weight 0; the selection bias gets none."""
     moe, changes = CASES[name]
     module = layer(moe, **changes)
     params = parameters(module)
@@ -133,7 +133,7 @@ def test_gradients_are_those_of_all_experts_weighted(name):
 
 
 def test_normalized_weights_are_a_softmax_of_the_chosen_logits():
-    """Of all experts and made to sum to 1, or of the chosen alone, as gpt-oss has it: the same."""
+    """A softmax over all experts, normalized to sum to 1, equals gpt-oss's softmax over the selected ones."""
     logits = 5 * jax.random.normal(jax.random.key(0), (11, 7))
     best, chosen = jax.lax.top_k(logits, 3)
     of_all = jnp.take_along_axis(jax.nn.softmax(logits), chosen, axis=-1)
@@ -141,7 +141,7 @@ def test_normalized_weights_are_a_softmax_of_the_chosen_logits():
 
 
 def test_a_group_is_judged_by_its_two_best():
-    """Group 0 has the best expert, group 2 the best pair; scores may be negative, for a selection bias may."""
+    """Group 0 has the best expert, group 2 the best pair. Scores may be negative, because a selection bias may."""
     scores = jnp.array([[[9.0, -9.0, -9.0, 1.0, 2.0, 1.0, 5.0, 4.0, -8.0]]]) - 20.0
     moe = MoE(num_experts=9, top_k=3, num_groups=3, top_groups=1)
     np.testing.assert_array_equal(choose(moe, scores)[0, 0], [6, 7, 8])
@@ -152,7 +152,7 @@ def test_a_group_is_judged_by_its_two_best():
 
 
 def test_the_balance_loss_of_sigmoids_is_of_their_shares():
-    """n where all are alike; else n E sum f p, with p of each token's scores made to sum to 1."""
+    """n for equal experts; otherwise n E sum f p, where p is a token's scores normalized to sum to 1."""
     even = router_losses(jnp.zeros((1, 5, 5)), jnp.arange(5)[None, :, None], scoring="sigmoid")[0]
     np.testing.assert_allclose(even, [5.0], rtol=1e-6)
     logits = np.random.RandomState(0).standard_normal((1, 7, 5)).astype(np.float32)
@@ -162,7 +162,7 @@ def test_the_balance_loss_of_sigmoids_is_of_their_shares():
     expected = 7 * 5 * (share * (scores / scores.sum(-1, keepdims=True)).mean(0)).sum()
     got = router_losses(jnp.asarray(logits), jnp.asarray(chosen), scoring="sigmoid")[0]
     np.testing.assert_allclose(got, [expected], rtol=1e-5)
-    # Where every sigmoid rounds to 0, sigmoid(x) is exp(x), and shares are a softmax.
+    # For very negative logits sigmoid(x) is exp(x), so the normalized scores are a softmax.
     low, chosen = jnp.asarray(logits) - 120, jnp.asarray(chosen)
     loss = jax.value_and_grad(lambda logits, scoring: router_losses(logits, chosen, scoring=scoring)[0].sum())
     for got, expected in zip(loss(low, "sigmoid"), loss(low, "softmax"), strict=True):
@@ -170,7 +170,7 @@ def test_the_balance_loss_of_sigmoids_is_of_their_shares():
 
 
 def test_parameters_of_a_router():
-    """None that is not asked for; the selection bias is float32, in which alone its differences can be told."""
+    """Only requested parameters exist; the selection bias is float32, to represent small differences of scores."""
     plain = jax.eval_shape(layer(MoE(num_experts=5)).init, jax.random.key(0), X)["params"]["router"]
     assert set(plain) == {"kernel"}
     moe = dataclasses.replace(DEEPSEEK, router_bias=True)
@@ -185,7 +185,7 @@ def test_parameters_of_a_router():
 
 
 def test_the_clamp_of_a_dense_feed_forward():
-    """The same function there: one number through, by hand."""
+    """A dense network uses the same function: one number, computed by hand."""
     params = {name: {"kernel": jnp.ones((1, 1))} for name in ("gate", "up", "down")}
     for x, gate, up in ((9.0, 7.0, 7.0), (-9.0, -9.0, -7.0), (0.5, 0.5, 0.5)):
         got = FeedForward(1, "swiglu_clamped", True, False).apply({"params": params}, jnp.full((1, 1, 1), x))
@@ -193,7 +193,7 @@ def test_the_clamp_of_a_dense_feed_forward():
 
 
 def test_biases_of_a_router_lie_whole():
-    """They are as small as experts are few, and every device reads all of them."""
+    """They are replicated: they are small, and every device reads all of them."""
     sizes = {"data": 1, "fsdp": 2, "expert": 2, "context": 1, "tensor": 2}
     for name in ("bias", "selection_bias"):
         path = f"decoder/layers/slot_0/feed_forward/router/{name}"
@@ -202,7 +202,7 @@ def test_biases_of_a_router_lie_whole():
 
 @pytest.mark.slow
 def test_writing_leaves_room_for_every_token():
-    """With a share of the length, a row would depend on padding, on what a draft guesses, and on other hypotheses."""
+    """With a capacity, a row would depend on padding, on the tokens of a draft model and on other hypotheses."""
     tight = (LayerKind(moe=MoE(num_experts=8, top_k=2, capacity_factor=0.5)),)
     config = TransformerConfig(
         vocab_size=11, d_model=8, num_layers=2, num_heads=2, d_ff=12, stack=StackOptions(period=tight)
@@ -212,7 +212,9 @@ def test_writing_leaves_room_for_every_token():
     params = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 3), int))["params"]
     params = jax.tree.map(lambda leaf: 2.5 * leaf, params)
     tokens = jnp.arange(9)[None] % 11
-    assert not np.allclose(*(one.apply({"params": params}, tokens) for one in (model, roomy))), "or nothing is tested"
+    assert not np.allclose(*(one.apply({"params": params}, tokens) for one in (model, roomy))), (
+        "the capacity must have an effect in this test"
+    )
     prompts = [[1, 2, 3], list(range(11)) * 3, [4]]
     options = {"max_new_tokens": 12, "sampling": Sampling(temperature=0.0)}
     found = generate(model, params, prompts, **options)

@@ -1,4 +1,4 @@
-"""Every module under Flax's bridge to NNX: the same parameters, outputs, gradients and names as in Linen."""
+"""Every module in NNX through Flax's bridge: same parameters, outputs, gradients and names as in Linen."""
 
 import inspect
 from collections import defaultdict
@@ -101,7 +101,7 @@ CASES = {
     "Embedding": (Embedding(13, 6), (TOKENS,)),
     **{norm.__name__: (norm(), (X,)) for norm in NORMS.values()},
 }
-BASES = {AttentionModule, Block, Stack, Model, TokenEncoder, PooledEncoder}  # only their subclasses are used
+BASES = {AttentionModule, Block, Stack, Model, TokenEncoder, PooledEncoder}  # base classes that are not used directly
 
 by_case = pytest.mark.parametrize(("module", "inputs"), CASES.values(), ids=CASES)
 
@@ -119,7 +119,7 @@ def bridged(module, *inputs):
 
 
 def loss_of(out):
-    """A number that depends on each of the outputs, and the outputs."""
+    """Return a scalar that depends on all outputs, and the outputs."""
     floats = [leaf for leaf in jax.tree.leaves(out) if jnp.issubdtype(leaf.dtype, jnp.floating)]
     return sum(jnp.sin(leaf + jnp.arange(leaf.size).reshape(leaf.shape)).sum() for leaf in floats), out
 
@@ -136,7 +136,7 @@ def test_a_module_trains_in_nnx_as_in_linen(module, inputs):
         path: leaf.shape for path, leaf in flatten_dict(expected).items()
     }
 
-    @nnx.jit  # one program of both, since compiling is what takes time
+    @nnx.jit  # one program for both, because compilation takes most of the time
     def step(model, optimizer, params):
         (_, out), gradient = nnx.value_and_grad(lambda model: loss_of(model(*inputs)), has_aux=True)(model)
         optimizer.update(model, gradient)
@@ -153,7 +153,7 @@ def test_a_module_trains_in_nnx_as_in_linen(module, inputs):
 
 
 def classes_in_use():
-    """Of each class of modules the names of its parameters and subtrees, and of collections."""
+    """Return the names of parameters, subtrees and collections for each class of modules."""
     names = defaultdict(set)
 
     def record(call, args, kwargs, context):
@@ -172,13 +172,13 @@ def test_no_attribute_has_the_name_of_a_parameter():
     """In NNX parameters are attributes: what a class calls the same could not be called, nor the parameters be made."""
     names = classes_in_use()
     own = {cls for cls in subclasses(nn.Module) if cls.__module__.startswith("transformer.") and cls not in BASES}
-    assert {cls for cls in own if cls.__qualname__ == cls.__name__} <= names.keys(), "give these a case"
+    assert {cls for cls in own if cls.__qualname__ == cls.__name__} <= names.keys(), "add a case for these classes"
     assert {"self_attention", "feed_forward", "feed_forward_norm"} <= names[BLOCKS["pre"]]
     for cls, subtrees in names.items():
         for name in subtrees:
             attribute = inspect.getattr_static(cls, name, None)
             taken = callable(attribute) or isinstance(attribute, property)
-            assert not taken, f"{cls.__name__}.{name} is also the name of a parameter or of a tree of them"
+            assert not taken, f"{cls.__name__}.{name} is also the name of a parameter or of a subtree of parameters"
             assert not hasattr(nnx.bridge.ToNNX, name), f"nnx.Module has a {name}, as {cls.__name__} has parameters"
 
 
@@ -206,7 +206,7 @@ def test_dropout_takes_its_keys_from_nnx():
     key = jax.random.key(5)
     close(run(model, key), linen(params, nnx.Rngs(dropout=key).dropout()))
     assert jnp.abs(run(model, key) - run(model, jax.random.key(6))).max() > 0.1
-    # A stream that the model keeps moves on with each call.
+    # The random stream of the model advances with each call.
     keeps = nnx.bridge.ToNNX(MultiHeadAttention(3, dropout_rate=0.5), rngs=nnx.Rngs(params=0, dropout=1)).lazy_init(X)
     call = nnx.jit(lambda model: model(X, deterministic=False)[0])
     assert jnp.abs(call(keeps) - call(keeps)).max() > 1e-3

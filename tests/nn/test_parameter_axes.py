@@ -1,4 +1,4 @@
-"""Axes that a module declares are all that sharding, optimizer, LoRA, int8 and the count of FLOPs need to know."""
+"""Sharding, optimizer, LoRA, int8 and FLOP counts follow from the axes that a module declares."""
 
 import dataclasses
 
@@ -26,7 +26,7 @@ from transformer.training._settings import OptimizerConfig
 
 
 class Mixer(nn.Module):
-    """A module of another project: a map from 8 features into 2 states of 3 numbers each, and a decay of each state."""
+    """A module of another project: a map from 8 features to 2 states of size 3, and one decay per state."""
 
     parameter_axes = declare({"mix_in/kernel": "embed -> state _", "mix_decay": "state"})
 

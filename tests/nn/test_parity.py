@@ -1,4 +1,4 @@
-"""Our models against PyTorch's and Hugging Face's: tiny random weights, values and gradients in float32.
+"""Comparison with PyTorch and Hugging Face: outputs and gradients of small random models in float32.
 
 The two sides add the same terms in another order. Sums here are of a few dozen numbers, which costs some units of the
 last place (1.2e-7); the bound of 1e-5 of an array's largest number leaves room for two layers of them.
@@ -38,7 +38,7 @@ SDPA = {
 
 @pytest.mark.parametrize("case", SDPA)
 def test_attention_is_torchs(torch, case):
-    """scaled_dot_product_attention: heads before positions, causality from the top left corner, values of any size."""
+    """scaled_dot_product_attention: heads before positions, causal from the top left corner, any value size."""
     case = {"kv_heads": 6, "scale": None, "causal": False, "mask": None, "bias": None} | SDPA[case]
     kv_heads = case["kv_heads"]
     arrays = normal(1, 2, 5, 6, 3), normal(2, 2, 7, kv_heads, 3), normal(3, 2, 7, kv_heads, 11)
@@ -124,7 +124,7 @@ def torch_stack(torch, kind, order):
 
 
 def hidden_keys(torch):
-    """Their key_padding_mask: True is not attended."""
+    """Return PyTorch's key_padding_mask, in which True means hidden."""
     return torch.arange(7)[None] >= torch.tensor(LENGTHS)[:, None]
 
 
@@ -133,7 +133,7 @@ def causal(torch):
 
 
 def first(results):
-    """What a block or stack returns first, hidden states; when it is initialized, all."""
+    """Return only the hidden states of a block or stack; during initialization, everything."""
     return results[0] if isinstance(results, tuple) else results
 
 
@@ -171,7 +171,7 @@ def test_decoder_layer_is_torchs(torch, order, activation, theirs):
 
 
 class EncoderDecoder(nn.Module):
-    """Both stacks over vectors, what torch.nn.Transformer is."""
+    """Encoder and decoder over vectors, like torch.nn.Transformer."""
 
     config: TransformerConfig
 
@@ -206,7 +206,7 @@ def test_encoder_and_decoder_are_torchs(torch, order):
 @pytest.mark.parametrize("case", SCALINGS)
 @pytest.mark.parametrize("size", [64, 128])
 def test_rotary_frequencies_are_transformers(transformers, case, size):
-    """Theirs are computed in float32, ours in float64."""
+    """Hugging Face computes them in float32, this library in float64."""
     base, ours, theirs = SCALINGS[case]
     kind = case.split(",")[0]
     config = llama_config(
@@ -238,7 +238,7 @@ def test_t5_buckets_are_transformers(torch, transformers, bidirectional, buckets
 
 @pytest.mark.parametrize("num_heads", [1, 2, 3, 8, 12, 16, 23])
 def test_alibi_is_blooms(torch, transformers, num_heads):
-    """Theirs leaves out what is the same for all keys of a query: compared as differences to the first key."""
+    """Hugging Face omits a constant per query, so differences to the first key are compared."""
     build = transformers.models.bloom.modeling_bloom.build_alibi_tensor
     theirs = build(torch.ones(1, 7), num_heads, torch.float32).reshape(num_heads, 7)
     last = jnp.full((1, 1), 6)
@@ -247,7 +247,7 @@ def test_alibi_is_blooms(torch, transformers, num_heads):
 
 
 def test_sinusoids_are_marians(transformers):
-    """Theirs has all sines before all cosines. Ours folds the angle to a turn, with an error of 1e-6 at these ones."""
+    """Marian has all sines before all cosines. Reducing angles modulo 2 pi has an error of 1e-6 at these positions."""
     embedding = transformers.models.marian.modeling_marian.MarianSinusoidalPositionalEmbedding(301, 14)
     ours = np.asarray(Sinusoidal().encoding(jnp.arange(301)[None], 14)[0])
     close(np.concatenate([ours[:, 0::2], ours[:, 1::2]], -1), embedding.create_weight())

@@ -1,4 +1,4 @@
-"""Logical names: the identity without a mesh, a placement with one."""
+"""Logical axis names: no effect without a mesh, a sharding with one."""
 
 import types
 
@@ -31,7 +31,7 @@ def test_with_a_mesh_axes_go_where_the_table_says():
         placed = jax.jit(lambda x: constrain(x, "batch", "length", "heads", None))(x)
         assert placed.sharding.spec == PartitionSpec("data", "context", "tensor")
         assert num_shards("length") == 2
-        # three heads do not divide over two: that axis stays whole
+        # three heads can't be split in two, so this axis is not sharded
         odd = jax.jit(lambda x: constrain(x, "batch", None, None, "heads"))(x)
         assert "tensor" not in jax.tree.leaves(tuple(odd.sharding.spec))
     with jax.set_mesh(make_mesh({"data": 2, "context": 2, "tensor": 2})):
@@ -52,7 +52,7 @@ def test_what_nothing_splits_is_made_whole():
 
 
 def test_the_mesh_in_force_says_what_is_computed_on():
-    """Its devices need not be JAX's own: a step can be compiled for a TPU on a machine without one."""
+    """The mesh may have other devices than JAX: a step can be compiled for a TPU on a machine without one."""
     facts = {"platform": "tpu"} if jax.__version_info__ >= (0, 10, 1) else {}
     device = AbstractDevice(device_kind="TPU v5 lite", num_cores=1, **facts)
     assert platform() == "cpu"
@@ -65,7 +65,7 @@ def test_the_mesh_in_force_says_what_is_computed_on():
 
 
 def test_kinds_of_devices_name_their_platform():
-    """Before JAX 0.10.1 an abstract device has no platform, and its kind tells."""
+    """Before JAX 0.10.1 an abstract device has no platform; it is derived from the device kind."""
     kinds = {"cpu": "cpu", "TPU v5 lite": "tpu", "TPU7x": "tpu", "NVIDIA H100 80GB HBM3": "gpu"}
     for kind, expected in kinds.items():
         assert platform_of(types.SimpleNamespace(device_kind=kind)) == expected
@@ -75,5 +75,5 @@ def test_kinds_of_devices_name_their_platform():
 def test_names_are_checked():
     with pytest.raises(ValueError, match=r"unknown logical axis 'bach': use one of batch"):
         constrain(jnp.ones(2), "bach")
-    with pytest.raises(ValueError, match=r"one name an axis: got 1 names for an array of shape \(2, 3\)"):
+    with pytest.raises(ValueError, match=r"one name per axis: got 1 names for an array of shape \(2, 3\)"):
         constrain(jnp.ones((2, 3)), "batch")

@@ -1,4 +1,4 @@
-"""Position schemes: values against float64, distances only, scaling as published."""
+"""Position schemes: comparison with float64, dependence on distances only, published scaling rules."""
 
 import itertools
 import math
@@ -94,7 +94,7 @@ def test_llama3_scaling_keeps_high_frequencies_and_divides_low_ones():
     np.testing.assert_allclose(ratio[wavelength < 8192 / 4], 1.0)
     np.testing.assert_allclose(ratio[wavelength > 8192 / 1], 1 / 8)
     middle = (wavelength > 8192 / 4) & (wavelength < 8192)
-    # Llama 3.1's own formula: smooth = (original / wavelength - low) / (high - low)
+    # Llama 3.1's formula: smooth = (original / wavelength - low) / (high - low)
     smooth = (8192 / wavelength[middle] - 1) / 3
     np.testing.assert_allclose(ratio[middle], smooth + (1 - smooth) / 8)
     assert middle.sum() > 3
@@ -114,7 +114,7 @@ def test_yarn_scaling_ramps_by_turns_and_raises_the_magnitude():
 
 
 def test_yarn_takes_a_magnitude_and_a_ramp_between_pairs():
-    """The bounds of the ramp are where a pair turns 32 times and once in 4,096: pairs 20.95 and 45.03 of 64."""
+    """The ramp starts and ends at pairs with 32 and 1 rotations in 4,096 positions: pairs 20.95 and 45.03 of 64."""
     scaling = RotaryScaling(kind="yarn", factor=16.0, original_length=4096, attention_factor=1.5, truncate=False)
     scheme = Rotary(scaling=scaling)
     assert scheme.magnitude == 1.5
@@ -136,7 +136,7 @@ def test_alibi_slopes_are_the_authors():
 
 
 def test_t5_buckets_are_the_published_formula():
-    """The formula of the T5 paper's code, in float64: exact up to half a side, logarithmic after."""
+    """The formula of the T5 paper's code, in float64: one bucket per small distance, then logarithmic buckets."""
     for bidirectional, distance in itertools.product((True, False), range(-300, 300)):
         side, start, far = 32, 0, max(-distance, 0)
         if bidirectional:

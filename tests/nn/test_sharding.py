@@ -1,4 +1,4 @@
-"""Shardings for a training loop of one's own: any tree, any mesh, rules in Flax's form, and Flax's own tools."""
+"""Shardings for a custom training loop: any tree, any mesh, rules in Flax's form, and Flax's tools."""
 
 import flax.linen as nn
 import jax
@@ -16,7 +16,7 @@ from transformer.nn._partitioning import axis_rules
 from transformer.nn._sharding import PARAMETER_AXES, batch_sharding, parameter_spec, state_shardings, with_logical_axes
 from transformer.nn.models import CausalLM, Forecaster, Seq2Seq
 
-# Sizes that 2 and 4 divide: Flax's tools place an axis whatever its size.
+# Sizes divisible by 2 and 4, because Flax's tools shard an axis whatever its size.
 CONFIG = TransformerConfig(vocab_size=24, d_model=16, num_layers=2, num_heads=4, d_ff=32, position="rotary")
 ROUTED = CONFIG.replace(**{"stack.period": (LayerKind(moe=MoE(num_experts=4, top_k=2)),)})
 TOKENS = jax.random.randint(jax.random.key(0), (8, 6), 0, 24)
@@ -39,7 +39,7 @@ def train_step(state, tokens):
 
 @pytest.fixture(scope="module")
 def state():
-    """A state of Flax, before its first step and after it, on one device."""
+    """Return a Flax train state before and after its first step, on one device."""
     model = CausalLM(CONFIG)
     params = jax.jit(model.init)(KEY, TOKENS)["params"]
     first = TrainState.create(apply_fn=model.apply, params=params, tx=optax.adamw(0.1))
@@ -68,7 +68,7 @@ def test_a_state_of_flax_trains_on_the_mesh_of_its_user(state, sizes, rules, exp
     got = step(jax.device_put(first, shardings), jax.device_put(TOKENS, batch))
     assert int(got.step) == 1
     assert got.params["embedding"]["embedding"].sharding.is_equivalent_to(shardings.params["embedding"]["embedding"], 2)
-    # Adam's first step is the sign of the gradient: a gradient of rounding error may take either.
+    # Adam's first step is the sign of the gradient, which rounding errors decide for a gradient near 0.
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), got.opt_state[0].mu, after.opt_state[0].mu)
 
 
@@ -101,10 +101,19 @@ def test_leaves_that_are_no_parameters_are_replicated():
     [
         ([("embed", "b"), ("heads", "a")], (None, "b", "a", None)),
         ([("heads", ("a", "b"))], (None, None, ("a", "b"), None)),
-        ([("embed", "a"), ("heads", "a")], (None, "a", None, None)),  # of two that want it the first rule has it
-        ([("heads", "a"), ("embed", "a"), ("embed", "b")], (None, "b", "a", None)),  # then the next rule for the name
+        (
+            [("embed", "a"), ("heads", "a")],
+            (None, "a", None, None),
+        ),  # two rules name the same axis: the first one applies
+        (
+            [("heads", "a"), ("embed", "a"), ("embed", "b")],
+            (None, "b", "a", None),
+        ),  # the next rule for the name applies
         ([("embed", None), ("embed", "a")], (None, None, None, None)),
-        ([("embed", ("none", "a")), ("heads", "none"), ("heads", "b")], (None, "a", "b", None)),  # axes it lacks
+        (
+            [("embed", ("none", "a")), ("heads", "none"), ("heads", "b")],
+            (None, "a", "b", None),
+        ),  # axes that the mesh lacks are ignored
         ([("layers", "a"), ("batch", "b"), ("their_own", "b")], ("a", None, None, None)),
         ([], (None, None, None, None)),
     ],
@@ -139,7 +148,7 @@ def test_rules_of_another_form_are_an_error(rules):
 
 
 def test_every_logical_axis_is_in_the_table():
-    ours = {axes for end, axes in declared().items() if not end.startswith("mix_")}  # those are of another test
+    ours = {axes for end, axes in declared().items() if not end.startswith("mix_")}  # declared in another test
     assert {name for axes in ours for name in axes.names if name} == PARAMETER_AXES.keys()
     assert LAYERS not in PARAMETER_AXES
 
@@ -171,13 +180,13 @@ def test_flax_places_boxed_parameters_alike(model, rules):
         assert theirs.is_equivalent_to(own, leaf.ndim), (theirs, own)
         split += not own.is_fully_replicated
     assert split > 10
-    # A state of boxed parameters has boxes in its optimizer, too.
+    # With boxed parameters, the optimizer state contains boxes too.
     state = jax.eval_shape(lambda p: TrainState.create(apply_fn=model.apply, params=p, tx=optax.adam(0.1)), boxed)
     assert jax.tree.leaves(state_shardings(state, devices, rules).opt_state[0].mu) == jax.tree.leaves(ours)
 
 
 def test_a_model_takes_parameters_with_boxes():
-    """Through the loop over layers and the loop over channels the program is the same as without boxes."""
+    """With the loops over layers and over channels, the program is the same as without boxes."""
     series = Series(channels=3, context_length=8, horizon=5, patch_length=4, patch_stride=4, shared_embedding=False)
     forecaster = Forecaster(CONFIG.replace(input=series, position="none", num_layers=1))
     for model, inputs in ((CausalLM(ROUTED), TOKENS[:2]), (forecaster, jnp.ones((2, 8, 3)))):

@@ -1,4 +1,4 @@
-"""Blocks and stacks: equations, the pattern of layers, scan and remat that change nothing."""
+"""Blocks and stacks: equations, the pattern of layers, and results that scan and remat don't change."""
 
 import flax.linen as nn
 import jax
@@ -67,7 +67,7 @@ EQUATIONS = {"sandwich": sandwich, "reordered": reordered, "parallel": parallel}
 
 
 def parts(config, params):
-    """Attention, feed-forward and norms of a layer, made outside of it, on the layer's parameters."""
+    """Return attention, feed-forward and norms of a layer as separate functions with the layer's parameters."""
 
     def norm(name, x):
         return RMSNorm(config.norm_epsilon).apply({"params": params[name]}, x)
@@ -83,7 +83,7 @@ def parts(config, params):
 
 
 def shaken(params):
-    """Other values for what starts as ones and zeros, so that each norm and bias shows."""
+    """Replace parameters that are initialized to ones and zeros, so that each norm and bias has an effect."""
     leaves, tree = jax.tree.flatten(params)
     keys = jax.random.split(jax.random.key(7), len(leaves))
     leaves = [leaf + 0.3 * jax.random.normal(key, leaf.shape) for leaf, key in zip(leaves, keys, strict=True)]
@@ -115,7 +115,7 @@ def test_with_norms_elsewhere_a_cache_changes_nothing(norm_position):
 
 def test_a_parallel_layer_has_no_place_for_cross_attention():
     decoder = Decoder(CONFIG.replace(norm_position="parallel"), cross=True)
-    with pytest.raises(ConfigError, match=r"'parallel' has no place for cross-attention. Take another norm_position"):
+    with pytest.raises(ConfigError, match=r"'parallel' does not support cross-attention. Use another norm_position"):
         decoder.init(jax.random.key(0), X, X)
 
 
@@ -144,7 +144,7 @@ def test_embeddings_are_normalized_after_positions_and_before_dropout():
 
 
 def test_layers_with_a_table_each_read_their_own():
-    """With all tables alike they do what one for the stack does; and each table has its part."""
+    """With equal tables the result is that of one table for the stack; and each table has an effect."""
     t5 = {"position": "t5", "t5_bias.buckets": 8, "t5_bias.max_distance": 6}
     shared, own = Encoder(CONFIG.replace(**t5)), Encoder(CONFIG.replace(**t5, **{"t5_bias.per_layer": True}))
     params = shaken(jax.jit(shared.init)(jax.random.key(0), X))["params"]
@@ -232,7 +232,7 @@ def test_scan_unroll_and_remat_change_nothing(execution):
 
 
 def test_remat_policies_keep_what_they_say():
-    """Matrix products in the backward pass: recomputed all, those of the batch's attention alone, or fewer."""
+    """Number of matrix multiplications in the backward pass for each policy: all recomputed, or only some."""
 
     def count(remat):
         stack = Encoder(CONFIG, execution=Execution(remat=remat, scan=False))
@@ -246,7 +246,7 @@ def test_remat_policies_keep_what_they_say():
 
 
 def test_a_window_limits_its_own_layers():
-    """One layer with window 2: an output sees itself and the one before, through two such layers two before."""
+    """With window 2, an output depends on its own and the previous input; after two such layers, on two previous."""
     config = CONFIG.replace(**{"stack.period": (LayerKind(window=2),)}, num_layers=2)
     decoder = Decoder(config)
     params = jax.jit(decoder.init)(jax.random.key(0), X)
@@ -273,7 +273,7 @@ def test_without_self_attention_a_position_sees_itself_alone(norm_position):
 
 
 def test_without_residual_a_sublayer_replaces_x():
-    """With the last projection at zero, x + f(norm(x)) is x, and f(norm(x)) is zero."""
+    """If the last projection is zero, x + f(norm(x)) is x, and f(norm(x)) is zero."""
     for norm_position, left in (("pre", X), ("pre_without_residual", jnp.zeros_like(X))):
         block = BLOCKS[norm_position](CONFIG)
         params = jax.tree_util.tree_map_with_path(
@@ -303,12 +303,12 @@ def test_caches_of_layers_may_be_told_apart():
 
 
 def test_cross_attention_without_a_context_says_so():
-    with pytest.raises(ValueError, match="nothing to attend to: give a context"):
+    with pytest.raises(ValueError, match="nothing to attend to: pass a context"):
         Decoder(CONFIG, cross=True).init(jax.random.key(0), X)
 
 
 def test_only_layers_of_the_loop_may_be_merged_with_their_recomputation():
-    """XLA would undo remat where there is no loop between the two (jax.checkpoint: prevent_cse)."""
+    """XLA would undo remat if no loop separates the two computations (`prevent_cse` of jax.checkpoint)."""
     found = []
 
     def walk(jaxpr, looped):

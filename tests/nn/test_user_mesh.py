@@ -1,4 +1,4 @@
-"""Inside other projects: under their meshes our modules cost what Flax's cost, with Auto and Explicit axes."""
+"""Use in other projects: under their meshes, modules cost as much as Flax's, with Auto and Explicit axes."""
 
 import collections
 import re
@@ -36,7 +36,7 @@ def put(array, mesh, *spec):
 
 
 def by_heads(mesh):
-    """Rows of x over the first axis; heads over the second (Shoeybi et al. 2019, arXiv 1909.08053, section 3)."""
+    """Shard rows of x over the first axis, heads over the second (Shoeybi et al. 2019, arXiv 1909.08053, section 3)."""
     rows, heads = mesh.axis_names
 
     def place(path, leaf):
@@ -56,7 +56,7 @@ def loss_of(attention):
 
 
 def compiled(attention, params, x, mesh=None):
-    """The program of a loss and its gradients; `mesh`: set while it is traced."""
+    """Compile a loss and its gradients; `mesh` is set during tracing."""
     step = jax.jit(jax.value_and_grad(loss_of(attention)))
     if mesh is None:
         return step.lower(params, x).compile()
@@ -65,7 +65,7 @@ def compiled(attention, params, x, mesh=None):
 
 
 def collectives(program):
-    """How often each kind of collective occurs."""
+    """Count the collectives of each kind."""
     return collections.Counter(
         re.findall(r" (all-[a-z]+|reduce-scatter|collective-permute)(?:-start)?\(", program.as_text())
     )
@@ -83,14 +83,14 @@ def test_no_collective_that_flax_does_not_need(names, is_set):
     params, x = by_heads(mesh)
     theirs, ours = (compiled(one, params, x, mesh if is_set else None) for one in (FLAX, OURS))
     found, needed = collectives(ours), collectives(theirs)
-    assert needed, "the layout must need some communication, or the test shows nothing"
+    assert needed, "the sharding must need communication, or the test shows nothing"
     assert found["all-gather"] <= needed["all-gather"]
     assert found.total() <= needed.total()
 
 
 @pytest.mark.parametrize("names", NAMES, ids="-".join)
 def test_a_data_parallel_step_computes_each_row_once(names):
-    """All eight devices share the rows of a batch, over both axes, and the mesh is set."""
+    """All eight devices share the rows of a batch, which are split over both axes; the mesh is set."""
     mesh = make(names)
     params = jax.tree.map(lambda leaf: put(leaf, mesh), PARAMS)
     x = put(X, mesh, names)
@@ -100,7 +100,7 @@ def test_a_data_parallel_step_computes_each_row_once(names):
         ours = compiled(OURS, params, x, mesh)
     assert flops(ours) <= 1.05 * flops(theirs)
     assert collectives(ours)["all-gather"] == 0
-    if names == ("dp", "tp"):  # no axis that our own rules know: nothing to be told
+    if names == ("dp", "tp"):  # the default rules know none of these axes
         ours = compiled(OURS, params, x, mesh)
         assert flops(ours) <= 1.05 * flops(theirs)
         assert collectives(ours)["all-gather"] == 0
@@ -140,7 +140,7 @@ MODELS = {
 }
 
 
-# Every model with one kernel, and every kernel with a model that hands it a bias.
+# Every model with one kernel, and every kernel with a model that passes a bias.
 CASES = [(name, "reference") for name in MODELS] + [("ALiBi", "blockwise")]
 
 
@@ -244,7 +244,7 @@ class TestRules:
 
 
 def test_a_kernel_that_no_compiler_splits_needs_to_know_the_axes():
-    """Each device would run splash on all rows; auto takes a kernel that the compiler splits."""
+    """Each device would run splash on all rows; auto selects a kernel that the compiler can partition."""
     request = attention_spec(2048)
     with jax.set_mesh(make(("dp", "tp"))):
         with pytest.raises(
@@ -256,7 +256,7 @@ def test_a_kernel_that_no_compiler_splits_needs_to_know_the_axes():
 
 
 def test_splash_is_not_chosen_where_arrays_may_be_split_unknown_to_us(monkeypatch):
-    """jax.jit of arrays with a NamedSharding and no mesh in force: no compiler splits a Pallas kernel."""
+    """jax.jit of sharded arrays without a mesh set: the compiler can't partition a Pallas kernel."""
     monkeypatch.setattr(transformer.nn.kernels, "platform", lambda: "tpu")
     request = attention_spec(2048)
     with pytest.warns(UserWarning, match=r"over which of 8 devices.*no mesh.*with jax\.set_mesh\(mesh\):"):

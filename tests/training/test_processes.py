@@ -228,10 +228,10 @@ def test_others_that_do_not_come(folder):
         ({"coordinator": "localhost"}, r"coordinator must be host:port .* or auto, got 'localhost'"),
         ({"coordinator": "a:99999"}, r"coordinator must be host:port"),
         ({"coordinator": "a:1"}, r"needs parallel.num_processes, and parallel.process_id .* got None and None"),
-        ({"coordinator": "a:1", "num_processes": 2, "process_id": 2}, r"from 0 to one less, got 2 and 2"),
-        ({"num_processes": 2, "process_id": 0}, r"go with parallel.coordinator, .*: --parallel.coordinator 10\.0"),
+        ({"coordinator": "a:1", "num_processes": 2, "process_id": 2}, r"from 0 to num_processes - 1, got 2 and 2"),
+        ({"num_processes": 2, "process_id": 0}, r"require parallel.coordinator, .*: --parallel.coordinator 10\.0"),
         ({"coordinator": "a:b:1", "num_processes": 2, "process_id": 0}, r"coordinator must be host:port"),
-        ({"patience": 0}, r"patience must be 1 to 1,000,000 seconds, got 0"),
+        ({"patience": 0}, r"patience must be from 1 to 1,000,000 seconds, got 0"),
     ],
 )
 def test_processes_that_cannot_be(fields, message):

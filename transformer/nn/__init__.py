@@ -1,6 +1,6 @@
-"""What models are made of, and whole models: pure functions for numerics, Flax modules that own the parameters.
+"""Building blocks of transformers and complete models: pure functions for numerics, Flax modules that own parameters.
 
-Nothing here needs more than jax, flax, numpy and jaxtyping.
+This package requires only jax, flax, numpy and jaxtyping.
 """
 
 from transformer.nn import compat

@@ -1,4 +1,4 @@
-"""Attention: the pure function, and the module that owns its projections."""
+"""Attention: `dot_product_attention` as a pure function, and `MultiHeadAttention`, which owns the projections."""
 
 from __future__ import annotations
 
@@ -58,40 +58,46 @@ def dot_product_attention(
     deterministic: bool = False,
     module: nn.Module | None = None,
 ) -> Float[Array, "*B T N Hv"] | tuple[Float[Array, "*B T N Hv"], Float[Array, "*B N T S"]]:
-    """softmax(scale Q K^T + bias + mask) V for every head (Vaswani et al. 2017, section 3.2.1), softmax in float32:
-    (B, T, N, Hv), or a pair with the weights. B may be any number of axes.
+    """Compute softmax(scale Q K^T + bias + mask) V for every head (Vaswani et al. 2017, section 3.2.1, equation 1).
 
-    The last four arguments are those that Flax's attention modules pass to their `attention_fn`, which this function
-    can be.
+    The softmax is computed in float32. The last four arguments exist so that this function can be the `attention_fn` of
+    Flax's attention modules, which pass them.
 
     Args:
-        query: (B, T, N, H); N a multiple of K: each key head serves N / K query heads (Ainslie et al. 2023).
+        query: (B, T, N, H). B may stand for any number of batch axes. N must be a multiple of K: each key/value head
+            serves N / K query heads (grouped-query attention, Ainslie et al. 2023).
         key: (B, S, K, H).
         value: (B, S, K, Hv); Hv may differ from H.
-        mask: a `Mask`, or a boolean array that broadcasts to (B, N, T, S); True attends (`Mask.array` says what else
-            it takes). A query without keys gets 0.
+        mask: a `Mask`, or a boolean array that broadcasts to (B, N, T, S); True means that the query attends to the
+            key (`Mask.array` lists the accepted arrays). The output of a query that attends to no key is 0.
         bias: added to the scores: an array that broadcasts to (B, N, T, S), or a function (query indices (t,), key
-            indices (s,)) -> that block of it, so that blockwise kernels never hold all of it.
+            indices (s,)) -> that block of the bias. With a function, blockwise kernels never store the full bias.
         scale: factor on the scores; None: 1 / sqrt(H); 1.0: unscaled attention.
-        softcap: scores become softcap tanh(scores / softcap), before bias and mask (Gemma 2, arXiv 2408.00118).
-        sinks: one logit a head that takes part in the softmax and has no value (Xiao et al. 2023, arXiv 2309.17453).
-        dropout_rate: share of the weights set to zero; needs `dropout_key`.
-        implementation: a kernel of `transformer.nn.kernels`, or "auto".
-        return_weights: also return the softmax weights (B, N, T, S), before dropout.
-        dropout_rng: Flax's name of `dropout_key`.
-        broadcast_dropout: drop the same weights (T, S) in all rows and heads.
+        softcap: replaces the scores by softcap tanh(scores / softcap), before bias and mask (Gemma 2, arXiv
+            2408.00118).
+        sinks: (N,), one logit per head that takes part in the softmax but has no value (Xiao et al. 2023, arXiv
+            2309.17453).
+        dropout_rate: fraction of the weights set to zero; needs `dropout_key`.
+        dropout_key: random key of the dropout.
+        implementation: name of a kernel in `transformer.nn.kernels`, or "auto".
+        return_weights: also return the softmax weights, before dropout.
+        dropout_rng: Flax's name for `dropout_key`.
+        broadcast_dropout: use the same dropout mask (T, S) for all rows of the batch and all heads.
         deterministic: True ignores `dropout_rate`.
-        module: sows the softmax weights as `attention_weights` into its collection "intermediates".
+        module: a module that sows the softmax weights as `attention_weights` in its collection "intermediates".
+
+    Returns:
+        The attended values (B, T, N, Hv); with `return_weights`, a pair of these and the softmax weights (B, N, T, S).
 
     Raises:
-        ValueError: shapes that don't fit, a rate without a key, or a kernel that can't do what is asked.
+        ValueError: shapes that don't fit, a dropout rate without a key, or a kernel that does not support an option.
     """
     _check_shapes(query, key, value, sinks)
     dropout_rate, dropout_key = _dropout(dropout_rate, dropout_key, dropout_rng, deterministic)
     if scale is not None and not scale > 0:
         raise ValueError(f"scale must be above 0, got {scale}. Use scale=1.0 for unscaled attention.")
 
-    # Kernels have one batch axis
+    # Kernels expect exactly one batch axis: merge all leading axes here, restore them below.
     lead = query.shape[:-3]
     if len(lead) != 1:
         query, key, value = (array.reshape(math.prod(lead), *array.shape[-3:]) for array in (query, key, value))
@@ -99,13 +105,14 @@ def dot_product_attention(
     (batch, num_queries, num_heads, head_dim), num_keys = query.shape, key.shape[1]
     sizes = (batch, num_heads, num_queries, num_keys)
 
-    # What to compute, and the kernel that computes it
+    # The spec says what to compute. Choose the kernel from it: each kernel supports only some of the options.
     spec = AttentionSpec(
         mask=_checked_mask(mask, sizes).with_padding_as_segments(num_queries),
         bias=_bias_function(bias, sizes),
         sinks=sinks,
         dropout_key=dropout_key,
-        # Keeps the variance of the scores at 1 for queries and keys of variance 1 (Vaswani et al. 2017, section 3.2.1)
+        # q . k is a sum of H terms. For entries of mean 0 and variance 1 its variance is H, so dividing by sqrt(H)
+        # restores variance 1 and keeps the softmax from saturating (Vaswani et al. 2017, section 3.2.1, footnote 4).
         scale=1.0 / math.sqrt(head_dim) if scale is None else scale,
         softcap=softcap,
         dropout_rate=dropout_rate,
@@ -114,11 +121,11 @@ def dot_product_attention(
         shapes=AttentionShapes.of(query, key, value),
     )
     kernel = ALL_KERNELS[choose(implementation, spec)]
-    length = "length" if kernel.split_keys else None  # most kernels need all keys of a row on each device
+    length = "length" if kernel.split_keys else None  # most kernels need the full length of a row on each device
     key, value = (constrain(array, "batch", length, "kv_heads", "head_dim") for array in (key, value))
     out, weights = _run(kernel, query, key, value, spec)
 
-    # The shape and the weights that the caller asked for
+    # Restore the caller's batch axes.
     if len(lead) != 1:
         out, weights = (a if a is None else a.reshape(*lead, *a.shape[1:]) for a in (out, weights))
     if module is not None:
@@ -127,9 +134,12 @@ def dot_product_attention(
 
 
 def _run(kernel: Kernel, query: Query, key: Key, value: Value, spec: AttentionSpec) -> tuple[Attended, Weights | None]:
-    """Call the kernel; inside a mesh with Explicit axes too, where the result (B, T, N, Hv) is split as the query is.
+    """Call the kernel, also under a mesh with Explicit axes: there the output is sharded like the query.
 
-    There a bias that reads arrays must be a pytree with these arrays as leaves.
+    Under such a mesh, a bias function that reads arrays must be a pytree with these arrays as leaves.
+
+    Returns:
+        The attended values (B, T, N, Hv), and the weights (B, N, T, S) if `spec.return_weights`, else None.
     """
 
     def attended(query, key, value, spec):
@@ -146,6 +156,7 @@ def _run(kernel: Kernel, query: Query, key: Key, value: Value, spec: AttentionSp
 
 
 def _check_shapes(query: Array, key: Array, value: Array, sinks: Array | None) -> None:
+    """Raise a ValueError that lists every mismatch of the shapes, not only the first one."""
     for name, array in {"query": query, "key": key, "value": value}.items():
         if array.ndim < 3 or array.ndim != max(query.ndim, key.ndim, value.ndim):
             raise ValueError(f"{name} must be (batch, length, heads, head size), got shape {array.shape}.")
@@ -159,18 +170,22 @@ def _check_shapes(query: Array, key: Array, value: Array, sinks: Array | None) -
     if query.shape[-2] % key.shape[-2]:
         problems.append("query heads must be a multiple of key heads")
     if sinks is not None and sinks.shape != query.shape[-2:-1]:
-        problems.append(f"sinks {sinks.shape} must be one number a query head")
+        problems.append(f"sinks {sinks.shape} must have one number per query head")
     if problems:
         shapes = f"query {query.shape}, key {key.shape}, value {value.shape}"
-        raise ValueError(f"attention can't be computed of {shapes}: {'; '.join(problems)}.")
+        raise ValueError(f"attention can't be computed for {shapes}: {'; '.join(problems)}.")
 
 
 def _dropout(
     rate: float, key: PRNGKey | None, rng: PRNGKey | None, deterministic: bool
 ) -> tuple[float, PRNGKey | None]:
-    """The rate in force and its key, which Flax calls `rng`. ValueError: both names, a bad rate, or no key for it."""
+    """Return the effective dropout rate and its key, which Flax calls `rng`.
+
+    Raises:
+        ValueError: both names of the key are given, the rate is out of range, or a rate above 0 has no key.
+    """
     if rng is not None and key is not None:
-        raise ValueError("dropout_rng is another name of dropout_key: pass one of them.")
+        raise ValueError("dropout_rng is another name of dropout_key: pass only one of them.")
     key = key if rng is None else rng
     rate = 0.0 if deterministic else rate
     if not 0.0 <= rate < 1.0:
@@ -181,7 +196,7 @@ def _dropout(
 
 
 def _checked_mask(mask: Mask | Array | None, sizes: tuple[int, int, int, int]) -> Mask:
-    """The mask as a `Mask` that fits (B, N, T, S). A one-dimensional array masks keys."""
+    """Convert the mask to a `Mask` and check it against `sizes` (B, N, T, S). A one-dimensional array masks keys."""
     if mask is not None and not isinstance(mask, Mask) and np.ndim(mask) <= 1:
         mask = mask[None]
     mask = Mask.of(mask)
@@ -190,30 +205,39 @@ def _checked_mask(mask: Mask | Array | None, sizes: tuple[int, int, int, int]) -
 
 
 def _with_one_batch_axis(array: Any, lead: tuple[int, ...]) -> Any:
-    """Of an array that broadcasts to (*lead, N, T, S) one that broadcasts to (B, N, T, S); anything else as it is."""
+    """Reshape an array that broadcasts to (*lead, N, T, S) so that it broadcasts to (B, N, T, S).
+
+    Other arguments (None, a `Mask`, a bias function, arrays without batch axes) are returned unchanged.
+    """
     if array is None or isinstance(array, Mask) or not hasattr(array, "shape") or array.ndim <= 3:
         return array
     batch, rest = (1,) * (len(lead) + 3 - array.ndim) + array.shape[:-3], array.shape[-3:]
+    # The same for all rows: keep a batch axis of size 1 rather than B copies.
     if math.prod(batch) == 1:
         return array.reshape(1, *rest)
     return jnp.broadcast_to(array.reshape(*batch, *rest), (*lead, *rest)).reshape(math.prod(lead), *rest)
 
 
 def _bias_function(bias: BiasFunction | Array | None, shape: tuple[int, int, int, int]) -> BiasFunction | None:
+    """Convert a bias to a function of (query indices (t,), key indices (s,)); `shape` is (B, N, T, S).
+
+    It is a `Partial`, that is, a pytree with the bias array as its leaf: the array passes through jit, scan and the
+    custom derivatives of the kernels as an ordinary argument and gets a gradient.
+    """
     if bias is None or isinstance(bias, jax.tree_util.Partial):
         return bias
     if callable(bias) and not hasattr(bias, "shape"):
-        return jax.tree_util.Partial(bias)  # a pytree; arrays that the function closes over are no leaves of it
+        return jax.tree_util.Partial(bias)  # arrays in the function's closure are not leaves of this pytree
     bias = jnp.asarray(bias)
     if bias.ndim > 4 or any(size not in (1, whole) for size, whole in zip(bias.shape[::-1], shape[::-1], strict=False)):
         raise ValueError(f"the bias of shape {bias.shape} doesn't broadcast to (B, N, T, S) = {shape}.")
     bias = bias.reshape((1,) * (4 - bias.ndim) + bias.shape)
-    bias = jnp.broadcast_to(bias, (*bias.shape[:2], *shape[2:]))
+    bias = jnp.broadcast_to(bias, (*bias.shape[:2], *shape[2:]))  # (B or 1, N or 1, T, S): T and S are indexed below
     return jax.tree_util.Partial(_bias_of, bias)
 
 
 def _bias_of(bias: Array, queries: Array, keys: Array) -> Array:
-    return bias[:, :, queries][:, :, :, keys]
+    return bias[:, :, queries][:, :, :, keys]  # (B or 1, N or 1, t, s)
 
 
 def _sum_of_biases(bias: BiasFunction | None, more: BiasFunction | None) -> BiasFunction | None:
@@ -227,11 +251,10 @@ def _sum_of_blocks(bias: BiasFunction, more: BiasFunction, queries: Array, keys:
 
 
 class AttentionModule(nn.Module, kw_only=True):
-    """What attention modules share (Vaswani et al. 2017, section 3.2): how scores are made of queries and keys, and the
-    way to the attended values.
+    """Base class of attention modules: options that all of them share, and the call of the attention function.
 
-    `softcap`, `dropout_rate` and `implementation` are those of `dot_product_attention`. `kernel_init` draws all kernels
-    as matrices (`Linear`; None: Glorot uniform), except `out` when `output_init` is given.
+    `softcap`, `dropout_rate` and `implementation` are those of `dot_product_attention`. `kernel_init` initializes all
+    kernels as matrices (see `Linear`; None: Glorot uniform), except `out` when `output_init` is given.
     """
 
     scale: float | None = None
@@ -239,7 +262,7 @@ class AttentionModule(nn.Module, kw_only=True):
     softcap: float | None = None
     dropout_rate: float = 0.0
     position: PositionScheme = NoPosition()
-    """position scheme: rotates queries and keys, biases scores"""
+    """position scheme: rotates queries and keys, or adds a bias to the scores"""
     kernel_init: Initializer | None = None
     output_init: Initializer | None = None
     implementation: str = "auto"
@@ -256,8 +279,20 @@ class AttentionModule(nn.Module, kw_only=True):
         sow_weights: bool,
         **options: Any,
     ) -> Float[Array, "B T N Hv"]:
-        """`attend(*arrays, **options)` (B, T, N, Hv), `dot_product_attention` or a function with its options, with the
-        options of this module. Sows the weights if `sow_weights` and the collection "intermediates" is mutable.
+        """Return `attend(*arrays, **options)`, called with this module's options.
+
+        Sows the weights if `sow_weights` is True and the collection "intermediates" is mutable.
+
+        Args:
+            attend: `dot_product_attention`, or a function with the same options.
+            *arrays: its positional arguments.
+            scale: factor on the scores, as in `dot_product_attention`.
+            deterministic: True disables dropout.
+            sow_weights: sow the weights (B, N, T, S), before dropout, as `weights`.
+            **options: other options of `attend`.
+
+        Returns:
+            The attended values (B, T, N, Hv).
         """
         sown = sow_weights and self.is_mutable_collection("intermediates") and not self.is_initializing()
         dropout_rate = 0.0 if is_deterministic(self, deterministic, self.dropout_rate) else self.dropout_rate
@@ -274,17 +309,17 @@ class AttentionModule(nn.Module, kw_only=True):
         if sown:
             out, weights = out
             self.sow("intermediates", "weights", weights)
+        # The name lets the remat policy "names" (`_stacks.py`) store this array instead of recomputing it.
         return checkpoint_name(constrain(out, "batch", "length", "heads", "head_dim"), "attention_output")
 
 
 class MultiHeadAttention(AttentionModule):
-    """Multi-head attention (Vaswani et al. 2017, section 3.2.2): self-attention, or cross-attention when given a
-    context.
+    """Multi-head attention (Vaswani et al. 2017, section 3.2.2): self-attention, or cross-attention to a context.
 
-    Each projection makes all heads in one matrix product: parameters `query` (D, N, H), `key` (Dc, K, H), `value`
-    (Dc, K, Hv) and `out` (N, Hv, out_features), each a `kernel` and, with `use_bias`, a `bias`. `num_heads` is N;
-    `norm_epsilon` and `qk_norm_kind`, a name of `NORMS`, belong to `qk_norm`. Further fields are those of
-    `AttentionModule`.
+    Each projection computes all heads in one matrix multiplication. Parameters: `query` (D, N, H), `key` (Dc, K, H),
+    `value` (Dc, K, Hv) and `out` (N, Hv, out_features), each with a `kernel` and, with `use_bias`, a `bias`.
+    `num_heads` is N. `norm_epsilon` and `qk_norm_kind`, a name in `NORMS`, apply to `qk_norm`. The other fields are
+    those of `AttentionModule`.
     """
 
     parameter_axes = declare(
@@ -303,23 +338,24 @@ class MultiHeadAttention(AttentionModule):
 
     num_heads: int
     num_kv_heads: int | None = None
-    """None: num_heads"""
+    """number K of key/value heads; None: num_heads"""
     head_dim: int | None = None
-    """None: width of x / num_heads"""
+    """size H of a query or key head; None: width of x / num_heads"""
     value_dim: int | None = None
-    """None: head_dim"""
+    """size Hv of a value head; None: head_dim"""
     out_features: int | None = None
-    """None: width of x"""
+    """width of the output; None: width of x"""
     use_bias: bool = True
     biases: tuple[str, ...] | None = None
-    """which of query, key, value and out have a bias; None: as use_bias says"""
+    """which of query, key, value and out have a bias; None: all of them or none, as `use_bias` selects"""
     qk_norm: bool = False
-    """RMSNorm on each query and key head (Henry et al. 2020, arXiv 2010.04245; as in Qwen 3 and Gemma 3)"""
+    """normalize queries and keys with an RMSNorm (Henry et al. 2020, arXiv 2010.04245; as in Qwen 3 and Gemma 3)"""
     qk_norm_scope: str = "head"
-    """all: over all heads of a token together (OLMo Team 2024, arXiv 2501.00656, section 3.2)"""
+    """head: normalize each head separately; all: normalize all heads of a token together (OLMo Team 2024, arXiv
+    2501.00656, section 3.2)"""
     qk_norm_kind: str = "rms_norm"
     sinks: bool = False
-    """learn one logit a head that takes weight and gives no value"""
+    """learn one logit per head that takes part in the softmax but has no value"""
     norm_epsilon: float = 1e-6
 
     @nn.compact
@@ -336,46 +372,61 @@ class MultiHeadAttention(AttentionModule):
         deterministic: bool | None = None,
         sow_weights: bool = False,
     ) -> tuple[Float[Array, "B T Do"], KVCache | ContextCache | None]:
-        """Attends from x (B, T, D) to itself, or to `context` (B, S, Dc); returns (B, T, out_features) and the cache.
-        ValueError: sizes that don't fit.
+        """Attend from x (B, T, D) to x itself, or to `context` (B, S, Dc).
 
         Args:
-            mask: which query attends which key, a `Mask` or an array that broadcasts to (B, N, T, S); causality is not
-                implied. With a `KVCache`, S is the length of the cache.
-            positions: (B, T), for the position scheme; None: 0, 1, 2, ... after what the cache holds.
-            position_table: the scheme's learnt table, if it has one.
-            cache: a `KVCache` to append to and attend over; or a `ContextCache`, filled when `context` is given and
-                read when it is not.
-            bias: added to the scores and to the position scheme's bias, as in `dot_product_attention`.
-            deterministic: True evaluates; False drops weights (rng "dropout"). Required if `dropout_rate` is above 0.
-            sow_weights: sow the attention weights (B, N, T, S), before dropout, as `weights` into the collection
-                "intermediates"; needs a kernel that has them ("reference", which "auto" then chooses).
+            x: (B, T, D), the source of the queries.
+            context: (B, S, Dc), the source of keys and values; None: x.
+            mask: which query attends to which key: a `Mask`, or an array that broadcasts to (B, N, T, S). It is not
+                causal by default. With a `KVCache`, S is the length of the cache.
+            positions: (B, T), for the position scheme; None: 0, 1, 2, ..., counted from the end of the cache.
+            position_table: the learned table of the scheme, if it has one.
+            cache: a `KVCache`, to which keys and values are appended and whose keys are attended to; or a
+                `ContextCache`, which is filled when `context` is given and read otherwise.
+            bias: added to the scores in addition to the bias of the position scheme, as in `dot_product_attention`.
+            deterministic: True disables dropout; False enables it (rng "dropout"). Required if `dropout_rate` is above
+                0.
+            sow_weights: sow the attention weights (B, N, T, S), before dropout, as `weights` in the collection
+                "intermediates". This needs a kernel that computes them: "reference", which "auto" then selects.
+
+        Returns:
+            The output (B, T, out_features), and the updated cache.
+
+        Raises:
+            ValueError: sizes that don't fit.
         """
         self._check(x, context, cache)
         mask, head_dim = Mask.of(mask), self._head_dim(x)
+        # Q = x W_Q for all heads: (B, T, D) x (D, N, H) -> (B, T, N, H)
         query = constrain(self._project("query", x, (self.num_heads, head_dim)), "batch", "length", "heads", "head_dim")
         if self.qk_norm:
             query = self._normalize("query_norm", query)
 
         if context is None and not isinstance(cache, ContextCache):
-            # Self-attention: keys of x at its positions, after those that the cache holds
+            # Self-attention: keys and values come from x, K = x W_K (B, T, K, H) and V = x W_V (B, T, K, Hv).
             key, value = self._keys_and_values(x, None, head_dim)
             if positions is None:
+                # With a cache, token t is at position length + t: a decoding step sees only the new token.
                 positions = jnp.arange(x.shape[1])[None, :]
                 positions = positions if cache is None else positions + cache.length[:, None]
             positions = jnp.broadcast_to(positions, x.shape[:2])
+            # Rotate before appending to the cache: each key is rotated once, by its own position, and never again.
+            # Their product then depends on the difference of positions alone.
             query, key = self.position.rotate(query, positions), self.position.rotate(key, positions)
             key_positions = positions
             if cache is not None:
+                # Attend to all S slots of the cache. Query index 0 is key index `start`, and the mask hides empty
+                # slots: they contain zeros, whose score of 0 would still get weight.
                 start, cache = cache.length, cache.append(key, value, positions)
                 (key, value), key_positions = cache.whole(), cache.positions
                 mask = mask.shifted(start) & Mask.lengths(cache.length)
             sizes = (x.shape[0], self.num_heads, x.shape[1], key.shape[1])
             bias = _sum_of_biases(_bias_function(bias, sizes), self._bias(positions, key_positions, position_table))
         elif context is None:
-            # Cross-attention to the keys and values of an earlier call
+            # Cross-attention to the context of an earlier call: its keys and values do not change between steps.
             key, value = cache.whole()
         else:
+            # Cross-attention: queries come from x, keys and values from the context (section 3.2.3).
             key, value = self._keys_and_values(x, context, head_dim)
             cache = None if cache is None else ContextCache.of(key, value)
 
@@ -393,21 +444,26 @@ class MultiHeadAttention(AttentionModule):
             sow_weights=sow_weights,
         )
         features = x.shape[-1] if self.out_features is None else self.out_features
+        # Concat(head_1, ..., head_N) W_O: (B, T, N, Hv) x (N, Hv, Do) -> (B, T, Do), contracting both N and Hv.
         return self._project("out", out, (features,), contract=2), cache
 
     def _head_dim(self, x: Hidden) -> int:
-        """H, size of a head of queries and keys. ValueError: none is given, and the width of x does not divide."""
+        """Return H, the size of a query or key head.
+
+        Raises:
+            ValueError: `head_dim` is None, and the width of x is not a multiple of `num_heads`.
+        """
         if self.head_dim is None and x.shape[-1] % self.num_heads:
             raise ValueError(
                 f"the width of x ({x.shape[-1]}) must be a multiple of num_heads ({self.num_heads}) when head_dim "
-                f"is not given. Give head_dim, or change one of them."
+                f"is not given. Pass head_dim, or change one of the two."
             )
         return x.shape[-1] // self.num_heads if self.head_dim is None else self.head_dim
 
     def _keys_and_values(
         self, x: Hidden, context: Context | None, head_dim: int
     ) -> tuple[Float[Array, "B S K H"], Float[Array, "B S K Hv"]]:
-        """Keys and values of the context (B, S, Dc), or of x (B, S, D) without one; keys are not rotated yet."""
+        """Project the context (B, S, Dc), or x (B, S, D) without one, to keys and values. Keys are not rotated yet."""
         value_dim = head_dim if self.value_dim is None else self.value_dim
         kv_heads = self.num_heads if self.num_kv_heads is None else self.num_kv_heads
         source = x if context is None else context
@@ -416,19 +472,20 @@ class MultiHeadAttention(AttentionModule):
         return (self._normalize("key_norm", key) if self.qk_norm else key), value
 
     def _check(self, x: Array, context: Array | None, cache: KVCache | ContextCache | None) -> None:
+        """Raise a ValueError for arguments and fields that don't fit together."""
         if unknown := set(self.biases or ()) - {"query", "key", "value", "out"}:
-            raise ValueError(f"biases must be of query, key, value and out, got {unknown.pop()!r}.")
+            raise ValueError(f"biases must be names among query, key, value and out, got {unknown.pop()!r}.")
         for name, array in {"x": x, "context": context}.items():
             if array is not None and array.ndim != 3:
-                got = f"got shape {array.shape}. A single sequence is {name}[None]."
+                got = f"got shape {array.shape}. For a single sequence pass {name}[None]."
                 raise ValueError(f"{name} must be (batch, length, width), {got}")
         if isinstance(cache, KVCache) and context is not None:
-            raise ValueError("a KVCache is of self-attention, and this one has a context. Give a ContextCache.")
+            raise ValueError("a KVCache is for self-attention, but a context is given. Pass a ContextCache.")
         if isinstance(cache, ContextCache) and context is None and cache.key is None:
-            raise ValueError("this cross-attention cache is empty: give context at the first call.")
+            raise ValueError("this cross-attention cache is empty: pass context in the first call.")
         if not isinstance(self.position, PositionScheme):
             raise ValueError(
-                f"position must be a scheme such as Rotary() or ALiBi(num_heads=8), got {self.position!r}."
+                f"position must be a position scheme such as Rotary() or ALiBi(num_heads=8), got {self.position!r}."
             )
         if context is not None and type(self.position) is not NoPosition:
             raise ValueError(
@@ -439,8 +496,8 @@ class MultiHeadAttention(AttentionModule):
         if self.position.adds:
             scheme = type(self.position).__name__
             raise ValueError(
-                f"{scheme} is added to embeddings, and attention turns queries and keys or biases scores: it would do "
-                f"nothing here. Add it to x before ({scheme}.add), or take Rotary, ALiBi or T5Bias."
+                f"{scheme} is added to embeddings; attention only rotates queries and keys or biases scores, so it "
+                f"would have no effect here. Add it to x before ({scheme}.add), or use Rotary, ALiBi or T5Bias."
             )
 
     def _project(self, name: str, x: Array, features: tuple[int, ...], contract: int = 1) -> Array:
@@ -449,19 +506,22 @@ class MultiHeadAttention(AttentionModule):
         return Linear(features, contract, use_bias, init, self.dtype, self.param_dtype, name=name)(x)
 
     def _normalize(self, name: str, heads: Array) -> Array:
+        # RMSNorm in queries and keys bounds |q . k| up to the learned scale, so scores stay small in training.
         norm = NORMS[self.qk_norm_kind](self.norm_epsilon, self.dtype, self.param_dtype, name=name)
         if self.qk_norm_scope == "head":
-            return norm(heads)
-        return norm(heads.reshape(*heads.shape[:2], -1)).reshape(heads.shape)
+            return norm(heads)  # (B, T, N, H), over H
+        return norm(heads.reshape(*heads.shape[:2], -1)).reshape(heads.shape)  # over N H together
 
     def _bias(self, positions: Positions, key_positions: Int[Array, "B S"], table: Array | None) -> BiasFunction | None:
+        """Return the bias of the position scheme as a function of query and key indices, or None if it has no bias."""
+        # Tracing the bias of one query and one key gives its shape without computing anything.
         probe = jax.eval_shape(lambda: self.position.bias(positions[:, :1], key_positions[:, :1], table))
         if probe is None:
             return None
         if probe.shape[1] not in (1, self.num_heads):
             raise ValueError(
-                f"{type(self.position).__name__} biases {probe.shape[1]} heads, but there are {self.num_heads}. "
-                f"Give it num_heads={self.num_heads}."
+                f"{type(self.position).__name__} has a bias for {probe.shape[1]} heads, but num_heads is "
+                f"{self.num_heads}. Create it with num_heads={self.num_heads}."
             )
         return jax.tree_util.Partial(functools.partial(_position_bias, self.position), positions, key_positions, table)
 

@@ -1,4 +1,7 @@
-"""Residual blocks, one class for each equation, and the only place where a config becomes leaves."""
+"""Residual blocks, one class per residual equation.
+
+This is the only module that translates a `TransformerConfig` into attention, feed-forward and norm modules.
+"""
 
 from __future__ import annotations
 
@@ -35,32 +38,32 @@ from transformer.nn._positions import (
 )
 
 Aux: TypeAlias = dict[str, jax.Array]
-"""what a layer reports beside its output: losses of a router, one sum for each row, (B,); none for dense layers"""
+"""additional outputs of a layer: the losses of a router, (B,) each, one sum per row; empty for dense layers"""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LayerInputs:
-    """What every layer of a stack is told, besides x and its own cache."""
+    """Inputs that all layers of a stack share, besides x and the cache of each layer."""
 
     mask: Leaf = Mask()
-    """a `Mask`, of self-attention"""
+    """a `Mask` for self-attention"""
     positions: Leaf | None = None
-    """(B, T); None: 0, 1, 2, ... after what the cache holds"""
+    """(B, T); None: 0, 1, 2, ..., counted from the end of the cache"""
     position_table: Leaf | None = None
-    """(R, W), the position scheme's learnt table, if it biases scores by one that is the stack's"""
+    """(R, W), the learned table of a scheme that biases scores, if the stack owns it"""
     context: Leaf | None = None
-    """(B, S, Dc) for cross-attention; None: what its cache holds"""
+    """(B, S, Dc) for cross-attention; None: read its cache"""
     context_mask: Leaf = Mask()
-    """a `Mask`, of cross-attention"""
+    """a `Mask` for cross-attention"""
     deterministic: bool | None = field(default=None, metadata={"static": True})
-    """True: evaluate; False: drop (rng "dropout"). Required if the config has a dropout rate above 0"""
+    """True: disable dropout; False: enable it (rng "dropout"). Required if the config has a dropout rate above 0"""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LayerCache:
-    """What one decoder layer remembers between steps."""
+    """The state of one decoder layer between decoding steps."""
 
     self_attention: Leaf
     """a `KVCache`"""
@@ -69,11 +72,15 @@ class LayerCache:
 
     @staticmethod
     def create(config: TransformerConfig, kind: LayerKind, batch: int, length: int, *, cross: bool) -> LayerCache:
-        """An empty cache of `length` tokens for each of `batch` rows. Without self-attention it only counts them."""
+        """Return an empty cache of `length` tokens for each of `batch` rows.
+
+        The cache of a layer without self-attention stores no keys; it only counts tokens.
+        """
         sizes = (config.kv_heads, config.size_of_head, config.size_of_value)
         if config.attention.mla is not None:
             mla = config.attention.mla
-            sizes = (1, mla.kv_lora_rank + mla.qk_rope_head_dim, 0)  # the latent and the rotated key
+            # MLA: instead of keys and values per head, store [latent, rotated key] as the key of a single head.
+            sizes = (1, mla.kv_lora_rank + mla.qk_rope_head_dim, 0)
         sizes = sizes if kind.self_attention else (0, 0, 0)
         return LayerCache(
             self_attention=KVCache.create(batch, length, *sizes, jnp.dtype(config.dtype)),
@@ -82,7 +89,7 @@ class LayerCache:
 
 
 def position_scheme(config: TransformerConfig, kind: LayerKind = LayerKind(), *, causal: bool) -> PositionScheme:
-    """The position scheme of a layer of this kind."""
+    """Return the position scheme of a layer of this kind."""
     match config.position:
         case "sinusoidal":
             return Sinusoidal()
@@ -108,23 +115,26 @@ def position_scheme(config: TransformerConfig, kind: LayerKind = LayerKind(), *,
 
 
 def table_parameter(config: TransformerConfig, scheme: PositionScheme) -> tuple[Initializer, tuple[int, int], str]:
-    """Initializer, shape (R, W) and dtype of the table that a position scheme learns."""
+    """Return initializer, shape (R, W) and dtype of the learned table of a position scheme."""
     return nn.initializers.normal(config.initializer_range or 0.02), scheme.table_shape, config.param_dtype
 
 
 def make_norm(config: TransformerConfig, name: str) -> nn.Module:
-    """A normalization layer of the config's kind."""
+    """Return a normalization layer of the kind that the config selects."""
     return NORMS[config.norm](config.norm_epsilon, config.dtype, config.param_dtype, name=name)
 
 
 def kernel_init(config: TransformerConfig) -> Initializer | None:
-    """Initializer of projections into a sublayer; None: their own default, Glorot uniform."""
+    """Return the initializer of projections into a sublayer; None: the modules' default, Glorot uniform."""
     return None if config.initializer_range is None else nn.initializers.normal(config.initializer_range)
 
 
 def output_init(config: TransformerConfig) -> Initializer | None:
-    """Initializer of projections onto the residual stream: with `initializer_range`, smaller by sqrt(2 L), so that
-    the sum of 2 L of them has the variance of one (Radford et al. 2019, section 2.3).
+    """Return the initializer of projections onto the residual stream; None: as `kernel_init`.
+
+    Its standard deviation is `initializer_range` / sqrt(2 L). The residual stream is a sum of 2 L sublayer outputs (L
+    layers with two sublayers each); with this factor the variance of the sum equals that of one unscaled output
+    (Radford et al. 2019, section 2.3).
     """
     if config.initializer_range is None:
         return None
@@ -132,41 +142,42 @@ def output_init(config: TransformerConfig) -> Initializer | None:
 
 
 class Block(nn.Module):
-    """A layer: for each sublayer f, x = equation(x, f). Subclasses differ in their equation alone.
+    """A transformer layer: x = equation(x, f) for each sublayer f. Subclasses differ only in their equation.
 
-    Parameters: `self_attention/`, `cross_attention/`, `feed_forward/`, `attention_norm/` and the like, those that the
-    config, `kind` and the equation ask for.
+    Parameters: `self_attention/`, `cross_attention/`, `feed_forward/`, `attention_norm/` and so on, depending on the
+    config, `kind` and the equation.
     """
 
     parameter_axes = declare({"position_table": "_ _"})
 
-    # No method has the name of a parameter subtree: in NNX (`nnx.bridge.ToNNX`) both are attributes of one object.
+    # No method may have the name of a parameter subtree: in NNX (`nnx.bridge.ToNNX`) both are attributes of one object.
     config: TransformerConfig
     kind: LayerKind = LayerKind()
     causal: bool = False
-    """whether the stack is causal: the T5 bias then has buckets for the past alone"""
+    """whether the stack is causal: the T5 bias then uses all its buckets for past positions"""
     cross: bool = False
-    """whether there is cross-attention"""
+    """whether the layer has cross-attention"""
     execution: Execution = Execution()
 
     def norm(self, name: str) -> Callable[[Hidden], Hidden]:
-        """A normalization layer (B, T, D) -> (B, T, D) of this name; nothing for the one that this kind of layer leaves
-        out.
+        """Return the normalization layer (B, T, D) -> (B, T, D) of this name.
+
+        Returns the identity for a norm that this kind of layer omits.
         """
         if name == "attention_norm" and not self.kind.attention_norm:
             return lambda x: x
         return make_norm(self.config, name)
 
     def dropout(self, x: Hidden, inputs: LayerInputs) -> Hidden:
-        """x (B, T, D) with some numbers set to zero and the rest scaled up, unless deterministic."""
+        """Apply dropout to x (B, T, D), unless deterministic: set entries to 0, scale the rest by 1 / (1 - rate)."""
         rate = self.config.dropout_rate
         return nn.Dropout(rate)(x, deterministic=is_deterministic(self, inputs.deterministic, rate))
 
     def attend_to_self(self, x: Hidden, inputs: LayerInputs, cache: LayerCache | None) -> tuple[Hidden, KVCache | None]:
-        """x (B, T, D) attends to itself and to what the cache holds; returns (B, T, D) and the cache."""
+        """Apply self-attention to x (B, T, D), including the tokens in the cache; return (B, T, D) and the cache."""
         window = Mask() if self.kind.window is None else Mask.window(self.kind.window)
         scheme = position_scheme(self.config, self.kind, causal=self.causal)
-        scheme = NoPosition() if scheme.adds else scheme  # the stack has added it to the embeddings
+        scheme = NoPosition() if scheme.adds else scheme  # the stack has already added it to the embeddings
         table = inputs.position_table
         if self.config.t5_bias.per_layer:
             table = self.param("position_table", *table_parameter(self.config, scheme))
@@ -184,15 +195,19 @@ class Block(nn.Module):
     def attend_to_context(
         self, x: Hidden, inputs: LayerInputs, cache: LayerCache | None
     ) -> tuple[Hidden, ContextCache | None]:
-        """x (B, T, D) attends to the context (B, S, Dc) or what the cache kept of it; returns (B, T, D) and the cache.
+        """Apply cross-attention from x (B, T, D) to the context (B, S, Dc), or to the cached keys and values of it.
+
+        Returns:
+            (B, T, D) and the cache.
 
         Raises:
-            ValueError: neither a context nor a cache; ConfigError: a config with mla.
+            ValueError: neither a context nor a cache is given.
+            ConfigError: the config uses MLA.
         """
         if self.config.attention.mla is not None:
-            raise ConfigError("mla is for self-attention alone: leave it out for an encoder-decoder.")
+            raise ConfigError("mla supports only self-attention: leave it out for an encoder-decoder.")
         if inputs.context is None and cache is None:
-            raise ValueError("cross-attention has nothing to attend to: give a context, or a cache filled with one.")
+            raise ValueError("cross-attention has nothing to attend to: pass a context, or a cache filled with one.")
         return self._attention("cross_attention", NoPosition())(
             x,
             inputs.context,
@@ -203,11 +218,16 @@ class Block(nn.Module):
         )
 
     def apply_feed_forward(self, x: Hidden, inputs: LayerInputs, cache: LayerCache | None = None) -> tuple[Hidden, Aux]:
-        """(B, T, D) -> (B, T, D), each position for itself; through the experts chosen for it where the kind of layer
-        has a `moe`. aux: the losses of their router. `cache` is not needed: no other position is read.
+        """Apply the feed-forward network to each position separately: (B, T, D) -> (B, T, D).
+
+        If the kind of layer has a `moe`, tokens pass through the experts that a router selects. `cache` is not used,
+        because no other position is read.
+
+        Returns:
+            (B, T, D), and aux: the losses of the router, if any.
         """
         config, moe = self.config, self.kind.moe
-        alike = {
+        options = {
             "activation": config.activation,
             "gated": config.gated,
             "use_bias": config.use_bias,
@@ -218,9 +238,9 @@ class Block(nn.Module):
             "name": "feed_forward",
         }
         if moe is None:
-            return FeedForward(width=config.feed_forward_width, **alike)(x), {}
+            return FeedForward(width=config.feed_forward_width, **options)(x), {}
         width = config.feed_forward_width if moe.d_ff is None else moe.d_ff
-        return RoutedFeedForward(moe, width=width, **alike)(x, inputs.mask)
+        return RoutedFeedForward(moe, width=width, **options)(x, inputs.mask)
 
     def _attention(self, name: str, scheme: PositionScheme) -> MultiHeadAttention:
         config = self.config
@@ -260,24 +280,29 @@ class Block(nn.Module):
         }
 
     def sublayers(self) -> tuple[str, ...]:
-        """The sublayers of this layer in the order in which they are computed."""
+        """Return the sublayers of this layer in the order in which they are applied."""
         names = {"attention": self.kind.self_attention, "cross_attention": self.cross, "feed_forward": True}
         return tuple(name for name, exists in names.items() if exists)
 
     def equation(self, x: Hidden, f: Sublayer) -> Hidden:
-        """x (B, T, D) -> x after the sublayer f (B, T, D)."""
-        raise NotImplementedError(f"{type(self).__name__} is not a whole block. Take a subclass with an equation.")
+        """Apply the sublayer f, with its residual connection and norms, to x: (B, T, D) -> (B, T, D)."""
+        raise NotImplementedError(f"{type(self).__name__} has no equation. Use a subclass that defines one.")
 
     @nn.compact
     def __call__(
         self, x: Hidden, inputs: LayerInputs, cache: LayerCache | None = None
     ) -> tuple[Hidden, LayerCache | None, Aux]:
-        """x (B, T, D) -> x, the layer's cache, aux."""
+        """Apply all sublayers to x (B, T, D).
+
+        Returns:
+            x (B, T, D), the cache of the layer, and aux.
+        """
         compute = {
             "attention": self.attend_to_self,
             "cross_attention": self.attend_to_context,
             "feed_forward": self.apply_feed_forward,
         }
+        # An equation only maps arrays to arrays. Caches and aux of the sublayers are collected here on the side.
         extras: dict[str, Any] = {}
         block_input = x
         for name in self.sublayers():
@@ -295,44 +320,49 @@ class Block(nn.Module):
 
 @dataclass(frozen=True)
 class Sublayer:
-    """f in the equation of a block (Vaswani et al. 2017, section 3.1): attention, cross-attention or feed-forward,
-    without norms and dropout. Calls map (B, T, D) to (B, T, D).
+    """The sublayer f in the equation of a block (Vaswani et al. 2017, section 3.1): attention or feed-forward.
+
+    It includes neither norms nor dropout. Calling it maps (B, T, D) to (B, T, D).
     """
 
     block: Block
     name: str
-    """attention, cross_attention or feed_forward: the names of its norms begin with it"""
+    """attention, cross_attention or feed_forward: the prefix of the names of its norms"""
     run: Callable[[Hidden], Hidden]
-    """f itself"""
+    """the function f itself"""
     inputs: LayerInputs
     block_input: Hidden
-    """x as the block got it"""
+    """the input x of the whole block, before its first sublayer"""
 
     def __call__(self, x: Hidden) -> Hidden:
-        """f(x)."""
+        """Return f(x)."""
         return self.run(x)
 
     def norm(self, x: Hidden) -> Hidden:
-        """The norm of this sublayer, with parameters of its own."""
+        """Apply the norm of this sublayer, which has its own parameters."""
         return self.block.norm(f"{self.name}_norm")(x)
 
     def post_norm(self, x: Hidden) -> Hidden:
-        """The second norm of this sublayer."""
+        """Apply the second norm of this sublayer."""
         return self.block.norm(f"{self.name}_post_norm")(x)
 
     def dropout(self, x: Hidden) -> Hidden:
-        """Dropout of the block's rate."""
+        """Apply dropout with the rate of the block."""
         return self.block.dropout(x, self.inputs)
 
 
 def _count(x: Hidden, cache: KVCache) -> KVCache:
-    """The cache of a layer without self-attention, T tokens later: it has no keys, but knows how many went by."""
+    """Advance the cache of a layer without self-attention by T tokens: it stores no keys and only counts tokens."""
     nothing = jnp.zeros((*x.shape[:2], 0, 0), x.dtype)
     return cache.append(nothing, nothing, jnp.zeros(x.shape[:2], jnp.int32))
 
 
 class PreNormBlock(Block):
-    """Pre-norm (Xiong et al. 2020, arXiv 2002.04745). The stack normalizes once more after its last layer."""
+    """Pre-norm (Xiong et al. 2020, arXiv 2002.04745). The stack applies one more norm after its last layer.
+
+    The residual path contains no norm: x is the sum of the embedding and all sublayer outputs, and the gradient reaches
+    every layer unchanged.
+    """
 
     def equation(self, x: Hidden, f: Sublayer) -> Hidden:
         """x + f(norm(x)): (B, T, D) -> (B, T, D)."""
@@ -340,7 +370,7 @@ class PreNormBlock(Block):
 
 
 class PostNormBlock(Block):
-    """Post-norm, as in the paper (Vaswani et al. 2017, section 3.1)."""
+    """Post-norm, as in the original paper (Vaswani et al. 2017, section 3.1)."""
 
     def equation(self, x: Hidden, f: Sublayer) -> Hidden:
         """norm(x + f(x)): (B, T, D) -> (B, T, D)."""
@@ -348,8 +378,9 @@ class PostNormBlock(Block):
 
 
 class PreNormWithoutResidualBlock(Block):
-    """An ablation: pre-norm without its `x +` (He et al. 2015, arXiv 1512.03385; Dong et al. 2021, arXiv 2103.03404:
-    attention alone then loses rank with depth).
+    """An ablation: pre-norm without the residual connection `x +` (He et al. 2015, arXiv 1512.03385).
+
+    Without it, the output of attention converges to rank 1 with depth (Dong et al. 2021, arXiv 2103.03404).
     """
 
     def equation(self, x: Hidden, f: Sublayer) -> Hidden:
@@ -358,7 +389,7 @@ class PreNormWithoutResidualBlock(Block):
 
 
 class SandwichBlock(Block):
-    """A norm before and after each sublayer (Ding et al. 2021, arXiv 2105.13290; Gemma 2, arXiv 2408.00118)."""
+    """Sandwich norm: before and after each sublayer (Ding et al. 2021, arXiv 2105.13290; Gemma 2, arXiv 2408.00118)."""
 
     def equation(self, x: Hidden, f: Sublayer) -> Hidden:
         """x + post_norm(f(norm(x))): (B, T, D) -> (B, T, D)."""
@@ -366,8 +397,9 @@ class SandwichBlock(Block):
 
 
 class ReorderedNormBlock(Block):
-    """A norm after each sublayer, before the residual is added: `res_post` (Liu et al. 2021, arXiv 2111.09883), the
-    reordered norm of OLMo 2 (arXiv 2501.00656, section 3.2).
+    """A norm after each sublayer, before the residual sum: `res_post` (Liu et al. 2021, arXiv 2111.09883).
+
+    OLMo 2 calls it reordered norm (arXiv 2501.00656, section 3.2).
     """
 
     def equation(self, x: Hidden, f: Sublayer) -> Hidden:
@@ -377,20 +409,24 @@ class ReorderedNormBlock(Block):
 
 class ParallelBlock(Block):
     """Attention and feed-forward read the same input (GPT-NeoX, Black et al. 2022, arXiv 2204.06745, section 2.1).
-    ConfigError: cross-attention, which has no place in it.
+
+    The layer computes x + feed_forward(norm_1(x)) + attention(norm_2(x)).
+
+    Raises:
+        ConfigError: a layer with cross-attention, which this equation does not support.
     """
 
     def sublayers(self) -> tuple[str, ...]:
-        """Feed-forward, then attention: the order of the sum."""
+        """Return the sublayers in the order of the terms of the sum: feed-forward first, then attention."""
         if self.cross:
             raise ConfigError(
-                "norm_position='parallel' has no place for cross-attention. Take another norm_position for an "
+                "norm_position='parallel' does not support cross-attention. Use another norm_position for an "
                 "encoder-decoder."
             )
         return super().sublayers()[::-1]
 
     def equation(self, x: Hidden, f: Sublayer) -> Hidden:
-        """x + f(norm(x_0)), x_0 the input of the block: (B, T, D) -> (B, T, D)."""
+        """x + f(norm(x_0)) with x_0 the input of the block: (B, T, D) -> (B, T, D)."""
         return x + f.dropout(f(f.norm(f.block_input)))
 
 
@@ -402,4 +438,4 @@ BLOCKS: dict[str, type[Block]] = {
     "reordered": ReorderedNormBlock,
     "parallel": ParallelBlock,
 }
-"""blocks by norm_position"""
+"""block classes by `norm_position`"""

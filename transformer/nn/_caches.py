@@ -1,4 +1,4 @@
-"""What a decoder keeps of the tokens before: keys and values of self-attention, and those of the context."""
+"""Caches of a decoder: keys and values of self-attention for previous tokens, and those of the context."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ from transformer.nn._axes import DType, Key, Leaf, Lengths, Positions, Value
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class KVCache:
-    """Keys and values of self-attention so far. `length[b]` of the S slots of row b are filled; the next ones go after.
+    """Keys and values of self-attention. Of the S slots of row b the first `length[b]` are filled.
 
-    A row whose prompt was padded on the right gets its true length set (`set_cache_length`): what lies behind it is
-    hidden by causality until it is overwritten. Keys and values lie as the products of attention read them: no step
-    has to turn them.
+    After a prompt that was padded on the right, `set_cache_length` sets the true length of each row. The keys of the
+    padding stay in later slots, where the mask hides them until new tokens overwrite them.
+
+    Heads come before slots, which is the order that the matrix multiplications of attention read, so that a decoding
+    step does not have to copy the cache into another order.
     """
 
     key: Leaf
@@ -27,13 +29,13 @@ class KVCache:
     value: Leaf
     """(B, K, S, Hv)"""
     positions: Leaf
-    """(B, S), position of each key, for schemes that bias by distance"""
+    """(B, S), position of each key, for schemes whose bias depends on the distance"""
     length: Leaf
-    """(B,)"""
+    """(B,), number of filled slots in each row"""
 
     @staticmethod
     def create(batch: int, length: int, kv_heads: int, head_dim: int, value_dim: int, dtype: DType) -> KVCache:
-        """An empty cache of `length` slots for each of `batch` rows."""
+        """Return an empty cache of `length` slots for each of `batch` rows."""
         return KVCache(
             key=jnp.zeros((batch, kv_heads, length, head_dim), dtype),
             value=jnp.zeros((batch, kv_heads, length, value_dim), dtype),
@@ -42,16 +44,22 @@ class KVCache:
         )
 
     def append(self, key: Key, value: Value, positions: Positions) -> KVCache:
-        """The cache with T more keys and values a row. What would go past the last slot is dropped; ValueError: T is
-        more than all slots.
+        """Return the cache with T more keys and values in each row, from slot `length[b]` on.
+
+        Tokens past the last slot are dropped: inside jit the length is not known, so this can't be an error.
+
+        Raises:
+            ValueError: T is larger than the number of slots.
         """
         if key.shape[1] > self.positions.shape[1]:
             raise ValueError(
-                f"{key.shape[1]} tokens don't fit a cache of {self.positions.shape[1]} slots: make a longer one "
+                f"{key.shape[1]} tokens don't fit a cache of {self.positions.shape[1]} slots: create a longer cache "
                 f"(init_cache)."
             )
         rows = jnp.arange(key.shape[0])[:, None]
         slots = self.length[:, None] + jnp.arange(key.shape[1])[None, :]
+        # Rows may have different lengths, so each row writes to its own slots. Index arrays on both sides of a slice
+        # put their axes first: the target of [rows, :, slots] is (B, T, K, H), the shape of `key`.
         return KVCache(
             key=self.key.at[rows, :, slots].set(key.astype(self.key.dtype), mode="drop"),
             value=self.value.at[rows, :, slots].set(value.astype(self.value.dtype), mode="drop"),
@@ -60,14 +68,14 @@ class KVCache:
         )
 
     def whole(self) -> tuple[Key, Value]:
-        """Keys (B, S, K, H) and values (B, S, K, Hv) of all slots, as `dot_product_attention` takes them."""
+        """Return keys (B, S, K, H) and values (B, S, K, Hv) of all slots, the axis order of `dot_product_attention`."""
         return self.key.transpose(0, 2, 1, 3), self.value.transpose(0, 2, 1, 3)
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class ContextCache:
-    """Keys and values of cross-attention, computed once from the context; None until then. They lie as in `KVCache`."""
+    """Keys and values of cross-attention, computed once from the context; None until then. Layout as in `KVCache`."""
 
     key: Leaf | None = None
     """(B, K, S, H)"""
@@ -76,7 +84,7 @@ class ContextCache:
 
     @staticmethod
     def of(key: Key, value: Value) -> ContextCache:
-        """A cache that holds these."""
+        """Return a cache with the keys (B, S, K, H) and values (B, S, K, Hv) of a context."""
         return ContextCache(key.transpose(0, 2, 1, 3), value.transpose(0, 2, 1, 3))
 
     whole = KVCache.whole
@@ -87,13 +95,16 @@ def _is_kv_cache(node: Any) -> bool:
 
 
 def cache_length(cache: Any) -> Lengths:
-    """How many tokens each row of a (nested) cache holds, (B,)."""
+    """Return the number of tokens in each row of a (nested) cache, (B,)."""
     first = next(node for node in jax.tree.leaves(cache, is_leaf=_is_kv_cache) if _is_kv_cache(node))
-    return first.length.reshape(-1, first.length.shape[-1])[0]  # layers in front, all alike
+    return first.length.reshape(-1, first.length.shape[-1])[0]  # stacked layers have a leading axis; all are equal
 
 
 def set_cache_length(cache: Any, lengths: Lengths) -> Any:
-    """The same cache, a tree, holding the first `lengths[b]` tokens of row b: after a padded prompt, or to go back."""
+    """Return the cache, a tree, with row b cut to its first `lengths[b]` tokens: after a padded prompt, or to go back.
+
+    Only the length changes. Keys past the new length stay in their slots until `append` overwrites them.
+    """
 
     def with_length(node):
         if not _is_kv_cache(node):
@@ -104,8 +115,8 @@ def set_cache_length(cache: Any, lengths: Lengths) -> Any:
 
 
 def lengthen_cache(cache: Any, room: int) -> Any:
-    """The same cache, a tree, with so many more slots for self-attention; layers may be stacked on an axis in front."""
-    behind = {"key": 1, "value": 1, "positions": 0}  # axes behind that of slots
+    """Return the cache, a tree, with `room` more slots for self-attention; layers may be stacked on a leading axis."""
+    behind = {"key": 1, "value": 1, "positions": 0}  # number of axes after the axis of slots
 
     def longer(array, after):
         return jnp.pad(array, [(0, 0)] * (array.ndim - 1 - after) + [(0, room)] + [(0, 0)] * after)

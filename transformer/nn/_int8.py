@@ -1,4 +1,4 @@
-"""Weights in 8 bits: for generating, where a step takes as long as reading the parameters does."""
+"""8-bit weights for generation, where each decoding step takes about as long as reading all parameters from memory."""
 
 from __future__ import annotations
 
@@ -17,53 +17,61 @@ from transformer.nn._parameter_axes import axes_of, declared, end_of
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """Which parameters are kept in 8 bits, and over which of their axes one scale holds."""
+    """Which parameters are quantized to 8 bits, and which of their axes share one scale."""
 
     pattern: str
-    """a regular expression that the end of a parameter's path matches, from a "/" on"""
+    """a regular expression that must match the end of a parameter's path, starting after a "/" """
     inputs: tuple[int, ...]
-    """axes that a product sums over, counted from the end: every output has a scale of its own"""
+    """axes that the matrix multiplication sums over, counted from the end: each output gets its own scale"""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Int8:
-    """An array of whole numbers from -127 to 127 times a scale, in place of a parameter (Dettmers et al. 2022, arXiv
-    2208.07339, section 2: absmax quantization, a scale for each output).
+    """An 8-bit parameter: integers from -127 to 127 times a scale.
+
+    The method is absmax quantization with one scale per output (Dettmers et al. 2022, arXiv 2208.07339, section 2).
     """
 
     values: Leaf
-    """int8, of the parameter's shape"""
+    """int8, same shape as the parameter"""
     scale: Leaf
-    """float32, of the same shape with size 1 in place of inputs"""
+    """float32, same shape as the parameter except for size 1 on the input axes"""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """That of the parameter."""
+        """Shape of the parameter."""
         return self.values.shape
 
     def array(self, dtype: DType = jnp.float32) -> Array:
-        """What it stands for, of the parameter's shape."""
+        """Return the dequantized parameter, values * scale, in its original shape."""
         return (self.values.astype(jnp.float32) * self.scale).astype(dtype)
 
 
 def quantized(array: Float[Array, "..."], inputs: Sequence[int]) -> Int8:
-    """An array of any shape in 8 bits, with one scale over the axes `inputs`. Zeros stay zeros."""
+    """Quantize an array of any shape to 8 bits, with one scale over the axes `inputs`. Zeros stay exactly zero."""
     array = jnp.asarray(array, jnp.float32)
+    # s = max |w| / 127, q = round(w / s), so that w ~ q s with an error of at most s / 2 and no clipping.
     scale = jnp.abs(array).max(tuple(inputs), keepdims=True) / 127.0
+    # An output whose weights are all zero has s = 0: divide by 1 instead, because 0 / 0 is NaN.
     return Int8(jnp.round(array / jnp.where(scale == 0.0, 1.0, scale)).astype(jnp.int8), scale)
 
 
 def quantize(params: Mapping[str, Any], rules: Sequence[Rule] | None = None) -> tuple[dict[str, Any], list[Quantized]]:
-    """A tree of parameters with those that a rule names in 8 bits, for `generate` and whatever else calls a model; and
-    what that saves and costs, rule by rule. The parameters may be anything but trained on.
+    """Quantize parameters to 8 bits, for `generate` and any other call of a model. They can't be trained afterwards.
 
-    Without rules these are all parameters whose declared axes say that their module computes with `Int8`
-    (`nn/_parameter_axes.py`): the maps of attention and feed-forwards, the output map and the tables of tokens.
-    Norms, biases, position tables, routers and experts keep their type.
+    Args:
+        params: the tree of parameters.
+        rules: which parameters to quantize; the first rule that matches a path applies. None: all parameters whose
+            module supports `Int8` according to their declared axes (`nn/_parameter_axes.py`): the kernels of attention
+            and feed-forward networks, the output kernel and the token embeddings. Norms, biases, position tables,
+            routers and experts keep their dtype.
+
+    Returns:
+        The tree with quantized parameters, and a report with sizes and errors, one entry per rule.
 
     Raises:
-        ValueError: no rule names any of them, or one is in 8 bits already.
+        ValueError: no rule matches any parameter, or a parameter is already quantized.
     """
     groups: dict[str, list[tuple[Array, Int8]]] = {rule.pattern: [] for rule in rules or ()}
     if rules is None:
@@ -72,7 +80,7 @@ def quantize(params: Mapping[str, Any], rules: Sequence[Rule] | None = None) -> 
     def one(path, leaf):
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         if isinstance(leaf, Int8):
-            raise ValueError(f"{name} is in 8 bits already. Quantize the parameters as they were loaded.")
+            raise ValueError(f"{name} is already quantized to 8 bits. Quantize the parameters as they were loaded.")
         pattern, inputs = _declared_rule(name, leaf) if rules is None else _first_rule(name, rules)
         if not inputs:
             return leaf
@@ -83,7 +91,7 @@ def quantize(params: Mapping[str, Any], rules: Sequence[Rule] | None = None) -> 
     tree = jax.tree_util.tree_map_with_path(one, params, is_leaf=lambda node: isinstance(node, Int8))
     report = [_compared(pattern, pairs) for pattern, pairs in groups.items() if pairs]
     if not report:
-        raise ValueError(f"no parameter matches a rule: {', '.join(groups)}. Give rules for these parameters.")
+        raise ValueError(f"no parameter matches a rule: {', '.join(groups)}. Pass rules for these parameters.")
     return tree, report
 
 
@@ -99,18 +107,18 @@ def _first_rule(path: str, rules: Sequence[Rule]) -> tuple[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Quantized:
-    """What became of the parameters of a rule."""
+    """The result of quantizing the parameters of one rule."""
 
     pattern: str
-    """of the rule"""
+    """the pattern of the rule"""
     arrays: int
-    """how many parameters it names"""
+    """number of quantized parameters"""
     bytes_before: int
-    """of these parameters"""
+    """size of these parameters before quantization"""
     bytes_after: int
-    """of the same in 8 bits, scales included"""
+    """size after quantization, including scales"""
     relative_error: float
-    """root mean square of what was lost, over that of the parameters"""
+    """root mean square of the quantization error, divided by that of the parameters"""
 
     def __str__(self):
         sizes = f"{self.bytes_before / 2**20:.1f} MiB -> {self.bytes_after / 2**20:.1f} MiB"

@@ -1,7 +1,7 @@
-"""What the oldest supported JAX and Flax lack.
+"""Replacements for functions that the oldest supported versions of JAX and Flax lack.
 
-Each entry names the release that makes it unnecessary. When the floor in pyproject.toml reaches that release, delete
-the entry and call JAX directly.
+Each entry names the release that makes it unnecessary. When the minimum version in pyproject.toml reaches that release,
+delete the entry and call JAX directly.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ import jax
 
 
 def platform_of(device: Any) -> str:
-    """The platform ("cpu", "gpu" or "tpu") of an abstract device (`jax.sharding.AbstractDevice`).
+    """Return the platform ("cpu", "gpu" or "tpu") of an abstract device (`jax.sharding.AbstractDevice`).
 
-    Unnecessary from jax 0.10.1, where abstract devices have `platform`. Before that, the kind tells: CPUs report "cpu",
-    TPUs a name that starts with "TPU", and GPUs their product name ("NVIDIA H100 80GB HBM3").
+    Unnecessary from jax 0.10.1 on, where abstract devices have an attribute `platform`. Before that, the device kind
+    identifies it: CPUs report "cpu", TPUs a name that starts with "TPU", and GPUs their product name ("NVIDIA H100 80GB
+    HBM3").
     """
     if (platform := getattr(device, "platform", None)) is not None:
         return platform
@@ -27,22 +28,22 @@ def platform_of(device: Any) -> str:
 
 
 def check_explicit_axes(axes: Sequence[str]) -> None:
-    """Raises ValueError when mesh axes of type Explicit (`axes`, their names) are in use on a JAX before 0.9.
+    """Raise a ValueError if Explicit mesh axes (`axes`, their names) are used with a JAX version before 0.9.
 
-    Unnecessary from jax 0.9, where `jax.make_mesh` makes Explicit axes by default: earlier releases lose their type in
-    the backward pass of functions with a derivative of their own.
+    Unnecessary from jax 0.9 on, where `jax.make_mesh` creates Explicit axes by default. Earlier releases lose the axis
+    type in the backward pass of functions with a custom derivative.
     """
     if jax.__version_info__ < (0, 9):
         raise ValueError(
             f"the mesh axes {', '.join(axes)} are Explicit, which needs jax >= 0.9, but this is jax {jax.__version__}. "
-            f"Make the mesh with axis_types=(jax.sharding.AxisType.Auto,) * {len(axes)}, or upgrade jax."
+            f"Create the mesh with axis_types=(jax.sharding.AxisType.Auto,) * {len(axes)}, or upgrade jax."
         )
 
 
 def inside_pmap() -> bool:
-    """Whether the function being traced runs under a `jax.pmap` that sets no mesh; each device has arrays of its own.
+    """Return whether the function being traced runs under a `jax.pmap` that sets no mesh: arrays are then per device.
 
-    Unnecessary from jax 0.10, where pmap is made of shard_map and its axis is one of the mesh in force.
+    Unnecessary from jax 0.10 on, where pmap is implemented with shard_map and its axis belongs to the current mesh.
     """
     if jax.__version_info__ >= (0, 10):
         return False

@@ -1,4 +1,4 @@
-"""Linear maps, norms, feed-forward and embedding: the leaves that own parameters."""
+"""Linear maps, norms, feed-forward network and embedding: the modules that own most parameters."""
 
 from __future__ import annotations
 
@@ -26,23 +26,25 @@ from transformer.nn._partitioning import (
 )
 
 Initializer = Callable[..., jax.Array]
-"""(key, shape, dtype) -> the first values of a parameter"""
+"""(key, shape, dtype) -> initial value of a parameter"""
 
 
 @jax.custom_jvp
 def gelu_erf(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """x Phi(x), Phi the normal distribution (Hendrycks & Gimpel 2016, arXiv 1606.08415): (...) -> (...)."""
+    """Compute x Phi(x), Phi the standard normal CDF, of any shape (Hendrycks & Gimpel 2016, arXiv 1606.08415)."""
     return _gelu_and_slope(x)[0]
 
 
 @gelu_erf.defjvp
 def _gelu_erf_jvp(primals, tangents):
-    # The slope is made with the value, of the same erf, so that the backward pass is one product.
+    # Value and derivative share one erf, so the backward pass is a single elementwise multiplication.
     value, slope = _gelu_and_slope(*primals)
     return value, slope * tangents[0]
 
 
 def _gelu_and_slope(x):
+    # d/dx [x Phi(x)] = Phi(x) + x phi(x), with Phi(x) = (1 + erf(x / sqrt(2))) / 2 and phi the normal density.
+    # In float32, because 1 + erf cancels for negative x: bfloat16 would leave few correct bits.
     wide = x.astype(jnp.float32)
     below = 0.5 * (1.0 + jax.lax.erf(wide * math.sqrt(0.5)))
     density = jnp.exp(-0.5 * jnp.square(wide)) * (1.0 / math.sqrt(2.0 * math.pi))
@@ -57,23 +59,32 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "tanh": jnp.tanh,
     "relu2": lambda x: jnp.square(jax.nn.relu(x)),
 }
-"""nonlinearities by name (GELU: Hendrycks & Gimpel 2016, arXiv 1606.08415, by tanh and exact; relu2 is the
-square of relu, from Primer: So et al. 2021, arXiv 2109.08668)"""
+"""nonlinearities by name: GELU (Hendrycks & Gimpel 2016, arXiv 1606.08415) with the tanh approximation and exact; relu2
+is the square of ReLU, from Primer (So et al. 2021, arXiv 2109.08668)"""
 
 
 def _swiglu_clamped(gate: jax.Array, up: jax.Array) -> jax.Array:
+    # (up + 1) gate sigmoid(1.702 gate). The gate needs no lower bound: sigmoid takes a very negative gate to about 0.
     gate, up = jnp.minimum(gate, 7.0), jnp.clip(up, -7.0, 7.0)
     return (up + 1.0) * (gate * jax.nn.sigmoid(1.702 * gate))
 
 
 GATED: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {"swiglu_clamped": _swiglu_clamped}
-"""functions of (gate, up) that are no activation of the gate times up; swiglu_clamped is gpt-oss's (OpenAI 2025, arXiv
-2508.10925)"""
+"""functions of (gate, up) other than an activation of the gate times up; swiglu_clamped is that of gpt-oss (OpenAI
+2025, arXiv 2508.10925)"""
 
 
 def activate(activation: str, up: Float[Array, "..."], gate: Float[Array, "..."] | None = None) -> Float[Array, "..."]:
-    """What a feed-forward's last map reads, of `up` (..., F) and perhaps `gate` (..., F): act(up), or act(gate) * up
-    (Shazeer 2020, arXiv 2002.05202, section 2), or what `GATED` makes of them -> (..., F).
+    """Compute the hidden features of a feed-forward network, (..., F), the input of its last linear map.
+
+    Args:
+        activation: a name in `ACTIVATIONS` or, with a gate, in `GATED`.
+        up: (..., F).
+        gate: (..., F), or None.
+
+    Returns:
+        act(up) without a gate, act(gate) * up with one (Shazeer 2020, arXiv 2002.05202, section 2), or the function of
+        `GATED`.
     """
     if gate is None:
         return ACTIVATIONS[activation](up)
@@ -81,10 +92,13 @@ def activate(activation: str, up: Float[Array, "..."], gate: Float[Array, "..."]
 
 
 def linear_int8(x: Float[Array, "..."], kernel: Int8, contract: int = 1) -> Float[Array, "..."]:
-    """`linear` with a kernel (*in, *out) in 8 bits, without a bias: (..., *in) -> (..., *out) in the dtype of x. The
-    whole numbers are multiplied; each output is scaled once (Dettmers et al. 2022, arXiv 2208.07339, section 2).
+    """Apply `linear` without a bias to an 8-bit kernel (*in, *out): (..., *in) -> (..., *out), in the dtype of x.
+
+    sum_i x_i (q_ij s_j) = s_j sum_i x_i q_ij: multiply by the integers, then scale each output once (Dettmers et al.
+    2022, arXiv 2208.07339, section 2). No dequantized kernel is stored.
     """
     scale = kernel.scale.reshape(kernel.shape[contract:]).astype(x.dtype)
+    # Exact: integers up to 256 have a bfloat16 representation.
     y = linear(x, kernel.values.astype(x.dtype), contract=contract)
     return y * scale.reshape((1,) * (y.ndim - scale.ndim) + scale.shape)
 
@@ -92,10 +106,17 @@ def linear_int8(x: Float[Array, "..."], kernel: Int8, contract: int = 1) -> Floa
 def linear(
     x: Float[Array, "..."], kernel: Float[Array, "..."], bias: Float[Array, "..."] | None = None, *, contract: int = 1
 ) -> Float[Array, "..."]:
-    """x (..., *in) @ kernel (*in, *out) + bias (*out) -> (..., *out), as one matrix product; *in* has `contract` axes.
+    """Compute x (..., *in) @ kernel (*in, *out) + bias (*out) -> (..., *out) as one matrix multiplication.
 
-    On CPU the leading axes are flattened to one: the weight gradient then contracts one axis instead of two, which
-    XLA's CPU products need to run at full speed. Not when the length may be split over devices: that would gather it.
+    On CPU the leading axes are flattened to one. The weight gradient then contracts one axis instead of two, which
+    XLA's CPU matrix multiplications need to run at full speed. Not where a mesh axis may split the length: flattening
+    would gather it.
+
+    Args:
+        x: (..., *in).
+        kernel: (*in, *out).
+        bias: (*out), or None.
+        contract: number of axes of *in*.
     """
     inner, out = math.prod(kernel.shape[:contract]), kernel.shape[contract:]
     lead = x.shape[: x.ndim - contract]
@@ -103,13 +124,13 @@ def linear(
     if platform() == "cpu" and rows_can_merge():
         y = (x.reshape(-1, inner) @ kernel.reshape(inner, -1)).reshape(*lead, *out)
     else:
-        y = _product(x, kernel, contract, rows)
+        y = _dot_general(x, kernel, contract, rows)
     return y if bias is None else y + bias.reshape((1,) * len(lead) + out)
 
 
-def _product(x: jax.Array, kernel: jax.Array, contract: int, rows: PartitionSpec | None) -> jax.Array:
-    """x (..., *in) times kernel (*in, *out). No array is reshaped: where one is split, the compiler may gather it for
-    that. With Explicit mesh axes, where `rows` is the sharding of x, outputs are split as in the kernel.
+def _dot_general(x: jax.Array, kernel: jax.Array, contract: int, rows: PartitionSpec | None) -> jax.Array:
+    """Multiply x (..., *in) by kernel (*in, *out) without reshaping, because the compiler may gather a sharded array to
+    reshape it. With Explicit mesh axes, where `rows` is the sharding of x, outputs are sharded like the kernel.
     """
     kept = x.ndim - contract
     axes = tuple(range(kept, x.ndim)), tuple(range(contract))
@@ -118,9 +139,10 @@ def _product(x: jax.Array, kernel: jax.Array, contract: int, rows: PartitionSpec
 
 
 class Linear(nn.Module):
-    """A linear map from the last `contract` axes to `features`; parameters `kernel` (*in, *features) and, with
-    `use_bias`, `bias` (*features). `kernel_init` draws the kernel as a matrix (prod(in), prod(features)), as in Flax's
-    `nn.DenseGeneral`; None: Glorot uniform.
+    """A linear map from the last `contract` axes to `features`.
+
+    Parameters: `kernel` (*in, *features) and, with `use_bias`, `bias` (*features). `kernel_init` initializes the kernel
+    as a matrix (prod(in), prod(features)), as in Flax's `nn.DenseGeneral`; None: Glorot uniform.
     """
 
     features: tuple[int, ...]
@@ -132,7 +154,7 @@ class Linear(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
-        """(..., *in) -> (..., *features)."""
+        """Apply the map: (..., *in) -> (..., *features)."""
         shape = (*x.shape[x.ndim - self.contract :], *self.features)
         init = as_matrix(self.kernel_init or glorot_uniform(), self.contract)
         kernel = self.param("kernel", init, shape, self.param_dtype)
@@ -145,12 +167,13 @@ class Linear(nn.Module):
 
 
 def is_deterministic(module: nn.Module, deterministic: bool | None, *rates: float) -> bool:
-    """Whether `module` computes without dropout: `deterministic` if given. None is enough while parameters are
-    initialized and where all dropout `rates` are 0.
+    """Return whether `module` runs without dropout: `deterministic` if it is given.
+
+    None is allowed during initialization and if all dropout `rates` are 0.
 
     Raises:
-        ValueError: None with a rate above 0. Either default would be wrong silently: True trains without dropout,
-            False evaluates with it.
+        ValueError: None with a rate above 0. Either default would be silently wrong: True would train without dropout,
+            False would evaluate with it.
     """
     if deterministic is not None:
         return deterministic
@@ -164,12 +187,11 @@ def is_deterministic(module: nn.Module, deterministic: bool | None, *rates: floa
 
 
 def as_matrix(init: Initializer, contract: int = 1) -> Initializer:
-    """The initializer that draws a kernel (*in, *out) with `init` as a matrix (prod(in), prod(out)) and reshapes it.
-    *in* has `contract` axes.
+    """Wrap an initializer: it draws a kernel (*in, *out) as a matrix (prod(in), prod(out)) and reshapes it.
 
-    Initializers that scale by fan-in and fan-out (`nn.initializers.xavier_uniform()`) count all axes but the last two
-    as a receptive field, so they would scale a kernel (D, N, H) wrongly. A box around the kernel
-    (`nn.with_partitioning`, `nn.with_logical_partitioning`) stays around it: its names are those of (*in, *out).
+    Initializers that scale by fan-in and fan-out (`nn.initializers.xavier_uniform()`) treat all axes except the last
+    two as a receptive field, so they would scale a kernel (D, N, H) wrongly. *in* has `contract` axes. A box around the
+    kernel (`nn.with_partitioning`, `nn.with_logical_partitioning`) is kept: its names are those of (*in, *out).
     """
 
     def init_kernel(key, shape, dtype=jnp.float32):
@@ -181,7 +203,10 @@ def as_matrix(init: Initializer, contract: int = 1) -> Initializer:
 
 
 def glorot_uniform(contract: int = 1) -> Initializer:
-    """Glorot & Bengio 2010, for a kernel whose first `contract` axes are inputs and the rest outputs."""
+    """Return the Glorot uniform initializer for a kernel whose first `contract` axes are inputs (Glorot & Bengio 2010).
+
+    It draws from U(-a, a) with a = sqrt(6 / (fan_in + fan_out)), that is, with variance 2 / (fan_in + fan_out).
+    """
 
     def init(key, shape, dtype=jnp.float32):
         limit = math.sqrt(6.0 / (math.prod(shape[:contract]) + math.prod(shape[contract:])))
@@ -191,8 +216,9 @@ def glorot_uniform(contract: int = 1) -> Initializer:
 
 
 class LayerNorm(nn.Module):
-    """gamma (x - mean) / sqrt(variance + epsilon) + beta over the last axis, in float32 (Ba et al. 2016, arXiv
-    1607.06450).
+    """gamma (x - mean) / sqrt(variance + epsilon) + beta over the last axis (Ba et al. 2016, arXiv 1607.06450).
+
+    Computed in float32; `epsilon` avoids a division by 0.
     """
 
     parameter_axes = declare({"scale": "embed", "bias": "embed"})
@@ -203,17 +229,22 @@ class LayerNorm(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
-        """(..., D) -> (..., D), in `dtype`."""
+        """Normalize (..., D) -> (..., D), in `dtype`."""
         scale = self.param("scale", nn.initializers.ones, x.shape[-1:], self.param_dtype)
         bias = self.param("bias", nn.initializers.zeros, x.shape[-1:], self.param_dtype)
+        # In float32: the 8 significant bits of bfloat16 are too few for a mean of D squares.
         x = x.astype(jnp.float32)
+        # Variance of the centered x: mean(x^2) - mean^2 would cancel where the mean is large.
         x = x - x.mean(-1, keepdims=True)
         y = x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + self.epsilon)
         return (y * _row(scale, x) + _row(bias, x)).astype(self.dtype)
 
 
 class RMSNorm(nn.Module):
-    """gamma x / sqrt(mean(x^2) + epsilon) over the last axis, in float32 (Zhang & Sennrich 2019, arXiv 1910.07467)."""
+    """gamma x / sqrt(mean(x^2) + epsilon) over the last axis, in float32 (Zhang & Sennrich 2019, arXiv 1910.07467).
+
+    LayerNorm without centering and without beta.
+    """
 
     parameter_axes = declare({"scale": "embed"})
 
@@ -223,30 +254,32 @@ class RMSNorm(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
-        """(..., D) -> (..., D), in `dtype`."""
+        """Normalize (..., D) -> (..., D), in `dtype`."""
         x = x.astype(jnp.float32)
         y = x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + self.epsilon)
-        return (y * self._factor(x)).astype(self.dtype)
+        return (y * self._factor(x)).astype(self.dtype)  # round once, after multiplying by gamma
 
     def _factor(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         return _row(self.param("scale", nn.initializers.ones, x.shape[-1:], self.param_dtype), x)
 
 
 class LayerNormWithoutBias(RMSNorm):
-    """gamma (x - mean) / sqrt(variance + epsilon): without beta, as in ModernBERT (Warner et al. 2024, arXiv
-    2412.13663, section 2.1.1). It is RMSNorm of x - mean.
+    """gamma (x - mean) / sqrt(variance + epsilon), without beta, as in ModernBERT (Warner et al. 2024, arXiv
+    2412.13663, section 2.1.1). It equals RMSNorm of x - mean.
     """
 
     @nn.compact
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
-        """(..., D) -> (..., D), in `dtype`."""
+        """Normalize (..., D) -> (..., D), in `dtype`."""
         x = x.astype(jnp.float32)
         return super().__call__(x - x.mean(-1, keepdims=True))
 
 
 class ZeroCenteredRMSNorm(RMSNorm):
-    """(1 + gamma) x / sqrt(mean(x^2) + epsilon) over the last axis. Gamma is zero at first, so that weight decay draws
-    the factor to 1 (Gemma; Gemma Team 2024, arXiv 2403.08295). 1 + gamma is summed in float32.
+    """(1 + gamma) x / sqrt(mean(x^2) + epsilon) over the last axis, as in Gemma (Gemma Team 2024, arXiv 2403.08295).
+
+    Gamma is initialized to 0, so weight decay pulls the factor toward 1 rather than toward 0. 1 + gamma is computed in
+    float32: in bfloat16 it would round away a small gamma.
     """
 
     def _factor(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -254,9 +287,11 @@ class ZeroCenteredRMSNorm(RMSNorm):
 
 
 class FrozenBatchNorm(nn.Module):
-    """gamma (x - mean) / sqrt(variance + epsilon) + beta with a `mean` and `variance` of each feature that are given,
-    in float32: a batch normalization after its training (Ioffe & Szegedy 2015, arXiv 1502.03167, algorithm 2). They
-    get no gradient, and no training here changes them: new ones, 0 and 1, normalize nothing.
+    """gamma (x - mean) / sqrt(variance + epsilon) + beta with a stored `mean` and `variance` for each feature.
+
+    This is batch normalization in inference mode (Ioffe & Szegedy 2015, arXiv 1502.03167, algorithm 2), in float32.
+    `mean` and `variance` get no gradient, and training does not update them. Their initial values, 0 and 1, normalize
+    nothing; they are meant to be loaded from a trained model.
     """
 
     parameter_axes = declare({"scale": "embed", "bias": "embed", "mean": "embed", "variance": "embed"})
@@ -267,7 +302,7 @@ class FrozenBatchNorm(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
-        """(..., D) -> (..., D), in `dtype`."""
+        """Normalize (..., D) -> (..., D), in `dtype`."""
         ones, zeros = nn.initializers.ones, nn.initializers.zeros
         initial = {"scale": ones, "bias": zeros, "mean": zeros, "variance": ones}
         rows = {name: _row(self.param(name, init, x.shape[-1:], self.param_dtype), x) for name, init in initial.items()}
@@ -277,6 +312,7 @@ class FrozenBatchNorm(nn.Module):
 
 
 def _row(vector: jax.Array, like: jax.Array) -> jax.Array:
+    """Return a vector (D,) in float32 with the rank of `like`, (1, ..., 1, D)."""
     return vector.astype(jnp.float32).reshape((1,) * (like.ndim - 1) + (-1,))
 
 
@@ -287,14 +323,16 @@ NORMS: dict[str, type[nn.Module]] = {
     "layer_norm_without_bias": LayerNormWithoutBias,
     "frozen_batch_norm": FrozenBatchNorm,
 }
-"""normalizations by name"""
+"""normalization layers by name"""
 
 
 class FeedForward(nn.Module):
-    """max(0, x W_1 + b_1) W_2 + b_2 (Vaswani et al. 2017, section 3.3), with any activation; gated: act(x W_g) * (x
-    W_1) before W_2 (Shazeer 2020, arXiv 2002.05202), or what `GATED` makes of the two. Parameters `up` (D, F), `down`
-    (F, D) and, if gated, `gate` (D, F); F is `width`. With `use_bias`, each has one. `kernel_init` draws all kernels
-    (None: Glorot uniform), except `down` when `output_init` is given.
+    """max(0, x W_1 + b_1) W_2 + b_2 (Vaswani et al. 2017, section 3.3, equation 2), with any activation.
+
+    With `gated`: (act(x W_g) * x W_1) W_2 (Shazeer 2020, arXiv 2002.05202), or a function of `GATED`. `activation` is a
+    name in `ACTIVATIONS` or, gated, in `GATED`. Parameters: `up` (D, F) is W_1, `down` (F, D) is W_2 and, if gated,
+    `gate` (D, F) is W_g; F is `width`. With `use_bias`, each has a bias. `kernel_init` initializes all kernels (None:
+    Glorot uniform), except `down` when `output_init` is given.
     """
 
     parameter_axes = declare(
@@ -319,13 +357,14 @@ class FeedForward(nn.Module):
 
     @nn.compact
     def __call__(self, x: Hidden) -> Hidden:
-        """(B, T, D) -> (B, T, D)."""
+        """Apply the network to each position: (B, T, D) -> (B, T, D)."""
 
         def project(name, features, init):
             return Linear((features,), 1, self.use_bias, init, self.dtype, self.param_dtype, name=name)
 
         up = project("up", self.width, self.kernel_init)(x)
         gate = project("gate", self.width, self.kernel_init)(x) if self.gated else None
+        # (B, T, F). The name lets the remat policy "names" (`_stacks.py`) store this array instead of recomputing it.
         hidden = activate(self.activation, up, gate)
         hidden = constrain(hidden, "batch", "length", "feed_forward")
         hidden = checkpoint_name(hidden, "feed_forward_hidden")
@@ -333,8 +372,10 @@ class FeedForward(nn.Module):
 
 
 class Embedding(nn.Module):
-    """A table (V, D), `vocab_size` x `features`: looks tokens up, and turns vectors back into logits over the same rows
-    (Press & Wolf 2017, arXiv 1608.05859). `embedding_init` None: normal with standard deviation 1 / sqrt(D).
+    """A token embedding (V, D), `vocab_size` x `features`: looks up tokens, and computes logits with the same table.
+
+    Sharing the table between input and output is weight tying (Press & Wolf 2017, arXiv 1608.05859). `embedding_init`
+    None: normal with standard deviation 1 / sqrt(D).
     """
 
     parameter_axes = declare({"*embedding/embedding": "vocab <- embed"}, role="input", int8=True)
@@ -350,8 +391,9 @@ class Embedding(nn.Module):
         self.embedding = self.param("embedding", init, (self.vocab_size, self.features), self.param_dtype)
 
     def __call__(self, tokens: Tokens) -> Hidden:
-        """(B, T) -> (B, T, D). An id outside the table gives NaN: compiled code can't raise, and must not guess."""
-        # Rows of the table whole, before they are looked up: split, XLA would look up parts of all rows of the batch.
+        """Look up tokens: (B, T) -> (B, T, D). An id outside the table gives NaN, because compiled code can't raise."""
+        # Gather the embed axis of the table first. If it stayed split, XLA would look up a slice of D for the tokens of
+        # the whole batch on every device, instead of whole rows for the tokens of this device.
         if isinstance(self.embedding, Int8):
             rows = jax.tree.map(lambda part: lookup(part, tokens), self.embedding)
             return rows.array(self.dtype)
@@ -360,7 +402,7 @@ class Embedding(nn.Module):
         return constrain(x, "batch", "length", "embed")
 
     def attend(self, x: Hidden) -> Logits:
-        """(B, T, D) -> (B, T, V): the product with each row of the table."""
+        """Compute logits x E^T, the dot product with each row of the table: (B, T, D) -> (B, T, V)."""
         if isinstance(self.embedding, Int8):
             return linear_int8(x.astype(self.dtype), jax.tree.map(jnp.transpose, self.embedding))
         x, table = nn.dtypes.promote_dtype(x, self.embedding, dtype=self.dtype)

@@ -1,7 +1,7 @@
-"""Which query may attend which key, as one structured value. True attends. `&` joins.
+"""Attention masks as structured values: True means that a query attends to a key, and `&` combines masks.
 
-A dense mask of 32k tokens is 1 GiB, so a `Mask` keeps facts (causal, window) and short arrays (lengths, segments) and
-makes only the block that a kernel asks for.
+A dense mask of 32k x 32k tokens takes 1 GiB. A `Mask` therefore stores only its structure (causal, window) and short
+arrays (lengths, segments), and computes the block that a kernel asks for.
 """
 
 from __future__ import annotations
@@ -24,69 +24,67 @@ def _static(default):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Mask:
-    """An attention mask by structure. Make one with the constructors below and join them: `Mask.causal() &
-    Mask.lengths(n)`.
+    """A structured attention mask. Combine the constructors below, for example `Mask.causal() & Mask.lengths(n)`.
 
-    A frozen pytree: `is_causal` and `window_size` are static facts, the rest are arrays or None. Queries and keys are
-    numbered by their index in the sequence; `offset` is the index that the first query has among the keys (while
-    decoding with a cache: how many came before).
+    It is a frozen pytree: `is_causal` and `window_size` are static, all other fields are arrays or None. Queries and
+    keys are numbered by their index in the sequence. `offset` is the index of the first query among the keys; while
+    decoding with a cache, that is the number of previous tokens.
     """
 
     is_causal: bool = _static(False)
     window_size: int | None = _static(None)
     offset: Leaf | None = None
-    """() or (B,)"""
+    """() or (B,), index of the first query among the keys"""
     key_lengths: Leaf | None = None
-    """(B,)"""
+    """(B,), number of visible keys in each row"""
     query_segments: Leaf | None = None
-    """(B, T)"""
+    """(B, T), segment of each query"""
     key_segments: Leaf | None = None
-    """(B, S)"""
+    """(B, S), segment of each key"""
     dense_part: Leaf | None = None
-    """(B or 1, N or 1, T or 1, S or 1)"""
+    """(B or 1, N or 1, T or 1, S or 1), an arbitrary boolean mask"""
     query_places: Leaf | None = None
-    """(B, T), in place of index and offset, for causality and windows"""
+    """(B, T), positions of queries for causality and windows, instead of index and offset"""
     key_places: Leaf | None = None
-    """(B, S)"""
+    """(B, S), positions of keys for causality and windows, instead of their index"""
 
     @staticmethod
     def causal() -> Mask:
-        """A query attends itself and what came before it."""
+        """Let each query attend to itself and to previous keys."""
         return Mask(is_causal=True)
 
     @staticmethod
     def window(size: int) -> Mask:
-        """A query attends keys closer than `size`: with `causal()` the last `size` ones, itself included.
-
+        """Let each query attend to keys at a distance below `size`; with `causal()`, to the last `size` keys.
         Raises:
             ValueError: a size below 1.
         """
         if size < 1:
-            raise ValueError(f"a window must hold at least 1 position, got {size}.")
+            raise ValueError(f"a window must contain at least 1 position, got {size}.")
         return Mask(window_size=size)
 
     @staticmethod
     def lengths(lengths: Int[Array, " B"]) -> Mask:
-        """Of each row, only the first `lengths[b]` keys are attended (right padding)."""
+        """Hide all but the first `lengths[b]` keys of row b (right padding)."""
         return Mask(key_lengths=jnp.asarray(lengths))
 
     @staticmethod
     def segments(query: Int[Array, "B T"], key: Int[Array, "B S"] | None = None) -> Mask:
-        """Only keys of the query's own segment are attended (packing, or left padding as a segment of its own)."""
+        """Let each query attend to keys of its own segment only (packing, or left padding as a separate segment)."""
         query = jnp.asarray(query)
         return Mask(query_segments=query, key_segments=query if key is None else jnp.asarray(key))
 
     @staticmethod
     def array(allowed: Array | np.ndarray) -> Mask:
-        """A mask of any form: a boolean array that broadcasts to (B, N, T, S), such as (T, S), a padding mask
-        (B, 1, 1, S), or what `nn.make_causal_mask(x, dtype=bool)` gives.
+        """Use a boolean array that broadcasts to (B, N, T, S) as a mask.
 
-        An array of another type is accepted outside `jit`, if it holds 0 and 1 alone and at least one 1 (as Flax's
-        `nn.make_causal_mask` and `nn.make_attention_mask` give by default).
+        Examples are (T, S), a padding mask (B, 1, 1, S), or the result of `nn.make_causal_mask(x, dtype=bool)`. An
+        array of another dtype is accepted outside `jit` if it contains only 0 and 1, and at least one 1, as Flax's
+        `nn.make_causal_mask` and `nn.make_attention_mask` return by default.
 
         Raises:
-            ValueError: another type whose values are unknown inside `jit`, or may be meant to be added to the scores;
-                fewer than two axes.
+            ValueError: an array of another dtype inside `jit`, where its values are unknown, or with other values,
+                because it may be meant as an additive mask; an array with fewer than two axes.
         """
         allowed = _boolean(allowed)
         if allowed.ndim < 2:
@@ -98,13 +96,15 @@ class Mask:
 
     @staticmethod
     def places(query: Int[Array, "B T"], key: Int[Array, "B S"]) -> Mask:
-        """Hides nothing, but says where queries and keys stand, for causality and windows, where that is not their
-        index: hypotheses that share a cache have keys for one place in several slots.
+        """Set the positions of queries and keys, for causality and windows, where they differ from their indices.
+
+        This hides nothing by itself. In beam search, hypotheses share a cache, and several of its slots contain keys of
+        the same position.
         """
         return Mask(query_places=jnp.asarray(query), key_places=jnp.asarray(key))
 
     def shifted(self, offset: Int[Array, "..."] | int) -> Mask:
-        """The same mask for queries that begin at key `offset`, () or (B,)."""
+        """Return the mask for queries that start at key `offset`, () or (B,)."""
         return dataclasses.replace(self, offset=jnp.asarray(offset))
 
     def __and__(self, other: Mask) -> Mask:
@@ -115,7 +115,7 @@ class Mask:
             if both is None:
                 if mine is theirs:
                     return mine
-                raise ValueError(f"both masks give {name}: join them into one array before, or pass Mask.array(...).")
+                raise ValueError(f"both masks set {name}: merge the two arrays first, or pass Mask.array(...).")
             return both(mine, theirs)
 
         return Mask(
@@ -131,10 +131,15 @@ class Mask:
         )
 
     def with_padding_as_segments(self, num_queries: int) -> Mask:
-        """The same mask for `num_queries` T, with a padding array (B, 1, 1, S) as segments, which more kernels serve:
-        padding is a segment without queries.
+        """Return an equivalent mask in which a padding array (B, 1, 1, S) is expressed as segments.
+
+        More kernels support segments than dense masks. All queries get segment 1, real keys 1 and padding 0.
+
+        Args:
+            num_queries: T.
         """
         part = self.dense_part
+        # A single query needs no conversion: its full mask already has the shape (B, 1, 1, S).
         if part is None or part.shape[1:3] != (1, 1) or num_queries == 1 or self.query_segments is not None:
             return self
         return dataclasses.replace(
@@ -146,13 +151,13 @@ class Mask:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is hidden."""
+        """Whether the mask hides nothing."""
         arrays = (self.key_lengths, self.query_segments, self.dense_part)
         return not self.is_causal and self.window_size is None and all(array is None for array in arrays)
 
     @property
     def facts(self) -> dict[str, bool]:
-        """What of it decides which kernels can serve (`kernels.OPTIONS`)."""
+        """The properties of the mask that decide which kernels support it (`kernels.OPTIONS`)."""
         return {
             "has_dense_mask": self.dense_part is not None or self.query_places is not None,
             "has_offset": self.offset is not None,
@@ -161,12 +166,13 @@ class Mask:
         }
 
     def block(self, queries: Int[Array, " t"], keys: Int[Array, " s"]) -> Bool[Array, "b n t s"]:
-        """The part for these query and key indices: boolean, (B or 1, N or 1, t, s)."""
+        """Return the block of the mask for these query and key indices: boolean, (B or 1, N or 1, t, s)."""
         indices = keys[None, None, None, :]
         if self.query_places is None:
             rows, columns = self._offset_rows()[:, None, None, None] + queries[None, None, :, None], indices
         else:
             rows, columns = self.query_places[:, None, queries, None], self.key_places[:, None, None, keys]
+        # Every part below broadcasts to (b, n, t, s); `rows` are query positions, `columns` key positions.
         allowed = jnp.ones((1, 1, queries.shape[0], keys.shape[0]), bool)
         if self.is_causal:
             allowed = allowed & (rows >= columns)
@@ -182,13 +188,17 @@ class Mask:
         return allowed
 
     def dense(self, num_queries: int, num_keys: int) -> Bool[Array, "b n T S"]:
-        """The whole mask, (B or 1, N or 1, T, S): for looking at, and for the reference kernel."""
+        """Return the full mask, (B or 1, N or 1, T, S), for inspection and for the reference kernel."""
         return self.block(jnp.arange(num_queries), jnp.arange(num_keys))
 
     def block_visible(self, queries: Int[Array, " t"], keys: Int[Array, " s"]) -> Bool[Array, ""]:
-        """Whether any query of a block may attend any key of another. Indices rise; never False where one may."""
+        """Return whether any of these queries may attend to any of these keys, so that kernels can skip other blocks.
+
+        It may be True for a hidden block, but is never False for a visible one. Indices must be ascending.
+        """
         first_query, last_query = queries[0] + self._offset_rows(), queries[-1] + self._offset_rows()
         visible = jnp.ones((1,), bool)
+        # Compare only the extreme indices of the two blocks. Positions other than indices have no known order: skip.
         in_order = self.query_places is None
         if self.is_causal and in_order:
             visible = visible & (last_query >= keys[0])
@@ -197,6 +207,7 @@ class Mask:
         if self.key_lengths is not None:
             visible = visible & (keys[0] < self.key_lengths)
         if self.query_segments is not None:
+            # Segments of the two blocks can only match if their ranges overlap.
             ours, theirs = self.query_segments[:, queries], self.key_segments[:, keys]
             visible = visible & (ours.min(-1) <= theirs.max(-1)) & (theirs.min(-1) <= ours.max(-1))
         if self.dense_part is not None:
@@ -204,7 +215,7 @@ class Mask:
         return visible.any()
 
     def check(self, batch: int, num_heads: int, num_queries: int, num_keys: int) -> None:
-        """Raises ValueError when an array of the mask doesn't fit attention of these sizes."""
+        """Raise a ValueError if an array of the mask doesn't fit attention of these sizes."""
         fits = {
             "offset": [(), (1,), (batch,)],
             "key_lengths": [(1,), (batch,)],
@@ -218,14 +229,15 @@ class Mask:
             array = getattr(self, name)
             if array is not None and array.shape not in shapes:
                 raise ValueError(
-                    f"the mask's {name} has shape {array.shape}, but attention of {batch} rows, {num_heads} heads, "
-                    f"{num_queries} queries and {num_keys} keys takes {shapes[-1]}."
+                    f"the mask's {name} has shape {array.shape}, but attention with {batch} rows, {num_heads} heads, "
+                    f"{num_queries} queries and {num_keys} keys requires {shapes[-1]}."
                 )
 
     @staticmethod
     def of(mask: Mask | Array | np.ndarray | None) -> Mask:
-        """`mask` itself; of an array that broadcasts to (B, N, T, S), `Mask.array(mask)`, with its errors; None hides
-        nothing.
+        """Convert an argument to a `Mask`: a `Mask` is returned unchanged, and None hides nothing.
+
+        An array is converted by `Mask.array`, with its errors.
         """
         return Mask() if mask is None else mask if isinstance(mask, Mask) else Mask.array(mask)
 
@@ -239,7 +251,7 @@ class Mask:
 
 
 def _boolean(mask: Array | np.ndarray) -> Bool[Array, "..."]:
-    """The mask as a boolean array; see `Mask.array`."""
+    """Convert a mask array to boolean; see `Mask.array`."""
     mask = mask if isinstance(mask, jax.Array) else np.asarray(mask)
     if mask.dtype == jnp.bool_:
         return jnp.asarray(mask)
@@ -254,11 +266,11 @@ def _boolean(mask: Array | np.ndarray) -> Bool[Array, "..."]:
         )
     values = np.asarray(mask)
     ones = values == 1
-    # All zeros is ambiguous: as a mask it hides every key, added to the scores it hides none.
+    # All zeros is ambiguous: a boolean mask of zeros hides every key, an additive one hides none.
     if not (ones.any() and (ones | (values == 0)).all()):
         found = f"values from {values.min()} to {values.max()}" if values.size else "no values"
         raise ValueError(
-            f"a mask array must be boolean (True attends), or hold 0 and 1 and at least one 1, got {mask.dtype} of "
-            f"shape {mask.shape} with {found}. {convert}"
+            f"a mask array must be boolean (True attends), or contain only 0 and 1 and at least one 1, got "
+            f"{mask.dtype} of shape {mask.shape} with {found}. {convert}"
         )
     return jnp.asarray(ones)

@@ -1,7 +1,7 @@
-"""Attention through a latent: keys and values of all heads are made of one short vector a token.
+"""Multi-head latent attention (MLA): keys and values of all heads are computed from one short vector per token.
 
-Letters beside those of axes.py: R numbers of the latent of keys and values, Rq of that of queries; Hp or h dimensions
-of a head that don't turn, Hr that do, H = Hp + Hr; W = R + Hr numbers that are kept of a token.
+Axis letters in addition to those of `_axes.py`: R size of the key/value latent, Rq size of the query latent; Hp (or h)
+head dimensions without rotation, Hr rotated head dimensions, H = Hp + Hr; W = R + Hr numbers cached per token.
 """
 
 from __future__ import annotations
@@ -25,14 +25,16 @@ from transformer.nn.kernels._contract import BiasFunction
 
 
 class LatentAttention(AttentionModule):
-    """Self-attention whose heads have keys [c W_k, r] and values c W_v, of one latent c = norm(x W_c) and one turned
-    key r = rotate(x W_r) a token, which are all that a cache holds (DeepSeek-AI 2024, arXiv 2405.04434, section 2.1).
+    """Multi-head latent attention, a form of self-attention (DeepSeek-AI 2024, arXiv 2405.04434, section 2.1).
+
+    Each token has a latent c = norm(x W_c) and a rotated key r = rotate(x W_r), which all heads share. The key of a
+    head is [c W_k, r] and its value c W_v. The cache stores only c and r.
 
     Parameters: `latent` (D, R), `latent_norm` (R,), `rotary_key` (D, Hr), `key` (R, N, Hp), `value` (R, N, Hv) and
-    `out` (N, Hv, D); queries are made by `query` (D, N, H) or, of a latent of their own, by `query_latent` (D, Rq),
-    `query_norm` (Rq,) and `query` (Rq, N, H). Maps have a `kernel`; with `use_bias` those from x into a latent, of the
-    turned key, and onto D have a `bias`. `num_heads` is N. Further fields are those of `AttentionModule`; `position`
-    turns Hr dimensions of each query, and the turned key.
+    `out` (N, Hv, D). Queries are computed by `query` (D, N, H) or, through a query latent, by `query_latent` (D, Rq),
+    `query_norm` (Rq,) and `query` (Rq, N, H). All maps have a `kernel`; with `use_bias`, `query_latent`, `latent`,
+    `rotary_key` and `out` also have a `bias`. `num_heads` is N. The other fields are those of `AttentionModule`;
+    `position` rotates the last Hr dimensions of each query, and the shared key.
     """
 
     parameter_axes = declare(
@@ -65,16 +67,21 @@ class LatentAttention(AttentionModule):
         deterministic: bool | None = None,
         sow_weights: bool = False,
     ) -> tuple[Hidden, KVCache | None]:
-        """Attends from x (B, T, D) to itself and to what the cache holds; returns (B, T, D) and the cache.
+        """Attend from x (B, T, D) to x itself and to the tokens in the cache.
 
         Args:
-            mask: which query attends which key, a `Mask` or an array that broadcasts to (B, N, T, S); causality is not
-                implied.
-            positions: (B, T); None: 0, 1, 2, ... after what the cache holds.
-            cache: of one head of latent and turned key (B, S, 1, R + Hr), and of values of no width.
+            x: (B, T, D).
+            mask: which query attends to which key: a `Mask`, or an array that broadcasts to (B, N, T, S). It is not
+                causal by default.
+            positions: (B, T); None: 0, 1, 2, ..., counted from the end of the cache.
+            cache: a `KVCache` with one head: its keys (B, S, 1, R + Hr) are [c, r], its values have width 0.
             bias: added to the scores, as in `dot_product_attention`.
-            deterministic: True evaluates; False drops weights (rng "dropout"). Required if `dropout_rate` is above 0.
+            deterministic: True disables dropout; False enables it (rng "dropout"). Required if `dropout_rate` is above
+                0.
             sow_weights: as in `MultiHeadAttention`.
+
+        Returns:
+            The output (B, T, D), and the updated cache.
 
         Raises:
             ValueError: tokens that don't fit the cache.
@@ -85,14 +92,17 @@ class LatentAttention(AttentionModule):
             positions = positions if cache is None else positions + cache.length[:, None]
         positions = jnp.broadcast_to(positions, x.shape[:2])
 
+        # Queries, through a latent of size Rq where the config has one (equations 12 to 14). (B, T, N, H)
         source = x
         if mla.q_lora_rank is not None:
             source = self._norm("query_norm")(self._project("query_latent", x, mla.q_lora_rank))
         query = linear(source.astype(self.dtype), self._heads("query", source.shape[-1], mla.head_dim))
         query = constrain(query, "batch", "length", "heads", "head_dim")
-        plain, turned = jnp.split(query, [mla.qk_nope_head_dim], axis=-1)
-        query = jnp.concatenate([plain, self.position.rotate(turned, positions)], axis=-1)
+        nope, rope = jnp.split(query, [mla.qk_nope_head_dim], axis=-1)
+        query = jnp.concatenate([nope, self.position.rotate(rope, positions)], axis=-1)
 
+        # [c, r] (B, T, 1, R + Hr): the latent (equation 9) and the rotated key that all heads share (equation 15).
+        # Only r is rotated. A rotation of c W_k would depend on the position and could not be absorbed into the query.
         latent = self._norm("latent_norm")(self._project("latent", x, mla.kv_lora_rank))
         rotary_key = self._project("rotary_key", x, mla.qk_rope_head_dim)[:, :, None]
         kv_latent = jnp.concatenate([latent[:, :, None], self.position.rotate(rotary_key, positions)], axis=-1)
@@ -131,7 +141,10 @@ class LatentAttention(AttentionModule):
 
 
 class _Kernel(nn.Module):
-    """Owns the `kernel` of a map into heads, for two orders of products; a call gives it, in `dtype`."""
+    """Owns the `kernel` of a map into heads; calling it returns the kernel, in `dtype`.
+
+    Unlike `Linear` it does not apply the kernel, because the two functions below multiply by it in different orders.
+    """
 
     shape: tuple[int, int, int]
     kernel_init: Initializer | None
@@ -152,14 +165,24 @@ def expanded_attention(
     value_kernel: Float[Array, "R N Hv"],
     **options,
 ) -> Array | tuple[Array, Array]:
-    """Keys and values of every head are made of the latents, then attended to: (B, T, N, Hv), as the formula is written
-    (arXiv 2405.04434, equations 9 to 11). `kv_latent` (B, S, 1, R + Hr) is latents and turned keys, `options` those of
-    `dot_product_attention`.
+    """Compute keys and values of every head from the latents and attend to them, as the paper writes the formula.
+
+    k = [c W_k, r], v = c W_v (arXiv 2405.04434, equations 10, 11 and 17), then ordinary attention over N heads.
+
+    Args:
+        query: (B, T, N, H).
+        kv_latent: (B, S, 1, R + Hr), [c, r] of each token.
+        key_kernel: (R, N, Hp), W_k.
+        value_kernel: (R, N, Hv), W_v.
+        **options: those of `dot_product_attention`.
+
+    Returns:
+        The result of `dot_product_attention`, (B, T, N, Hv).
     """
-    latent, turned = jnp.split(kv_latent[:, :, 0], [key_kernel.shape[0]], axis=-1)
-    key, value = linear(latent, key_kernel), linear(latent, value_kernel)
-    turned = jnp.broadcast_to(turned[:, :, None], (*key.shape[:3], turned.shape[-1]))
-    return dot_product_attention(query, jnp.concatenate([key, turned], axis=-1), value, **options)
+    latent, rope = jnp.split(kv_latent[:, :, 0], [key_kernel.shape[0]], axis=-1)
+    key, value = linear(latent, key_kernel), linear(latent, value_kernel)  # (B, S, N, Hp), (B, S, N, Hv)
+    rope = jnp.broadcast_to(rope[:, :, None], (*key.shape[:3], rope.shape[-1]))  # the same for all heads
+    return dot_product_attention(query, jnp.concatenate([key, rope], axis=-1), value, **options)
 
 
 def absorbed_attention(
@@ -169,22 +192,28 @@ def absorbed_attention(
     value_kernel: Float[Array, "R N Hv"],
     **options,
 ) -> Array | tuple[Array, Array]:
-    """The same (B, T, N, Hv) in another order: q (c W_k)^T = (q W_k^T) c^T and a (c W_v) = (a c) W_v, so that all heads
-    attend to the latents themselves, and no key or value is made (arXiv 2405.04434, section 2.1.2).
+    """Compute the same result as `expanded_attention` without computing keys and values.
+
+    Because matrix multiplication is associative, q (c W_k)^T = (q W_k^T) c^T and a (c W_v) = (a c) W_v, with attention
+    weights a: W_k is absorbed into the query and W_v is applied to the output. All heads attend to the latents
+    themselves, with a single key/value head (arXiv 2405.04434, section 2.1.2). Arguments as in `expanded_attention`.
     """
-    rank, _, plain = key_kernel.shape
-    asked = jnp.einsum("btnp,rnp->btnr", query[..., :plain], key_kernel)
-    query = jnp.concatenate([asked, query[..., plain:]], axis=-1)
-    out = dot_product_attention(query, kv_latent, kv_latent[..., :rank], **options)
+    rank, _, nope_dim = key_kernel.shape
+    latent_query = jnp.einsum("btnp,rnp->btnr", query[..., :nope_dim], key_kernel)  # q W_k^T: (B, T, N, R)
+    query = jnp.concatenate([latent_query, query[..., nope_dim:]], axis=-1)  # (B, T, N, R + Hr), matches [c, r]
+    out = dot_product_attention(query, kv_latent, kv_latent[..., :rank], **options)  # a c: (B, T, N, R)
     out, weights = out if isinstance(out, tuple) else (out, None)
-    out = jnp.einsum("btnr,rnv->btnv", out, value_kernel)
+    out = jnp.einsum("btnr,rnv->btnv", out, value_kernel)  # (a c) W_v: (B, T, N, Hv)
     return out if weights is None else (out, weights)
 
 
 def absorbs(queries: int, keys: int, mla: MLA) -> bool:
-    """Whether `absorbed_attention` takes fewer multiplications for so many queries and keys: for the few queries of
-    decoding it does, for as many as there are keys hardly ever (arXiv 2405.04434, section 2.1).
+    """Return whether `absorbed_attention` needs fewer multiplications than `expanded_attention`.
+
+    It does for decoding, with few queries and many cached keys, but hardly ever if there are as many queries as keys.
     """
+    # Multiplications per head. Expanded: two maps per key, then scores of width H and a weighted sum of width Hv per
+    # pair. Absorbed: two maps per query, then scores of width R + Hr and a weighted sum of width R per pair.
     maps = mla.kv_lora_rank * (mla.qk_nope_head_dim + mla.v_head_dim)
     expanded = keys * maps + queries * keys * (mla.head_dim + mla.v_head_dim)
     absorbed = queries * maps + queries * keys * (2 * mla.kv_lora_rank + mla.qk_rope_head_dim)

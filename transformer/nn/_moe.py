@@ -1,8 +1,8 @@
-"""A routed feed-forward (mixture of experts): a router chooses for each token the few experts that it passes through.
+"""Mixture of experts (MoE): a feed-forward layer in which a router selects a few experts for each token.
 
-Shapes, beside those of axes.py: E experts, k of them for each token, M = B T k copies of tokens. Copies are laid out by
-expert in P blocks of Q rows, each block of one expert and filled up with zeros. So the work grows with the number of
-copies, whatever E is, and nothing is dropped.
+Shapes in addition to those of `_axes.py`: E experts, of which each token is sent to k; M = B T k copies of tokens.
+Copies are sorted by expert into P blocks of Q rows. All rows of a block belong to one expert, and unused rows are zero.
+The work therefore grows with the number of copies, whatever E is, and no token is dropped.
 """
 
 from __future__ import annotations
@@ -26,17 +26,20 @@ from transformer.nn._partitioning import constrain, explicit_spec, in_auto_axes,
 
 
 class RoutedFeedForward(nn.Module):
-    """y = sum over the k likeliest experts e of w_e FeedForward_e(x), with w = softmax(x W_r) of the chosen, made to
-    sum to 1 with `moe.normalize_weights` (Shazeer et al. 2017, arXiv 1701.06538; Jiang et al. 2024, arXiv 2401.04088),
-    plus shared experts that every token passes through (Dai et al. 2024, arXiv 2401.06066). Normalized, w is also the
-    softmax over the logits of the chosen alone.
+    """y = sum of w_e FeedForward_e(x) over the k experts e with the highest scores (Shazeer et al. 2017, arXiv
+    1701.06538).
 
-    Parameters: `router/kernel` (D, E) and, as `moe` says, `router/bias` and `router/selection_bias` (E,); `experts/up`,
-    `experts/gate` if gated, `experts/down` with `kernel` (E, D, F) or (E, F, D) and, with `use_bias`, `bias`; `shared`,
-    a `FeedForward`. F is `width`, that of one expert. The router computes in float32. With a capacity, a copy over it
-    is dropped: of the token remain its other experts. `activation` is a name of `ACTIVATIONS` or, gated, of `GATED`.
-    `kernel_init` draws the kernel (in, out) of each expert (None: Glorot uniform), except `down` when `output_init` is
-    given.
+    w is softmax(x W_r), or sigmoid(x W_r) with `moe.scoring`, restricted to the selected experts. With
+    `moe.normalize_weights` it is divided by its sum; the softmax weights then equal the softmax over the logits of the
+    selected experts (Jiang et al. 2024, arXiv 2401.04088). Shared experts, through which every token passes, are added
+    (Dai et al. 2024, arXiv 2401.06066). With a capacity, a copy of a token that exceeds the capacity of an expert is
+    dropped; the token keeps its other experts.
+
+    Parameters: `router/kernel` (D, E) and, depending on `moe`, `router/bias` and `router/selection_bias` (E,);
+    `experts/up`, `experts/gate` if gated, and `experts/down`, with `kernel` (E, D, F) or (E, F, D) and, with
+    `use_bias`, a `bias`; `shared`, a `FeedForward`. F is `width`, the width of one expert. `activation` is a name in
+    `ACTIVATIONS` or, gated, in `GATED`. `kernel_init` initializes the kernel (in, out) of each expert (None: Glorot
+    uniform), except `down` when `output_init` is given.
     """
 
     moe: MoE
@@ -51,14 +54,17 @@ class RoutedFeedForward(nn.Module):
 
     @nn.compact
     def __call__(self, x: Hidden, mask: Mask = Mask()) -> tuple[Hidden, dict[str, Array]]:
-        """(B, T, D) -> (B, T, D) and the losses of the router, (B,) each, times their weights. `mask` tells padding
-        and packed sequences, which count in the losses alone.
+        """Apply the layer to x (B, T, D). `mask` marks padding and packed sequences; only the losses use it.
+
+        Returns:
+            y (B, T, D), and the losses of the router, (B,) each, multiplied by their weights.
         """
         moe = self.moe
         logits, chosen, weights = _Router(moe, self.kernel_init, self.param_dtype, name="router")(x)
         balance, z = router_losses(logits, chosen, mask, moe.scoring)
         aux = {"load_balance": moe.load_balance_weight * balance, "router_z": moe.router_z_weight * z}
 
+        # Capacity of an expert: c times its even share of the T k choices of a row (arXiv 2101.03961, equation 3).
         if moe.capacity_factor is not None:
             capacity = math.ceil(moe.capacity_factor * x.shape[1] * moe.top_k / moe.num_experts)
             chosen = within_capacity(chosen, moe.num_experts, capacity)
@@ -72,7 +78,10 @@ class RoutedFeedForward(nn.Module):
 
 
 class _Router(nn.Module):
-    """Owns the router's parameters; a call gives logits (B, T, E), the chosen (B, T, k) and their weights (B, T, k)."""
+    """Owns the parameters of the router.
+
+    Calling it returns the logits (B, T, E), the selected experts (B, T, k) and their weights (B, T, k).
+    """
 
     parameter_axes = declare(
         {"router/kernel": "embed -> _", "router/bias": "_", "router/selection_bias": "_"}, role="output"
@@ -88,45 +97,52 @@ class _Router(nn.Module):
         zeros = nn.initializers.zeros
         kernel = self.param("kernel", self.kernel_init or glorot_uniform(), (x.shape[-1], experts), self.param_dtype)
         bias = self.param("bias", zeros, (experts,), self.param_dtype) if moe.router_bias else None
-        logits = linear(*nn.dtypes.promote_dtype(x, kernel, bias, dtype=jnp.float32))
+        # In float32: small rounding errors of the logits would change which experts are selected.
+        logits = linear(*nn.dtypes.promote_dtype(x, kernel, bias, dtype=jnp.float32))  # (B, T, E)
         scores = router_scores(logits, moe.scoring)
-        chooses = jax.lax.stop_gradient(scores)
+        # Selection is not differentiable. The router learns through the weights, which are taken from `scores` below.
+        selection_scores = jax.lax.stop_gradient(scores)
         if moe.e_score_correction_bias:
-            # float32 whatever the others are: it is large beside the differences between scores.
+            # Added for the selection only, not to the weights (auxiliary-loss-free balancing, arXiv 2412.19437, section
+            # 2.1.2). Always float32: the bias may be much larger than the differences between scores.
             selection_bias = self.param("selection_bias", zeros, (experts,), jnp.float32)
-            chooses = chooses + jax.lax.stop_gradient(selection_bias)[None, None]
-        # Not every compiler can split top_k: one that can't would make the scores of all rows whole.
+            selection_scores = selection_scores + jax.lax.stop_gradient(selection_bias)[None, None]
+        # Each device selects for its own rows: a compiler that can't partition top_k would gather all scores first.
         names = ("batch", "length", None)
-        chosen = in_auto_axes(shard_map(functools.partial(choose, moe), [names], names), explicit_spec(chooses))(
-            chooses
-        )
+        chosen = in_auto_axes(
+            shard_map(functools.partial(choose, moe), [names], names), explicit_spec(selection_scores)
+        )(selection_scores)
         weights = jnp.take_along_axis(scores, chosen, axis=-1)
         if moe.normalize_weights:
+            # The best softmax scores have a positive sum, but sigmoids may all round to 0: avoid 0 / 0.
             weights = weights / (weights.sum(-1, keepdims=True) + (1e-20 if moe.scoring == "sigmoid" else 0.0))
         return logits, chosen, weights * moe.routed_scaling_factor
 
 
 def router_scores(logits: Array, scoring: str) -> Array:
-    """softmax(logits), or with scoring "sigmoid" each logit's own (DeepSeek-AI 2024, arXiv 2412.19437, section 2.1.2):
-    (B, T, E) -> (B, T, E).
+    """Convert logits to scores of the same shape (B, T, E): softmax over the experts, or one sigmoid per expert.
+
+    Sigmoid scores are those of DeepSeek-V3 (DeepSeek-AI 2024, arXiv 2412.19437, section 2.1.2).
     """
     return jax.nn.sigmoid(logits) if scoring == "sigmoid" else jax.nn.softmax(logits)
 
 
 def choose(moe: MoE, scores: Array) -> Array:
-    """The `top_k` experts of the highest scores (B, T, E) -> (B, T, k), of equals the first. With groups only those of
-    the `top_groups` whose two best together are highest (DeepSeek-AI 2024, arXiv 2412.19437, section 2.1.2).
+    """Select the `top_k` experts with the highest scores: (B, T, E) -> (B, T, k). Of equal scores, the first wins.
+
+    With groups, experts are selected from the `top_groups` groups whose two best experts have the highest sum of
+    scores, so that a token is sent to few devices (DeepSeek-AI 2024, arXiv 2412.19437, section 2.1.2).
     """
     if moe.top_groups < moe.num_groups:
-        groups = scores.reshape(*scores.shape[:-1], moe.num_groups, -1)
-        best = jax.lax.top_k(jax.lax.top_k(groups, 2)[0].sum(-1), moe.top_groups)[1]
-        among = jax.nn.one_hot(best, moe.num_groups, dtype=bool).any(-2)
+        groups = scores.reshape(*scores.shape[:-1], moe.num_groups, -1)  # (B, T, groups, experts of a group)
+        best = jax.lax.top_k(jax.lax.top_k(groups, 2)[0].sum(-1), moe.top_groups)[1]  # (B, T, top_groups)
+        among = jax.nn.one_hot(best, moe.num_groups, dtype=bool).any(-2)  # (B, T, groups)
         scores = jnp.where(among[..., None], groups, -jnp.inf).reshape(scores.shape)
     return jax.lax.top_k(scores, moe.top_k)[1]
 
 
 class _Experts(nn.Module):
-    """Owns the experts' parameters; a call gives them as a tree, in `dtype`."""
+    """Owns the parameters of the experts; calling it returns them as a tree, in `dtype`."""
 
     parameter_axes = declare(
         {
@@ -161,7 +177,7 @@ class _Experts(nn.Module):
 
 
 class _Projection(nn.Module):
-    """The same linear map in each expert: `kernel` (E, in, out) and `bias` (E, out)."""
+    """One linear map per expert: `kernel` (E, in, out) and `bias` (E, out)."""
 
     shape: tuple[int, int, int]
     use_bias: bool
@@ -174,8 +190,10 @@ class _Projection(nn.Module):
         one = self.kernel_init or glorot_uniform()
 
         def each(key, shape, dtype):
+            # A separate key per expert, and fan-in and fan-out of one expert rather than of all of them.
             kernels = jax.vmap(lambda key: one(key, shape[1:], dtype))(jax.random.split(key, shape[0]))
-            return nn.meta.add_axis(kernels, 0, {nn.PARTITION_NAME: None})  # of boxes, whose names are of (in, out)
+            # For parameters in boxes, whose names are those of (in, out): add a name for the axis of experts.
+            return nn.meta.add_axis(kernels, 0, {nn.PARTITION_NAME: None})
 
         kernel = self.param("kernel", each, self.shape, self.param_dtype)
         params = {"kernel": kernel.astype(self.dtype)}
@@ -186,57 +204,70 @@ class _Projection(nn.Module):
 
 
 def router_losses(logits: Array, chosen: Array, mask: Mask = Mask(), scoring: str = "softmax") -> tuple[Array, Array]:
-    """Load balance and router z loss of logits (B, T, E) and choices (B, T, k), each (B,): sums over the real tokens.
+    """Compute the load-balancing loss and the router z-loss, each (B,): sums over all non-padding tokens of a row.
 
-    For a sequence of n tokens: n E sum_e f_e p_e with f_e the share of choices that fell on expert e and p_e its mean
-    probability (Fedus et al. 2021, arXiv 2101.03961, section 2.2; with scoring "sigmoid" its share of a token's scores,
-    arXiv 2412.19437, section 2.1.2), which is n where all are alike; and the sum of
-    logsumexp(logits)^2 (Zoph et al. 2022, arXiv 2202.08906, section 3). Sequences are the rows, or the segments of the
-    mask, of which 0 is padding: what else is in the batch changes nothing.
+    For a sequence of n tokens, the load-balancing loss is n E sum_e f_e p_e, where f_e is the fraction of choices that
+    fell on expert e and p_e its mean probability (Fedus et al. 2021, arXiv 2101.03961, equations 4 to 6). With scoring
+    "sigmoid" the probability is the expert's share of the token's scores (arXiv 2412.19437, section 2.1.2). If all
+    experts are used equally, the loss is n. The z-loss is the sum of logsumexp(logits)^2, which keeps logits small
+    (Zoph et al. 2022, arXiv 2202.08906, equation 5).
+
+    A sequence is a row of the batch, or a segment of the mask, where segment 0 is padding. The loss of a sequence
+    therefore does not depend on the other sequences of the batch.
+
+    Args:
+        logits: (B, T, E).
+        chosen: selected experts (B, T, k).
+        mask: marks padding and packed sequences.
+        scoring: as in `MoE`.
     """
     batch, length, experts = logits.shape
-    real = jnp.ones((batch, length), jnp.float32)
+    real = jnp.ones((batch, length), jnp.float32)  # 1 for tokens, 0 for padding
     if mask.key_lengths is not None:
         real = real * (jnp.arange(length)[None, :] < mask.key_lengths[:, None])
     if mask.query_segments is not None:
         real = real * (mask.query_segments != 0)
-    # From here on the sequences of a row stand in axis 1, of which most are empty where rows are not packed.
+    # `total` sums over the tokens of each sequence: (B, T, ...) -> (B, sequences of a row, ...). A row contains one
+    # sequence or, if packed, up to T segments; sums of segments that do not exist are 0.
     if mask.query_segments is None:
         total = functools.partial(jnp.sum, axis=1, keepdims=True)
     else:
+        # Number the segments of a row 0, 1, 2, ... by counting the changes of the segment id.
         begins = jnp.diff(mask.query_segments, axis=1, prepend=mask.query_segments[:, :1]) != 0
         number = jnp.broadcast_to(jnp.cumsum(begins, axis=1), (batch, length))
         total = jax.vmap(functools.partial(jax.ops.segment_sum, num_segments=length))
         total = functools.partial(total, segment_ids=number)
-    share = total(jax.nn.one_hot(chosen, experts).mean(2) * real[:, :, None])
-    # Shares of sigmoids are a softmax of their logarithms, which holds where all of them round to 0.
+    share = total(jax.nn.one_hot(chosen, experts).mean(2) * real[:, :, None])  # n f_e
+    # sigmoid_e / sum of sigmoids = softmax of the log-sigmoids, which is finite even if all sigmoids round to 0.
     shares = jax.nn.softmax(jax.nn.log_sigmoid(logits) if scoring == "sigmoid" else logits)
-    probability = total(shares * real[:, :, None])
-    tokens = jnp.maximum(total(real), 1.0)
-    balance = (experts * (share * probability).sum(2) / tokens).sum(1)
+    probability = total(shares * real[:, :, None])  # n p_e
+    tokens = jnp.maximum(total(real), 1.0)  # n; 1 for a segment that does not exist, to avoid 0 / 0
+    balance = (experts * (share * probability).sum(2) / tokens).sum(1)  # E (n f)(n p) / n = n E f p
     return balance, (real * jnp.square(jax.nn.logsumexp(logits, axis=2))).sum(1)
 
 
 def within_capacity(chosen: Array, num_experts: int, capacity: int) -> Array:
-    """Choices (B, T, k), with `num_experts` (no expert) in place of those over an expert's `capacity` in their row.
+    """Drop choices (B, T, k) that exceed the `capacity` of an expert in their row: they become `num_experts`.
 
-    Tokens are served in their order, so that a later one never takes the place of an earlier one, which also keeps a
-    causal model causal (Fedus et al. 2021, arXiv 2101.03961, section 2.2, by row instead of by batch).
+    Tokens are served in order, so a later token never displaces an earlier one. This also keeps a causal model causal
+    (Fedus et al. 2021, arXiv 2101.03961, section 2.2, per row instead of per batch).
     """
     batch = chosen.shape[0]
-    turn = _turns(chosen.reshape(batch, -1), num_experts).reshape(chosen.shape)
-    return jnp.where(turn < capacity, chosen, num_experts)
+    rank = _ranks(chosen.reshape(batch, -1), num_experts).reshape(chosen.shape)
+    return jnp.where(rank < capacity, chosen, num_experts)
 
 
-def _turns(expert: Array, num_experts: int) -> Array:
-    """How many before it in its row went to the same expert: (B, M) -> (B, M); 0 for no expert."""
-    taken = jax.nn.one_hot(expert, num_experts, dtype=jnp.int32)
+def _ranks(expert: Array, num_experts: int) -> Array:
+    """Count the earlier entries of the row with the same expert: (B, M) -> (B, M); 0 for an entry without an expert."""
+    taken = jax.nn.one_hot(expert, num_experts, dtype=jnp.int32)  # (B, M, E); all 0 for the index num_experts
     return ((jnp.cumsum(taken, axis=1) - 1) * taken).sum(-1)
 
 
 def _over_devices(x: Array, chosen: Array, weights: Array, experts: Any, num_experts: int, activation: str) -> Array:
-    """`routed` on each device for its own rows. Experts that are spread over mesh axes stay where they are: tokens are
-    gathered along these axes, each device computes with its experts, and the results are summed back.
+    """Run `routed` on each device for its own rows.
+
+    Experts that are sharded over mesh axes stay on their devices. Tokens are all-gathered along these axes, each device
+    applies its experts to them, and a reduce-scatter sums the results and returns them to the devices of their rows.
     """
     if (spec := explicit_spec(x)) is not None:
         over = functools.partial(_over_devices, num_experts=num_experts, activation=activation)
@@ -250,6 +281,7 @@ def _over_devices(x: Array, chosen: Array, weights: Array, experts: Any, num_exp
         if not spread:
             return routed(x, chosen, weights, experts, num_experts, activation)
         gather = functools.partial(jax.lax.all_gather, axis_name=shared, axis=0, tiled=True)
+        # Number the experts of this device from 0. Choices of experts on other devices are then out of range.
         first = jax.lax.axis_index(shared) * experts["up"]["kernel"].shape[0]
         y = routed(gather(x), gather(chosen) - first, gather(weights), experts, num_experts, activation)
         return jax.lax.psum_scatter(y, shared, scatter_dimension=0, tiled=True)
@@ -262,55 +294,68 @@ def _over_devices(x: Array, chosen: Array, weights: Array, experts: Any, num_exp
 
 
 def routed(x: Array, chosen: Array, weights: Array, experts: Any, num_experts: int, activation: str) -> Array:
-    """x (B, T, D) through its chosen experts (B, T, k), summed by weights (B, T, k) -> (B, T, D); Shazeer et al. 2017,
-    arXiv 1701.06538, section 2.
+    """Send x (B, T, D) through its selected experts (B, T, k) and sum the outputs by weights (B, T, k) -> (B, T, D).
 
-    `experts` is a tree of parameters: of `num_experts` experts in all, those numbered from 0 on that are here. A choice
-    of another adds nothing.
+    This is equation 1 of Shazeer et al. 2017, arXiv 1701.06538, section 2. Instead of computing all E experts, copies
+    of tokens are sorted by expert, and each block of copies is multiplied by the kernels of its expert.
+
+    Args:
+        x: (B, T, D).
+        chosen: (B, T, k).
+        weights: (B, T, k).
+        experts: parameters of the local experts, numbered from 0. Choices of other experts contribute nothing.
+        num_experts: number of experts on all devices.
+        activation: as in `RoutedFeedForward`.
     """
     batch, length, features = x.shape
-    here = experts["up"]["kernel"].shape[0]
-    expert = chosen.reshape(-1)
-    expert = jnp.where((expert >= 0) & (expert < here), expert, here)
+    num_local = experts["up"]["kernel"].shape[0]
+    expert = chosen.reshape(-1)  # (M,)
+    expert = jnp.where((expert >= 0) & (expert < num_local), expert, num_local)  # num_local: no local expert
     copies = expert.shape[0]
-    # A block of an eighth of an even share: an expert's last block is half empty on average, 1 / 16 of the work.
+    # Q is 1/8 of an even share M / E. The last block of an expert is half empty on average: 1/16 more work.
     rows = max(1, copies // (8 * num_experts))
-    blocks = (copies + min(here, copies) * (rows - 1)) // rows
+    # P = sum of ceil(n_e / Q) depends on the data, but a shape can't: allocate for its largest value.
+    blocks = (copies + min(num_local, copies) * (rows - 1)) // rows
 
-    sizes = (expert[:, None] == jnp.arange(here)[None, :]).sum(0)
-    ends = jnp.cumsum(-(-sizes // rows))
-    starts = jnp.concatenate([jnp.zeros(1, ends.dtype), ends])  # the last one: behind all blocks that are used
-    slot = jnp.where(expert < here, starts[expert] * rows + _turns(expert[None], here)[0], blocks * rows)
-    expert_of_block = jnp.searchsorted(ends, jnp.arange(blocks), side="right").clip(0, here - 1)
+    sizes = (expert[:, None] == jnp.arange(num_local)[None, :]).sum(0)  # n_e, copies per expert
+    ends = jnp.cumsum(-(-sizes // rows))  # expert e has the blocks starts[e], ..., ends[e] - 1
+    starts = jnp.concatenate([jnp.zeros(1, ends.dtype), ends])  # the last entry is the number of used blocks
+    # Row of each copy: after the earlier copies of its expert. Copies without a local expert get a row out of range.
+    slot = jnp.where(expert < num_local, starts[expert] * rows + _ranks(expert[None], num_local)[0], blocks * rows)
+    expert_of_block = jnp.searchsorted(ends, jnp.arange(blocks), side="right").clip(0, num_local - 1)
 
     def project(name, hidden):
         kernel, bias = experts[name]["kernel"], experts[name].get("bias")
         y = grouped_linear(hidden, kernel, expert_of_block, ends[-1])
         return y if bias is None else y + bias[expert_of_block][:, None]
 
+    # Scatter copies to their rows ("drop" ignores rows out of range), apply the experts, gather results back.
     each = jnp.broadcast_to(x[:, :, None], (batch, length, chosen.shape[-1], features)).reshape(copies, features)
-    laid_out = jnp.zeros((blocks * rows, features), x.dtype).at[slot].set(each, mode="drop")
-    laid_out = laid_out.reshape(blocks, rows, features)
-    gate = project("gate", laid_out) if "gate" in experts else None
-    hidden = activate(activation, project("up", laid_out), gate)
+    grouped = jnp.zeros((blocks * rows, features), x.dtype).at[slot].set(each, mode="drop")
+    grouped = grouped.reshape(blocks, rows, features)
+    gate = project("gate", grouped) if "gate" in experts else None
+    hidden = activate(activation, project("up", grouped), gate)  # (P, Q, F)
     hidden = constrain(hidden, None, None, "feed_forward")
     hidden = checkpoint_name(hidden, "feed_forward_hidden")
     y = project("down", hidden).reshape(blocks * rows, features)
-    each = y.at[slot].get(mode="fill", fill_value=0).reshape(*chosen.shape, features)
-    return (each * weights[..., None]).sum(2).astype(x.dtype)
+    each = y.at[slot].get(mode="fill", fill_value=0).reshape(*chosen.shape, features)  # (B, T, k, D)
+    return (each * weights[..., None]).sum(2).astype(x.dtype)  # sum of w_e FeedForward_e(x), in float32 like w
 
 
-# A slice read and a slice written: `x[i]` and `x.at[i].set` would be a gather and a scatter, which take much longer.
+# Read and write one slice: `x[i]` and `x.at[i].set` would compile to a gather and a scatter, which are much slower.
 _at = functools.partial(jax.lax.dynamic_index_in_dim, axis=0, keepdims=False)
 _put = functools.partial(jax.lax.dynamic_update_index_in_dim, axis=0)
 
 
 @jax.custom_vjp
 def grouped_linear(x: Array, kernel: Array, expert: Array, used: Array) -> Array:
-    """Each block of x (P, Q, in) times the kernel (E, in, out) of its expert (P,) -> (P, Q, out); zeros from block
-    `used` () on. A loop over the blocks that are used (Gale et al. 2022, arXiv 2211.15841, has them as a kernel).
+    """Multiply each block of x (P, Q, in) by the kernel (E, in, out) of its expert (P,) -> (P, Q, out).
+
+    Only the first `used` () blocks are computed, in a loop; the others are zero. Gale et al. 2022, arXiv 2211.15841,
+    describe the same computation as one kernel.
     """
 
+    # (Q, in) @ (in, out)
     def step(i, y):
         return _put(y, _at(x, i) @ _at(kernel, _at(expert, i)), i)
 
@@ -322,12 +367,14 @@ def _forward(x, kernel, expert, used):
 
 
 def _backward(saved, dy):
-    # By hand: the derivative that JAX makes of `kernel[expert[i]]` is as large as all experts, in every step.
+    # By hand, because JAX can't differentiate a loop whose length is an array in reverse mode. A loop of fixed length
+    # would not do either: the derivative of `kernel[expert[i]]` is an array as large as all experts, in every step.
     x, kernel, expert, used = saved
 
     def step(i, gradients):
         dx, dkernel = gradients
         e, dy_block = _at(expert, i), _at(dy, i)
+        # dx = dy W^T; dW is summed over all blocks of the expert, in float32 because these may be many.
         product = jnp.matmul(_at(x, i).T, dy_block, preferred_element_type=jnp.float32)
         return _put(dx, dy_block @ _at(kernel, e).T, i), _put(dkernel, _at(dkernel, e) + product, e)
 

@@ -1,14 +1,14 @@
-"""Logical axes of parameters: each module declares those of its own, and everything that must know them reads these.
+"""Logical axes of parameters: each module declares those of its own parameters, and other modules look them up.
 
-A declaration is one line beside the module that creates the parameter:
+A declaration is one line next to the module that creates the parameter:
 
     class Linear(nn.Module):
         parameter_axes = declare({"query/kernel": "embed -> heads _"})
 
-It names the axes in order ("_" is an axis without a name) and says which of them a matrix multiplication sums over.
-Five readers follow from it: `sharding` (where a parameter is stored), `training.optimizers` (which matrices Muon
-orthogonalizes), `lora` (which maps can get low-rank updates), `int8` (over which axes a scale holds) and
-`training.flops` (what a training step multiplies by). `sharding.with_logical_axes` gives the same axes to Flax's tools.
+It names the axes in order ("_" is an axis without a name) and states which of them a matrix multiplication sums over.
+It has five uses: `sharding` (how a parameter is sharded), `training.optimizers` (which matrices Muon orthogonalizes),
+`lora` (which matrices can get low-rank updates), `int8` (which axes share a scale) and `training.flops` (the matrix
+multiplications of a training step). `sharding.with_logical_axes` passes the same axes to Flax's tools.
 """
 
 from __future__ import annotations
@@ -24,26 +24,27 @@ LAYERS = "layers"
 
 Role = Literal["hidden", "input", "output", "vector"]
 """hidden: a matrix between hidden features; input: a table or map from tokens, pixels or numbers to hidden features;
-output: a matrix from hidden features to logits or a router's scores; vector: no matrix (a scale, a bias, a sink)"""
+output: a matrix from hidden features to logits or router scores; vector: not a matrix (a scale, a bias, a sink)"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterAxes:
-    """What is known about the axes of a parameter, without the leading axis of stacked layers.
+    """The axes of a parameter, without the leading axis of stacked layers.
 
     Raises:
-        ValueError: a matrix without inputs, a vector with some, or an axis that is both input and output.
+        ValueError: a matrix without inputs, a vector with inputs, or an axis that is both input and output.
     """
 
     names: tuple[str | None, ...]
-    """logical name of each axis, None for an axis without one"""
+    """logical name of each axis, None for an axis without a name"""
     inputs: tuple[int, ...] = ()
     """axes that a matrix multiplication sums over, counted from the end; () for a vector"""
     outputs: tuple[int, ...] = ()
-    """axes of what the multiplication gives, counted from the end; axes that are neither separate independent maps"""
+    """output axes of the multiplication, counted from the end; axes that are neither input nor output enumerate
+    separate maps"""
     role: Role = "vector"
     int8: bool = False
-    """whether the module that owns the parameter also computes with `int8.Int8`"""
+    """whether the module that owns the parameter also supports `int8.Int8`"""
 
     def __post_init__(self):
         if not self.names or set(self.inputs) & set(self.outputs) or bool(self.inputs) != (self.role != "vector"):
@@ -51,7 +52,7 @@ class ParameterAxes:
 
     @property
     def is_table(self) -> bool:
-        """Whether rows are looked up by token, (V, D): the outputs of its product, as logits, come first."""
+        """Whether the parameter is a lookup table (V, D): as an output map it would sum over the last axis."""
         return self.role == "input" and self.inputs == (-1,)
 
 
@@ -62,22 +63,22 @@ def declare(axes: Mapping[str, str], *, role: Role = "hidden", int8: bool | None
     """Declare the axes of parameters by the end of their path, and return them parsed.
 
     Args:
-        axes: end of a path -> axes. A path ends so if its last components match ("conv_*/kernel" has a wildcard); of
-            several ends that match, the one with the most components counts. Axes are "in -> out" or "out <- in" for a
-            matrix, "feed_forward" for a vector, with "maps: in -> out" for a row of separate matrices.
-        role: that of the matrices among them.
-        int8: whether their module computes with `int8.Int8`; None: hidden matrices do.
+        axes: end of a path -> axes. A path matches if its last components equal the end ("conv_*/kernel" contains a
+            wildcard); if several ends match, the one with the most components applies. Axes are "in -> out" or "out <-
+            in" for a matrix, "feed_forward" for a vector, and "maps: in -> out" for a stack of separate matrices.
+        role: the role of the matrices.
+        int8: whether the module supports `int8.Int8`; None: True for hidden matrices.
 
     Raises:
-        ValueError: axes that can't be parsed, or that are declared otherwise elsewhere.
+        ValueError: axes that can't be parsed, or that another module declares differently.
     """
     parsed = {}
     for end, text in axes.items():
         found = _parse(text, role, role == "hidden" if int8 is None else int8)
         if _DECLARED.get(end, found) != found:
             raise ValueError(
-                f"the axes of {end!r} are declared as {text!r}, but also as {_DECLARED[end]}. Name the parameter "
-                f"otherwise, or declare a longer end of its path."
+                f"the axes of {end!r} are declared as {text!r}, but also as {_DECLARED[end]}. Rename the parameter, "
+                f"or declare a longer end of its path."
             )
         parsed[end] = found
     _DECLARED.update(parsed)
@@ -85,24 +86,25 @@ def declare(axes: Mapping[str, str], *, role: Role = "hidden", int8: bool | None
 
 
 def declared() -> Mapping[str, ParameterAxes]:
-    """All declarations: end of a path -> axes. Those of this package are complete once `transformer.nn.models` is
-    imported.
+    """Return all declarations: end of a path -> axes.
+
+    Those of this package are complete once `transformer.nn.models` has been imported.
     """
     return MappingProxyType(_DECLARED)
 
 
 def axes_of(path: str, ndim: int) -> ParameterAxes | None:
-    """The declared axes of the parameter at `path` ("decoder/layers/slot_0/.../query/kernel"); None if nothing is
-    declared for it, or only for another number of axes.
+    """Return the declared axes of the parameter at `path` ("decoder/layers/slot_0/.../query/kernel").
 
-    The state of an optimizer has the path of its parameter behind its own (`0/mu/decoder/...`) and the same axes.
+    Returns None if no declaration matches, or only one with another number of axes. The path of an optimizer state
+    ends in the path of its parameter (`0/mu/decoder/...`), so it gets the same axes.
     """
     found = _DECLARED.get(end_of(path) or "")
     return found if found is not None and ndim - len(found.names) in (0, 1) else None
 
 
 def end_of(path: str) -> str | None:
-    """The declared end that counts for a path: the one with the most components, literal ones before wildcards."""
+    """Return the declared end that applies to a path: most components first, literal ends before wildcards."""
     parts = path.split("/")
 
     def matches(end: str) -> bool:
@@ -113,15 +115,16 @@ def end_of(path: str) -> str | None:
 
 
 def parameter_axes(path: str, shape: Sequence[int]) -> tuple[str | None, ...]:
-    """Logical name of each axis of the parameter at `path`, "layers" for a leading axis of layers; () when nothing is
-    declared for it.
+    """Return the logical name of each axis of the parameter at `path`, () if it is not declared.
+
+    A leading axis of stacked layers has the name "layers".
     """
     found = axes_of(path, len(shape))
     return () if found is None else (*[LAYERS] * (len(shape) - len(found.names)), *found.names)
 
 
 def axis_names() -> set[str]:
-    """The logical names of all declared parameters, and "layers"."""
+    """Return the logical axis names of all declared parameters, and "layers"."""
     return {name for axes in _DECLARED.values() for name in axes.names if name is not None} | {LAYERS}
 
 

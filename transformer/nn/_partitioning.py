@@ -1,14 +1,14 @@
-"""Logical names for the axes of activations, and their placement on the mesh in force: the identity without a mesh.
+"""Logical names for the axes of activations, and their sharding on the current mesh. Without a mesh, nothing changes.
 
-A module names the axes of an array (`constrain(x, "batch", "length", "embed")`); rules map names to mesh axes. The
-mesh is JAX's own ambient one (`jax.set_mesh`). There are three kinds of mesh:
+A module names the axes of an array (`constrain(x, "batch", "length", "embed")`), and rules map names to mesh axes. The
+mesh is the one set with `jax.set_mesh`. There are three kinds of mesh:
 
-- a mesh with all axes of `nn.sharding.make_mesh`: `ACTIVATION_RULES` places every axis, and what no mesh axis
-  splits is replicated;
-- a mesh of another project, with axes such as ("dp", "tp"): what no rule maps is left to the compiler
-  (`PartitionSpec.UNCONSTRAINED`). `axis_rules`, or Flax's `nn.logical_axis_rules`, map our names to its axes;
-- Explicit axes (the default of `jax.make_mesh` since JAX 0.9), where each array's type holds its sharding: nothing is
-  constrained, and operations that JAX does not infer a sharding for get one from their operands.
+- a mesh with all axes of `nn.sharding.make_mesh`: `ACTIVATION_RULES` determines the sharding of every axis, and axes
+  that no mesh axis splits are replicated;
+- a mesh of another project, with axes such as ("dp", "tp"): axes without a rule are left to the compiler
+  (`PartitionSpec.UNCONSTRAINED`). `axis_rules`, or Flax's `nn.logical_axis_rules`, maps our names to its axes;
+- a mesh with Explicit axes (the default of `jax.make_mesh` since JAX 0.9), where the type of each array contains its
+  sharding: nothing is constrained, and operations for which JAX can't infer a sharding get one from their operands.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from transformer.nn._jax_compat import check_explicit_axes, platform_of
 from transformer.nn._parameter_axes import axis_names
 
 AxisRules: TypeAlias = Sequence[tuple[str, str | Sequence[str] | None]]
-"""(logical axis, mesh axis, mesh axes or None) pairs in order of priority, in the form of Flax's logical axis rules"""
+"""pairs of a logical axis and a mesh axis, several mesh axes or None, in order of priority, as in Flax's rules"""
 
 ACTIVATION_RULES: dict[str, tuple[str, ...]] = {
     "batch": ("data", "fsdp", "expert"),
@@ -40,7 +40,7 @@ ACTIVATION_RULES: dict[str, tuple[str, ...]] = {
     "embed": (),
     "head_dim": (),
 }
-"""logical axis -> mesh axes it is split over, where the mesh has them; `axis_rules` replaces the table"""
+"""logical axis -> mesh axes that split it, if the mesh has them; `axis_rules` replaces this table"""
 
 _OWN_AXES = {axis for axes in ACTIVATION_RULES.values() for axis in axes}
 
@@ -49,18 +49,18 @@ _RULES: contextvars.ContextVar[AxisRules | None] = contextvars.ContextVar("axis_
 
 @contextlib.contextmanager
 def axis_rules(rules: AxisRules) -> Iterator[None]:
-    """Maps our logical axes to the axes of your mesh, for everything traced inside the `with` block.
+    """Map the logical axes of this package to the axes of your mesh, for code traced inside the `with` block.
+
+    JAX traces a jitted function once per signature, so put the block around the first call.
 
     Args:
         rules: pairs such as `[("batch", ("dp", "fsdp")), ("heads", "tp"), ("embed", None)]`, in the form of Flax's
-            `nn.logical_axis_rules`, which is read when no `axis_rules` is in force. Of several rules for a name the
-            first one counts that has a free axis of the mesh; None replicates the axis; an axis without a rule is left
-            to the compiler. Parameters follow the same rules in `sharding.state_shardings`.
-
-    JAX traces a jitted function once for each signature: put the block around the first call.
+            `nn.logical_axis_rules`, which apply outside of `axis_rules`. If a name has several rules, the first one
+            whose mesh axes are unused applies. None replicates the axis; an axis without a rule is left to the
+            compiler. Parameters follow the same rules in `sharding.state_shardings`.
 
     Raises:
-        ValueError: a name that is not a logical axis of ours, of activations or of declared parameters.
+        ValueError: a name that is not a logical axis of activations or of declared parameters.
     """
     for name, _ in rules:
         _check(name, (*ACTIVATION_RULES, *sorted(axis_names() - ACTIVATION_RULES.keys())))
@@ -77,7 +77,7 @@ def _check(name: str, names: Iterable[str] = ACTIVATION_RULES) -> None:
 
 
 def current_rules() -> AxisRules | None:
-    """The rules given by `axis_rules` or by Flax's `nn.logical_axis_rules`; None where our own tables apply."""
+    """Return the rules set by `axis_rules` or by Flax's `nn.logical_axis_rules`; None if the default tables apply."""
     given = _RULES.get()
     return given if given is not None else spmd.get_logical_axis_rules() or None
 
@@ -85,10 +85,10 @@ def current_rules() -> AxisRules | None:
 def split_axes(
     names: Sequence[str | None], sizes: Mapping[str, int], rules: Iterable[tuple[str, str | Sequence[str] | None]]
 ) -> list[tuple[str, ...] | None]:
-    """The mesh axes that split each logical axis of one array; None for a name that no rule maps.
+    """Return the mesh axes that split each logical axis of one array; None for a name without a rule.
 
-    As in Flax, the first rule for a name counts whose mesh axes no other axis of the array has. Axes that are not in
-    `sizes` are left out of a rule, and a rule of such axes alone is skipped; axes of size 1 split nothing.
+    As in Flax, the first rule for a name applies whose mesh axes no other axis of the array uses. Axes that are not in
+    `sizes` are removed from a rule, and a rule with only such axes is skipped. Axes of size 1 split nothing.
     """
     split: dict[str, tuple[str, ...]] = {}
     for name, target in rules:
@@ -101,8 +101,9 @@ def split_axes(
 
 
 def _placements(names: Sequence[str | None]) -> list[tuple[tuple[str, ...], bool]]:
-    """For each axis of one array: the mesh axes that split it, and whether it is replicated over all others. If not,
-    the compiler may split it further.
+    """For each axis of one array, return the mesh axes that split it, and whether it is replicated over all others.
+
+    If it is not replicated, the compiler may split it further.
     """
     mesh = jax.sharding.get_abstract_mesh()
     types = zip(mesh.axis_names, mesh.axis_types, strict=True)
@@ -115,8 +116,7 @@ def _placements(names: Sequence[str | None]) -> list[tuple[tuple[str, ...], bool
 
 
 def mesh_axes(name: str | None) -> tuple[str, ...]:
-    """The axes of the mesh in force that a logical axis is split over; none without a mesh, or for None.
-
+    """Return the axes of the current mesh that split a logical axis; none without a mesh, or for None.
     Raises:
         ValueError: an unknown name.
     """
@@ -127,30 +127,31 @@ def mesh_axes(name: str | None) -> tuple[str, ...]:
 
 
 def platform() -> str:
-    """What is computed on, "cpu", "gpu" or "tpu": the devices of the mesh in force, which need not be here (a step may
-    be compiled for others), or else those of JAX.
+    """Return the platform of the computation, "cpu", "gpu" or "tpu": that of the current mesh, else JAX's default.
+
+    The devices of the mesh may belong to another machine, because a step can be compiled for other devices.
     """
     device = jax.sharding.get_abstract_mesh().abstract_device
     return jax.default_backend() if device is None else platform_of(device)
 
 
 def num_shards(name: str) -> int:
-    """Into how many parts the mesh in force splits a logical axis; 1 without a mesh."""
+    """Return the number of parts into which the current mesh splits a logical axis; 1 without a mesh."""
     mesh = jax.sharding.get_abstract_mesh()
     return math.prod(mesh.shape[axis] for axis in mesh_axes(name))
 
 
 def constrain(x: jax.Array, *names: str | None) -> jax.Array:
-    """Places `x`, of any shape, by the logical name of each axis (None: whole).
+    """Constrain the sharding of `x`, of any shape, by the logical name of each axis (None: not split).
 
-    On a mesh that has all of our axes, what nothing splits, or does not divide, is replicated. On other meshes it is
-    left to the compiler.
+    On a mesh that has all axes of `make_mesh`, an axis that nothing splits, or whose size is not divisible, is
+    replicated. On other meshes it is left to the compiler.
 
     Raises:
-        ValueError: an unknown name, or not one name an axis.
+        ValueError: an unknown name, or not exactly one name per axis.
     """
     if len(names) != x.ndim:
-        raise ValueError(f"constrain takes one name an axis: got {len(names)} names for an array of shape {x.shape}.")
+        raise ValueError(f"constrain takes one name per axis: got {len(names)} names for an array of shape {x.shape}.")
     for name in names:
         if name is not None:
             _check(name)
@@ -166,20 +167,22 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
 
 
 def has_mesh() -> bool:
-    """Whether a mesh is set (`jax.set_mesh`)."""
+    """Return whether a mesh is set (`jax.set_mesh`)."""
     return not jax.sharding.get_abstract_mesh().empty
 
 
 def _axes_of(*kinds: AxisType) -> set[str]:
-    """Axes of the mesh in force that are of these types and split something."""
+    """Return the axes of the current mesh that have one of these types and a size above 1."""
     mesh = jax.sharding.get_abstract_mesh()
     types = zip(mesh.axis_names, mesh.axis_types, strict=True)
     return {axis for axis, kind in types if kind in kinds and mesh.shape[axis] > 1}
 
 
 def unmapped_axes() -> tuple[str, ...]:
-    """Axes of the mesh in force that split something and that no rule names. Arrays may be split over them in a way
-    that only the compiler knows: a kernel that it can't split would compute the same on each of their devices.
+    """Return the axes of the current mesh that have a size above 1 and no rule.
+
+    Only the compiler knows whether it splits arrays over such axes. A kernel that the compiler can't partition would
+    repeat the same computation on each of their devices.
     """
     rules = current_rules()
     if rules is None:
@@ -192,7 +195,7 @@ def unmapped_axes() -> tuple[str, ...]:
 
 
 def unmapped_reason() -> str | None:
-    """For kernels that the compiler can't split: why they don't run under the mesh in force, or None."""
+    """For kernels that the compiler can't partition: return why they don't run under the current mesh, or None."""
     if not (axes := unmapped_axes()):
         return None
     return (
@@ -202,18 +205,20 @@ def unmapped_reason() -> str | None:
 
 
 def rows_can_merge() -> bool:
-    """Whether batch and length may be reshaped to one axis without communication: no mesh axis splits the length, nor
-    any axis in a way that the rules do not tell.
+    """Return whether batch and length may be reshaped to one axis without communication.
+
+    They may if no mesh axis splits the length and all mesh axes have a rule.
     """
     return not unmapped_axes() and not _axes_of(AxisType.Explicit) and num_shards("length") == 1
 
 
 def explicit_spec(x: jax.Array) -> PartitionSpec | None:
-    """The sharding in the type of `x` (any shape), one entry an axis, where the mesh in force has Explicit axes; else
-    None.
+    """Return the sharding in the type of `x` (any shape), one entry per axis, if the current mesh has Explicit axes.
+
+    Returns None otherwise.
 
     Raises:
-        ValueError: the type has Explicit axes, but their mesh is not in force: JAX can't differentiate that.
+        ValueError: the type has Explicit axes, but their mesh is not the current one: JAX can't differentiate that.
     """
     if _axes_of(AxisType.Explicit):
         return jax.typeof(x).sharding.spec
@@ -222,14 +227,14 @@ def explicit_spec(x: jax.Array) -> PartitionSpec | None:
     if any(mesh.shape[axis] > 1 for axis in split):
         raise ValueError(
             f"an array of shape {x.shape} is sharded over the Explicit mesh axes {', '.join(split)}, but their mesh is "
-            f"not in force. Call inside `with jax.set_mesh(mesh):`, or make the mesh with "
+            f"not set. Call inside `with jax.set_mesh(mesh):`, or create the mesh with "
             f"axis_types=(jax.sharding.AxisType.Auto,) * {len(mesh.axis_names)}."
         )
     return None
 
 
 def joined_spec(*entries: str | tuple[str, ...] | None) -> PartitionSpec:
-    """A spec of these entries in which no mesh axis occurs twice: the first one keeps it."""
+    """Return a spec with these entries, in which each mesh axis occurs once: the first entry that names it keeps it."""
     used: set[str] = set()
     kept = []
     for entry in entries:
@@ -240,14 +245,16 @@ def joined_spec(*entries: str | tuple[str, ...] | None) -> PartitionSpec:
 
 
 def in_auto_axes(function: Callable[..., Any], out_spec: Any) -> Callable[..., Any]:
-    """`function`, with Explicit axes of the mesh in force made Auto inside it; itself where there are none.
+    """Wrap `function` so that Explicit axes of the current mesh are Auto inside it; without such axes, return it as is.
 
-    For numerics in whose inner steps (scans, gathers, products over split axes) JAX does not infer a sharding. What the
-    function reads must be its arguments: an array that it closes over keeps its Explicit type. It is recomputed in the
-    backward pass, because a residual of Auto type must not leave it (a scan over layers would stack such residuals).
+    This is for code with inner steps (scans, gathers, matrix multiplications over split axes) for which JAX does not
+    infer a sharding. All arrays that the function reads must be its arguments: an array in its closure keeps its
+    Explicit type. The function is recomputed in the backward pass, because a residual with Auto axes must not leave it
+    (a scan over layers would stack such residuals).
 
     Args:
-        out_spec: the `PartitionSpec` of each result, as a tree like the result.
+        function: the function to wrap.
+        out_spec: the `PartitionSpec` of each result, as a tree with the structure of the result.
     """
     if not (axes := _axes_of(AxisType.Explicit)):
         return function
@@ -256,11 +263,10 @@ def in_auto_axes(function: Callable[..., Any], out_spec: Any) -> Callable[..., A
 
 
 def lookup(table: jax.Array, rows: jax.Array) -> jax.Array:
-    """Rows of a table: (V, D) at (...) -> (..., D); NaN for a row that the table does not have, past the end or
-    negative.
-    """
+    """Look up rows of a table: (V, D) at (...) -> (..., D). A row outside the table, or a negative one, gives NaN."""
 
     def rows_of(table, rows):
+        # A negative token id is an error, not an index from the end of the table as in NumPy.
         return table.at[rows].get(mode="fill", wrap_negative_indices=False)
 
     spec = explicit_spec(rows)
@@ -270,25 +276,26 @@ def lookup(table: jax.Array, rows: jax.Array) -> jax.Array:
 def shard_map(
     function: Callable[..., jax.Array], in_names: Sequence[tuple[str | None, ...]], out_names: tuple[str | None, ...]
 ) -> Callable[..., jax.Array]:
-    """`function` of arrays, run by each device on its own part of them (`jax.shard_map`): for kernels that the compiler
-    can't split, and for collectives. Without a mesh, or where no name is split by it, the function itself.
+    """Wrap `function` so that each device runs it on its own shards (`jax.shard_map`).
+
+    This is for kernels that the compiler can't partition, and for collectives. Without a mesh, or if the mesh splits
+    none of the names, the function itself is called. A name splits either all axes with that name or, if the size of
+    one of them is not divisible, none of them.
 
     Args:
-        function: arrays -> one array, of any shape. It sees parts, and the mesh axes by name.
-        in_names: for each argument, the logical name of each axis (None: every device gets it whole).
-        out_names: the same for the result. What is not split by a name must be equal on all devices.
-
-    A name splits where every axis it names divides; else it splits none of them.
+        function: arrays -> one array, of any shape. It receives shards and can use the names of mesh axes.
+        in_names: for each argument, the logical name of each axis (None: every device gets the full axis).
+        out_names: the same for the result. Along axes that no name splits, all devices must compute equal results.
 
     Raises:
-        ValueError: an unknown name, or not one name an axis.
+        ValueError: an unknown name, or not exactly one name per axis.
     """
 
     def run(*arrays: jax.Array) -> jax.Array:
         axis_sizes = []
         for names, x in zip(in_names, arrays, strict=True):
             if len(names) != x.ndim:
-                raise ValueError(f"shard_map takes one name an axis: got {names} for an array of shape {x.shape}.")
+                raise ValueError(f"shard_map takes one name per axis: got {names} for an array of shape {x.shape}.")
             axis_sizes += zip(names, x.shape, strict=True)
         mesh = jax.sharding.get_abstract_mesh()
         axes = {axis for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Auto}
@@ -299,7 +306,7 @@ def shard_map(
         def spec(names):
             return PartitionSpec(*(None if name in whole else mesh_axes(name) or None for name in names))
 
-        # Kernels with a derivative of their own say nothing of which results are alike: out_names says it.
+        # check_vma=False: kernels with a custom derivative don't declare which results are replicated; out_names does.
         split = jax.shard_map(
             function,
             in_specs=tuple(spec(names) for names in in_names),

@@ -1,7 +1,8 @@
-"""One pure object for each position scheme, with three hooks: add to embeddings, rotate heads, bias a block of scores.
+"""Position schemes: pure objects with three hooks, which add to embeddings, rotate heads, or bias a block of scores.
 
-The attention never asks which scheme it has. Positions are arguments, so packing, padding and decoding are the same
-call; no table is cached anywhere. A scheme that learns says the shape of its table; the stack owns it and passes it in.
+Attention calls all hooks and does not depend on the kind of scheme. Positions are arguments, so packing, padding and
+decoding use the same call, and no table is cached. A scheme with parameters only gives the shape of its table; the
+stack owns the table and passes it in.
 """
 
 from __future__ import annotations
@@ -20,43 +21,45 @@ from transformer.nn._partitioning import lookup
 
 @dataclass(frozen=True, kw_only=True)
 class PositionScheme:
-    """The base class of position schemes: three hooks, `add`, `rotate` and `bias`, none of which does anything here."""
+    """Base class of position schemes, with three hooks: `add`, `rotate` and `bias`. By default, none has an effect."""
 
     @property
     def table_shape(self) -> tuple[int, int] | None:
-        """Shape of the learnt table, or None."""
+        """Shape of the learned table, or None."""
         return None
 
     @property
     def adds(self) -> bool:
-        """Whether the scheme works by `add`, on embeddings, and does nothing inside attention."""
+        """Whether the scheme uses `add`, on embeddings, and has no effect inside attention."""
         return type(self).add is not PositionScheme.add
 
     def add(self, x: Hidden, positions: Positions, table: Float[Array, "R W"] | None = None) -> Hidden:
-        """Embeddings (B, T, D) plus what the scheme adds at `positions` (B, T)."""
+        """Return embeddings (B, T, D) plus an encoding of their `positions` (B, T)."""
         return x
 
     def rotate(self, heads: Float[Array, "B T N H"], positions: Positions) -> Float[Array, "B T N H"]:
-        """Queries or keys (B, T, N, H) turned by their `positions` (B, T)."""
+        """Return queries or keys (B, T, N, H), rotated by their `positions` (B, T)."""
         return heads
 
     def bias(
         self, queries: Int[Array, "B t"], keys: Int[Array, "B s"], table: Float[Array, "R W"] | None = None
     ) -> Float[Array, "B N t s"] | None:
-        """What is added to the scores between these query and key positions, (B, N, t, s); None: nothing."""
+        """Return the bias added to the scores between these query and key positions, (B, N, t, s), or None."""
         return None
 
 
 @dataclass(frozen=True, kw_only=True)
 class NoPosition(PositionScheme):
-    """No position information. A causal decoder still learns the order of tokens (Haviv et al. 2022, arXiv
+    """No position information. A causal decoder can still learn the order of tokens (Haviv et al. 2022, arXiv
     2203.16634).
     """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sinusoidal(PositionScheme):
-    """PE(pos, 2i) = sin(pos / base^(2i/d)), PE(pos, 2i+1) = cos(same), added (Vaswani et al. 2017, section 3.5)."""
+    """PE(pos, 2i) = sin(pos / base^(2i/d)), PE(pos, 2i+1) = cos(pos / base^(2i/d)), added to embeddings (Vaswani et al.
+    2017, section 3.5).
+    """
 
     base: float = 10_000.0
 
@@ -64,28 +67,34 @@ class Sinusoidal(PositionScheme):
         return x + self.encoding(positions, x.shape[-1]).astype(x.dtype)
 
     def encoding(self, positions: Positions, features: int) -> Float[Array, "B T D"]:
-        """The encodings themselves, (B, T, features), float32; sines at even and cosines at odd places."""
+        """Return the encodings (B, T, features), float32: sines at even and cosines at odd indices."""
+        # base^(-2i/d) = exp(-(2i/d) ln(base)), one frequency for each pair of features.
         frequencies = np.exp(-np.arange(0, features, 2) / features * math.log(self.base))
-        angle = angles(positions, frequencies)
+        angle = angles(positions, frequencies)  # (B, T, features / 2)
+        # Stacking on a new last axis and flattening interleaves: sin, cos, sin, cos, ...
         return jnp.stack([jnp.sin(angle), jnp.cos(angle)], -1).reshape(*positions.shape, features)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SinusoidalHalves(Sinusoidal):
-    """The same numbers, all sines first and then all cosines: the layout of tensor2tensor (Vaswani et al. 2018, arXiv
-    1803.07416) and Marian.
+    """The same values as `Sinusoidal`, with all sines before all cosines: the order of tensor2tensor (Vaswani et al.
+    2018, arXiv 1803.07416) and Marian.
     """
 
     def encoding(self, positions: Positions, features: int) -> Float[Array, "B T D"]:
-        """The encodings themselves, (B, T, features), float32; sines in the first and cosines in the second half."""
+        """Return the encodings (B, T, features), float32: sines in the first half and cosines in the second half."""
         pairs = super().encoding(positions, features)
         return jnp.concatenate([pairs[..., ::2], pairs[..., 1::2]], -1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Learned(PositionScheme):
-    """One learnt row a position, added (Gehring et al. 2017; Devlin et al. 2018): a table `max_length` x `features`. An
-    input longer than it is a ValueError; a single position that it has not gives NaN.
+    """One learned vector per position, added to embeddings (Gehring et al. 2017; Devlin et al. 2018).
+
+    The table is `max_length` x `features`. A position outside the table gives NaN.
+
+    Raises:
+        ValueError: an input longer than the table.
     """
 
     max_length: int
@@ -106,9 +115,14 @@ class Learned(PositionScheme):
 
 @dataclass(frozen=True, kw_only=True)
 class Rotary(PositionScheme):
-    """Turns pairs (i, i + size/2) of the first `size` dimensions of each head by position x frequency, so that scores
-    depend on distance only (Su et al. 2021, arXiv 2104.09864; the pairing of GPT-NeoX and Llama). `size` None: all.
-    Wavelengths run from 2 pi to 2 pi `base` positions. ValueError: a size that is odd, or larger than the head.
+    """Rotary position embedding (Su et al. 2021, arXiv 2104.09864).
+
+    Rotates each pair of dimensions (i, i + size/2) among the first `size` dimensions of a head by position x
+    frequency_i, so that scores depend only on the distance of two tokens. The pairing is that of GPT-NeoX and Llama;
+    the paper pairs neighbors. `size` None: all dimensions. Wavelengths range from 2 pi to about 2 pi `base` positions.
+
+    Raises:
+        ValueError: a size that is odd, or larger than the head.
     """
 
     base: float = 10_000.0
@@ -116,19 +130,22 @@ class Rotary(PositionScheme):
     scaling: RotaryScaling | None = None
 
     def frequencies(self, size: int) -> np.ndarray:
-        """Radians a position for each of the F = size / 2 pairs, (F,), float64, scaling included."""
-        plain = self.base ** (-np.arange(0, size, 2) / size)
+        """Return radians per position for each of the F = size / 2 pairs, (F,), float64, including the scaling."""
+        plain = self.base ** (-np.arange(0, size, 2) / size)  # theta_i = base^(-2i / size)
         scaling = self.scaling
         if scaling is None:
             return plain
-        if scaling.kind == "linear":
+        if scaling.kind == "linear":  # position interpolation: theta / factor at pos equals theta at pos / factor
             return plain / scaling.factor
-        turns = scaling.original_length * plain / (2 * np.pi)  # within the length trained on
+        # Rotations within the original context length. A pair with many of them has seen all angles in training and
+        # keeps its frequency; one with few would reach unseen angles and is interpolated, that is, divided by factor.
+        turns = scaling.original_length * plain / (2 * np.pi)
         if scaling.kind == "llama3":
             low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
             keep = np.clip((turns - low) / (high - low), 0.0, 1.0)
         else:
-            # YaRN (section 3.2) ramps over the index of the pair, between the two pairs that turn beta times.
+            # YaRN (section 3.2) ramps over the index of the pair instead, between the pairs with beta_fast and with
+            # beta_slow rotations. pair(beta) solves original_length base^(-2i / size) = 2 pi beta for i.
             def pair(beta):
                 return size * np.log(scaling.original_length / (beta * 2 * np.pi)) / (2 * np.log(self.base))
 
@@ -137,11 +154,14 @@ class Rotary(PositionScheme):
                 first, last = np.floor(first), np.ceil(last)
             first, last = max(first, 0), min(last, size - 1)
             keep = 1.0 - np.clip((np.arange(size // 2) - first) / max(last - first, 1e-3), 0.0, 1.0)
-        return plain * keep + plain / scaling.factor * (1 - keep)
+        return plain * keep + plain / scaling.factor * (1 - keep)  # keep 1: unchanged; keep 0: interpolated
 
     @property
     def magnitude(self) -> float:
-        """Factor on turned queries and keys: YaRN's 0.1 ln(factor) + 1 (section 3.4) or what it is given, else 1."""
+        """Factor on rotated queries and keys: for YaRN `attention_factor` or 0.1 ln(factor) + 1 (section 3.4), else 1.
+
+        Scores are products of a query and a key, so they are multiplied by its square.
+        """
         if self.scaling is None or self.scaling.kind != "yarn":
             return 1.0
         if self.scaling.attention_factor is not None:
@@ -152,28 +172,33 @@ class Rotary(PositionScheme):
         size = heads.shape[-1] if self.size is None else self.size
         if size % 2 or size > heads.shape[-1]:
             raise ValueError(
-                f"Rotary turns pairs of dimensions: {size} of a head of {heads.shape[-1]} can't be turned. Give it an "
-                f"even size of at most the head size, or change that."
+                f"Rotary rotates pairs of dimensions, but can't rotate {size} dimensions of a head of size "
+                f"{heads.shape[-1]}. Choose an even size of at most the head size, or change the head size."
             )
-        angle = angles(positions, self.frequencies(size))[:, :, None, :]
+        angle = angles(positions, self.frequencies(size))[:, :, None, :]  # (B, T, 1, size / 2), the same for all heads
         cos, sin = jnp.cos(angle) * self.magnitude, jnp.sin(angle) * self.magnitude
+        # In float32: bfloat16 rounding of cos and sin would blur positions.
         first, second = jnp.split(heads[..., :size].astype(jnp.float32), 2, axis=-1)
+        # The 2D rotation (a, b) -> (a cos - b sin, b cos + a sin) of each pair.
         turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
         return jnp.concatenate([turned.astype(heads.dtype), heads[..., size:]], axis=-1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ALiBi(PositionScheme):
-    """-slope |distance| added to the scores, slopes 2^(-8/N), 2^(-16/N), ... with N = `num_heads` (Press et al. 2021,
-    arXiv 2108.12409).
+    """ALiBi: adds -slope |distance| to the scores (Press et al. 2021, arXiv 2108.12409).
+
+    The slopes are 2^(-8/N), 2^(-16/N), ..., 2^(-8) with N = `num_heads`.
     """
 
     num_heads: int
 
     @property
     def slopes(self) -> np.ndarray:
-        """One a head, (N,). For N no power of two: those of the power below, then every other of the power above (the
-        authors' released code).
+        """One slope per head, (N,).
+
+        If N is not a power of two: the slopes of the next lower power, then every other slope of the next higher one,
+        as in the authors' released code.
         """
         below = 2 ** math.floor(math.log2(self.num_heads))
 
@@ -185,16 +210,22 @@ class ALiBi(PositionScheme):
     def bias(
         self, queries: Int[Array, "B t"], keys: Int[Array, "B s"], table: Float[Array, "R W"] | None = None
     ) -> Float[Array, "B N t s"] | None:
+        # (B, 1, t, 1) - (B, 1, 1, s) -> (B, 1, t, s)
         distance = jnp.abs(queries[:, None, :, None] - keys[:, None, None, :]).astype(jnp.float32)
         return -jnp.asarray(self.slopes, jnp.float32)[None, :, None, None] * distance
 
 
 @dataclass(frozen=True, kw_only=True)
 class T5Bias(PositionScheme):
-    """A learnt bias for each head and bucket of distances, added to the scores (Raffel et al. 2019, arXiv 1910.10683,
-    section 2.1): single distances up to half the buckets (of a side), then logarithmic ones up to `max_distance`. The
-    table is `buckets` x `num_heads`, and ValueError says when it is missing; `bidirectional`: keys after the query have
-    half of the buckets.
+    """T5's relative position bias: one learned number per head and bucket of distances, added to the scores (Raffel et
+    al. 2019, arXiv 1910.10683, section 2.1).
+
+    The first half of the buckets is for single distances, the second half for ranges that grow logarithmically up to
+    `max_distance`. With `bidirectional`, half of all `buckets` is for keys after the query. The table is `buckets` x
+    `num_heads`.
+
+    Raises:
+        ValueError: the table is missing.
     """
 
     num_heads: int
@@ -207,8 +238,9 @@ class T5Bias(PositionScheme):
         return self.buckets, self.num_heads
 
     def bucket(self, distance: Int[Array, "..."]) -> Int[Array, "..."]:
-        """Bucket of key position - query position, of any shape. Bidirectional: keys after the query have the upper
-        half to themselves; else they all fall into bucket 0.
+        """Return the bucket of key position - query position, of any shape.
+
+        Bidirectional: keys after the query use the upper half of the buckets. Otherwise they are all in bucket 0.
         """
         side = self.buckets
         start = jnp.zeros_like(distance)
@@ -219,11 +251,13 @@ class T5Bias(PositionScheme):
         else:
             distance = jnp.maximum(-distance, 0)
         exact = side // 2
-        # Where a logarithmic bucket begins is fixed, so the bounds are computed once, exactly, and counted.
+        # The bucket of d >= exact is exact + floor(log(d / exact) / log(max_distance / exact) (side - exact)), at most
+        # side - 1. Float32 logarithms can round to the wrong bucket. Therefore compute the first distance of
+        # each of these buckets in float64, and count those that are at most d. 1e-9: an integer must not round up.
         steps = np.arange(exact, side)
         bounds = exact * (self.max_distance / exact) ** ((steps - exact) / (side - exact))
         bounds = np.ceil(bounds - 1e-9).astype(np.int32)
-        far = exact - 1 + sum((distance >= bound).astype(distance.dtype) for bound in bounds)
+        far = exact - 1 + sum((distance >= bound).astype(distance.dtype) for bound in bounds)  # at most side - 1
         return start + jnp.where(distance < exact, distance, far)
 
     def bias(
@@ -231,18 +265,22 @@ class T5Bias(PositionScheme):
     ) -> Float[Array, "B N t s"] | None:
         if table is None:
             raise ValueError(
-                f"T5Bias needs its learnt table: pass position_table=, of shape {self.table_shape}. (A stack owns one.)"
+                f"T5Bias needs its learned table: pass position_table=, of shape {self.table_shape}. A stack owns one."
             )
-        buckets = self.bucket(keys[:, None, :] - queries[:, :, None])
+        buckets = self.bucket(keys[:, None, :] - queries[:, :, None])  # (B, t, s)
+        # (B, t, s, N) -> (B, N, t, s)
         return jnp.take(table, buckets, axis=0).astype(jnp.float32).transpose(0, 3, 1, 2)
 
 
 def angles(positions: Int[Array, "B T"], frequencies: np.ndarray) -> Float[Array, "B T F"]:
-    """positions (B, T) x frequencies (F,), radians a position, float64 -> (B, T, F) modulo 2 pi, in [-pi, pi), float32.
+    """Compute positions (B, T) x frequencies (F,) modulo 2 pi, in [-pi, pi): (B, T, F), float32.
 
-    A float32 product loses 6e-3 rad at position 100,000. Here a turn is 2^32 units and whole turns drop out in wrapping
-    integer arithmetic, which leaves an error below |position| x 7.4e-10 rad + 4e-7.
+    `frequencies` are radians per position, float64. A float32 multiplication would lose 6e-3 rad at position 100,000.
+    Fixed-point arithmetic has an error below |position| x 7.4e-10 rad + 4e-7 rad.
     """
+    # The unit is 1 / 2^32 of a full turn. The uint32 multiplication wraps modulo 2^32, that is, modulo full turns, and
+    # loses nothing else: the only errors are rounding the frequency to half a unit and the final float32 conversion.
     units = np.round(frequencies / (2 * np.pi) * 2**32).astype(np.uint64).astype(np.uint32)
+    # Reading the bits as int32 maps angles of [pi, 2 pi) to [-pi, 0). Negative positions work too (two's complement).
     phase = jax.lax.bitcast_convert_type(positions[..., None].astype(jnp.uint32) * units[None, None, :], jnp.int32)
     return phase.astype(jnp.float32) * np.float32(2 * np.pi / 2**32)

@@ -1,16 +1,16 @@
-"""Where parameters and batches lie: meshes, and a table from parameter paths to mesh axes.
+"""Sharding of parameters and batches: meshes, and rules from logical axes to mesh axes.
 
 A mesh is a grid of devices with named axes (GSPMD, Xu et al. 2021, arXiv 2105.04663):
 
 - `data` splits the rows of a batch;
-- `fsdp` splits them too, and every parameter, gradient and optimizer state with them (Rajbhandari et al. 2020, arXiv
+- `fsdp` splits the rows too, and also every parameter, gradient and optimizer state (Rajbhandari et al. 2020, arXiv
   1910.02054, stage 3);
-- `tensor` splits heads, feed-forward widths and vocabulary (Shoeybi et al. 2019, arXiv 1909.08053, section 3);
+- `tensor` splits heads, feed-forward widths and the vocabulary (Shoeybi et al. 2019, arXiv 1909.08053, section 3);
 - `context` splits the length of sequences;
-- `expert` splits the experts of a routed feed-forward, and rows of the batch elsewhere.
+- `expert` splits the experts of a mixture-of-experts layer, and the rows of the batch elsewhere.
 
-`state_shardings` also serves a mesh with other axes: give `rules`, pairs of a logical axis of `PARAMETER_AXES` and the
-mesh axis that splits it.
+`state_shardings` also supports a mesh with other axes: pass `rules`, pairs of a logical axis of `PARAMETER_AXES` and
+the mesh axis that splits it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from transformer.nn._parameter_axes import parameter_axes
 from transformer.nn._partitioning import AxisRules, current_rules, split_axes
 
 AXES = ("data", "fsdp", "expert", "context", "tensor")
-"""mesh axes, those that talk most last: neighbors in the list of devices are the best connected"""
+"""mesh axes; those with the most communication come last, because neighbors in the list of devices have the fastest
+connection"""
 
 BATCH_AXES = ("data", "fsdp", "expert")
 """mesh axes that split the rows of a batch"""
@@ -45,7 +46,7 @@ PARAMETER_AXES: dict[str, str] = {
     "vocab": "tensor",
     "expert": "expert",
 }
-"""logical axis of a parameter -> the mesh axis that splits it, unless `rules` say otherwise"""
+"""logical axis of a parameter -> the mesh axis that splits it, unless `rules` are given"""
 
 
 ParallelKind = Literal["mesh", "pmap"]
@@ -53,49 +54,49 @@ ParallelKind = Literal["mesh", "pmap"]
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """Over which devices a run is spread, and how. It changes speed and memory, never the result beyond rounding.
+    """How to distribute a run over devices. It changes speed and memory; results differ only by rounding.
 
     Raises:
-        ConfigError: sizes that can't be, or a pmap that is asked for more than rows.
+        ConfigError: impossible sizes, or kind "pmap" with anything other than data parallelism.
     """
 
     kind: ParallelKind = "mesh"
-    """mesh: one program over a grid of devices, jit; pmap: a copy of the model on every local device, rows split"""
+    """mesh: one jitted program over a grid of devices; pmap: data parallelism, a copy of the model per local device"""
     data: int = -1
-    """devices that split the rows of a batch; -1: what the other axes leave"""
+    """number of devices that split the rows of a batch; -1: all remaining devices"""
     fsdp: int = 1
-    """devices that split rows, and with them parameters, gradients and optimizer state"""
+    """number of devices that split rows, parameters, gradients and optimizer state"""
     tensor: int = 1
-    """devices that split heads, feed-forward width and vocabulary"""
+    """number of devices that split heads, feed-forward width and vocabulary"""
     context: int = 1
-    """devices that split the length of sequences"""
+    """number of devices that split the length of sequences"""
     expert: int = 1
-    """devices that split the experts of a routed feed-forward, and rows elsewhere"""
+    """number of devices that split the experts of a mixture-of-experts layer, and rows elsewhere"""
     devices: int | None = None
-    """use the first so many devices; None: all there are"""
+    """number of devices to use, from the start of JAX's list; None: all"""
     coordinator: str | None = None
-    """host:port of process 0, of several that train together; auto: JAX asks the cluster; None: as Slurm, Open MPI or a
-    TPU slice says, else one process"""
+    """host:port of process 0 in multi-process training; auto: detected by JAX; None: from Slurm, Open MPI or a TPU
+    slice if there is one, else a single process"""
     num_processes: int | None = None
-    """how many train together, with a coordinator"""
+    """number of processes, if a coordinator is given"""
     process_id: int | None = None
-    """which of them this one is, from 0"""
+    """index of this process, from 0"""
     patience: int = 300
-    """seconds to wait for the other processes at the start"""
+    """seconds to wait at startup for the other processes"""
 
     def __post_init__(self):
         check_choice("parallel.kind", self.kind, ParallelKind.__args__)
         self._check_processes()
         for axis, size in self.sizes.items():
             if not isinstance(size, int) or isinstance(size, bool) or (size < 1 and size != -1):
-                raise ConfigError(f"parallel.{axis} must be at least 1, or -1 for what is left, got {size!r}.")
+                raise ConfigError(f"parallel.{axis} must be at least 1, or -1 for all remaining devices, got {size!r}.")
         if self.devices is not None and (not isinstance(self.devices, int) or self.devices < 1):
             raise ConfigError(f"parallel.devices must be an integer of at least 1, or None, got {self.devices!r}.")
         split = [axis for axis, size in self.sizes.items() if axis != "data" and size != 1]
         if self.kind == "pmap" and split:
             raise ConfigError(
-                f"parallel.kind pmap splits the rows of a batch and nothing else, but parallel.{split[0]} is "
-                f"{self.sizes[split[0]]}. Leave it out, or take parallel.kind mesh."
+                f"parallel.kind pmap splits only the rows of a batch, but parallel.{split[0]} is "
+                f"{self.sizes[split[0]]}. Remove that option, or use parallel.kind mesh."
             )
 
     def _check_processes(self) -> None:
@@ -103,8 +104,8 @@ class ParallelConfig:
         if self.coordinator in (None, "auto"):
             if ids != (None, None):
                 raise ConfigError(
-                    "parallel.num_processes and parallel.process_id go with parallel.coordinator, the host and port of "
-                    "process 0: --parallel.coordinator 10.0.0.1:1234. Leave them out where one process trains alone."
+                    "parallel.num_processes and parallel.process_id require parallel.coordinator, the host and port of "
+                    "process 0: --parallel.coordinator 10.0.0.1:1234. Remove them to train with a single process."
                 )
         else:
             host, _, port = self.coordinator.rpartition(":")
@@ -116,32 +117,32 @@ class ParallelConfig:
                 )
             if None in ids or not 0 <= self.process_id < self.num_processes:
                 raise ConfigError(
-                    f"parallel.coordinator needs parallel.num_processes, and parallel.process_id from 0 to one less, "
-                    f"got {self.num_processes} and {self.process_id}."
+                    f"parallel.coordinator needs parallel.num_processes, and a parallel.process_id from 0 to "
+                    f"num_processes - 1, got {self.num_processes} and {self.process_id}."
                 )
         if not 1 <= self.patience <= 10**6:
-            raise ConfigError(f"parallel.patience must be 1 to 1,000,000 seconds, got {self.patience}.")
+            raise ConfigError(f"parallel.patience must be from 1 to 1,000,000 seconds, got {self.patience}.")
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Wanted size of each axis of the mesh."""
+        """Requested size of each mesh axis."""
         return {axis: getattr(self, axis) for axis in AXES}
 
     def choose(self, devices: Sequence[jax.Device]) -> list[jax.Device]:
-        """The devices to use of those there are. ConfigError when there are fewer than `devices`."""
+        """Return the devices to use. Raises ConfigError if fewer than `devices` are available."""
         if self.devices is not None and self.devices > len(devices):
             raise ConfigError(
-                f"parallel.devices is {self.devices}, but there are {len(devices)} devices. Give at most so many. "
-                f"(Simulated ones on a CPU: XLA_FLAGS=--xla_force_host_platform_device_count={self.devices})"
+                f"parallel.devices is {self.devices}, but {len(devices)} devices are available. Use at most that many. "
+                f"(To simulate devices on a CPU: XLA_FLAGS=--xla_force_host_platform_device_count={self.devices})"
             )
         return list(devices)[: self.devices]
 
 
 def mesh_sizes(wanted: Mapping[str, int], num_devices: int) -> dict[str, int]:
-    """Sizes of all axes for so many devices; at most one -1 in `wanted` takes what the others leave.
+    """Return the sizes of all mesh axes for `num_devices`; at most one -1 in `wanted` is replaced by what remains.
 
     Raises:
-        ConfigError: an unknown axis, more than one -1, or a product that is not the number of devices.
+        ConfigError: an unknown axis, more than one -1, or sizes whose product is not the number of devices.
     """
     unknown = [name for name in wanted if name not in AXES]
     if unknown:
@@ -149,38 +150,38 @@ def mesh_sizes(wanted: Mapping[str, int], num_devices: int) -> dict[str, int]:
     sizes = {axis: wanted.get(axis, 1) for axis in AXES}
     free = [axis for axis, size in sizes.items() if size == -1]
     if len(free) > 1:
-        raise ConfigError(f"only one mesh axis can be -1 (what is left), got {' and '.join(free)}. Give a size to one.")
+        raise ConfigError(f"only one mesh axis can be -1 (all remaining), got {' and '.join(free)}. Set one of them.")
     fixed = math.prod(size for size in sizes.values() if size != -1)
-    told = told_sizes(sizes) or "all axes 1"
+    given = told_sizes(sizes) or "all axes 1"
     if free and num_devices % fixed == 0:
         return sizes | {free[0]: num_devices // fixed}
     if free or fixed != num_devices:
         divisors = [n for n in range(1, num_devices + 1) if num_devices % n == 0]
         raise ConfigError(
-            f"the mesh {told} needs {'a multiple of ' if free else ''}{fixed} devices, but there are {num_devices}. "
+            f"the mesh {given} needs {'a multiple of ' if free else ''}{fixed} devices, but there are {num_devices}. "
             f"Sizes must multiply to {num_devices}: each is one of {', '.join(map(str, divisors))}."
         )
     return sizes
 
 
 def told_sizes(sizes: Mapping[str, int]) -> str:
-    """The axes that split something, "data 4 x tensor 2"; "" where none does."""
+    """Describe the axes with a size above 1, "data 4 x tensor 2"; "" if there are none."""
     return " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
 
 
 def make_mesh(wanted: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """A mesh of these devices (None: all) with every axis of `AXES`. ConfigError as `mesh_sizes`."""
+    """Create a mesh of these devices (None: all) with every axis of `AXES`. Raises ConfigError like `mesh_sizes`."""
     devices = jax.devices() if devices is None else list(devices)
     sizes = mesh_sizes(wanted, len(devices))
     shape, names, types = tuple(sizes.values()), tuple(sizes), (AxisType.Auto,) * len(AXES)
     try:
         return jax.make_mesh(shape, names, axis_types=types, devices=devices)
-    except NotImplementedError:  # sizes that cut an axis of the torus in parts, which it does on a v5e alone
+    except NotImplementedError:  # the sizes split an axis of the torus, which JAX refuses by default except on a v5e
         return Mesh(mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True), names, types)
 
 
 def check_model(config: TransformerConfig, sizes: Mapping[str, int]) -> None:
-    """Raises ConfigError when a part of the model that the mesh would split does not divide."""
+    """Raise a ConfigError if the mesh would split a dimension of the model that is not divisible by its size."""
     needs = (
         ("num_heads", config.num_heads, "tensor"),
         ("d_ff", config.feed_forward_width, "tensor"),
@@ -191,24 +192,24 @@ def check_model(config: TransformerConfig, sizes: Mapping[str, int]) -> None:
             fit = [n for n in range(1, size + 1) if size % n == 0 and n <= 2 * sizes[axis]]
             raise ConfigError(
                 f"model.{field} ({size}) must be a multiple of parallel.{axis} ({sizes[axis]}), which splits it. "
-                f"parallel.{axis} may be {', '.join(map(str, fit))}; or change model.{field}."
+                f"parallel.{axis} can be {', '.join(map(str, fit))}; or change model.{field}."
             )
 
 
 def row_ways(sizes: Mapping[str, int]) -> int:
-    """Into how many parts a mesh of these sizes splits the rows of a batch."""
+    """Return the number of parts into which a mesh of these sizes splits the rows of a batch."""
     return math.prod(sizes[axis] for axis in BATCH_AXES)
 
 
 def check_batch_sizes(field: str, rows: int, accumulation: int, sizes: Mapping[str, int], length: int | None) -> None:
-    """Raises ConfigError when `rows`, of data.`field`, or the length of sequences, can't be dealt out evenly."""
+    """Raise a ConfigError if `rows`, the value of data.`field`, or the sequence length can't be split evenly."""
     ways = row_ways(sizes)
     if rows % (ways * accumulation):
         micro = f" x training.accumulation ({accumulation})" if accumulation > 1 else ""
         raise ConfigError(
             f"data.{field} ({rows}) must be a multiple of the {ways} parts that rows are split into "
             f"(data x fsdp x expert){micro}. The nearest are {_nearest_multiples(rows, ways * accumulation)}; or "
-            f"let fewer devices share it: --parallel.devices."
+            f"use fewer devices: --parallel.devices."
         )
     if length is not None and length % sizes["context"]:
         raise ConfigError(
@@ -225,8 +226,9 @@ def _nearest_multiples(size: int, factor: int) -> str:
 def parameter_spec(
     path: str, shape: Sequence[int], sizes: Mapping[str, int], rules: AxisRules | None = None
 ) -> PartitionSpec:
-    """How the parameter at `path` is split over a mesh of these `sizes`; `rules` as for `state_shardings`. A parameter
-    whose axes are not declared is replicated.
+    """Return the spec of the parameter at `path` on a mesh of these `sizes`; `rules` as for `state_shardings`.
+
+    A parameter whose axes are not declared is replicated.
     """
     return _spec(parameter_axes(path, shape), shape, sizes, rules)
 
@@ -241,8 +243,10 @@ def _spec(
 
 
 def rules_in_force(rules: AxisRules | None) -> AxisRules | None:
-    """These rules, else those that activations follow: of `partitioning.axis_rules` or of `nn.logical_axis_rules`. None
-    when there are none. ConfigError: rules that are no pairs.
+    """Return `rules`, or else the rules of activations (`partitioning.axis_rules` or `nn.logical_axis_rules`), or None.
+
+    Raises:
+        ConfigError: rules that are not pairs.
     """
     if rules is None:
         return current_rules()
@@ -261,19 +265,19 @@ def _entry(axes: tuple[str, ...]) -> str | tuple[str, ...] | None:
 
 
 def state_shardings(state: Any, mesh: Mesh, rules: AxisRules | None = None) -> Any:
-    """A `NamedSharding` for each leaf of a tree: parameters, a `flax.training.train_state.TrainState`, or any tree in
-    which the paths of parameters occur, of arrays or `jax.ShapeDtypeStruct`s.
+    """Return a `NamedSharding` for each leaf of a tree of parameters, optimizer states or both.
 
-    A leaf that is no parameter of this library (a step count, a PRNG key) is replicated, and so is an axis whose size
-    the mesh axis does not divide. A leaf boxed by `with_logical_axes` or by Flax has the axes of its box.
+    A leaf that is not a parameter of this library (a step count, a PRNG key) is replicated, and so is an axis whose
+    size is not divisible by the mesh axis. A leaf in a box of `with_logical_axes` or of Flax has the axes of its box.
 
     Args:
-        state: the tree; `jax.eval_shape` makes one without allocating arrays.
-        mesh: any mesh. Axes that only the rules name are ignored.
+        state: parameters, a `flax.training.train_state.TrainState`, or any tree that contains the paths of parameters,
+            of arrays or `jax.ShapeDtypeStruct`s; `jax.eval_shape` creates one without allocating arrays.
+        mesh: any mesh. Axes that occur only in the rules are ignored.
         rules: which mesh axes split the logical axes "embed", "heads", "feed_forward", "vocab", "expert", "layers" and
-            any that a module of yours declares (`parameter_axes.declare`), such as `[("embed", "fsdp"), ("heads",
-            ("tp", "sp"))]`; the form is that of `nn.logical_axis_rules`. None: those in force
-            (`partitioning.axis_rules` or `nn.logical_axis_rules`), or else `PARAMETER_AXES`.
+            those declared by your own modules (`parameter_axes.declare`), such as `[("embed", "fsdp"), ("heads", ("tp",
+            "sp"))]`, in the form of `nn.logical_axis_rules`. None: the current rules (`partitioning.axis_rules` or
+            `nn.logical_axis_rules`), or else `PARAMETER_AXES`.
 
     Raises:
         ConfigError: rules of another form.
@@ -288,9 +292,11 @@ def state_shardings(state: Any, mesh: Mesh, rules: AxisRules | None = None) -> A
 
 
 def with_logical_axes(tree: Any) -> Any:
-    """The tree with each parameter in an `nn.LogicallyPartitioned` box that names its axes, so that Flax's own tools
-    place it: `nn.get_partition_spec`, then `nn.logical_to_mesh_sharding`. Leaves without declared axes, and boxes, stay
-    as they are. `nn.meta.unbox` takes the boxes off; a model's `apply` takes parameters with and without them.
+    """Return the tree with each parameter in an `nn.LogicallyPartitioned` box that names its axes, for Flax's tools.
+
+    Pass the result to `nn.get_partition_spec` and then `nn.logical_to_mesh_sharding`. Leaves without declared axes, and
+    boxes, are returned unchanged. `nn.meta.unbox` removes the boxes; a model's `apply` accepts parameters with and
+    without them.
     """
 
     def box(path, leaf):
@@ -311,9 +317,10 @@ def _name(path: tuple[Any, ...]) -> str:
 
 
 def batch_sharding(mesh: Mesh, ndim: int, rules: AxisRules | None = None) -> NamedSharding:
-    """Of an array of a batch with `ndim` axes, the first of them rows, logical axis "batch", the second, if there is
-    one, "length". By default rows are split over data, fsdp and expert, length over context; `rules` as for
-    `state_shardings`.
+    """Return the sharding of a batch array with `ndim` axes.
+
+    The first axis has the logical name "batch", the second, if there is one, "length". By default rows are split over
+    data, fsdp and expert, and the length over context; `rules` as for `state_shardings`.
     """
     given = (("batch", BATCH_AXES), ("length", "context")) if (found := rules_in_force(rules)) is None else found
     rows, *length = split_axes(("batch", "length")[:ndim], mesh.shape, given)
@@ -321,7 +328,7 @@ def batch_sharding(mesh: Mesh, ndim: int, rules: AxisRules | None = None) -> Nam
 
 
 def local_rows(mesh: Mesh, batch_size: int) -> np.ndarray:
-    """Which rows of a batch the devices of this process hold, ascending: all of them where there is one process."""
+    """Return the rows of a batch that the devices of this process hold, ascending; with one process, all rows."""
     parts = batch_sharding(mesh, 1).addressable_devices_indices_map((batch_size,)).values()
     return np.unique(np.concatenate([np.arange(batch_size)[part] for part in parts]))
 
@@ -329,19 +336,23 @@ def local_rows(mesh: Mesh, batch_size: int) -> np.ndarray:
 def place_batch(
     batch: Mapping[str, np.ndarray], mesh: Mesh, rows: np.ndarray | None = None, batch_size: int | None = None
 ) -> dict[str, jax.Array]:
-    """The arrays of a global batch, each device holding its part.
+    """Place the arrays of a global batch on the mesh, so that each device holds its part.
 
-    Every process gives the whole batch, or only its `rows` (of `local_rows`) of one of `batch_size`.
+    Args:
+        batch: the whole batch on every process or, with `rows`, only these rows of it.
+        mesh: the mesh.
+        rows: rows of the batch that this process passes (`local_rows`).
+        batch_size: number of rows of the whole batch; required with `rows`.
 
     Raises:
-        ConfigError: sequences whose length the mesh can't split evenly.
+        ConfigError: a sequence length that the mesh can't split evenly.
     """
     for name, array in batch.items():
         if array.ndim > 1 and array.shape[1] % mesh.shape.get("context", 1):
             raise ConfigError(
                 f"{name} is {array.shape[1]} tokens long, which parallel.context ({mesh.shape['context']}) can't split "
-                f"evenly. The nearest lengths are {_nearest_multiples(array.shape[1], mesh.shape['context'])}: give "
-                f"them as data.sequence_length, or data.max_source_length and data.max_target_length."
+                f"evenly. The nearest lengths are {_nearest_multiples(array.shape[1], mesh.shape['context'])}: set "
+                f"data.sequence_length, or data.max_source_length and data.max_target_length, to one of them."
             )
 
     def place(array: np.ndarray) -> jax.Array:

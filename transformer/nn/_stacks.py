@@ -1,4 +1,4 @@
-"""Encoder and decoder: prefix + repeats x period + suffix of blocks, the repeats compiled once by `nn.scan`."""
+"""Encoder and decoder stacks: prefix, repeats of a period of layers (compiled once by `nn.scan`), suffix."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from transformer.nn._parameter_axes import LAYERS, declare
 from transformer.nn._partitioning import constrain
 
 SAVED_NAMES = ("attention_output", "feed_forward_hidden")
-"""values that remat="names" keeps for the backward pass"""
+"""names of the values that remat="names" stores for the backward pass"""
 
 REMAT_POLICIES = {
     "full": jax.checkpoint_policies.nothing_saveable,
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     "names": jax.checkpoint_policies.save_only_these_names(*SAVED_NAMES),
 }
-"""what the backward pass may keep instead of computing it again, by name"""
+"""values that the backward pass may store instead of recomputing them, by name of the policy"""
 
 
 class _Period(nn.Module):
-    """One pass over the pattern of layers that repeats."""
+    """The layers of one period, the pattern that the stack repeats."""
 
     config: TransformerConfig
     causal: bool
@@ -51,13 +51,14 @@ class _Period(nn.Module):
 def _block(parent: Any, kind: LayerKind, name: str, scanned: bool) -> nn.Module:
     block, remat = BLOCKS[parent.config.norm_position], parent.execution.remat
     if remat != "none":
-        # Inside a loop the compiler can't merge the recomputation with the original; unrolled it could, and must not.
+        # Common-subexpression elimination would merge the recomputation with the original computation, which undoes
+        # remat. Inside a loop the compiler can't do this, so no (slower) barrier against it is needed there.
         block = nn.remat(block, policy=REMAT_POLICIES[remat], prevent_cse=not scanned)
     return block(parent.config, kind, parent.causal, parent.cross, parent.execution, name=name)
 
 
 def sum_aux(auxes: Iterable[Aux]) -> Aux:
-    """What several layers or stacks report, added name by name: (B,) each. Dense ones among them add nothing."""
+    """Add the aux of several layers or stacks name by name, (B,) each. Dense layers add nothing."""
     total: Aux = {}
     for aux in auxes:
         total = total | {name: total[name] + aux[name] if name in total else aux[name] for name in aux}
@@ -65,19 +66,21 @@ def sum_aux(auxes: Iterable[Aux]) -> Aux:
 
 
 class Stack(nn.Module):
-    """Layers over embeddings (B, T, D): positions are added, perhaps normalized, and dropped out; layers run; all but
-    post-norm ends with a norm.
+    """A stack of layers over embeddings (B, T, D).
 
-    Parameters: `prefix_i/`, `layers/slot_k/` (leading axis: repeats), `suffix_i/`, `final_norm/` but for post-norm,
-    `embedding_norm/` and `position_table` where there is one. `execution.scan` changes none of them. `causal` and
-    `cross` are those of `Block`.
+    Positions are added to the embeddings, followed by an optional norm and dropout. Then the layers run, and a final
+    norm follows, except with post-norm.
+
+    Parameters: `prefix_i/`, `layers/slot_k/` (leading axis: repeats), `suffix_i/`, `final_norm/` except with post-norm,
+    and `embedding_norm/` and `position_table` if the config needs them. They don't depend on `execution.scan`. `causal`
+    and `cross` are those of `Block`.
     """
 
     parameter_axes = declare({"position_table": "_ _"})
 
     config: TransformerConfig
     num_layers: int | None = None
-    """None: the config's num_layers"""
+    """number of layers; None: the config's num_layers"""
     causal: bool = False
     cross: bool = False
     execution: Execution = Execution()
@@ -94,24 +97,29 @@ class Stack(nn.Module):
         cache: Any = None,
         deterministic: bool | None = None,
     ) -> tuple[Hidden, Any, Aux]:
-        """Embeddings (B, T, D) -> hidden states (B, T, D), cache, aux. A `Decoder` adds causality to `mask` itself.
+        """Apply the stack to embeddings x (B, T, D). A `Decoder` makes `mask` causal itself.
 
         Args:
-            context: (B, S, Dc), read by cross-attention.
-            positions: (B, T); None: 0, 1, 2, ... after what the cache holds.
-            mask: of self-attention; context_mask: of cross-attention.
-            cache: of `init_cache`, or as returned; None: no memory.
-            deterministic: True evaluates; False turns dropout on (rng "dropout"). Required if the config has a dropout
+            x: (B, T, D).
+            context: (B, S, Dc), the input of cross-attention.
+            positions: (B, T); None: 0, 1, 2, ..., counted from the end of the cache.
+            mask: mask of self-attention.
+            context_mask: mask of cross-attention.
+            cache: the result of `init_cache`, or the cache that an earlier call returned; None: no cache.
+            deterministic: True disables dropout; False enables it (rng "dropout"). Required if the config has a dropout
                 rate above 0.
 
+        Returns:
+            Hidden states (B, T, D), the updated cache, and aux.
+
         Raises:
-            ValueError: embeddings of another rank or width, or `deterministic` missing.
+            ValueError: embeddings of another rank or width, or `deterministic` is missing.
         """
         config = self.config
         if x.ndim != 3 or x.shape[-1] != config.d_model:
             raise ValueError(
                 f"embeddings must be (batch, length, d_model {config.d_model}), got shape {x.shape}. Project them to "
-                f"d_model, or change it; a single sequence is x[None]."
+                f"d_model, or change it; for a single sequence pass x[None]."
             )
         deterministic = is_deterministic(self, deterministic, config.dropout_rate, config.attention.dropout_rate)
         if positions is None:
@@ -130,12 +138,13 @@ class Stack(nn.Module):
             deterministic=deterministic,
         )
         x, caches, aux = self._run_layers(x, cache, inputs)
+        # Post-norm normalizes the output of every layer, so only the other kinds need a final norm.
         if config.stack.final_norm and config.norm_position != "post":
             x = make_norm(config, "final_norm")(x)
         return x, caches, aux
 
     def _add_positions(self, x: Hidden, positions: Positions) -> tuple[Hidden, Array | None]:
-        """Embeddings with their positions, normalized if the config says so, and the table that all layers share."""
+        """Add positions to embeddings, with a norm if configured; return them and the table that all layers share."""
         config, table = self.config, None
         scheme = position_scheme(config, causal=self.causal)
         if scheme.table_shape is not None and not config.t5_bias.per_layer:
@@ -144,7 +153,7 @@ class Stack(nn.Module):
         return (make_norm(config, "embedding_norm")(x) if config.embedding.norm else x), table
 
     def _run_layers(self, x: Hidden, cache: Any, inputs: LayerInputs) -> tuple[Hidden, Any, Aux]:
-        """Prefix, repeats of the period, suffix: hidden states, cache and aux after the last layer."""
+        """Run prefix, repeats of the period and suffix; return hidden states, cache and aux of the last layer."""
         config, repeats = self.config, self.config.repeats(self.num_layers)
         caches, auxes = {}, []
 
@@ -157,7 +166,8 @@ class Stack(nn.Module):
         for i, kind in enumerate(config.stack.prefix):
             x = run_one(f"prefix_{i}", kind, x)
         if repeats:
-            # A scan with all repeats unrolled keeps one layout of parameters for scanned and unrolled layers.
+            # Without `scan`, this is still nn.scan, but with all repeats unrolled. Either way the parameters of repeats
+            # are stacked on a leading axis, so a checkpoint loads with both settings.
             period = nn.scan(
                 _Period,
                 variable_axes={"params": 0, "intermediates": 0},
@@ -165,17 +175,17 @@ class Stack(nn.Module):
                 in_axes=(0, nn.broadcast),
                 length=repeats,
                 unroll=1 if self.execution.scan else repeats,
-                metadata_params={nn.PARTITION_NAME: LAYERS},  # for parameters in boxes: `sharding.with_logical_axes`
+                metadata_params={nn.PARTITION_NAME: LAYERS},  # for parameters in boxes (`sharding.with_logical_axes`)
             )(config, self.causal, self.cross, self.execution, name="layers")
             x, (caches["layers"], aux) = period(x, None if cache is None else cache["layers"], inputs)
-            auxes.append(jax.tree.map(lambda a: a.sum(0), aux))
+            auxes.append(jax.tree.map(lambda a: a.sum(0), aux))  # (repeats, B) -> (B,)
         for i, kind in enumerate(config.stack.suffix):
             x = run_one(f"suffix_{i}", kind, x)
         return x, None if cache is None else caches, sum_aux(auxes)
 
     @nn.nowrap
     def init_cache(self, batch: int, length: int) -> dict[str, Any]:
-        """An empty cache of `length` tokens for each of `batch` rows; needs no parameters."""
+        """Return an empty cache of `length` tokens for each of `batch` rows. This needs no parameters."""
         config = self.config
 
         def named(name: str, kinds: tuple[LayerKind, ...]) -> dict[str, Any]:
@@ -191,10 +201,10 @@ class Stack(nn.Module):
 
 
 class Encoder(Stack):
-    """A stack whose positions see each other both ways."""
+    """A stack with bidirectional self-attention."""
 
 
 class Decoder(Stack):
-    """A causal stack; with `cross`, each layer also attends to a context."""
+    """A stack with causal self-attention; with `cross`, each layer also attends to a context."""
 
     causal: bool = True

@@ -1,4 +1,4 @@
-"""Flax's own attention module and function, with their signatures, computed by the kernels of this package."""
+"""Flax's attention module and attention function, with their signatures, computed by the kernels of this package."""
 
 from __future__ import annotations
 
@@ -37,34 +37,37 @@ def dot_product_attention(
     *,
     implementation: str = "auto",
 ) -> Float[Array, "*B T N Hv"]:
-    """`flax.linen.dot_product_attention` on the kernels of this package: (*B, T, N, Hv), for any number of batch axes.
+    """Compute `flax.linen.dot_product_attention` with the kernels of this package.
 
-    Equal to Flax's function up to rounding: a query without keys gets the mean of all values, and where the kernel
-    "reference" computes, the same key drops the same weights. The softmax is always computed in float32.
+    The result equals Flax's up to rounding: the output of a query without visible keys is the mean of all values, and
+    with the kernel "reference" the same key drops the same weights. The softmax is always computed in float32.
 
     Args:
-        query: (*B, T, N, H).
-        key: (*B, S, N, H): as many heads as the query.
+        query: (*B, T, N, H), with any number of batch axes.
+        key: (*B, S, N, H), with as many heads as the query.
         value: (*B, S, N, Hv).
         bias: added to the scores; broadcasts to (*B, N, T, S).
-        mask: an array that broadcasts to (*B, N, T, S), nonzero attends; or a `Mask`, of which kernels skip what it
-            hides. With a `Mask`, a query without keys gets zeros.
-        broadcast_dropout: drop the same weights (T, S) in all rows and heads.
-        dropout_rng: key of the dropout.
-        dropout_rate: share of the weights set to zero.
-        deterministic: True drops nothing.
-        dtype: type to compute in; None: that of the inputs.
-        precision: of the two matrix multiplications, as `jax.lax.Precision`.
-        module: sows the weights as `attention_weights` into its collection "intermediates".
+        mask: an array that broadcasts to (*B, N, T, S), where nonzero means that the query attends; or a `Mask`, whose
+            hidden blocks kernels can skip. With a `Mask`, the output of a query without visible keys is 0.
+        broadcast_dropout: use the same dropout mask (T, S) for all rows of the batch and all heads.
+        dropout_rng: random key of the dropout.
+        dropout_rate: fraction of the weights set to zero.
+        deterministic: True disables dropout.
+        dtype: dtype of the computation; None: that of the inputs.
+        precision: precision of the two matrix multiplications, as `jax.lax.Precision`.
+        module: a module that sows the weights as `attention_weights` in its collection "intermediates".
         force_fp32_for_softmax: no effect; see above.
-        einsum_dot_general: replaces the matrix multiplications, as do the next two. With one of them Flax's function
-            computes, because only the formula as Flax writes it can use them.
-        qk_attn_weights_einsum: replaces the product of queries and keys.
-        attn_weights_value_einsum: replaces the product of weights and values.
-        implementation: a kernel of `transformer.nn.kernels`, or "auto".
+        einsum_dot_general: replaces the matrix multiplications, as do the next two. If one of them is given, Flax's own
+            function is called, because these functions only fit its formula.
+        qk_attn_weights_einsum: replaces the multiplication of queries and keys.
+        attn_weights_value_einsum: replaces the multiplication of weights and values.
+        implementation: name of a kernel in `transformer.nn.kernels`, or "auto".
+
+    Returns:
+        The attended values (*B, T, N, Hv).
 
     Raises:
-        AssertionError: shapes that don't fit each other, as in Flax.
+        AssertionError: shapes that don't match, as in Flax.
         ValueError: a mask or bias that doesn't broadcast, or dropout without a key.
     """
     replaced = (einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum)
@@ -106,12 +109,12 @@ def dot_product_attention(
 
 
 class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
-    """`flax.linen.MultiHeadDotProductAttention` on the kernels of this package: the same fields, defaults, parameters,
-    initial values, cache and errors, and the same outputs up to rounding (Vaswani et al. 2017, section 3.2.2).
+    """`flax.linen.MultiHeadDotProductAttention` with the kernels of this package (Vaswani et al. 2017, section 3.2.2).
 
-    Only the default of `attention_fn` differs. To choose a kernel, pass it
+    Fields, defaults, parameters, initial values, cache and errors are the same as in Flax, and outputs are equal up to
+    rounding. Only the default of `attention_fn` differs. To choose a kernel, set it to
     `functools.partial(transformer.nn.compat.dot_product_attention, implementation="blockwise")`. `mask` may also be a
-    `transformer.Mask`, which keeps a causal mask from being an array of T x S.
+    `transformer.Mask`, which avoids an array of T x S for a causal mask.
     """
 
     attention_fn: Callable[..., Array] = dot_product_attention
@@ -128,15 +131,15 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
         dropout_rng: PRNGKey | None = None,
         sow_weights: bool = False,
     ) -> Float[Array, "*B T Do"]:
-        """(*B, T, D) -> (*B, T, out_features); the arguments are those of Flax's module.
+        """Apply attention: (*B, T, D) -> (*B, T, out_features). The arguments are those of Flax's module.
 
         Raises:
-            ValueError: a `Mask` with `decode`, whose cache is masked by an array.
+            ValueError: a `Mask` with `decode`, because Flax masks the cache with an array.
         """
         if self.decode and isinstance(mask, Mask):
             raise ValueError(
                 "with decode=True mask must be an array that broadcasts to (..., N, 1, length of the cache), got a "
-                "Mask. Leave a causal mask out: the cache attends only to what it holds."
+                "Mask. Leave a causal mask out: only filled slots of the cache are attended to."
             )
         return super().__call__(
             inputs_q,
@@ -151,11 +154,13 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
 
 
 def _as_flax_masks(query: Array, bias: Array | None, mask: Array) -> tuple[Array, Array | None, Array]:
-    """Query, bias and mask with which a query without keys gets the mean of all values: Flax gives all keys the same
-    large negative score. Such a query attends to every key, by scores of 0.
+    """Return query, bias and mask with which the output of a query without visible keys is the mean of all values.
+
+    Flax gives all hidden keys the same large negative score, so a row in which all keys are hidden has uniform weights.
+    The same weights follow if such a query attends to every key with scores of 0: zero query, zero bias, no mask.
     """
     mask = mask.reshape((1,) * (query.ndim - mask.ndim) + mask.shape)
-    seen = mask.any(-1, keepdims=True)
+    seen = mask.any(-1, keepdims=True)  # (B, N or 1, T or 1, 1): whether the query sees any key
     query = jnp.where(seen.swapaxes(-3, -2), query, 0)
     if bias is not None:
         bias = jnp.asarray(bias)
@@ -176,7 +181,7 @@ def _check_shapes(query: Array, key: Array, value: Array) -> None:
         problem = "query and key must have the same head size"
     else:
         return
-    # Flax asserts: who catches its errors catches these.
+    # An AssertionError, because Flax asserts: code that catches its errors also catches this one.
     raise AssertionError(f"query {query.shape}, key {key.shape}, value {value.shape}: {problem}.")
 
 

@@ -218,13 +218,13 @@ def request(queries=32, keys=None, weights=False, length_shards=4, **facts):
 
 
 REFUSED = {
-    "no mesh": (request(length_shards=1), "run here: no mesh is in force"),
+    "no mesh": (request(length_shards=1), "run here: no active mesh"),
     "weights": (request(weights=True), "return attention weights"),
     "bias": (request(has_bias=True), "add a bias"),
     "dropout": (request(has_dropout=True), "drop attention weights"),
     "array": (request(has_dense_mask=True), "apply a mask array"),
     "cross": (request(32, 48), "attend from 32 queries to 48 keys"),
-    "length": (request(36), "split 36 positions: on 4 devices it takes a multiple of 8"),
+    "length": (request(36), "split 36 positions: on 4 devices the length must be a multiple of 8"),
 }
 
 
@@ -242,9 +242,9 @@ def test_what_the_ring_can_not_do_says_who_can(case):
 
 
 GATHERED_REFUSED = {
-    "no mesh": (request(length_shards=1), "run here: no mesh is in force"),
+    "no mesh": (request(length_shards=1), "run here: no active mesh"),
     "weights": (request(weights=True), "return attention weights"),
-    "length": (request(34), "split 34 queries: on 4 devices it takes a multiple of 4"),
+    "length": (request(34), "split 34 queries: on 4 devices their number must be a multiple of 4"),
 }
 
 
@@ -369,5 +369,5 @@ class TestMapped:
         assert shard_map(whole, [("batch", "length")], ("batch", "length"))(jnp.ones((4, 6))).shape == (4, 6)
 
     def test_names_are_counted(self):
-        with pytest.raises(ValueError, match=r"shard_map takes one name an axis: got \('batch',\) for .* \(4, 6\)"):
+        with pytest.raises(ValueError, match=r"shard_map takes one name per axis: got \('batch',\) for .* \(4, 6\)"):
             shard_map(lambda x: x, [("batch",)], ("batch",))(jnp.ones((4, 6)))
