@@ -33,7 +33,7 @@ LAYOUTS = {
     "expert x4, data x2": {"expert": 4},
     "fsdp x2, tensor x2, data x2": {"fsdp": 2, "tensor": 2},
 }
-COUNTED_BY = "0.10.2"  # jaxlib version; others fuse collectives differently. The other tests here do not depend on it.
+COUNTED_BY = "0.10.2"  # jaxlib version. Others fuse collectives differently; the other tests show whether it matters.
 COUNTS = {
     "data x8": {"all-reduce": 1},
     "fsdp x8": {"all-reduce": 11, "all-gather": 28},

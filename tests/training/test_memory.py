@@ -120,7 +120,7 @@ class TestAdvice:
 
     def test_more_devices_as_many_as_it_takes(self):
         text = advice(RECIPE, sizes(), need(40, 20, 4), 16 * GIB, SHAPES)
-        assert "8 such devices with --parallel.fsdp 8: shards all over them (about 8.00 GiB)" in text
+        assert "8 such devices with --parallel.fsdp 8: shards everything (about 8.00 GiB)" in text
         assert "accumulation" not in text  # the state alone is too large
 
     def test_a_state_that_is_too_large_before_any_step(self):

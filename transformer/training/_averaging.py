@@ -111,7 +111,7 @@ def _mean(recipe: Recipe, workdir: Path, last: int) -> tuple[Any, tuple[int, ...
         try:
             params, _ = load_usable(recipe, tokenizer, workdir, step)
         except (CheckpointError, FileNotFoundError) as error:
-            if (root / str(step)).exists():  # otherwise, a running training has just deleted it
+            if (root / str(step)).exists():  # otherwise, a run in progress has just deleted it
                 damaged.append(str(error.__cause__ or error))
             continue
         if sums is None:

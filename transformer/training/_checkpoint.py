@@ -354,7 +354,7 @@ def load_params(
             raise CheckpointError(
                 f"{error}. Use another step. Available steps: {', '.join(map(str, steps))}."
             ) from error
-    if found is None:  # a running training deleted it between `find_steps` and `newest_valid`
+    if found is None:  # a run in progress deleted it between `find_steps` and `newest_valid`
         raise FileNotFoundError(f"The checkpoints in {root} were deleted while they were read. Try again.")
     directory, manifest = found
     leaves = arrays.described(manifest["state"])

@@ -170,7 +170,7 @@ def newest_valid(root: Path, damaged: set[int]) -> tuple[Path, dict[str, Any]] |
         try:
             manifest = verified(directory)
         except CheckpointError as error:
-            if directory.exists():  # otherwise, a running training has just deleted it
+            if directory.exists():  # otherwise, a run in progress has just deleted it
                 reasons.append(str(error))
                 damaged.add(step)
             continue

@@ -297,7 +297,7 @@ def _more_devices(recipe: Recipe, sizes: Mapping[str, int], need: Need, availabl
     with contextlib.suppress(ConfigError):
         check_model(recipe.model, {**sizes, "data": 1, "fsdp": count})
         if shared_rows(recipe.data)[1] % (count * recipe.training.accumulation) == 0:
-            return [Remedy(f"{count} such devices with --parallel.fsdp {count}", "shards all over them", split(count))]
+            return [Remedy(f"{count} such devices with --parallel.fsdp {count}", "shards everything", split(count))]
     return []
 
 
