@@ -111,7 +111,7 @@ class TestVerbs:
             (("generat", "x"), "unknown verb 'generat'. Did you mean 'generate'?"),
             (("generate",), "DIR is missing"),
             (("inspect", "x"), "--prompt is missing"),
-            (("generate", "x", "y"), "one word too many: y"),
+            (("generate", "x", "y"), "unexpected argument: y"),
             (("generate", "x", "--promt", "y"), "generate has no option --promt. Did you mean '--prompt'?"),
             (("generate", "x", "--prompt", "--xyz"), "starts with dashes as --prompt='--xyz'"),
             (("generate", "x", "--top-k", "many"), "--top-k: expected INT, got 'many'"),

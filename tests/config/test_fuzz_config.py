@@ -1,4 +1,4 @@
-"""config.json and its neighbors as nobody wrote them: a model, or one error; never a fault of the program."""
+"""Fuzz tests of config.json and related files: they give a model or a helpful error, never an internal error."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -25,9 +25,9 @@ RECORDS = {
     for name, record in golden_case.golden(family).items()
     if isinstance(record, dict)
 }
-"""a tiny model of every family, and of some several"""
+"""tiny models, one or several for each family"""
 WORDS = sorted({field for record in RECORDS.values() for field in record["config"]} | {FIELD, "architectures"})
-"""every field of a config.json that any of them has"""
+"""all fields that occur in their config.json files"""
 VALUES = st.sampled_from(
     [{"rope_type": "yarn", "factor": 2.0}, {"rope_type": "llama3"}, {"type": "linear", "factor": 0}]
 )
@@ -42,7 +42,7 @@ TOKENS = {"eos_token_id": [2, 1], "suppress_tokens": [3], "bad_words_ids": [[1],
 
 
 def configs(keys: list) -> st.SearchStrategy:
-    """(which record, its config.json): with fields of any family put in, or with any value or byte changed."""
+    """Return a strategy for (record key, content of config.json), with fields of any family or arbitrary changes."""
     picked = st.sampled_from(keys)
 
     def contents(key: tuple[str, str]) -> st.SearchStrategy:
@@ -55,11 +55,12 @@ def configs(keys: list) -> st.SearchStrategy:
 
 @pytest.fixture
 def put() -> Iterator[Callable[[Path, tuple], None]]:
-    """Writes a record's tensors, once, and its config.json and generation_config.json of this case; as a user has it,
-    without the type checker of these tests.
+    """A function that writes the tensors of a record (once), and config.json and generation_config.json of a case.
+
+    The type checker of these tests is disabled, as it is for users.
     """
     jaxtyping.config.update("jaxtyping_disable", True)
-    jax.random.key(0).block_until_ready()  # the threads that JAX starts at first want much of the address space
+    jax.random.key(0).block_until_ready()  # JAX starts threads on first use, which reserve much of the address space
 
     def write(folder: Path, value: tuple) -> None:
         (family, name), config, *generation = value
@@ -75,7 +76,7 @@ def put() -> Iterator[Callable[[Path, tuple], None]]:
 
 
 def look(folder: Path, value: tuple) -> None:
-    """Opens the directory and asks for all that its JSON files decide."""
+    """Open the directory, and check all properties that its JSON files determine."""
     (family, name), *_ = value
     opened = open_model(folder / f"{family}-{name}")
     assert opened.context is None or opened.context > 0
@@ -88,7 +89,7 @@ def look(folder: Path, value: tuple) -> None:
 
 
 def test_descriptions_of_models(fuzz: Fuzz, put, monkeypatch: pytest.MonkeyPatch):
-    """All up to the tensors, which `test_whole_directories` reads, too."""
+    """Test everything except reading the tensors, which is part of `test_whole_directories`."""
     monkeypatch.setattr(pretrained, "_read_params", lambda *arguments: None)
     fuzz("config.json", 15_000, configs(list(RECORDS)), look, put=put)
 
@@ -108,6 +109,6 @@ def test_settings_of_generation(fuzz: Fuzz, put, monkeypatch: pytest.MonkeyPatch
 
 
 def test_whole_directories(fuzz: Fuzz, put):
-    """Now and then what a config.json describes fits the tensors, and is read."""
+    """Some of the changed config.json files still fit the tensors, which are then read."""
     keys = [key for key in RECORDS if key[0] in ("llama", "gpt2", "bert", "t5", "vit")]
     fuzz("config.json", 600, configs(keys), look, put=put)

@@ -1,4 +1,4 @@
-"""Configs are validated at birth, and every field of them is read."""
+"""Configs are validated on construction, and every field affects the program."""
 
 import dataclasses
 import functools
@@ -114,7 +114,7 @@ CHANGES = {
 
 @functools.cache
 def program(model: type, config: TransformerConfig) -> str:
-    """The whole computation, initialization and a training-mode call, as text with its constants."""
+    """Return the lowered program of initialization and a training-mode call as text, including constants."""
     inputs = (jnp.zeros((2, 5), jnp.int32),) * (2 if model is Seq2Seq else 1)
     if model is VisionClassifier:
         patches = config.patches
@@ -283,10 +283,10 @@ def test_every_field_of_execution_is_read(field, value):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"d_model": 10, "num_heads": 3}, r"d_model \(10\) must be a multiple of num_heads \(3\) .* Give head_dim"),
+        ({"d_model": 10, "num_heads": 3}, r"d_model \(10\) must be a multiple of num_heads \(3\) .* Set head_dim"),
         ({"num_heads": 8, "num_kv_heads": 3}, r"num_heads \(8\) must be a multiple of num_kv_heads \(3\)"),
         ({"activation": "gelu_tan"}, r"activation must be one of .*got 'gelu_tan'. Did you mean 'gelu_tanh'\?"),
-        ({"activation": "swiglu_clamped"}, r"a function of a gate .* gated is False. Take gated=True, or another"),
+        ({"activation": "swiglu_clamped"}, r"a function of two projections .* gated is False. Set gated=True, or use"),
         ({"norm": "layernorm"}, r"Did you mean 'layer_norm'\?"),
         ({"position": "rotery"}, r"Did you mean 'rotary'\?"),
         ({"d_model": 0}, r"d_model must be an integer of at least 1, got 0"),
@@ -295,7 +295,7 @@ def test_every_field_of_execution_is_read(field, value):
         ({"dropout_rate": None}, r"dropout_rate must be a number .*got None"),
         ({"d_model": None}, r"d_model must be an integer .*got None"),
         ({"norm_epsilon": -1.0}, r"norm_epsilon must be a number"),
-        ({"position": "learned"}, r"max_length is the number of rows .* Give max_length"),
+        ({"position": "learned"}, r"max_length is the number of rows .* Set max_length"),
         ({"max_length": 5}, r"max_length is the number of rows"),
         ({"position": "rotary", "attention.head_dim": 5}, r"rotate pairs .* Set rotary.dim to an even number"),
         ({"position": "rotary", "rotary.dim": 128}, r"rotate pairs .* at most attention.head_dim"),
@@ -323,7 +323,7 @@ def test_every_field_of_execution_is_read(field, value):
         (IMAGES | {"position": "learned", "max_length": 6}, r"max_length \(6\) must be 7: a class token and 6 patches"),
         (
             {"input": SERIES, "position": "learned", "max_length": 6},
-            r"max_length \(6\) must be 3, the number of positions of a channel of the series. Change it, or",
+            r"max_length \(6\) must be 3, the number of positions per channel of the series. Change it, or",
         ),
         (
             {"norm_position": "reordered", "stack.period": (LayerKind(attention_norm=False),)},
@@ -331,7 +331,7 @@ def test_every_field_of_execution_is_read(field, value):
         ),
         (
             {"attention.mla": LATENT},
-            r"attention.mla rotates a part of each head, but position is 'sinusoidal'. Set position='rotary'",
+            r"attention.mla rotates a part of each query and key head, but position is 'sinusoidal'. Set position='rot",
         ),
         (
             ROTARY | {"attention.mla": LATENT, "attention.qk_norm": True},
@@ -343,7 +343,7 @@ def test_every_field_of_execution_is_read(field, value):
         ),
         (
             ROTARY | {"attention.mla": LATENT, "num_kv_heads": 2},
-            r"num_kv_heads is 2, but attention.mla computes keys and values from a latent",
+            r"num_kv_heads is 2, but attention.mla computes keys and values from a latent vector",
         ),
         (
             ROTARY | {"attention.mla": LATENT, "attention.biases": ("key",)},
@@ -368,10 +368,13 @@ def test_an_impossible_model_says_what_to_change(changes, message):
         (lambda: RotaryScaling(kind="linear", factor=0.5), r"factor must be a number of at least 1.0, got 0.5"),
         (lambda: RotaryScaling(kind="llama3", factor=2.0, low_frequency_factor=4.0), r"must be above low_freq"),
         (lambda: RotaryScaling(kind="yarn", factor=2.0, beta_slow=40.0), r"beta_fast \(32.0\) must be above"),
-        (lambda: RotaryScaling(kind="linear", factor=2.0, truncate=False), r"truncate belongs to kind='yarn', got"),
+        (
+            lambda: RotaryScaling(kind="linear", factor=2.0, truncate=False),
+            r"truncate applies only to kind='yarn', got",
+        ),
         (
             lambda: RotaryScaling(kind="llama3", factor=2.0, attention_factor=1.0),
-            r"attention_factor belongs to .* Leave",
+            r"attention_factor applies only to .* Remove",
         ),
         (lambda: RotaryScaling(kind="yarn", factor=2.0, attention_factor=0.0), r"attention_factor must be a number"),
         (lambda: HeadTransform(activation="tan", norm=True), r"Did you mean 'tanh'\?"),
@@ -382,13 +385,13 @@ def test_an_impossible_model_says_what_to_change(changes, message):
         ),
         (
             lambda: LayerKind(attention_norm=False, self_attention=False),
-            r"attention_norm says how .* Leave attention_no",
+            r"attention_norm is an option of self-attention, .* Remove attention_no",
         ),
         (lambda: LayerKind(window=0), r"window must be an integer of at least 1, got 0"),
-        (lambda: LayerKind(window=3, self_attention=False), r"window says how .* Leave window out, or let"),
+        (lambda: LayerKind(window=3, self_attention=False), r"window is an option of .* Remove window, or set"),
         (lambda: MoE(num_experts=0), r"num_experts must be an integer of at least 1, got 0"),
         (lambda: MoE(num_experts=2, top_k=3), r"top_k \(3\) must be at most num_experts \(2\). Change one"),
-        (lambda: MoE(num_experts=2, top_k=1), r"the weight is always 1, and no router learns. Drop one"),
+        (lambda: MoE(num_experts=2, top_k=1), r"the weight is always 1, so the router gets no gradient. Change one"),
         (lambda: MoE(num_experts=2, scoring="sigmod"), r"scoring must be one of .* Did you mean 'sigmoid'\?"),
         (lambda: MoE(num_experts=6, num_groups=4), r"num_experts \(6\) must be num_groups \(4\) times at least 2: a"),
         (lambda: MoE(num_experts=3, num_groups=3), r"num_experts \(3\) must be num_groups \(3\) times at least 2: a"),
@@ -414,7 +417,7 @@ def test_an_impossible_model_says_what_to_change(changes, message):
         (lambda: dataclasses.replace(SERIES, horizon=0), r"horizon must be an integer of at least 1, got 0"),
         (
             lambda: dataclasses.replace(SERIES, class_token=True, pooling="mean"),
-            r"pooling='mean' is of patches, but the head reads the class_token. Drop one",
+            r"pooling='mean' combines patches, but the head reads only the class_token. Remove one",
         ),
         (lambda: Speech(mel_bins=0), r"mel_bins must be an integer of at least 1, got 0"),
         (lambda: Execution(remat="dot"), r"Did you mean 'dots'\?"),
@@ -426,7 +429,7 @@ def test_impossible_parts_say_what_to_change(make, message):
 
 
 def test_the_papers_models_have_the_papers_parameters():
-    """Vaswani et al. 2017, table 3: 65 and 213 million with a shared vocabulary of 37,000."""
+    """Vaswani et al. 2017, table 3: 65 and 213 million parameters with a shared vocabulary of 37,000 tokens."""
     for config, millions in [(transformer_base(), 65), (transformer_big(), 213)]:
         tokens = jax.ShapeDtypeStruct((1, 2), jnp.int32)
         model = Seq2Seq(config.replace(vocab_size=37_000))

@@ -1,4 +1,4 @@
-"""Fields of nested configs by dotted paths and by former names: constructors, attributes, files, flags."""
+"""Fields of nested configs by dotted path and by former name: in constructors, attributes, files and flags."""
 
 import dataclasses
 import json
@@ -109,7 +109,7 @@ def test_former_names_of_parts():
 
 
 def test_paths_set_fields_of_parts_together():
-    # Each alone would be impossible: distances must be above half of the buckets.
+    # Each change alone would be invalid: max_distance must be above half of the buckets.
     changed = CONFIG.replace(**{"t5_bias.buckets": 512, "t5_bias.max_distance": 300})
     assert (changed.t5_bias.buckets, changed.t5_bias.max_distance) == (512, 300)
     assert TransformerConfig(**fields_by_path(changed)) == changed

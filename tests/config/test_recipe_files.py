@@ -1,4 +1,4 @@
-"""Recipe files: how they are found, what is wrong with them, and the command that trains them."""
+"""Recipe files: search order, errors in them, and the command that trains them."""
 
 import subprocess
 import sys
@@ -34,7 +34,9 @@ def test_a_recipe_is_found_by_name_and_path(configs, monkeypatch):
 
 
 def test_a_recipe_builds_on_others_wherever_they_are(configs, tmp_path, monkeypatch):
-    """On one beside it, on one of the current directory's configs/, and on a bundled one; nothing of them stays."""
+    """It imports a recipe in its folder, one in configs/ of the current directory, and a bundled one; none of them
+    stays imported.
+    """
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / "near.py").write_text("NAME = 'near'\n")
@@ -73,7 +75,9 @@ def test_a_local_recipe_replaces_a_bundled_one(configs, monkeypatch):
 
 
 def test_an_unknown_recipe_names_the_nearest(configs):
-    with pytest.raises(ConfigError, match=r"there is no recipe 'configs/on.py'. Did you mean 'one'\? There are one"):
+    with pytest.raises(
+        ConfigError, match=r"there is no recipe 'configs/on.py'. Did you mean 'one'\? Available recipes: one"
+    ):
         find_recipe("configs/on.py", configs)
 
 

@@ -1,4 +1,7 @@
-"""What a model is: frozen, typed, validated at birth. No JAX here, so that a recipe or a tool can read it cheaply."""
+"""Model configs and execution options: frozen dataclasses that validate themselves when they are constructed.
+
+This package does not import JAX, so that recipes and tools load quickly.
+"""
 
 from transformer.config._checks import ConfigError
 from transformer.config._model import Execution, TransformerConfig

@@ -1,4 +1,4 @@
-"""The error of everything that can't be, and the checks that raise it."""
+"""`ConfigError`, and checks of config fields that raise it."""
 
 from __future__ import annotations
 
@@ -8,18 +8,22 @@ from collections.abc import Iterable
 
 
 class ConfigError(ValueError):
-    """A model, recipe or command that can't be: the message says what, what was expected, what was got, what to do."""
+    """An invalid model config, recipe or command.
+
+    The message says what is wrong, what was expected, what was received and what to do.
+    """
 
 
 def nearest(name: str, choices: Iterable[str]) -> str:
-    """`" Did you mean 'x'?"` for the choice most like `name`, or an empty string when none is close."""
+    """Return `" Did you mean 'x'?"` for the choice most similar to `name`, or an empty string if none is similar."""
     close = difflib.get_close_matches(str(name)[:200], list(choices), n=1, cutoff=0.5)
     return f" Did you mean {close[0]!r}?" if close else ""
 
 
 def boxed_message(box: str) -> str:
-    """What tyro says inside a box that it draws around an error: its first paragraph, on one line. The frame is blank
-    where UTF-8 can't be printed.
+    """Return the first paragraph of an error message of tyro as one line, without the box that tyro draws around it.
+
+    The frame of the box consists of spaces if the terminal can't print UTF-8.
     """
     paragraph: list[str] = []
     for line in box.splitlines()[1:]:
@@ -34,33 +38,35 @@ def boxed_message(box: str) -> str:
     place = re.match(r"Error parsing ([\w.-]+): ", text)
     if place:
         text = text[place.end() :]
-        if not text.startswith(place[1]) and not place[1][0].isupper():  # a class of ours is no word of the user's
+        if (
+            not text.startswith(place[1]) and not place[1][0].isupper()
+        ):  # a capitalized name is a class, which users don't know
             text = f"{place[1]}: {text}"
-    text = text.replace("{None}|", "").replace("Unrecognized options:", "this is one word too many:")
+    text = text.replace("{None}|", "").replace("Unrecognized options:", "unexpected argument:")
     return text if text.endswith((".", "?")) else f"{text}."
 
 
 def named(config: object, field: str) -> str:
-    """A field by the path that a user gives: with the section of the model config that the class of `config` is."""
+    """Return the path of a field as users write it: prefixed with the section of the model config, if any."""
     section = getattr(type(config), "section", "")
     return f"{section}.{field}" if section else field
 
 
 def check_choice(field: str, value: object, choices: Iterable[str]) -> None:
-    """Raises ConfigError, naming the nearest right one, unless `value` is one of `choices`."""
+    """Raise ConfigError, with a suggestion, unless `value` is one of `choices`."""
     choices = list(choices)
     if value not in choices:
         raise ConfigError(f"{field} must be one of {', '.join(choices)}, got {value!r}.{nearest(str(value), choices)}")
 
 
 def check_choices(config: object, **kinds: object) -> None:
-    """Raises ConfigError unless each field is one of the values of its Literal."""
+    """Raise ConfigError unless each field has one of the values of its Literal (`kinds`: field -> Literal)."""
     for field, kind in kinds.items():
         check_choice(named(config, field), getattr(config, field), kind.__args__)
 
 
 def check_flags(config: object, *fields: str) -> None:
-    """Raises ConfigError unless each field is None (where its default is), True or False."""
+    """Raise ConfigError unless each field is True or False (or None, if None is its default)."""
     for field in fields:
         value = getattr(config, field)
         if value is None and type(config).__dataclass_fields__[field].default is None:
@@ -70,7 +76,7 @@ def check_flags(config: object, *fields: str) -> None:
 
 
 def check_whole(config: object, *fields: str, least: int = 1) -> None:
-    """Raises ConfigError unless each field is None (where its default is) or an integer of at least `least`."""
+    """Raise ConfigError unless each field is an integer of at least `least` (or None, if None is its default)."""
     for field in fields:
         value = getattr(config, field)
         if value is None and type(config).__dataclass_fields__[field].default is None:
@@ -80,7 +86,7 @@ def check_whole(config: object, *fields: str, least: int = 1) -> None:
 
 
 def check_range(config: object, low: float, high: float, *fields: str) -> None:
-    """Raises ConfigError unless each field is None (where its default is) or a number with low <= value < high."""
+    """Raise ConfigError unless each field is a number with low <= value < high (or None, if None is its default)."""
     for field in fields:
         value = getattr(config, field)
         if value is None and type(config).__dataclass_fields__[field].default is None:
@@ -91,5 +97,6 @@ def check_range(config: object, low: float, high: float, *fields: str) -> None:
 
 
 def check_positive(config: object, *fields: str) -> None:
-    """Raises ConfigError unless each field is None (where its default is) or a number above 0."""
+    """Raise ConfigError unless each field is a number above 0 (or None, if None is its default)."""
+    # 5e-324 is the smallest positive float.
     check_range(config, 5e-324, float("inf"), *fields)

@@ -1,4 +1,4 @@
-"""How the user called this program: the first words of every command that is printed."""
+"""How the user started this program: the first words of all commands in messages."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ import sys
 from pathlib import Path
 
 SCRIPT = "transformer-zoo"
-"""the console script that `pip install` creates (pyproject.toml, project.scripts)"""
+"""name of the console script that `pip install` creates (pyproject.toml, project.scripts)"""
 
 
 def program(verb: str) -> str:
-    """The command line for `verb`, for a shell in the current directory, in the form in which this process was called.
+    """Return the command line for `verb`, for a shell in the current directory, in the form in which this process was
+    started.
 
-    `transformer-zoo VERB` if the console script runs, `python train.py` for the verb "train" if that file runs, and
-    `python -m transformer VERB` in all other cases (a notebook, a test, another program).
+    That is `transformer-zoo VERB` if the process runs the console script, `python train.py` for the verb "train" if it
+    runs that file, and `python -m transformer VERB` in all other cases (a notebook, a test, another program).
     """
     caller = Path(sys.argv[0])
     if caller.stem == SCRIPT:
@@ -27,14 +28,16 @@ def program(verb: str) -> str:
 
 
 def python() -> str:
-    """This Python, for a shell: its path if its environment is in the current directory and not active, or `python`."""
+    """Return the command for this Python: its relative path if its environment is in the current directory and is not
+    active, else `python`.
+    """
     path = os.path.relpath(sys.executable)
     inside = not path.startswith(os.pardir) and sys.prefix != os.environ.get("VIRTUAL_ENV")
     return shlex.quote(path) if inside else "python"
 
 
 def _script(caller: Path) -> str:
-    """The console script: its name if the shell finds this file by it, or its path."""
+    """Return the command for the console script: its name if the shell finds this file in PATH, else its path."""
     found = shutil.which(SCRIPT)
     if found is not None and os.path.realpath(found) == os.path.realpath(caller):
         return SCRIPT

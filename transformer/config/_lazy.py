@@ -1,4 +1,4 @@
-"""Public names of a package that are imported when somebody asks for them."""
+"""Lazy imports of the public names of a package."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def lazy_exports(
 
     Args:
         package: the package's `__name__`.
-        exports: file of the package -> the public names that it defines.
+        exports: module of the package -> the public names that it defines.
         modules: public modules of the package.
 
     Raises:

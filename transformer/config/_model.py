@@ -1,4 +1,4 @@
-"""The config of a whole model, and how to compute it."""
+"""The config of a model, and its execution options."""
 
 from __future__ import annotations
 
@@ -62,11 +62,14 @@ _FORMER = {
     "series": "input",
     "mel_bins": "input",
 }
-"""names of fields up to version 0.1 -> paths of the fields that replace them"""
+"""field names of version 0.1 and earlier -> paths of the fields that replace them"""
 
 
 def _input(kind: type) -> Convert:
-    """Reads a former field of its own, such as `patches`, as `input`: None removes an input of this kind alone."""
+    """Return the conversion of a former field for one kind of input, such as `patches`, to `input`.
+
+    None removes the current input only if it is of this kind.
+    """
 
     def convert(value: Any, now: Any) -> Any:
         if value is None:
@@ -79,12 +82,12 @@ def _input(kind: type) -> Convert:
 @with_paths(_FORMER, {"patches": _input(Patches), "series": _input(Series), "mel_bins": _input(Speech)})
 @dataclass(frozen=True, kw_only=True)
 class TransformerConfig:
-    """A transformer model: its sizes and the kind of each of its parts.
+    """Config of a transformer model: its sizes and the variant of each component.
 
-    Fields of a part can be given by dotted path: `TransformerConfig(**{"rotary.base": 500_000.0})`.
+    Fields of a section can be set by dotted path: `TransformerConfig(**{"rotary.base": 500_000.0})`.
 
     Raises:
-        ConfigError: sizes that don't fit together, or an unknown name; the message says what to change.
+        ConfigError: incompatible sizes or options, or an unknown name; the message says what to change.
     """
 
     vocab_size: int | None = None
@@ -92,11 +95,11 @@ class TransformerConfig:
     d_model: int = 512
     """D, width of the residual stream"""
     num_layers: int = 6
-    """L, layers of a stack"""
+    """L, number of layers in each stack"""
     num_heads: int = 8
-    """N, query heads"""
+    """N, number of query heads"""
     num_kv_heads: int | None = None
-    """K, key and value heads, each shared by N / K query heads; None: num_heads"""
+    """K, number of key and value heads, each shared by N / K query heads; None: num_heads"""
     d_ff: int | None = None
     """F, inner width of the feed-forward layer; None: 4 d_model"""
     activation: FeedForwardActivation = "relu"
@@ -109,13 +112,14 @@ class TransformerConfig:
     norm: Norm = "layer_norm"
     """normalization layer"""
     norm_position: NormPosition = "pre"
-    """pre: x + f(norm(x)); post: norm(x + f(x)), the paper's; pre_without_residual: f(norm(x)), an ablation; sandwich:
-    x + norm(f(norm(x))); reordered: x + norm(f(x)), OLMo 2's; parallel: x + attention(norm(x)) +
-    feed_forward(norm(x))"""
+    """position of the norms. pre: x + f(norm(x)); post: norm(x + f(x)), as in Vaswani et al.; pre_without_residual:
+    f(norm(x)), an ablation; sandwich: x + norm(f(norm(x))); reordered: x + norm(f(x)), as in OLMo 2; parallel:
+    x + attention(norm(x)) + feed_forward(norm(x))"""
     norm_epsilon: float = 1e-6
     """added to the variance before the square root"""
     position: Position = "sinusoidal"
-    """position scheme"""
+    """position scheme: embeddings (sinusoidal, learned), rotation of queries and keys (rotary), or attention bias
+    (alibi, t5)"""
     max_length: int | None = None
     """rows of the learned position table; only for position=learned"""
     dropout_rate: float = 0.0
@@ -127,17 +131,17 @@ class TransformerConfig:
     param_dtype: Dtype = "float32"
     """dtype of parameters"""
     attention: AttentionOptions = AttentionOptions()
-    """head sizes, scaling and normalization of scores, latent attention"""
+    """attention layers: head sizes, biases, scaling and capping of scores, latent attention"""
     rotary: RotaryOptions = RotaryOptions()
     """rotary positions; only for position=rotary"""
     t5_bias: T5BiasOptions = T5BiasOptions()
     """T5's relative position bias; only for position=t5"""
     embedding: EmbeddingOptions = EmbeddingOptions()
-    """embedding tables: scaling, tying, token types, the encoder's own sizes"""
+    """embedding tables: scaling, tying, token types, separate sizes for the encoder"""
     stack: StackOptions = StackOptions()
     """layer counts of encoder and decoder, and different kinds of layers in one stack"""
     output: OutputOptions = OutputOptions()
-    """output layer: classes, pooling, transform, bias, scaling of logits"""
+    """output layer: classes, pooling, transform, bias, scaling and capping of logits"""
     input: Patches | Series | Speech | None = None
     """what the model reads instead of tokens: image patches, a time series or speech; None: tokens"""
 
@@ -151,17 +155,17 @@ class TransformerConfig:
         if self.attention.mla is None and self.attention.head_dim is None and self.d_model % self.num_heads:
             raise ConfigError(
                 f"d_model ({self.d_model}) must be a multiple of num_heads ({self.num_heads}) when head_dim is not "
-                f"given. Give head_dim, or change one of them."
+                f"set. Set head_dim, or change one of them."
             )
         if self.num_heads % self.kv_heads:
             raise ConfigError(
-                f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self.kv_heads}): each key head "
-                f"serves equally many query heads. Change one of them."
+                f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self.kv_heads}): all key heads are "
+                f"shared by the same number of query heads. Change one of them."
             )
         if self.activation == "swiglu_clamped" and not self.gated:
             raise ConfigError(
-                "activation='swiglu_clamped' is a function of a gate and what it lets through, but gated is False. "
-                "Take gated=True, or another activation."
+                "activation='swiglu_clamped' is a function of two projections (gate and up), but gated is False. "
+                "Set gated=True, or use another activation."
             )
         self._check_latent()
         self._check_position()
@@ -188,11 +192,11 @@ class TransformerConfig:
             )
 
     def _check_table_rows(self):
-        """The number of rows of a learned position table: given if there is a table, and as long as the input."""
+        """Check that max_length is set only with a learned position table, and fits an input of fixed length."""
         if (self.position == "learned") != (self.max_length is not None):
             raise ConfigError(
                 f"max_length is the number of rows of a learned position table: position={self.position!r} with "
-                f"max_length={self.max_length}. Give max_length with position='learned', and only there."
+                f"max_length={self.max_length}. Set max_length with position='learned', and only there."
             )
         if self.embedding.source_max_length is not None and self.position != "learned":
             raise ConfigError(
@@ -206,7 +210,7 @@ class TransformerConfig:
             )
         if self.series is not None and self.max_length not in (None, self.series.positions):
             raise ConfigError(
-                f"max_length ({self.max_length}) must be {self.series.positions}, the number of positions of a "
+                f"max_length ({self.max_length}) must be {self.series.positions}, the number of positions per "
                 f"channel of the series. Change it, or the sizes in input."
             )
 
@@ -216,14 +220,14 @@ class TransformerConfig:
             return
         if self.position != "rotary":
             raise ConfigError(
-                f"attention.mla rotates a part of each head, but position is {self.position!r}. Set "
+                f"attention.mla rotates a part of each query and key head, but position is {self.position!r}. Set "
                 f"position='rotary', or remove attention.mla."
             )
         for name, value in {"num_kv_heads": self.num_kv_heads, "rotary.dim": self.rotary.dim}.items():
             if value is not None:
                 raise ConfigError(
-                    f"{name} is {value}, but attention.mla computes keys and values from a latent and has sizes of "
-                    f"its own. Remove {name}, or attention.mla."
+                    f"{name} is {value}, but attention.mla computes keys and values from a latent vector and "
+                    f"defines its own sizes. Remove {name}, or attention.mla."
                 )
 
     def _check_norms(self):
@@ -251,17 +255,17 @@ class TransformerConfig:
 
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
-        """The kinds of layers that the pattern has: prefix, period and suffix, each once."""
+        """Kinds of the layers in prefix, period and suffix, in order, without repeats of the period."""
         return (*self.stack.prefix, *self.stack.period, *self.stack.suffix)
 
     def repeats(self, num_layers: int | None = None) -> int:
-        """How often the period repeats in a stack of `num_layers` layers (None: those of the config)."""
+        """Return how often the period repeats in a stack of `num_layers` layers (None: `num_layers` of the config)."""
         num_layers = self.num_layers if num_layers is None else num_layers
         return (num_layers - len(self.stack.prefix) - len(self.stack.suffix)) // len(self.stack.period)
 
     def layers(self, num_layers: int | None = None) -> tuple[Layer, ...]:
-        """The layers of a stack of `num_layers` layers (None: those of the config), in order: prefix, repeats of the
-        period, suffix.
+        """Return the layers of a stack of `num_layers` layers (None: `num_layers` of the config), in order: prefix,
+        repeats of the period, suffix.
         """
         prefix = [Layer(kind, f"prefix_{i}") for i, kind in enumerate(self.stack.prefix)]
         repeated = [
@@ -274,64 +278,66 @@ class TransformerConfig:
 
     @property
     def kv_heads(self) -> int:
-        """K: num_kv_heads, or num_heads."""
+        """K, the number of key and value heads: num_kv_heads, or num_heads if that is None."""
         return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
 
     @property
     def size_of_head(self) -> int:
-        """H: that of mla, head_dim, or d_model / num_heads."""
+        """H, the size of a query or key head: from attention.mla, attention.head_dim, or d_model / num_heads."""
         if self.attention.mla is not None:
             return self.attention.mla.head_dim
         return self.d_model // self.num_heads if self.attention.head_dim is None else self.attention.head_dim
 
     @property
     def size_of_value(self) -> int:
-        """Size of a value head: that of mla, value_dim, or that of the key head."""
+        """Size of a value head: from attention.mla, attention.value_dim, or the size of a key head."""
         if self.attention.mla is not None:
             return self.attention.mla.v_head_dim
         return self.size_of_head if self.attention.value_dim is None else self.attention.value_dim
 
     @property
     def feed_forward_width(self) -> int:
-        """F: d_ff, or 4 d_model."""
+        """F, the inner width of the feed-forward layer: d_ff, or 4 d_model if that is None."""
         return 4 * self.d_model if self.d_ff is None else self.d_ff
 
     @property
     def encoder_layers(self) -> int:
-        """Layers of an encoder-decoder's encoder."""
+        """Number of encoder layers of an encoder-decoder."""
         return self.num_layers if self.stack.num_encoder_layers is None else self.stack.num_encoder_layers
 
     @property
     def decoder_layers(self) -> int:
-        """Layers of an encoder-decoder's decoder."""
+        """Number of decoder layers of an encoder-decoder."""
         return self.num_layers if self.stack.num_decoder_layers is None else self.stack.num_decoder_layers
 
     @property
     def longest_source(self) -> int | None:
-        """Rows of the learned table of an encoder-decoder's encoder: source_max_length, or max_length."""
+        """Rows of the encoder's learned position table in an encoder-decoder: source_max_length, or max_length."""
         return self.max_length if self.embedding.source_max_length is None else self.embedding.source_max_length
 
     @property
     def patches(self) -> Patches | None:
-        """The image patches that the model reads; None: it reads something else."""
+        """The image patches that the model reads; None for other inputs."""
         return self.input if isinstance(self.input, Patches) else None
 
     @property
     def series(self) -> Series | None:
-        """The time series that the model reads; None: it reads something else."""
+        """The time series that the model reads; None for other inputs."""
         return self.input if isinstance(self.input, Series) else None
 
     @property
     def speech(self) -> Speech | None:
-        """The speech frames that the model reads; None: it reads something else."""
+        """The speech frames that the model reads; None for other inputs."""
         return self.input if isinstance(self.input, Speech) else None
 
     def replace(self, **changes: Any) -> TransformerConfig:
-        """A copy with some fields changed, validated again. Fields of a part are given by dotted path, and the other
-        fields of the part keep their values: `config.replace(**{"rotary.base": 500_000.0})`.
+        """Return a validated copy with changed fields.
+
+        Fields of a section are set by dotted path, and its other fields keep their values:
+        `config.replace(**{"rotary.base": 500_000.0})`.
 
         Raises:
-            ConfigError: an unknown field (the message suggests the nearest name), or an impossible model.
+            ConfigError: an unknown field (the message suggests the most similar name), or an invalid model.
         """
         names = [field.name for field in dataclasses.fields(self)]
         for name in changes:
@@ -341,13 +347,13 @@ class TransformerConfig:
 
 
 FORMER_KERNEL_NAMES = {"chunked": "blockwise", "gathered": "all_gather_kv", "sliced": "query_chunked"}
-"""attention kernels that had another name up to version 0.1: old name -> new name"""
+"""attention kernels that were renamed after version 0.1: old name -> new name"""
 
 
 def current_kernel_name(name: str) -> str:
-    """The name of an attention kernel; for a name of version 0.1 the new one, with a DeprecationWarning.
+    """Return the current name of an attention kernel; emit a DeprecationWarning if `name` is from version 0.1.
 
-    Files of earlier versions are read without the warning (`former_names_accepted`).
+    There is no warning while files of earlier versions are read (`former_names_accepted`).
     """
     new = FORMER_KERNEL_NAMES.get(name, name)
     if new != name and not reads_former_names():
@@ -358,16 +364,18 @@ def current_kernel_name(name: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Execution:
-    """How a model is computed: changes speed and memory, never the result beyond rounding."""
+    """Execution options of a model: they change speed and memory, and the result only by rounding errors."""
 
     attention: str = "auto"
-    """attention kernel: auto chooses by platform, length and demand"""
+    """attention kernel; auto: select one by platform, sequence length and the features that the model needs"""
     scan: bool = True
-    """compile one layer and loop over it; false unrolls the same parameters (faster on CPU, slower to compile)"""
+    """compile one layer and loop over it (jax.lax.scan); false: unroll the loop (faster on CPU, slower to compile, same
+    parameters)"""
     remat: Remat = "none"
-    """what the backward pass recomputes: none, full (all), dots (all but products), names (all but named values)"""
+    """rematerialization: what the backward pass recomputes instead of storing; none: nothing; full: everything; dots:
+    everything but the results of matrix multiplications; names: everything but named values"""
     sow_weights: bool = False
-    """sow attention weights into the collection "intermediates" where a call makes it mutable, to inspect them"""
+    """sow attention weights into the collection "intermediates" if a call makes it mutable, to inspect them"""
 
     def __post_init__(self):
         check_choices(self, remat=Remat)

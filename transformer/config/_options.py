@@ -1,4 +1,4 @@
-"""The named parts of a model config: attention, positions, embeddings, stacks, output and inputs other than tokens."""
+"""Sections of a model config: attention, positions, embeddings, stacks, output layer and speech input."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class AttentionOptions:
     head_dim: int | None = None
     """H, size of a query or key head; None: d_model / num_heads"""
     value_dim: int | None = None
-    """size of a value head; None: head_dim"""
+    """size of a value head; None: that of a key head"""
     biases: tuple[Projection, ...] | None = None
     """projections with a bias, a subset of query, key, value and out; None: all or none, as use_bias"""
     scale: float | None = None
@@ -41,7 +41,7 @@ class AttentionOptions:
     softcap: float | None = None
     """c: replace the scores by c tanh(scores / c); None: no cap"""
     sinks: bool = False
-    """one learned logit per head that receives attention weight but contributes no value"""
+    """attention sinks: one learned logit per head in the softmax that receives attention weight but has no value"""
     qk_norm: bool = False
     """apply RMSNorm to queries and keys (zero-centered RMSNorm if norm is zero-centered)"""
     qk_norm_scope: NormScope = "head"
@@ -70,13 +70,13 @@ class AttentionOptions:
             if getattr(self, name) not in (None, False):
                 raise ConfigError(
                     f"attention.{name} is {getattr(self, name)}, but attention.mla computes keys and values from a "
-                    f"latent: it has sizes of its own, normalizes the latent and has no sinks. Remove "
+                    f"latent vector: it defines its own head sizes, normalizes the latent and has no sinks. Remove "
                     f"attention.{name}, or attention.mla."
                 )
         if set(self.biases or ()) not in (set(), set(Projection.__args__)):
             raise ConfigError(
-                f"attention.biases is {self.biases}, but with attention.mla all projections from and to the residual "
-                f"stream have a bias, or none: list all of {', '.join(Projection.__args__)}, or none."
+                f"attention.biases is {self.biases}, but with attention.mla either all or none of the projections "
+                f"from and to the residual stream have a bias. List all of {', '.join(Projection.__args__)}, or none."
             )
 
 
@@ -86,11 +86,11 @@ class RotaryOptions:
 
     section: ClassVar[str] = "rotary"
     base: float = 10_000.0
-    """wavelengths range from 2 pi to 2 pi base positions"""
+    """base of the rotary frequencies: wavelengths range from 2 pi to 2 pi base positions"""
     dim: int | None = None
     """number of head dimensions that are rotated, counted from the first; None: all"""
     scaling: RotaryScaling | None = None
-    """frequency scaling for long sequences"""
+    """frequency scaling for long sequences; None: no scaling"""
 
     def __post_init__(self):
         check_whole(self, "dim")
@@ -107,7 +107,7 @@ class T5BiasOptions:
 
     section: ClassVar[str] = "t5_bias"
     buckets: int = 32
-    """rows of the bias table"""
+    """number of distance buckets, the rows of the bias table"""
     max_distance: int = 128
     """distances of at least this many positions share one bucket"""
     per_layer: bool = False
@@ -120,7 +120,7 @@ class T5BiasOptions:
         if self.max_distance <= self.buckets // 2:
             raise ConfigError(
                 f"t5_bias.max_distance ({self.max_distance}) must be above t5_bias.buckets / 2 ({self.buckets // 2}): "
-                f"the first half of the buckets are single distances. Change one of them."
+                f"half of the buckets contain a single distance each. Change one of them."
             )
 
 
@@ -136,7 +136,7 @@ class EmbeddingOptions:
     tie: bool = True
     """the output layer uses the (decoder's) token embedding table"""
     token_types: int | None = None
-    """rows of the token type table of an encoder model; None: no such table"""
+    """rows of the token type table of an encoder model; None: no token types"""
     source_vocab_size: int | None = None
     """encoder vocabulary size, if different from the decoder's; None: encoder and decoder share one table"""
     source_max_length: int | None = None
@@ -149,7 +149,7 @@ class EmbeddingOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class StackOptions:
-    """How layers are arranged: `prefix`, then `period` repeated, then `suffix`, as many as num_layers in total.
+    """The layers of a stack: `prefix`, then `period` repeated, then `suffix`, num_layers in total.
 
     Raises:
         ConfigError: a value out of range, or an empty period.
@@ -173,7 +173,7 @@ class StackOptions:
         check_whole(self, "num_encoder_layers", "num_decoder_layers")
         check_flags(self, "final_norm")
         if not self.period:
-            raise ConfigError("stack.period is empty: it needs at least one LayerKind.")
+            raise ConfigError("stack.period is empty: expected at least one LayerKind. Add one.")
 
 
 @dataclass(frozen=True, kw_only=True)

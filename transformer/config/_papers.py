@@ -1,4 +1,4 @@
-"""Models as papers print them."""
+"""Model configs of published papers."""
 
 from __future__ import annotations
 
@@ -7,23 +7,27 @@ from transformer.config._options import EmbeddingOptions
 
 
 def transformer_base(**changes: object) -> TransformerConfig:
-    """The base model of Vaswani et al. 2017 (arXiv 1706.03762, table 3): N = 6, 512 / 8 / 2048, dropout 0.1."""
+    """Return the base model of Vaswani et al. 2017 (arXiv 1706.03762, table 3): 6 layers, d_model 512, 8 heads,
+    d_ff 2048, dropout 0.1.
+    """
     return _PAPER.replace(**changes)
 
 
 def transformer_big(**changes: object) -> TransformerConfig:
-    """The big model of Vaswani et al. 2017 (arXiv 1706.03762, table 3): N = 6, 1024 / 16 / 4096, dropout 0.3."""
+    """Return the big model of Vaswani et al. 2017 (arXiv 1706.03762, table 3): 6 layers, d_model 1024, 16 heads,
+    d_ff 4096, dropout 0.3.
+    """
     return _PAPER.replace(**{"d_model": 1024, "num_heads": 16, "d_ff": 4096, "dropout_rate": 0.3} | changes)
 
 
 def gpt2_decoder(**changes: object) -> TransformerConfig:
-    """The decoder of GPT-2 (Radford et al. 2019): learned positions for 1,024 tokens. Pass its sizes as `changes`."""
+    """Return the decoder of GPT-2 (Radford et al. 2019): learned positions, 1,024 tokens. Pass sizes as `changes`."""
     return _GPT2.replace(**changes)
 
 
 def llama_decoder(**changes: object) -> TransformerConfig:
-    """The decoder of Llama (Touvron et al. 2023, arXiv 2302.13971): RMSNorm, rotary positions, gated SiLU, no biases,
-    untied embeddings. Pass its sizes as `changes`.
+    """Return the decoder of Llama (Touvron et al. 2023, arXiv 2302.13971): RMSNorm, rotary positions, gated SiLU, no
+    biases, untied embeddings. Pass sizes as `changes`.
     """
     return _LLAMA.replace(**changes)
 

@@ -1,4 +1,6 @@
-"""What a model may have several of, or none: rotary scaling, experts, kinds of layers, head, patches, series."""
+"""Optional or repeated parts of a model config: rotary scaling, experts, latent attention, kinds of layers, output
+transform, image patches and time series.
+"""
 
 from __future__ import annotations
 
@@ -14,34 +16,35 @@ FeedForwardActivation = Literal[Activation, "swiglu_clamped"]
 
 @dataclass(frozen=True, kw_only=True)
 class RotaryScaling:
-    """How rotary frequencies are stretched to reach beyond the length a model was trained on.
+    """Scaling of rotary frequencies, for sequences longer than those the model was trained on.
 
-    `linear` divides every frequency by `factor` (Chen et al. 2023, arXiv 2306.15595). `llama3` divides only the low
-    ones, with a smooth passage between two wavelengths (Llama 3.1, arXiv 2407.21783). `yarn` does so by the number of
-    turns within the original length and sharpens the attention (Peng et al. 2023, arXiv 2309.00071).
+    `linear` divides all frequencies by `factor` (position interpolation, Chen et al. 2023, arXiv 2306.15595). `llama3`
+    divides only the low frequencies, and interpolates between two wavelengths (Llama 3.1, arXiv 2407.21783). `yarn`
+    selects the frequencies by their number of rotations within the original length, and also scales the attention
+    scores (Peng et al. 2023, arXiv 2309.00071).
 
     Raises:
-        ConfigError: a factor below 1, bounds in the wrong order, or yarn's own fields with another kind.
+        ConfigError: a factor below 1, bounds in the wrong order, or a field of yarn with another kind.
     """
 
     kind: Literal["linear", "llama3", "yarn"]
-    """which rule stretches the frequencies"""
+    """scaling rule"""
     factor: float
     """new length / original length, at least 1"""
     original_length: int = 8192
-    """positions the model was trained on; llama3 and yarn"""
+    """length in positions that the model was trained on; only for llama3 and yarn"""
     low_frequency_factor: float = 1.0
-    """llama3: wavelengths longer than original_length / this are divided by factor"""
+    """llama3: frequencies with wavelengths above original_length / low_frequency_factor are divided by factor"""
     high_frequency_factor: float = 4.0
-    """llama3: wavelengths shorter than original_length / this stay"""
+    """llama3: frequencies with wavelengths below original_length / high_frequency_factor are unchanged"""
     beta_fast: float = 32.0
-    """yarn: dimensions that turn more often than this within original_length stay"""
+    """yarn: frequencies with more than this many rotations within original_length are unchanged"""
     beta_slow: float = 1.0
-    """yarn: dimensions that turn less often than this are divided by factor"""
+    """yarn: frequencies with fewer than this many rotations within original_length are divided by factor"""
     attention_factor: float | None = None
-    """yarn: factor on turned queries and keys; None: 0.1 ln(factor) + 1"""
+    """yarn: factor on rotated queries and keys; None: 0.1 ln(factor) + 1"""
     truncate: bool = True
-    """yarn: the ramp between the two betas begins and ends at whole pairs; false: between them"""
+    """yarn: round the ends of the ramp between beta_fast and beta_slow to whole dimension pairs"""
 
     def __post_init__(self):
         check_choices(self, kind=Literal["linear", "llama3", "yarn"])
@@ -59,41 +62,49 @@ class RotaryScaling:
             raise ConfigError(f"beta_fast ({self.beta_fast}) must be above beta_slow ({self.beta_slow}).")
         if self.kind != "yarn" and (self.attention_factor is not None or not self.truncate):
             field = "truncate" if self.attention_factor is None else "attention_factor"
-            raise ConfigError(f"{field} belongs to kind='yarn', got kind={self.kind!r}. Leave {field} out.")
+            raise ConfigError(f"{field} applies only to kind='yarn', got kind={self.kind!r}. Remove {field}.")
 
 
 @with_paths({"selection_bias": "e_score_correction_bias", "weights_scale": "routed_scaling_factor"})
 @dataclass(frozen=True, kw_only=True)
 class MoE:
-    """A routed feed-forward in place of the dense one: `num_experts` of width `d_ff` (None: the config's), `top_k` of
-    them for each token, and `shared_experts` that every token passes through (Shazeer et al. 2017, arXiv 1701.06538).
+    """Mixture of experts: a feed-forward layer whose router selects `top_k` of `num_experts` experts for each token
+    (Shazeer et al. 2017, arXiv 1701.06538).
 
-    `normalize_weights` makes the weights of the chosen sum to 1. `capacity_factor` c: an expert takes at most c times
-    its even share of each row, first come first served; None: all. Two terms are added to the training loss, times
-    `load_balance_weight` (Fedus et al. 2021, arXiv 2101.03961) and `router_z_weight` (Zoph et al. 2022, arXiv
-    2202.08906). Raises ConfigError: a number out of range, more chosen than there are, groups that experts don't fill,
-    or weights that are always 1.
+    Raises:
+        ConfigError: a number out of range, top_k above the number of selectable experts, groups of unequal size, or
+            normalized weights with top_k=1, which are always 1.
     """
 
     num_experts: int
+    """E, number of experts that the router selects from"""
     top_k: int = 2
+    """number of experts selected for each token"""
     d_ff: int | None = None
+    """F, inner width of an expert; None: that of the model config"""
     shared_experts: int = 0
+    """number of additional experts that process every token"""
     normalize_weights: bool = True
+    """divide the weights of the selected experts by their sum"""
     capacity_factor: float | None = None
+    """c: an expert processes at most c times its even share of the tokens of a sequence and drops the rest, first come,
+    first served; None: no limit"""
     load_balance_weight: float = 0.01
+    """weight of the load-balancing term in the training loss (Fedus et al. 2021, arXiv 2101.03961)"""
     router_z_weight: float = 0.001
+    """weight of the router z-loss in the training loss (Zoph et al. 2022, arXiv 2202.08906)"""
     router_bias: bool = False
-    """a bias on the router's logits (gpt-oss)"""
+    """bias on the router logits (gpt-oss)"""
     scoring: Literal["softmax", "sigmoid"] = "softmax"
-    """what makes scores of the logits; sigmoid: each for itself (DeepSeek-V3, arXiv 2412.19437, section 2.1.2)"""
+    """function from router logits to scores: softmax over all experts, or sigmoid of each logit (DeepSeek-V3, arXiv
+    2412.19437, section 2.1.2)"""
     e_score_correction_bias: bool = False
-    """a bias per expert that is added to its score for selection only, not for its weight (DeepSeek-V3); its gradient
-    is zero"""
+    """bias per expert that is added to its score to select experts, but not to compute weights (DeepSeek-V3); its
+    gradient is zero"""
     num_groups: int = 1
-    """groups of equally many experts, one after the other"""
+    """number of groups of consecutive experts, all of the same size"""
     top_groups: int = 1
-    """groups that a token may choose from: those whose two best experts have the highest scores together"""
+    """number of groups to select experts from: those with the highest sum of their two best scores"""
     routed_scaling_factor: float = 1.0
     """factor on the weights of the selected experts"""
 
@@ -109,15 +120,17 @@ class MoE:
         if self.top_k > self.num_experts:
             raise ConfigError(f"top_k ({self.top_k}) must be at most num_experts ({self.num_experts}). Change one.")
         if self.top_k == 1 and self.normalize_weights:
-            raise ConfigError("top_k=1 with normalize_weights: the weight is always 1, and no router learns. Drop one.")
+            raise ConfigError(
+                "top_k=1 with normalize_weights: the weight is always 1, so the router gets no gradient. Change one."
+            )
         self._check_groups()
 
     def _check_groups(self):
         size, rest = divmod(self.num_experts, self.num_groups)
         if self.num_groups > 1 and (rest or size < 2):
             raise ConfigError(
-                f"num_experts ({self.num_experts}) must be num_groups ({self.num_groups}) times at least 2: a group is "
-                f"judged by its two best experts. Change one."
+                f"num_experts ({self.num_experts}) must be num_groups ({self.num_groups}) times at least 2: the score "
+                f"of a group is the sum of its two best experts' scores. Change one."
             )
         if self.top_groups > self.num_groups:
             raise ConfigError(
@@ -141,8 +154,10 @@ class MoE:
 )
 @dataclass(frozen=True, kw_only=True)
 class MLA:
-    """Multi-head latent attention: keys and values of all heads are computed from one short vector per token. The KV
-    cache stores this vector and one rotated key that all heads share (DeepSeek-AI 2024, arXiv 2405.04434, section 2.1).
+    """Multi-head latent attention (DeepSeek-AI 2024, arXiv 2405.04434, section 2.1).
+
+    Keys and values of all heads are projections of one short latent vector per token. The KV cache stores this vector
+    and one rotated key that all heads share.
 
     Raises:
         ConfigError: a size below 1, or an odd number of rotated dimensions.
@@ -178,24 +193,24 @@ class MLA:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerKind:
-    """What differs between the layers of one stack. Everything else is the config's.
+    """Options that can differ between the layers of one stack; all other options come from the model config.
 
     Raises:
-        ConfigError: a number out of range, or a field about attention in a layer without any.
+        ConfigError: a number out of range, or an attention option in a layer without self-attention.
     """
 
     self_attention: bool = True
-    """false: no self-attention, so that no position sees another (an ablation: what is left without it)"""
+    """false: no self-attention, so that positions can't exchange information (an ablation)"""
     window: int | None = None
-    """attend only keys closer than this many positions; None: all"""
+    """sliding-window attention: attend only to keys closer than this many positions; None: to all keys"""
     rotary_base: float | None = None
-    """rotary base of these layers; None: the config's"""
+    """rotary base of these layers; None: that of the model config"""
     rotary_scaling: RotaryScaling | None = None
-    """rotary scaling of these layers; None: the config's"""
+    """rotary scaling of these layers; None: that of the model config"""
     moe: MoE | None = None
-    """a routed feed-forward; None: the dense one"""
+    """mixture of experts instead of the dense feed-forward layer; None: dense"""
     attention_norm: bool = True
-    """false: no norm before attention, which then reads x as it is (ModernBERT's first layer)"""
+    """normalize before attention; false: attention reads the residual stream directly (first layer of ModernBERT)"""
 
     def __post_init__(self):
         check_whole(self, "window")
@@ -204,36 +219,39 @@ class LayerKind:
         unread += [] if self.attention_norm else ["attention_norm"]
         if unread and not self.self_attention:
             raise ConfigError(
-                f"{unread[0]} says how a layer attends, but self_attention is False. Leave {unread[0]} out, or let "
-                f"the layer attend."
+                f"{unread[0]} is an option of self-attention, but self_attention is False. Remove {unread[0]}, or set "
+                f"self_attention=True."
             )
 
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer of a stack, and where its parameters, cache and intermediates are in the trees of the stack."""
+    """One layer of a stack, and the path of its parameters, cache and intermediates in the pytrees of the stack."""
 
     kind: LayerKind
     path: str
-    """inside the stack: "prefix_0", "layers/slot_1", "suffix_0"; components are separated by "/" """
+    """path within the stack, components separated by "/": "prefix_0", "layers/slot_1", "suffix_0" """
     index: int | None = None
-    """on the leading axis of arrays under `path`, where repeats of the period are stacked; None: no such axis"""
+    """index into the leading axis of the arrays at `path`, which stacks the repeats of the period; None: not stacked"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeadTransform:
-    """A map (D, D) and a nonlinearity in front of the output map, and perhaps a norm after them.
+    """A dense layer (D, D) with an activation, and optionally a norm, before the output layer.
 
-    With gelu and a norm it is the head of BERT's masked language model, with tanh the pooler of its classifier (Devlin
-    et al. 2018, arXiv 1810.04805). Raises ConfigError: an unknown activation.
+    With gelu and a norm, this is the head of BERT's masked language model; with tanh, it is the pooler of BERT's
+    classifier (Devlin et al. 2018, arXiv 1810.04805).
+
+    Raises:
+        ConfigError: an unknown activation.
     """
 
     activation: Activation
-    """after the map"""
+    """activation after the dense layer"""
     norm: bool
-    """a norm of the config's kind after the activation"""
+    """normalize after the activation, with the norm of the model config"""
     use_bias: bool = True
-    """a bias in the map"""
+    """bias of the dense layer"""
 
     def __post_init__(self):
         check_choices(self, activation=Activation)
@@ -241,21 +259,23 @@ class HeadTransform:
 
 @dataclass(frozen=True, kw_only=True)
 class Patches:
-    """How an image becomes a sequence: squares side by side, row by row, each one vector by one linear map (Dosovitskiy
-    et al. 2020, arXiv 2010.11929, section 3.1). `image_height`, `image_width` and `patch_size` are in pixels.
+    """Image patches as input tokens: non-overlapping squares in row-major order, each embedded by one shared linear
+    projection (ViT, Dosovitskiy et al. 2020, arXiv 2010.11929, section 3.1).
 
     Raises:
-        ConfigError: a size below 1, or an image that is no whole number of patches high and wide.
+        ConfigError: a size below 1, or a height or width that is not a multiple of the patch size.
     """
 
     image_height: int
+    """image height in pixels"""
     image_width: int
+    """image width in pixels"""
     patch_size: int
-    """height and width of a patch"""
+    """height and width of a patch in pixels"""
     channels: int = 3
-    """numbers a pixel"""
+    """channels per pixel"""
     use_bias: bool = True
-    """a bias in the linear map"""
+    """bias of the linear projection"""
 
     def __post_init__(self):
         check_whole(self, "image_height", "image_width", "patch_size", "channels")
@@ -266,56 +286,61 @@ class Patches:
 
     @property
     def count(self) -> int:
-        """Patches of an image."""
+        """Number of patches per image."""
         return (self.image_height // self.patch_size) * (self.image_width // self.patch_size)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """How a time series becomes sequences, one a channel, and what is forecast of it: its last steps are cut into
-    patches, the last of which ends with the series (Nie et al. 2022, arXiv 2211.14730, section 3.1).
+    """Time series input of a Forecaster (PatchTST, Nie et al. 2022, arXiv 2211.14730, section 3.1).
+
+    Each channel is a separate sequence. Its input window is cut into patches, which are the input tokens; the last
+    patch ends at the end of the window.
 
     Raises:
-        ConfigError: a size below 1, a patch longer than what it is cut from, or a pooling beside a class token.
+        ConfigError: a size below 1, a patch longer than the input window, or pooling together with a class token.
     """
 
     channels: int
-    """numbers a step, each forecast from its own past"""
+    """number of channels; each is forecast from its own past"""
     context_length: int
-    """steps that are looked back at"""
+    """number of input steps (look-back window)"""
     horizon: int
-    """steps that are forecast"""
+    """number of steps to forecast"""
     patch_length: int
-    """steps of a patch"""
+    """steps per patch"""
     patch_stride: int
-    """steps from one patch to the next"""
+    """steps between the starts of consecutive patches"""
     scaling: Literal["std", "mean", "none"] = "std"
-    """of each channel by its look-back, undone in the forecast: std: less its mean, over its standard deviation; mean:
-    over its mean magnitude; none"""
+    """normalization of each channel by its input window, inverted in the forecast; std: subtract the mean, divide by
+    the standard deviation; mean: divide by the mean absolute value; none: no normalization"""
     shared_embedding: bool = True
-    """one map of patches for all channels; false: one for each"""
+    """all channels share one patch embedding; false: one per channel"""
     class_token: bool = False
-    """a token in front of the patches, which alone the head reads"""
+    """prepend a class token to the patches; the head then reads only this token"""
     pooling: Literal["flatten", "mean", "max"] = "flatten"
-    """what the head reads of a channel: its patches side by side, their mean, or the largest of each feature"""
+    """how the patches of a channel are combined for the head: concatenated (flatten), averaged (mean), or the maximum
+    of each feature (max)"""
 
     def __post_init__(self):
         check_choices(self, scaling=Literal["std", "mean", "none"], pooling=Literal["flatten", "mean", "max"])
         check_whole(self, "channels", "context_length", "horizon", "patch_length", "patch_stride")
         if self.patch_length > self.context_length:
             raise ConfigError(
-                f"patch_length ({self.patch_length}) must be at most context_length ({self.context_length}): change "
+                f"patch_length ({self.patch_length}) must be at most context_length ({self.context_length}). Change "
                 f"one of them."
             )
         if self.class_token and self.pooling != "flatten":
-            raise ConfigError(f"pooling={self.pooling!r} is of patches, but the head reads the class_token. Drop one.")
+            raise ConfigError(
+                f"pooling={self.pooling!r} combines patches, but the head reads only the class_token. Remove one."
+            )
 
     @property
     def patches(self) -> int:
-        """Patches of a channel."""
+        """Number of patches per channel."""
         return (self.context_length - self.patch_length) // self.patch_stride + 1
 
     @property
     def positions(self) -> int:
-        """Patches of a channel, and the class token."""
+        """Number of positions per channel: patches and class token."""
         return self.patches + self.class_token

@@ -1,4 +1,4 @@
-"""Fields of nested configs by dotted paths, such as `rotary.base`, and by the names that they had before."""
+"""Access to fields of nested configs by dotted path, such as `rotary.base`, and by their former names."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _quiet = ContextVar("quiet", default=False)
 
 @contextmanager
 def former_names_accepted() -> Iterator[None]:
-    """Inside, former names are read without a warning: for files that an earlier version wrote."""
+    """Context manager in which former names are accepted without a warning, to read files of earlier versions."""
     token = _quiet.set(True)
     try:
         yield
@@ -29,23 +29,23 @@ def former_names_accepted() -> Iterator[None]:
 
 
 def reads_former_names() -> bool:
-    """Whether former names are accepted without a warning (`former_names_accepted`)."""
+    """Return whether former names are accepted without a warning (`former_names_accepted`)."""
     return _quiet.get()
 
 
 def with_paths(former: Mapping[str, str], convert: Mapping[str, Convert] | None = None) -> Callable[[type], type]:
-    """Class decorator: a config dataclass whose constructor also accepts dotted paths and former names.
+    """Return a class decorator that lets the constructor of a config dataclass accept dotted paths and former names.
 
-    `Config(**{"rotary.base": 5.0})` sets the field `base` of the part `rotary` and keeps the others. A former name is
-    read as the path that replaces it, as keyword and as attribute, with a DeprecationWarning.
+    `Config(**{"rotary.base": 5.0})` sets the field `base` of the part `rotary` and keeps its other fields. A former
+    name, as keyword and as attribute, stands for the path that replaces it and emits a DeprecationWarning.
 
     Args:
         former: former name -> path of the field that replaces it.
-        convert: former name -> conversion of its values, where they have changed too.
+        convert: former name -> conversion of its values, if the values have changed too.
 
     Raises:
-        TypeError: from the constructor, for a field that does not exist.
-        AttributeError: from an instance, for an attribute that does not exist.
+        TypeError: from the constructor, for an unknown field.
+        AttributeError: from an instance, for an unknown attribute.
     """
     convert = {} if convert is None else convert
 
@@ -92,15 +92,22 @@ def with_paths(former: Mapping[str, str], convert: Mapping[str, Convert] | None 
 
 
 def get_path(config: Any, path: str) -> Any:
-    """The value of a field by its dotted path."""
+    """Return the value of the field at a dotted path."""
     return functools.reduce(getattr, path.split("."), config)
 
 
 def set_paths(config: Any, changes: Mapping[str, Any], where: str) -> Any:
-    """A copy of a config with the fields at some dotted paths changed, all at once. `where` is its name in errors.
+    """Return a copy of a config with changed fields.
+
+    All changes are made together, so that only their combination must be valid.
+
+    Args:
+        config: a config dataclass.
+        changes: dotted path -> new value.
+        where: the name of `config` in error messages.
 
     Raises:
-        ConfigError: there is no such field; the message suggests the nearest name.
+        ConfigError: an unknown field; the message suggests the most similar name.
     """
     if not dataclasses.is_dataclass(config):
         raise ConfigError(f"{where} is {config!r}, so its field {min(changes)!r} can't be set. Set {where} first.")
@@ -121,7 +128,10 @@ def set_paths(config: Any, changes: Mapping[str, Any], where: str) -> Any:
 
 
 def fields_by_path(config: Any) -> dict[str, Any]:
-    """The fields of a config and of its parts: dotted path -> value. A part is what every config of the class has."""
+    """Return all fields of a config and of its parts: dotted path -> value.
+
+    A field is a part if its default is a config dataclass and its value has the class of the default.
+    """
     values: dict[str, Any] = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)

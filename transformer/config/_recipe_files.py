@@ -1,4 +1,4 @@
-"""Recipes by name: the files of the user's `configs/`, and those that come with this project."""
+"""Find recipe files by name, in the user's `configs/` and among the bundled recipes."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def bundled() -> Path:
-    """The folder of the recipes that come with this project.
+    """Return the folder of the bundled recipes.
 
-    A wheel contains them as `transformer/recipes/`. A checkout and an editable installation use `configs/`, beside the
-    package: the repository has no second copy.
+    A wheel contains them as `transformer/recipes/`. A checkout and an editable installation use `configs/`, next to the
+    package, so that the repository does not contain them twice.
     """
     installed = _PACKAGE / "recipes"
     return installed if installed.is_dir() else _PACKAGE.parent / "configs"
 
 
 def recipe_files(*directories: str | os.PathLike) -> dict[str, Path]:
-    """Recipe files by name.
+    """Return recipe files by name, sorted.
 
     Args:
-        *directories: each is searched for `configs/*.py`, and the first file of a name wins. Without any, the current
-            directory is searched, then the bundled recipes. Names that begin with an underscore are no recipes.
+        *directories: directories to search for `configs/*.py`; for each name, the first file found is used. If none is
+            given, search the current directory, then the bundled recipes. Files whose names start with an underscore
+            are ignored.
     """
     folders = [Path(directory) / "configs" for directory in directories] or [Path.cwd() / "configs", bundled()]
     found: dict[str, Path] = {}
@@ -37,10 +38,14 @@ def recipe_files(*directories: str | os.PathLike) -> dict[str, Path]:
 
 
 def find_recipe(name: str, *directories: str | os.PathLike) -> Path:
-    """The file of a recipe, given its path (with or without .py) or its name (`recipe_files` has the search order).
+    """Return the file of a recipe.
+
+    Args:
+        name: path (with or without .py) or name of the recipe.
+        *directories: where to search for the name, see `recipe_files`.
 
     Raises:
-        ConfigError: there is no such file; the message suggests the nearest name and lists all of them.
+        ConfigError: the file does not exist; the message suggests the most similar name and lists all names.
     """
     known = recipe_files(*directories)
     for path in (Path(name), Path(f"{name}.py")):
@@ -49,5 +54,7 @@ def find_recipe(name: str, *directories: str | os.PathLike) -> Path:
     stem = Path(name).name.removesuffix(".py")
     if stem in known and str(Path(name).parent) in (".", "configs"):
         return known[stem]
-    listed = f" There are {', '.join(known)}." if known else ""
-    raise ConfigError(f"there is no recipe {name!r}.{nearest(stem, known)}{listed} --list says what each is.")
+    listed = f" Available recipes: {', '.join(known)}." if known else ""
+    raise ConfigError(
+        f"there is no recipe {name!r}.{nearest(stem, known)}{listed} Use --list to show their descriptions."
+    )

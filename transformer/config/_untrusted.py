@@ -1,8 +1,9 @@
-"""Files of a directory that somebody else made: only what lies in it is opened, so much and no more, and JSON strictly.
+"""Read files of an untrusted directory: only regular files inside it, up to a maximum size, with strict JSON.
 
-A symbolic link may lead to a regular file in the directory itself, or, from `snapshots/REVISION/` of the hub's cache
-(which is made of such links), to the `blobs/` beside it. Any other link is refused: whoever made the directory would
-choose a file of whoever opens it. A pipe or a device is not waited for.
+A symbolic link may point to a regular file in the directory itself or, in `snapshots/REVISION/` of the Hugging Face
+cache (which consists of such links), to `blobs/` of the same model. All other links are rejected: otherwise the author
+of the directory could choose any file of the user who opens it. Pipes and devices are rejected because reading them can
+block forever.
 """
 
 from __future__ import annotations
@@ -12,35 +13,42 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 MAX_JSON_BYTES = 64 * 2**20
-"""bound of a JSON file, where nothing else is said"""
+"""default maximum size of a JSON file, in bytes"""
 MAX_DEPTH = 64
-"""objects and arrays of a JSON file that may lie in each other"""
+"""maximum nesting depth of objects and arrays in a JSON file"""
 
 
 def regular_file(directory: Path, filename: str) -> Path:
-    """The path of a file of the directory ("a.json", "b/a.json"), when it is a regular one that may be opened.
+    """Return the path of a regular file in the directory, such as "a.json" or "b/a.json".
 
     Raises:
-        ValueError: it is not there, a link that leads out or nowhere, no regular file, or a name that leads out.
+        ValueError: the file is missing or not a regular file, is a broken link or a link to a file outside of the
+            directory, or its name points outside of the directory.
     """
     name = PurePosixPath(filename)
     if name.is_absolute() or ".." in name.parts or "\\" in filename or "\0" in filename:
-        raise ValueError(f"{filename!r} must name a file of the directory")
+        raise ValueError(f"{filename!r} must be the name of a file in the directory")
     path, home = directory / filename, directory.resolve()
     try:
         target = path.resolve(strict=True)
-    except (OSError, RuntimeError):  # a loop of links is a RuntimeError until Python 3.13
-        raise ValueError(f"{filename} is not there, or a link that leads nowhere: get it anew") from None
+    except (OSError, RuntimeError):  # before Python 3.13, a loop of links raises RuntimeError
+        raise ValueError(f"{filename} is missing or a broken link: get the file again") from None
     allowed = [home, home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [home]
     if not any(target.is_relative_to(place) for place in allowed):
-        raise ValueError(f"{filename} is a link to {target}, outside of the directory: put the file itself there")
+        raise ValueError(
+            f"{filename} is a link to {target}, outside of the directory: replace the link by the file itself"
+        )
     if not target.is_file():
         raise ValueError(f"{filename} must be a regular file; a directory, pipe or device is not read")
     return path
 
 
 def read_bounded(directory: Path, filename: str, limit: int = MAX_JSON_BYTES) -> bytes:
-    """What is in a file of the directory. ValueError as `regular_file`, or more than `limit` bytes."""
+    """Return the content of a file in the directory.
+
+    Raises:
+        ValueError: an error of `regular_file`, or the file has more than `limit` bytes.
+    """
     path = regular_file(directory, filename)
     with path.open("rb") as stream:
         content = stream.read(limit + 1)
@@ -50,15 +58,19 @@ def read_bounded(directory: Path, filename: str, limit: int = MAX_JSON_BYTES) ->
 
 
 def parse_json(content: bytes) -> Any:
-    """The value of strict JSON: UTF-8, no key twice, at most 64 objects and arrays in each other. ValueError if it is
-    not: deeper ones, which no program here writes, are beyond what Python can print, compare or copy.
+    """Parse strict JSON: UTF-8, no duplicate keys, at most `MAX_DEPTH` levels of objects and arrays.
+
+    The depth is limited because Python can't print, compare or copy values that are nested very deeply.
+
+    Raises:
+        ValueError: the content is not strict JSON.
     """
     try:
         value = json.loads(content.decode("utf-8"), object_pairs_hook=_unique)
     except UnicodeDecodeError as error:
-        raise ValueError(f"byte {error.start} is no UTF-8") from None
+        raise ValueError(f"byte {error.start} is not valid UTF-8") from None
     except RecursionError:
-        raise ValueError("it is nested too deeply") from None
+        raise ValueError("its objects and arrays are nested too deeply: expected at most 64 levels") from None
     _check_depth(value)
     return value
 
@@ -68,7 +80,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(values) < len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))
-        raise ValueError(f"the key {twice!r:.80} is there twice")
+        raise ValueError(f"duplicate key {twice!r:.80}")
     return values
 
 
@@ -78,4 +90,4 @@ def _check_depth(value: Any) -> None:
         if not (level := [one for one in level if isinstance(one, dict | list)]):
             return
         level = [item for one in level for item in (one.values() if isinstance(one, dict) else one)]
-    raise ValueError("it is nested too deeply")
+    raise ValueError("its objects and arrays are nested too deeply: expected at most 64 levels")

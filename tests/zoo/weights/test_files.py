@@ -180,14 +180,14 @@ HEADERS = {
     "dtype": ({"a": entry(dtype="F4")}, "dtype must be one of BOOL, .* got 'F4'"),
     "list": ({"a": entry(dtype=["F32"])}, r"got \['F32'\]"),
     "field": ({"a": {"dtype": "F32"}}, "expected dtype, shape and data_offsets"),
-    "twice": (b'{"a":1,"a":2}', "the key 'a' is there twice"),
+    "twice": (b'{"a":1,"a":2}', "duplicate key 'a'"),
     "control": ({"a\x1b[2J": entry()}, r"tensor 'a\\x1b\[2J': a name must"),
     "surrogate": (b'{"\\ud800":{}}', "a name must"),
     "empty": ({"": entry()}, "tensor '': a name must"),
     "name": ({"a" * 1025: entry()}, "a name must have 1 to 1024 printable characters, got 1025"),
     "metadata": ({"__metadata__": {"a": 1}}, "__metadata__ must hold strings by name"),
     "blank": (b' {"a":1}', "its header must begin with '{'"),
-    "utf8": (b'{"\xff":1}', "byte 2 is no UTF-8"),
+    "utf8": (b'{"\xff":1}', "byte 2 is not valid UTF-8"),
     "deep": (b'{"a":' + b"[" * 100_000, "nested too deeply"),
     "cut": (b'{"a":', "its header is no valid JSON"),
     "digits": (b'{"a":{"dtype":"F32","shape":[' + b"9" * 5000 + b'],"data_offsets":[0,24]}}', "no valid JSON"),
@@ -285,7 +285,7 @@ def test_links_stay_inside_or_in_the_cache_of_the_hub(tmp_path):
         files.json("other.json")
     (snapshot / "config.json").unlink()
     (snapshot / "config.json").symlink_to("config.json")
-    fault(snapshot, r"config\.json is not there, or a link that leads nowhere")
+    fault(snapshot, r"config\.json is missing or a broken link")
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
@@ -318,10 +318,10 @@ def test_optional_json(tmp_path, monkeypatch):
     assert files.json("1_Pooling/config.json") == {"pooling_mode_mean_tokens": True}
     with pytest.raises(WeightsError, match=r"modules\.json must hold an object, got list"):
         files.json("modules.json")
-    with pytest.raises(WeightsError, match=r"bad\.json is no valid JSON: the key 'a' is there twice"):
+    with pytest.raises(WeightsError, match=r"bad\.json is no valid JSON: duplicate key 'a'"):
         files.json("bad.json")
     (tmp_path.parent / "x.json").write_text("{}")
-    with pytest.raises(WeightsError, match=r"'\.\./x\.json' must name a file of the directory"):
+    with pytest.raises(WeightsError, match=r"'\.\./x\.json' must be the name of a file in the directory"):
         files.json("../x.json")
     monkeypatch.setattr("transformer.zoo.weights._files.MAX_JSON_BYTES", 15)
     with pytest.raises(WeightsError, match=r"bad\.json: expected at most 15 bytes, got 16"):
@@ -377,5 +377,5 @@ def test_the_library_takes_the_last_of_two_tensors_of_one_name(tmp_path):
     assert safetensors.numpy.load(raw)["a"] == 2
     (tmp_path / "model.safetensors").write_bytes(raw)
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(WeightsError, match="the key 'a' is there twice"):
+    with pytest.raises(WeightsError, match="duplicate key 'a'"):
         WeightFiles(tmp_path)
