@@ -1,9 +1,9 @@
-"""Six words through a transformer: the size of every array between "Me gusta la pizza de Pepperoni" and the logits.
+"""The shape of every array between the six words "Me gusta la pizza de Pepperoni" and their logits.
 
 Usage: python -m examples.array_shapes
 
-Six layers, d_model 512, eight heads of 64, as in the paper's base model (Vaswani et al. 2017, table 3). Nothing is
-computed: the model is traced as shapes, so this takes no time and no weights.
+Six layers, d_model 512 and eight heads of size 64, as in the paper's base model (Vaswani et al. 2017, table 3). JAX
+only traces the model with abstract shapes, so this needs no parameters and almost no time.
 """
 
 import jax

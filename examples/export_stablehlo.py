@@ -1,9 +1,9 @@
 """Export a trained model to one StableHLO file, for any batch size and length, on CPU, GPU and TPU.
 
-Reading the file needs JAX, but neither this library nor Flax. The parameters are constants in it: if they take
-gigabytes, make them an argument of `logits`, and one file serves every checkpoint. Requires `pip install flatbuffers`.
+Reading the file requires only JAX. The parameters are constants in the file. If they take gigabytes, make them an
+argument of `logits`, so that one file works with every checkpoint. Needs flatbuffers: `pip install flatbuffers`.
 
-Usage: python -m examples.export_stablehlo [WORKDIR]   (of a run on text; a Seq2Seq takes source and target)
+Usage: python -m examples.export_stablehlo [WORKDIR]   (workdir of a text model; a Seq2Seq takes source and target)
 """
 
 import importlib.util
@@ -20,7 +20,7 @@ from transformer import CausalLM, Seq2Seq, TransformerConfig
 
 
 def train():
-    """Train a small model to count from 0 to 9 and start again. Pass WORKDIR to export a run of yours instead."""
+    """Train a small model to count from 0 to 9 repeatedly. Pass WORKDIR to export your own run instead."""
     model = CausalLM(TransformerConfig(vocab_size=10, d_model=32, num_layers=2, num_heads=4, position="rotary"))
     rows = (jnp.arange(10)[:, None] + jnp.arange(9)[None, :]) % 10
 
@@ -36,7 +36,7 @@ def train():
 
 
 def main(workdir=None, folder=None):
-    if importlib.util.find_spec("flatbuffers") is None:  # ask before training: jax.export needs it only at the end
+    if importlib.util.find_spec("flatbuffers") is None:  # check before training
         raise SystemExit("jax.export needs flatbuffers, which is not installed. Run: pip install flatbuffers")
     model, params = transformer.load(workdir) if workdir else train()
     logits = jax.jit(lambda *tokens: model.apply({"params": params}, *tokens))
@@ -51,7 +51,7 @@ def main(workdir=None, folder=None):
     read = export.deserialize(bytearray(file.read_bytes()))
     tokens = [jnp.tile(jnp.arange(7) % 10, (3, 1))] * len(shapes)
     difference = jnp.abs(read.call(*tokens) - logits(*tokens)).max()
-    print(f"logits of 3 x 7 tokens: the file's differ from the model's by {difference:.1e}")
+    print(f"logits of 3 x 7 tokens: largest difference between file and model {difference:.1e}")
     return {"file": file, "logits": logits, "difference": difference}
 
 

@@ -1,9 +1,9 @@
-"""Where does "estaba" look to write "rica"? A small decoder learns Spanish gender and shows what it attends to.
+"""Which word does "rica" attend to? A small decoder learns gender agreement in Spanish; then its attention is drawn.
 
 Usage: python -m examples.gender_agreement [WORKDIR]
 
-In "El arroz se cocinó en la olla y estaba rico" the last word agrees with the dish, not with the pot beside it. After
-40 seconds on 2 CPU cores the model is asked about dishes in pots where it never saw them, and is shown at work.
+In "El arroz se cocinó en la olla y estaba rico" the last word agrees with the dish, not with the nearer pot. After 40
+seconds of training on 2 CPU cores, the model completes sentences with pairs of dish and pot that it has never seen.
 """
 
 import itertools
@@ -48,7 +48,7 @@ def main(workdir: str = "runs/gender_agreement", steps: int = 300) -> dict[str, 
     ids = [run.tokenizer.encode(prompt) for prompt in prompts]
     words = generate(run.model, run.params, ids, max_new_tokens=1, sampling=Sampling(temperature=0.0))
     answers = dict(zip(prompts, map(run.tokenizer.decode, words), strict=True))
-    print("\nnever seen together:", *(f"  {prompt} -> {word}" for prompt, word in answers.items()), sep="\n")
+    print("\nnot in the training data:", *(f"  {prompt} -> {word}" for prompt, word in answers.items()), sep="\n")
     command_line(["inspect", workdir, "--prompt", "La sopa se cocinó en la olla y estaba rica", "--sizes"])
     return answers
 

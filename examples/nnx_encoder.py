@@ -1,4 +1,4 @@
-"""An Encoder inside an NNX model, through Flax's bridge, trained with nnx.Optimizer.
+"""An Encoder inside an NNX model through Flax's bridge, trained with nnx.Optimizer.
 
 Usage: python -m examples.nnx_encoder
 """
@@ -12,21 +12,21 @@ from transformer import Encoder, Mask, TransformerConfig
 
 
 class Centerer(nnx.Module):
-    """Sets of numbers (B, T, 1) -> each number minus the mean of its set, (B, T, 1). This takes attention."""
+    """Subtract the mean of each set from its numbers: (B, T, 1) -> (B, T, 1). This task requires attention."""
 
     def __init__(self, config, *, rngs):
         self.embed = nnx.Linear(1, config.d_model, rngs=rngs)
         self.encoder = nnx.bridge.ToNNX(Encoder(config), rngs=rngs)
-        self.encoder.lazy_init(jnp.zeros((1, 1, config.d_model)))  # a first input makes the parameters
+        self.encoder.lazy_init(jnp.zeros((1, 1, config.d_model)))  # creates the parameters
         self.output = nnx.Linear(config.d_model, 1, rngs=rngs)
 
     def __call__(self, x, lengths):
-        hidden, _, _ = self.encoder(self.embed(x), mask=Mask.lengths(lengths))  # no cache, no router losses
+        hidden, _, _ = self.encoder(self.embed(x), mask=Mask.lengths(lengths))  # no cache, no auxiliary losses
         return self.output(hidden)
 
 
 def batch(key):
-    """Numbers (16, 9, 1), row lengths (16,), the mask of real numbers (16, 9, 1), and the targets (16, 9, 1)."""
+    """Return numbers (16, 9, 1), lengths (16,), the mask of non-padding numbers (16, 9, 1), and targets (16, 9, 1)."""
     x = 1.0 + jax.random.normal(key, (16, 9, 1)) + jax.random.normal(jax.random.fold_in(key, 1), (16, 1, 1))
     lengths = jax.random.randint(jax.random.fold_in(key, 2), (16,), 3, 10)
     real = jnp.arange(9)[None, :, None] < lengths[:, None, None]
@@ -50,7 +50,7 @@ def main():
     optimizer = nnx.Optimizer(model, optax.adam(3e-3), wrt=nnx.Param)
     losses = [train_step(model, optimizer, jax.random.key(step)) for step in range(60)]
     print(f"parameters: {sum(p.size for p in jax.tree.leaves(nnx.state(model, nnx.Param)))}")
-    print(f"squared error: {losses[0]:.3f} at first, {sum(losses[-5:]) / 5:.3f} over steps 56 to 60")
+    print(f"squared error: {losses[0]:.3f} at first, {sum(losses[-5:]) / 5:.3f} in steps 56 to 60")
     return {"losses": losses, "model": model, "config": config}
 
 

@@ -1,4 +1,4 @@
-"""A decoder block under an nn.scan of one's own: the parameters stacked as one likes, the same as a loop over them.
+"""A decoder block in your own nn.scan, with stacked parameters; compared with a loop over the layers.
 
 Usage: python -m examples.scanned_block
 """
@@ -11,18 +11,18 @@ from transformer import LayerInputs, Mask, PreNormBlock, TransformerConfig
 
 
 class Layer(nn.Module):
-    """One step of the scan: a carry in, (carry, output) out. A block gives (x, cache, aux); here x is all we need."""
+    """One step of the scan: carry -> (carry, output). A block returns (x, cache, aux); only x is used here."""
 
     config: TransformerConfig
 
     @nn.compact
     def __call__(self, x, _):
         x, _, _ = PreNormBlock(self.config, causal=True, name="block")(x, LayerInputs(mask=Mask.causal()))
-        return x, jnp.sqrt(jnp.square(x).mean())  # collected over the layers: how large x has become
+        return x, jnp.sqrt(jnp.square(x).mean())  # the scan stacks the root mean square of x
 
 
 class Tower(nn.Module):
-    """x (B, T, D) -> x and its size after each of `depth` layers, which are compiled once."""
+    """x (B, T, D) -> x, and its root mean square after each of `depth` layers. XLA compiles the layer once."""
 
     config: TransformerConfig
     depth: int
@@ -39,8 +39,8 @@ def main():
     x = jax.random.normal(jax.random.key(0), (2, 7, 24))
     params = jax.jit(tower.init)(jax.random.key(1), x)["params"]
     scanned, sizes = jax.jit(tower.apply)({"params": params}, x)
-    print(f"query kernels, stacked: {params['layers']['block']['self_attention']['query']['kernel'].shape}")
-    print(f"size of x after each layer: {sizes}")
+    print(f"stacked query kernels: {params['layers']['block']['self_attention']['query']['kernel'].shape}")
+    print(f"root mean square of x after each layer: {sizes}")
 
     looped = x
     for i in range(tower.depth):

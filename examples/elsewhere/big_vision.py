@@ -31,7 +31,7 @@ def main(checkout):
     (original,) = load(checkout, vit, replaced=absent)
     (patched,) = load(patched_copy(checkout, "big_vision.patch", "big_vision"), vit, replaced=absent)
     batches = [images(step) for step in range(STEPS)]
-    # The patched model takes the same tree: no parameter changes its name or shape.
+    # The patched model uses the same tree, because no parameter changes its name or shape.
     params = original.Model(CLASSES, **SIZES, **OPTIONS).init(jax.random.key(0), batches[0][0])["params"]
 
     def run(module):

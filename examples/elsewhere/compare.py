@@ -48,7 +48,7 @@ def load(path, *names, replaced=None):
 
 
 def train(loss, params, batches):
-    """One AdamW step for each batch. `loss` maps (params, batch) to a number. Returns the losses and the parameters."""
+    """Take one AdamW step per batch. `loss` maps (params, batch) to a scalar. Returns the losses and the parameters."""
     optimizer = optax.adamw(1e-3)
 
     @jax.jit
@@ -65,7 +65,7 @@ def train(loss, params, batches):
 
 
 def check(original, patched, tolerance):
-    """Print how far apart two lists of losses are; stop with an error if the difference is above the tolerance."""
+    """Print the largest relative difference of two lists of losses. Exit with an error if it exceeds the tolerance."""
     difference = np.abs(np.array(patched) / np.array(original) - 1.0).max()
     print(f"{len(original)} steps: the loss falls from {original[0]:.3f} to {original[-1]:.3f} in both versions")
     print(f"largest relative difference between the losses: {difference:.1e} (tolerance {tolerance:.0e})")

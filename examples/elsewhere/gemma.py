@@ -42,7 +42,7 @@ def sequences(step):
 
 
 def decode(model, params):
-    """Continue prompts with the likeliest tokens, by prefill and steps over a cache: (B, T)."""
+    """Continue prompts by greedy decoding, with a prefill and one step per token over the cache: (B, T)."""
     cache = model.modules.Attention.init_cache(LENGTH, SIZES["num_kv_heads"], SIZES["head_dim"], BATCH, jnp.float32)
     apply, caches, tokens = jax.jit(model.apply), (cache, cache), sequences(STEPS)[:, :PROMPT]
     text = tokens
@@ -55,7 +55,7 @@ def decode(model, params):
 
 
 def main(checkout):
-    # Kauldron, which needs TensorFlow, only marks the attention weights by an identity function here.
+    # Kauldron needs TensorFlow. Here it only marks the attention weights with an identity function.
     kauldron = types.SimpleNamespace(kd=types.SimpleNamespace(nn=types.SimpleNamespace(Identity=lambda: lambda x: x)))
     folders, name = (checkout, patched_copy(checkout, "gemma.patch", "gemma")), "gemma.gm.nn._modules"
     models = [Model(load(folder, name, replaced={"kauldron": kauldron})[0]) for folder in folders]

@@ -20,7 +20,7 @@ FOLDER = "examples/lm1b"
 
 
 def sequences(step):
-    """Tokens (B, L) that count up in steps of 7, padded with 0 to the right, and a key for dropout."""
+    """Return tokens (B, L) that count up in steps of 7, padded with 0 on the right, and a key for dropout."""
     first, second, third = jax.random.split(jax.random.key(step), 3)
     start = jax.random.randint(first, (BATCH, 1), 0, VOCABULARY - 2)
     tokens = 2 + (start + 7 * jnp.arange(LENGTH)[None]) % (VOCABULARY - 2)
@@ -29,7 +29,7 @@ def sequences(step):
 
 
 def decode(models, temperature_sampler, params):
-    """Sample with the cache from prompts of 3 to 10 tokens, mapped over prompts as in the example: (B, L)."""
+    """Sample with the cache from prompts of 3 to 10 tokens, with vmap over the prompts as in the example: (B, L)."""
     model = models.TransformerLM(models.TransformerConfig(**SIZES, deterministic=True, decode=True))
     prompts = jnp.where(jnp.arange(LENGTH)[None] < 3 + jnp.arange(BATCH)[:, None], sequences(STEPS)[0], 0)
     cache = model.init(jax.random.key(0), jnp.ones((1, LENGTH)))["cache"]
@@ -51,7 +51,7 @@ def main(checkout):
     patched = load(patched_copy(checkout, "lm1b.patch", FOLDER) / FOLDER, *names)
     batches = [sequences(step) for step in range(STEPS)]
     config = original[0].TransformerConfig(**SIZES)
-    # The patched model takes the same tree: no parameter changes its name or shape.
+    # The patched model uses the same tree, because no parameter changes its name or shape.
     params = original[0].TransformerLM(config).init(jax.random.key(0), batches[0][0])["params"]
 
     def run(models, _):

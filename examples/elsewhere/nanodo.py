@@ -23,7 +23,7 @@ def sequences(step):
 
 
 def rename(params):
-    """Parameters of the original for nanodo_module.patch: our attention calls its output projection `out`."""
+    """Rename the original parameters for nanodo_module.patch: our attention names its output projection `out`."""
     if not isinstance(params, dict):
         return params
     return {"out" if name == "attn_out_proj" else name: rename(value) for name, value in params.items()}
