@@ -1,6 +1,6 @@
 """The claims of the teaching text S4 'masked multi-head attention with numbers', each checked on this code.
 
-A test is named after the row it shows; docs/mathematics.md ends with the table of all rows.
+Each test is named after the claim that it checks; docs/mathematics.md ends with a table of all claims.
 """
 
 import functools

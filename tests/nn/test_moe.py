@@ -149,8 +149,9 @@ def dot_flops(jaxpr, used):
 
 @pytest.mark.parametrize("top_k", [1, 2])
 def test_work_grows_with_top_k_and_not_with_the_number_of_experts(top_k):
-    """Forward and backward, as compiled: blocks that are used at most, times the products of one block. Beside it, what
-    a dense layer of the same width needs for as many tokens.
+    """Count FLOPs of the compiled forward and backward pass: largest number of used blocks times FLOPs of one block.
+
+    Compare them with a dense layer of the same width and number of tokens (`ideal`).
     """
     x = jax.ShapeDtypeStruct((4, 64, 16), jnp.float32)
     copies, width, ideal = 4 * 64 * top_k, 128, 3 * 2 * 2 * 4 * 64 * top_k * 16 * 128
@@ -367,8 +368,10 @@ def test_the_recipe_is_read_back():
 
 @pytest.mark.parametrize(("experts", "ambient"), [(4, True), (4, False), (5, True)])
 def test_spread_over_devices_the_numbers_are_the_same(experts, ambient):
-    """Experts over the mesh axis "expert" and rows over both: with the mesh in force each device computes with its own
-    experts; 5 don't divide by 4, and stay whole; without, the compiler places all.
+    """Experts are sharded over the mesh axis "expert", rows over both axes.
+
+    With the mesh set, each device applies its own experts; 5 experts can't be split in 4 and are replicated. Without
+    it, the compiler chooses the sharding.
     """
     module = layer(MoE(num_experts=experts, top_k=1, normalize_weights=False, shared_experts=1), gated=True)
     x = jax.random.normal(jax.random.key(0), (8, 5, 6))

@@ -107,8 +107,9 @@ by_case = pytest.mark.parametrize(("module", "inputs"), CASES.values(), ids=CASE
 
 
 def bridged(module, *inputs):
-    """The module in NNX, and the tree of its parameters. They are made without being computed, then given values away
-    from zeros and ones, so that each of them has a say.
+    """Return the module in NNX, and the tree of its parameters.
+
+    Initialization is only traced. The parameters then get values other than 0 and 1, so that each has an effect.
     """
     model = nnx.eval_shape(lambda: nnx.bridge.ToNNX(module).lazy_init(*inputs, rngs=nnx.Rngs(0)))
     random = np.random.default_rng(0)

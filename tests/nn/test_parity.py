@@ -1,7 +1,7 @@
 """Comparison with PyTorch and Hugging Face: outputs and gradients of small random models in float32.
 
-The two sides add the same terms in another order. Sums here are of a few dozen numbers, which costs some units of the
-last place (1.2e-7); the bound of 1e-5 of an array's largest number leaves room for two layers of them.
+The two implementations add the same terms in a different order. For sums of a few dozen numbers the difference is a few
+units in the last place (1.2e-7). The tolerance, 1e-5 of the largest number of an array, is enough for two layers.
 """
 
 import flax.linen as nn
@@ -115,8 +115,10 @@ def torch_layer(torch, kind, order, activation="relu"):
 
 
 def torch_stack(torch, kind, order):
-    """Post-norm has no norm at its end, as in the paper: each layer ends with one (section 3.1). nn.Transformer would
-    add one.
+    """Build PyTorch's stack of layers.
+
+    With post-norm there is no final norm, as in the paper (section 3.1), because each layer ends with one.
+    nn.Transformer would add it.
     """
     norm = torch.nn.LayerNorm(15, eps=EPSILON) if order == "pre" else None
     options = {"enable_nested_tensor": False} if kind == "Encoder" else {}

@@ -164,8 +164,8 @@ def test_layers_with_a_table_each_read_their_own():
 
 
 def test_dropout_is_where_the_paper_puts_it():
-    """On each sublayer's output before it is added, and on embeddings plus positions: at a rate of almost one, a
-    pre-norm stack passes almost nothing on.
+    """Dropout applies to the output of each sublayer before the sum, and to embeddings plus positions: with a rate
+    near 1, the output of a pre-norm stack is almost 0.
     """
     config = CONFIG.replace(dropout_rate=0.999999)
     stack = Encoder(config)

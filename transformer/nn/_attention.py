@@ -92,6 +92,7 @@ def dot_product_attention(
     Raises:
         ValueError: shapes that don't fit, a dropout rate without a key, or a kernel that does not support an option.
     """
+    # Shapes in the comments: query (B, T, N, H), key (B, S, K, H), value (B, S, K, Hv), scores (B, N, T, S).
     _check_shapes(query, key, value, sinks)
     dropout_rate, dropout_key = _dropout(dropout_rate, dropout_key, dropout_rng, deterministic)
     if scale is not None and not scale > 0:
@@ -120,6 +121,7 @@ def dot_product_attention(
         return_weights=return_weights or module is not None,
         shapes=AttentionShapes.of(query, key, value),
     )
+    # All kernels compute the same formula; the reference kernel in `kernels/_reference.py` writes it out.
     kernel = ALL_KERNELS[choose(implementation, spec)]
     length = "length" if kernel.split_keys else None  # most kernels need the full length of a row on each device
     key, value = (constrain(array, "batch", length, "kv_heads", "head_dim") for array in (key, value))
@@ -215,6 +217,7 @@ def _with_one_batch_axis(array: Any, lead: tuple[int, ...]) -> Any:
     # The same for all rows: keep a batch axis of size 1 rather than B copies.
     if math.prod(batch) == 1:
         return array.reshape(1, *rest)
+    # Several batch axes of which some are 1: only the broadcast array can be merged to one axis B.
     return jnp.broadcast_to(array.reshape(*batch, *rest), (*lead, *rest)).reshape(math.prod(lead), *rest)
 
 
@@ -241,6 +244,7 @@ def _bias_of(bias: Array, queries: Array, keys: Array) -> Array:
 
 
 def _sum_of_biases(bias: BiasFunction | None, more: BiasFunction | None) -> BiasFunction | None:
+    # A sum of functions rather than of arrays: a blockwise kernel adds the two blocks and never stores the full sum.
     if bias is None or more is None:
         return more if bias is None else bias
     return jax.tree_util.Partial(_sum_of_blocks, bias, more)
@@ -294,6 +298,7 @@ class AttentionModule(nn.Module, kw_only=True):
         Returns:
             The attended values (B, T, N, Hv).
         """
+        # Ask for weights only if they are collected: most kernels never compute the full (B, N, T, S) matrix.
         sown = sow_weights and self.is_mutable_collection("intermediates") and not self.is_initializing()
         dropout_rate = 0.0 if is_deterministic(self, deterministic, self.dropout_rate) else self.dropout_rate
         out = attend(
@@ -427,6 +432,7 @@ class MultiHeadAttention(AttentionModule):
             key, value = cache.whole()
         else:
             # Cross-attention: queries come from x, keys and values from the context (section 3.2.3).
+            # No positions: distances between the two sequences have no meaning, so nothing is rotated or biased.
             key, value = self._keys_and_values(x, context, head_dim)
             cache = None if cache is None else ContextCache.of(key, value)
 
@@ -464,6 +470,7 @@ class MultiHeadAttention(AttentionModule):
         self, x: Hidden, context: Context | None, head_dim: int
     ) -> tuple[Float[Array, "B S K H"], Float[Array, "B S K Hv"]]:
         """Project the context (B, S, Dc), or x (B, S, D) without one, to keys and values. Keys are not rotated yet."""
+        # With K < N (grouped-query attention) kernel and cache are smaller by N / K. K = 1 is multi-query attention.
         value_dim = head_dim if self.value_dim is None else self.value_dim
         kv_heads = self.num_heads if self.num_kv_heads is None else self.num_kv_heads
         source = x if context is None else context
@@ -501,6 +508,7 @@ class MultiHeadAttention(AttentionModule):
             )
 
     def _project(self, name: str, x: Array, features: tuple[int, ...], contract: int = 1) -> Array:
+        # contract is 1 for (..., D) x (D, N, H), and 2 for (..., N, Hv) x (N, Hv, Do).
         init = (self.output_init or self.kernel_init) if name == "out" else self.kernel_init
         use_bias = self.use_bias if self.biases is None else name in self.biases
         return Linear(features, contract, use_bias, init, self.dtype, self.param_dtype, name=name)(x)
@@ -529,4 +537,5 @@ class MultiHeadAttention(AttentionModule):
 def _position_bias(
     scheme: PositionScheme, positions: Array, key_positions: Array, table: Array | None, queries: Array, keys: Array
 ) -> Array:
+    # From indices to positions: they differ with packing, padding and a cache. (B, t), (B, s) -> (B, N or 1, t, s)
     return scheme.bias(positions[:, queries], key_positions[:, keys], table)

@@ -81,6 +81,7 @@ class LayerCache:
             mla = config.attention.mla
             # MLA: instead of keys and values per head, store [latent, rotated key] as the key of a single head.
             sizes = (1, mla.kv_lora_rank + mla.qk_rope_head_dim, 0)
+        # Arrays of size 0 still have an axis of slots, so the cache can count tokens.
         sizes = sizes if kind.self_attention else (0, 0, 0)
         return LayerCache(
             self_attention=KVCache.create(batch, length, *sizes, jnp.dtype(config.dtype)),
@@ -175,6 +176,7 @@ class Block(nn.Module):
 
     def attend_to_self(self, x: Hidden, inputs: LayerInputs, cache: LayerCache | None) -> tuple[Hidden, KVCache | None]:
         """Apply self-attention to x (B, T, D), including the tokens in the cache; return (B, T, D) and the cache."""
+        # The stack has already made the mask causal; a window of this kind of layer only hides more keys.
         window = Mask() if self.kind.window is None else Mask.window(self.kind.window)
         scheme = position_scheme(self.config, self.kind, causal=self.causal)
         scheme = NoPosition() if scheme.adds else scheme  # the stack has already added it to the embeddings
@@ -239,6 +241,7 @@ class Block(nn.Module):
         }
         if moe is None:
             return FeedForward(width=config.feed_forward_width, **options)(x), {}
+        # The mask tells the router's losses which tokens are padding; it does not change the output.
         width = config.feed_forward_width if moe.d_ff is None else moe.d_ff
         return RoutedFeedForward(moe, width=width, **options)(x, inputs.mask)
 
@@ -311,6 +314,7 @@ class Block(nn.Module):
                 y, extras[name] = compute[name](x, inputs, cache)
                 return y
 
+            # For example, pre-norm computes x = x + dropout(f(norm(x))), first for attention, then for feed-forward.
             x = self.equation(x, Sublayer(self, name, run, inputs, block_input))
         if cache is not None:
             own = extras["attention"] if "attention" in extras else _count(x, cache.self_attention)
@@ -374,6 +378,7 @@ class PostNormBlock(Block):
 
     def equation(self, x: Hidden, f: Sublayer) -> Hidden:
         """norm(x + f(x)): (B, T, D) -> (B, T, D)."""
+        # The norm is on the residual path: gradients to early layers pass through the norm of every later sublayer.
         return f.norm(x + f.dropout(f(x)))
 
 
@@ -385,6 +390,7 @@ class PreNormWithoutResidualBlock(Block):
 
     def equation(self, x: Hidden, f: Sublayer) -> Hidden:
         """f(norm(x)): (B, T, D) -> (B, T, D)."""
+        # Each sublayer replaces x, so information that it does not pass on is lost.
         return f.dropout(f(f.norm(x)))
 
 
@@ -393,6 +399,7 @@ class SandwichBlock(Block):
 
     def equation(self, x: Hidden, f: Sublayer) -> Hidden:
         """x + post_norm(f(norm(x))): (B, T, D) -> (B, T, D)."""
+        # The second norm limits the size of what is added to the residual stream.
         return x + f.dropout(f.post_norm(f(f.norm(x))))
 
 
@@ -404,6 +411,7 @@ class ReorderedNormBlock(Block):
 
     def equation(self, x: Hidden, f: Sublayer) -> Hidden:
         """x + norm(f(x)): (B, T, D) -> (B, T, D)."""
+        # The norm limits the size of each term of the sum, while the residual path itself contains no norm.
         return x + f.dropout(f.norm(f(x)))
 
 
@@ -427,6 +435,7 @@ class ParallelBlock(Block):
 
     def equation(self, x: Hidden, f: Sublayer) -> Hidden:
         """x + f(norm(x_0)) with x_0 the input of the block: (B, T, D) -> (B, T, D)."""
+        # x already contains the output of the feed-forward when attention is added, but both read the block's input.
         return x + f.dropout(f(f.norm(f.block_input)))
 
 

@@ -69,6 +69,7 @@ class KVCache:
 
     def whole(self) -> tuple[Key, Value]:
         """Return keys (B, S, K, H) and values (B, S, K, Hv) of all slots, the axis order of `dot_product_attention`."""
+        # (B, K, S, H) -> (B, S, K, H). Kernels contract over H for each (B, K), so XLA can read the cache in place.
         return self.key.transpose(0, 2, 1, 3), self.value.transpose(0, 2, 1, 3)
 
 

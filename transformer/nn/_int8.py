@@ -45,6 +45,7 @@ class Int8:
 
     def array(self, dtype: DType = jnp.float32) -> Array:
         """Return the dequantized parameter, values * scale, in its original shape."""
+        # Multiply in float32 and round once: the scale has more significant bits than a 16-bit dtype.
         return (self.values.astype(jnp.float32) * self.scale).astype(dtype)
 
 
@@ -126,6 +127,7 @@ class Quantized:
 
 
 def _compared(pattern: str, pairs: Sequence[tuple[Array, Int8]]) -> Quantized:
+    # relative error = sqrt(sum (q s - w)^2 / sum w^2) over all parameters of the rule
     lost = sum(float(jnp.square(kept.array() - array).sum()) for array, kept in pairs)
     whole = sum(float(jnp.square(jnp.asarray(array, jnp.float32)).sum()) for array, _ in pairs)
     return Quantized(

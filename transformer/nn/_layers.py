@@ -52,10 +52,10 @@ def _gelu_and_slope(x):
 
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "relu": jax.nn.relu,
-    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
-    "gelu_erf": gelu_erf,
-    "silu": jax.nn.silu,
+    "relu": jax.nn.relu,  # max(0, x)
+    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),  # x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))) / 2
+    "gelu_erf": gelu_erf,  # x Phi(x)
+    "silu": jax.nn.silu,  # x sigmoid(x)
     "tanh": jnp.tanh,
     "relu2": lambda x: jnp.square(jax.nn.relu(x)),
 }
@@ -88,6 +88,7 @@ def activate(activation: str, up: Float[Array, "..."], gate: Float[Array, "..."]
     """
     if gate is None:
         return ACTIVATIONS[activation](up)
+    # Gated: the gate decides for each feature how much of `up` passes. With silu this is SwiGLU, with gelu GEGLU.
     return GATED[activation](gate, up) if activation in GATED else ACTIVATIONS[activation](gate) * up
 
 
@@ -118,6 +119,7 @@ def linear(
         bias: (*out), or None.
         contract: number of axes of *in*.
     """
+    # With contract=1 and *out = (N, H), one multiplication (B T, D) @ (D, N H) computes all heads.
     inner, out = math.prod(kernel.shape[:contract]), kernel.shape[contract:]
     lead = x.shape[: x.ndim - contract]
     rows = explicit_spec(x)
@@ -162,6 +164,7 @@ class Linear(nn.Module):
         if isinstance(kernel, Int8):
             y = linear_int8(x.astype(self.dtype), kernel, self.contract)
             return y if bias is None else y + bias.reshape((1,) * (y.ndim - bias.ndim) + bias.shape).astype(self.dtype)
+        # Parameters stay in `param_dtype` (float32) for the optimizer; only this copy is in the computation's dtype.
         x, kernel, bias = nn.dtypes.promote_dtype(x, kernel, bias, dtype=self.dtype)
         return linear(x, kernel, bias, contract=self.contract)
 
@@ -209,6 +212,7 @@ def glorot_uniform(contract: int = 1) -> Initializer:
     """
 
     def init(key, shape, dtype=jnp.float32):
+        # U(-a, a) has variance a^2 / 3.
         limit = math.sqrt(6.0 / (math.prod(shape[:contract]) + math.prod(shape[contract:])))
         return jax.random.uniform(key, shape, dtype, -limit, limit)
 
@@ -256,6 +260,7 @@ class RMSNorm(nn.Module):
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         """Normalize (..., D) -> (..., D), in `dtype`."""
         x = x.astype(jnp.float32)
+        # x / RMS(x), RMS = sqrt(mean(x^2)): rsqrt(a) is 1 / sqrt(a)
         y = x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + self.epsilon)
         return (y * self._factor(x)).astype(self.dtype)  # round once, after multiplying by gamma
 
@@ -405,5 +410,6 @@ class Embedding(nn.Module):
         """Compute logits x E^T, the dot product with each row of the table: (B, T, D) -> (B, T, V)."""
         if isinstance(self.embedding, Int8):
             return linear_int8(x.astype(self.dtype), jax.tree.map(jnp.transpose, self.embedding))
+        # (B, T, D) @ (D, V)
         x, table = nn.dtypes.promote_dtype(x, self.embedding, dtype=self.dtype)
         return linear(x, table.T)

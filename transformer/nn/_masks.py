@@ -120,6 +120,7 @@ class Mask:
 
         return Mask(
             is_causal=self.is_causal or other.is_causal,
+            # Each part of the combined mask hides what either mask hides.
             window_size=join("window_size", min),
             offset=join("offset"),
             key_lengths=join("key_lengths", jnp.minimum),
@@ -174,13 +175,13 @@ class Mask:
             rows, columns = self.query_places[:, None, queries, None], self.key_places[:, None, None, keys]
         # Every part below broadcasts to (b, n, t, s); `rows` are query positions, `columns` key positions.
         allowed = jnp.ones((1, 1, queries.shape[0], keys.shape[0]), bool)
-        if self.is_causal:
+        if self.is_causal:  # j <= i
             allowed = allowed & (rows >= columns)
-        if self.window_size is not None:
+        if self.window_size is not None:  # |i - j| < w
             allowed = allowed & (jnp.abs(rows - columns) < self.window_size)
-        if self.key_lengths is not None:
+        if self.key_lengths is not None:  # j < n_b: padding is defined by slot, not by position
             allowed = allowed & (indices < self.key_lengths[:, None, None, None])
-        if self.query_segments is not None:
+        if self.query_segments is not None:  # segment(i) = segment(j)
             ours, theirs = self.query_segments[:, queries], self.key_segments[:, keys]
             allowed = allowed & (ours[:, None, :, None] == theirs[:, None, None, :])
         if self.dense_part is not None:
@@ -200,9 +201,9 @@ class Mask:
         visible = jnp.ones((1,), bool)
         # Compare only the extreme indices of the two blocks. Positions other than indices have no known order: skip.
         in_order = self.query_places is None
-        if self.is_causal and in_order:
+        if self.is_causal and in_order:  # the last query is not before the first key
             visible = visible & (last_query >= keys[0])
-        if self.window_size is not None and in_order:
+        if self.window_size is not None and in_order:  # the blocks are closer than the window, in both directions
             visible = visible & (first_query - keys[-1] < self.window_size) & (keys[0] - last_query < self.window_size)
         if self.key_lengths is not None:
             visible = visible & (keys[0] < self.key_lengths)
@@ -242,6 +243,7 @@ class Mask:
         return Mask() if mask is None else mask if isinstance(mask, Mask) else Mask.array(mask)
 
     def _dense_block(self, queries: Int[Array, " t"], keys: Int[Array, " s"]) -> Bool[Array, "..."]:
+        # An axis of size 1 is not indexed: it broadcasts to all queries or keys.
         part = self.dense_part
         part = part if part.shape[2] == 1 else part[:, :, queries]
         return part if part.shape[3] == 1 else part[:, :, :, keys]

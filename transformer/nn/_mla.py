@@ -107,6 +107,7 @@ class LatentAttention(AttentionModule):
         rotary_key = self._project("rotary_key", x, mla.qk_rope_head_dim)[:, :, None]
         kv_latent = jnp.concatenate([latent[:, :, None], self.position.rotate(rotary_key, positions)], axis=-1)
         if cache is not None:
+            # W = R + Hr numbers per token instead of N (H + Hv): this is why MLA has a small cache.
             start = cache.length
             cache = cache.append(kv_latent, kv_latent[..., :0], positions)
             kv_latent, mask = cache.whole()[0].astype(self.dtype), mask.shifted(start) & Mask.lengths(cache.length)
@@ -117,6 +118,7 @@ class LatentAttention(AttentionModule):
             kv_latent,
             self._heads("key", mla.kv_lora_rank, mla.qk_nope_head_dim),
             self._heads("value", mla.kv_lora_rank, mla.v_head_dim),
+            # H, not the size R + Hr of the absorbed query: both orders must compute the same scores.
             scale=mla.head_dim**-0.5 if self.scale is None else self.scale,
             mask=mask,
             bias=bias,

@@ -123,8 +123,10 @@ class Stack(nn.Module):
             )
         deterministic = is_deterministic(self, deterministic, config.dropout_rate, config.attention.dropout_rate)
         if positions is None:
+            # With a cache, rows may have different lengths: each row continues at its own position.
             start = 0 if cache is None else cache_length(cache)[:, None]
             positions = jnp.broadcast_to(start + jnp.arange(x.shape[1])[None, :], x.shape[:2])
+        # Dropout on the sum of embeddings and positions (Vaswani et al. 2017, section 5.4).
         x, table = self._add_positions(x, positions)
         x = nn.Dropout(config.dropout_rate)(constrain(x, "batch", "length", "embed"), deterministic=deterministic)
 
@@ -149,6 +151,7 @@ class Stack(nn.Module):
         scheme = position_scheme(config, causal=self.causal)
         if scheme.table_shape is not None and not config.t5_bias.per_layer:
             table = self.param("position_table", *table_parameter(config, scheme))
+        # Schemes that rotate or bias return x unchanged here; the layers apply them.
         x = scheme.add(x, positions, table).astype(config.dtype)
         return (make_norm(config, "embedding_norm")(x) if config.embedding.norm else x), table
 
@@ -171,8 +174,9 @@ class Stack(nn.Module):
             period = nn.scan(
                 _Period,
                 variable_axes={"params": 0, "intermediates": 0},
+                # Separate random keys per repeat: otherwise all layers would start equal and drop the same entries.
                 split_rngs={"params": True, "dropout": True},
-                in_axes=(0, nn.broadcast),
+                in_axes=(0, nn.broadcast),  # each repeat gets its slice of the cache, and the same inputs
                 length=repeats,
                 unroll=1 if self.execution.scan else repeats,
                 metadata_params={nn.PARTITION_NAME: LAYERS},  # for parameters in boxes (`sharding.with_logical_axes`)
