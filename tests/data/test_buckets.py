@@ -1,4 +1,4 @@
-"""Batches by token count: widths that pad least, every pair once a pass, shapes that are few."""
+"""Batches of similar token counts: widths with minimal padding, every pair once per pass, few shapes."""
 
 import itertools
 
@@ -130,7 +130,7 @@ def pairs(tmp_path):
 
 
 def rows_of(batch):
-    """The pairs of a batch that count, as tuples of ids."""
+    """Return the pairs of a batch with nonzero weight, as tuples of ids."""
     return [
         (*source[:length].tolist(), -1, *target[weights > 0].tolist())
         for source, length, target, weights in zip(
@@ -183,7 +183,7 @@ def test_padding_is_what_no_token_fills(pairs):
     assert padding(batch) == (27 - 7 - 4, 27)  # the last row fills up the batch
     labeled = {"tokens": np.ones((2, 6), np.int32), "lengths": np.array([3, 6]), "weights": np.array([1.0, 0.0])}
     assert padding(labeled) == (9, 12)
-    assert padding(labeled | {"weights": np.eye(2, 6) * [[0], [1]]}) == (3, 12)  # no token of the first is hidden
+    assert padding(labeled | {"weights": np.eye(2, 6) * [[0], [1]]}) == (3, 12)  # no token of the first row is masked
     assert padding({"tokens": np.ones((2, 6)), "weights": np.ones((2, 6))}) is None
     dataset = pairs()
     iterator = dataset.train_batches(seed=0)
@@ -192,7 +192,7 @@ def test_padding_is_what_no_token_fills(pairs):
 
 
 def packed_pair_batch(pairs, packed):
-    """A packed batch, and the same pairs one in each row."""
+    """Return a packed batch, and a batch with the same pairs, one per row."""
     iterator = pairs(packed_length=60, batch_tokens=240).train_batches(seed=4)
     batch = next(iterator)
     rows = []

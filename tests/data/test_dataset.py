@@ -1,4 +1,4 @@
-"""Batches: their shapes and contents, the order and its continuation, processes, evaluation, fingerprints."""
+"""Batches: shapes, contents, order, resuming, several processes, evaluation and fingerprints."""
 
 import dataclasses
 import json
@@ -105,7 +105,7 @@ def test_pairs_too_long_are_left_out_and_counted():
     assert [example.source for example in dataset.examples("train")] == ["a b"]
     assert dataset.eval_batches()[0]["tokens"].shape == (2, 3)
     assert "4 skipped" in dataset.describe()
-    with pytest.raises(ValueError, match=r"no train pair is left of 3: .* Use larger --data.max-source-length"):
+    with pytest.raises(ValueError, match=r"no train pair out of 3 can be used: .* Use larger --data.max-source-length"):
         pair_dataset(pairs=[("a b", "c")] * 3, max_source_length=1)
 
 
@@ -156,7 +156,7 @@ def test_the_fingerprint_knows_contents_tokenizer_and_lengths():
     fingerprint = text_dataset().fingerprint
     assert len(fingerprint) == 64
     assert fingerprint == text_dataset().fingerprint
-    assert fingerprint == text_dataset(path="elsewhere", batch_size=3).fingerprint, "places and batches may change"
+    assert fingerprint == text_dataset(path="elsewhere", batch_size=3).fingerprint, "paths and batch sizes may change"
     assert fingerprint != text_dataset(sequence_length=8).fingerprint
     one = text_dataset()
     changed = TextDataset(one.config, one.tokenizer, {"train": [TEXT], "validation": [TEXT[1:102]]}, separate=False)
@@ -229,7 +229,7 @@ def test_number_words_read_every_way_of_writing(numbers):
 def test_a_prepared_set_is_read_again_and_the_tokenizer_can_be_given(numbers, monkeypatch, tmp_path):
     from transformer.data.kinds import _number_words as number_words
 
-    monkeypatch.setattr(number_words, "training_numbers", None)  # nothing is prepared a second time
+    monkeypatch.setattr(number_words, "training_numbers", None)  # fails if the data is prepared again
     again = data.prepare(numbers.config)
     assert again.fingerprint == numbers.fingerprint
     numbers.tokenizer.save(tmp_path)
@@ -260,14 +260,16 @@ def test_local_files_end_to_end(tmp_path):
     text.write_bytes(b"\xef\xbb\xbf" + b"first line\r\n\r\nsecond line\r\n" * 20)
     dataset = data.prepare(TextFile(path=str(text), sequence_length=16))
     assert dataset.task == "causal_lm"
-    assert dataset.tokenizer.vocabulary == sorted(set("first line\n\nsecond line\n")), "no carriage return, no mark"
-    assert dataset.prompts() == ["first li", "second l"], "half a context at most"
+    assert dataset.tokenizer.vocabulary == sorted(set("first line\n\nsecond line\n")), (
+        "no carriage return, no byte order mark"
+    )
+    assert dataset.prompts() == ["first li", "second l"], "at most half of sequence_length"
     text.write_text("a line of text that goes on\n" * 20 + "\n" * 100)
     assert data.prepare(TextFile(path=str(text), sequence_length=64)).prompts() == ["a line of text that goes on"]
     text.write_text("word\n" * 100 + f"     {'_' * 60}\n" * 20)
     words = TextFile(path=str(text), sequence_length=4, tokenizer=TokenizerConfig(kind="word"))
     prompts = data.prepare(words).prompts()
-    assert prompts[-1] == "_" * 60, "an indented line has more than its blanks, and a word is never cut"
+    assert prompts[-1] == "_" * 60, "a prompt is not only the indentation of a line, and words are never cut"
     assert all(prompts)
     with pytest.raises(ValueError, match="that this tokenizer does not know"):
         data.prepare(dataset.config, CharTokenizer(["a"]))

@@ -1,4 +1,4 @@
-"""Files of tokenizers as nobody wrote them, and texts that nobody would type: ids and texts, or one error."""
+"""Fuzz tests of tokenizers: arbitrary files and texts give valid results, or a ValueError."""
 
 import json
 import os
@@ -40,7 +40,7 @@ def ours(kind: str, masked: bool = False) -> Tokenizer:
 
 
 def use(tokenizer: Tokenizer, text: str, ids: list[int]) -> None:
-    """All that is done with texts and ids; what it refuses is a ValueError."""
+    """Call everything that handles texts and ids; invalid input must raise ValueError."""
     encoded = tokenizer.encode_source(text)
     assert all(0 <= i < tokenizer.vocab_size for i in encoded)
     assert tokenizer.encode_sources([text]) == [encoded]
@@ -97,7 +97,7 @@ PLACES = st.sampled_from(["out", "loop", "pipe", "folder", "gone", "nothing"])
 
 
 def test_what_lies_in_the_place_of_a_tokenizer(fuzz: Fuzz, tmp_path: Path):
-    """No link is followed out, and nothing is waited for."""
+    """Links to files outside of the directory are not followed, and pipes do not block."""
     good = {"tokenizer.json": json.dumps(LIBRARIES[2]), "tokenizer_config.json": "{}", "config.json": "{}"}
     outside = tmp_path / "outside"
     outside.mkdir()
@@ -132,7 +132,7 @@ def test_what_lies_in_the_place_of_a_tokenizer(fuzz: Fuzz, tmp_path: Path):
 
 @pytest.fixture(scope="module")
 def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> list[Tokenizer]:
-    """Every kind of ours, and three of others."""
+    """Every tokenizer of this package, and three of other models."""
     made = [ours(kind, masked) for kind in KINDS for masked in (False, True)]
     for library in LIBRARIES:
         folder = tmp_path_factory.mktemp("library")

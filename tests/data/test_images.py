@@ -1,4 +1,4 @@
-"""Images: how they are split and moved, files of one's own, a vision classifier trained, stopped and gone on with."""
+"""Images: splits, shifts, image files, and training, resuming and evaluating a vision classifier."""
 
 import dataclasses
 import json
@@ -25,7 +25,7 @@ HEIGHT, WIDTH = 4, 6
 
 
 def bars(count=90, seed=0):
-    """Images with a bright row (0) or a bright column (1), and noise."""
+    """Return noisy images with a bright row (class 0) or a bright column (class 1)."""
     random = np.random.default_rng(seed)
     images, labels = random.integers(0, 60, (count, HEIGHT, WIDTH)), random.integers(0, 2, count)
     for image, label in zip(images, labels, strict=True):
@@ -37,7 +37,7 @@ def bars(count=90, seed=0):
 
 
 def image_recipe(folder, **groups):
-    """A run of six steps, with images that are moved."""
+    """Return a recipe of six steps with shifted images."""
     path = folder / "bars.npz"
     if not path.exists():
         images, labels = bars()
@@ -50,7 +50,7 @@ def image_recipe(folder, **groups):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A finished run: its folder and recipe."""
+    """Folder and recipe of a finished run."""
     folder = tmp_path_factory.mktemp("images")
     recipe = image_recipe(folder)
     train(recipe, folder / "run")
@@ -58,7 +58,7 @@ def trained(tmp_path_factory):
 
 
 def numbered(count=5, **fields):
-    """Images whose pixels are all different."""
+    """Return images whose pixels are all different."""
     pixels = 1 + np.arange(count * HEIGHT * WIDTH, dtype=np.float32).reshape(count, HEIGHT, WIDTH, 1)
     part = (pixels, np.arange(count, dtype=np.int32) % 2)
     splits = dict.fromkeys(("train", "validation", "test"), part)
@@ -170,7 +170,7 @@ def test_a_run_knows_its_classes(trained):
 
 
 def test_batches_go_on_where_they_were(tmp_path):
-    """The order of images, and the way each is moved."""
+    """Return the order of the images, and the shift of each."""
     data = prepare(image_recipe(tmp_path).data)
     one, two = data.train_batches(3), data.train_batches(3)
     for _ in range(4):
@@ -196,7 +196,7 @@ def test_evaluate_and_classify(trained, capsys):
     told = json.loads(capsys.readouterr().out)
     assert told["accuracy"] == read_summary(folder / "run").held_out.accuracy
     assert main(["evaluate", str(folder / "run"), "--examples", "5"]) == 2
-    assert "translates nothing: --examples, --beam-size and --alpha are for pairs" in capsys.readouterr().err
+    assert "--examples, --beam-size and --alpha need a translation model" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="which reads images and no text"):
         classify(open_model(folder / "run"), ["a text"])
 
@@ -230,7 +230,7 @@ def test_a_step_over_devices_is_the_same_step(tmp_path, parallel):
 
 
 def test_operations_are_counted_by_hand(tmp_path):
-    """Six patches of four pixels and a class token in each of 8 images."""
+    """There are 6 patches of 4 pixels and a class token in each of 8 images."""
     recipe, assumed = without_data(image_recipe(tmp_path))
     assert assumed == ["2 classes (--model.num-classes)"]
     each = 7 * (4 * 6 + 4 * 6 * 6 + 2 * 6 * 5)

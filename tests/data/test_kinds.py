@@ -1,4 +1,4 @@
-"""Kinds of data are validated at birth, each message with its remedy; every kind can be saved and read back."""
+"""Data kinds: validation with helpful messages, and saving and loading of every kind."""
 
 import ast
 import dataclasses
@@ -23,7 +23,7 @@ from transformer.data.kinds import PLACES
 
 
 def born(kind: type, fields: dict):
-    """An instance as a command line makes it: past the type checks that only tests have, not past its own."""
+    """Create an instance as the command line does: without the type checks of these tests, but with its own checks."""
     config = object.__new__(kind)
     for field in dataclasses.fields(kind):
         object.__setattr__(config, field.name, fields.get(field.name, field.default))
@@ -56,7 +56,7 @@ def born(kind: type, fields: dict):
         (
             ParallelText,
             {"source_path": "a", "target_path": "b", "validation_source_path": "c"},
-            "Use validation files in the form of the training files",
+            "Use validation files in the format of the training files",
         ),
         (ParallelText, {"source_path": "a", "validation_target_path": "c"}, "validation_target_path is 'c', but"),
     ],
@@ -82,7 +82,7 @@ def test_kinds_by_tag():
 
 
 def test_every_file_of_a_kind_is_in_the_registry():
-    """And every kind is exported, so that adding one takes its file, its line in the registry and its export."""
+    """Every kind is exported: a new kind needs a file, a line in the registry and an export."""
     files = {path.stem.removeprefix("_") for path in Path(kinds.__file__).parent.glob("_[a-z]*.py")}
     assert {config.__module__.rpartition("._")[2] for config in DATA.values()} == files
     assert {config.__name__ for config in DATA.values()} <= set(data.__all__)
@@ -90,7 +90,7 @@ def test_every_file_of_a_kind_is_in_the_registry():
 
 
 def test_every_field_is_told_to_the_user():
-    """The text under a field is its line in --help: none may be missing."""
+    """The docstring of a field is its text in --help: none may be missing."""
     folder = Path(kinds.__file__).parent
     files = [*folder.glob("*.py"), *folder.parent.glob("*.py")]
     for kind in [node for file in files for node in ast.parse(file.read_text(encoding="utf-8")).body]:
@@ -99,4 +99,4 @@ def test_every_field_is_told_to_the_user():
         for field, text in itertools.pairwise([*kind.body, ast.Pass()]):
             if isinstance(field, ast.AnnAssign) and "ClassVar" not in ast.unparse(field.annotation):
                 told = isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
-                assert told, f"{kind.name}.{ast.unparse(field.target)} has no text under it"
+                assert told, f"{kind.name}.{ast.unparse(field.target)} has no docstring"

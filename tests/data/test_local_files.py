@@ -1,4 +1,4 @@
-"""Files of one's own: what is handled, and what is refused with its place and remedy."""
+"""Files of the user: accepted formats, and errors with position and remedy."""
 
 import pytest
 

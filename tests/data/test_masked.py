@@ -1,4 +1,4 @@
-"""Masked language models: what is hidden and how often, runs that go on, a classifier that starts from one."""
+"""Masked language models: which tokens are masked, resuming, and initializing a classifier from one."""
 
 import dataclasses
 import json
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("compile_once")
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
-    """40 lines of one to six words; the last four, which are held out, have a word of their own."""
+    """Return 40 lines of 1 to 6 words; only the last 4, which are held out, contain a certain word."""
     random = np.random.default_rng(1)
     lines = [" ".join(random.choice(WORDS, 1 + number % 6)) for number in range(36)]
     path = tmp_path_factory.mktemp("masked") / "lines.txt"
@@ -44,7 +44,7 @@ def masked(path, **fields):
 
 
 def test_shares_are_those_of_bert_within_binomial_bounds():
-    """15 % are chosen; of these 80 % are hidden, 10 % replaced by any token alike, 10 % left."""
+    """15 % are selected: 80 % of these are masked, 10 % replaced by a uniformly random token, 10 % unchanged."""
     random, ids = np.random.default_rng(0), np.arange(10, 30)
     tokens = random.choice(ids, (400, 500)).astype(np.int32)
     may_hide = random.random(tokens.shape) < 0.9
@@ -65,11 +65,11 @@ def test_shares_are_those_of_bert_within_binomial_bounds():
 
 
 def test_targets_count_where_something_was_chosen_and_never_a_special_token(tmp_path):
-    """With a tokenizer of others, which puts tokens around a text, and a word that it does not know."""
+    """A pretrained tokenizer adds special tokens around a text, and one word is unknown to it."""
     write_tokenizer(tmp_path)
     lines = tmp_path / "lines.txt"
     lines.write_text("\n".join(["the film is good", "very bad films", "not a good film"] * 20))
-    tokenizer = load_pretrained_tokenizer(tmp_path, 17)  # rows of embeddings without a token are never written
+    tokenizer = load_pretrained_tokenizer(tmp_path, 17)  # embedding rows without a token are never used
     dataset = prepare(masked(str(lines), batch_size=60, mask_share=0.9), tokenizer=tokenizer)
     special, written = [0, 1, 2, 3, 4], set()
     batches = dataset.train_batches(seed=3)
@@ -82,7 +82,7 @@ def test_targets_count_where_something_was_chosen_and_never_a_special_token(tmp_
         firsts, lasts = batch["tokens"][:, 0], batch["tokens"][np.arange(len(counts)), batch["lengths"] - 1]
         assert (set(firsts), set(lasts)) == ({2}, {3})
     assert written == {4, *range(5, 13)}
-    assert 1 in dataset.eval_batches()[0]["tokens"], "the unknown word is there, and not to be predicted"
+    assert 1 in dataset.eval_batches()[0]["tokens"], "the unknown word is in the input, but not a target"
 
 
 def test_what_is_hidden_is_drawn_anew_and_depends_on_seed_and_place_alone(path):
@@ -159,7 +159,7 @@ def test_a_mask_token_has_an_id_and_no_spelling(config, tmp_path):
     assert tokenizer.text_ids == list(range(tokenizer.mask_id + 1, tokenizer.vocab_size))
     tokenizer.save(tmp_path)
     assert load_tokenizer(tmp_path).state() == tokenizer.state()
-    # As a file of the library, where no text has the token's name for a word.
+    # A file of the tokenizers library; no text contains the name of the token as a word.
     assert as_pretrained(build_tokenizer(config, ["a b"], masked=True)).mask_id == tokenizer.mask_id
     if config.vocab_size is None:
         assert tokenizer.vocab_size == plain.vocab_size + 1
@@ -193,7 +193,7 @@ def test_impossible_masked_data_says_what_to_change(path):
 
 
 def filling_in(path, **groups):
-    """A recipe of twelve steps, with all that has to survive being stopped."""
+    """Return a recipe of twelve steps with everything that must be restored when a run is resumed."""
     recipe = short_recipe(
         "tiny",
         TransformerConfig(d_model=6, num_heads=3, num_layers=1, d_ff=5, dropout_rate=0.2),
@@ -209,7 +209,7 @@ def filling_in(path, **groups):
 
 @pytest.fixture(scope="module")
 def run(path, tmp_path_factory):
-    """A finished run."""
+    """Folder of a finished run."""
     workdir = tmp_path_factory.mktemp("run") / "mlm"
     train(filling_in(path), workdir)
     return workdir
@@ -234,7 +234,7 @@ def test_a_masked_run_says_what_it_is(run):
 
 
 def test_a_classifier_starts_from_a_masked_run(run, path, tmp_path):
-    """Its parameters below the head, and its tokenizer; pooling is the recipe's."""
+    """It gets the parameters below the head and the tokenizer of the model; pooling comes from the recipe."""
     rows = "\n".join(f"the film\t{i % 2}\na good film\t1\nbad\t0" for i in range(6))
     (tmp_path / "texts.tsv").write_text(f"sentence\tlabel\n{rows}\n")
     base = filling_in(path, training={"steps": 2})
@@ -258,12 +258,12 @@ def test_a_classifier_starts_from_a_masked_run(run, path, tmp_path):
     assert ours.tokenizer.state() == theirs.tokenizer.state()
     assert load_recipe(tmp_path / "classifier").origin.new == ("output/bias", "output/kernel")
     opened = open_model(tmp_path / "classifier")
-    assert opened.context == data.max_length, "what it was trained on, though it has no table of positions"
+    assert opened.context == data.max_length, "the length in training, even without a position table"
     assert classify(opened, ["a good film"])[0].label in "01"
 
 
 def test_the_old_head_is_left(path, tmp_path):
-    """An output map of its own, which would be of another shape."""
+    """The masked language model has an output layer of its own, whose shape differs from that of the classifier."""
     recipe = filling_in(path, model={"embedding.tie": False, "use_bias": True}, training={"steps": 1})
     train(recipe, tmp_path / "untied")
     wanted = dataclasses.replace(recipe, data=LabeledText(path="texts.tsv"))

@@ -1,4 +1,4 @@
-"""Data through TFDS: Tiny Shakespeare with and without network, broken prepared data, no TensorFlow, no noise."""
+"""Data prepared by TFDS: Tiny Shakespeare with and without network, damaged data, no TensorFlow, no output."""
 
 import shutil
 import subprocess
@@ -17,7 +17,7 @@ SMALL = {"max_digits": 2, "train_examples": 200, "test_examples": 3, "validation
 
 @pytest.fixture(scope="module")
 def shakespeare_dir(test_data, tmp_path_factory):
-    """A folder where our own builder has prepared Tiny Shakespeare from the file by hand."""
+    """A folder in which the builder of this package prepared Tiny Shakespeare from a local file."""
     folder = tmp_path_factory.mktemp("tfds")
     data.prepare(TinyShakespeare(data_dir=str(folder), manual_dir=str(test_data / "data" / "manual")))
     return folder
@@ -93,14 +93,14 @@ def test_only_what_lies_there_as_it_is_goes_undecoded():
 
 
 def small_dataset(name, features, examples):
-    """A dataset by the examples that a function returns when it is prepared."""
+    """Return a dataset whose examples are the result of a function, called when it is prepared."""
     return Prepared(
         name=name, description="", features=features, examples=lambda _: {"train": iter(enumerate(examples()))}
     )
 
 
 def test_data_that_another_process_prepared_meanwhile_is_taken(tmp_path):
-    faster = [None]  # processes, of which each prepares the same while this one does
+    faster = [None]  # stands for a process that prepares the same data at the same time
 
     def examples():
         if faster:
@@ -110,7 +110,7 @@ def test_data_that_another_process_prepared_meanwhile_is_taken(tmp_path):
 
     slow = small_dataset("slow", lambda features: {"name": features.Text()}, examples)
     assert {row["name"] for row in slow.records(str(tmp_path))["train"]} == {b"0", b"1", b"2"}
-    assert [folder.name for folder in (tmp_path / "slow").iterdir()] == ["1.0.0"], "nothing half done is left"
+    assert [folder.name for folder in (tmp_path / "slow").iterdir()] == ["1.0.0"], "no incomplete files remain"
 
 
 def test_a_feature_that_takes_decoding_is_decoded(tmp_path):

@@ -1,4 +1,4 @@
-"""A tokenizer of somebody else: what the library gives, no special token out of a text, and broken files told."""
+"""Tokenizers of pretrained models: same ids as the library, no special tokens from user text, and damaged files."""
 
 import json
 import os
@@ -37,7 +37,7 @@ def test_several_tokens_may_end_a_text(tmp_path):
     both = save(tmp_path, byte_level(), generation_config={"eos_token_id": [7, 0], "bos_token_id": 5}, **GPT)
     tokenizer = load_pretrained_tokenizer(both)
     assert (tokenizer.eos_ids, tokenizer.eos_id) == ((7, 0), 7)
-    assert tokenizer.bos_id is None, "null in tokenizer_config.json: the tokenizer has none"
+    assert tokenizer.bos_id is None, "null in tokenizer_config.json: there is no begin token"
 
 
 @pytest.mark.parametrize(("kind", "make"), [("gpt", byte_level), ("bert", word_piece), ("t5", unigram)])
@@ -50,7 +50,7 @@ def test_ids_are_those_of_the_library(made, kind, make):
         one, two = library.encode(text), library.encode(text, "to be")
         assert made[kind].encode_model(text) == (one.ids, one.type_ids)
         assert made[kind].encode_model(text, "to be") == (two.ids, two.type_ids)
-        assert made[kind].encode_source(text) == one.ids, "as the model was trained to read it"
+        assert made[kind].encode_source(text) == one.ids, "with the special tokens used in training"
         assert made[kind].decode(two.ids) == library.decode(two.ids)
 
 
@@ -67,12 +67,14 @@ def test_special_tokens_and_types_are_added_for_the_model(made):
         ("gpt", {0}, "to <eos> be<eos><think>", "to <eos> be<eos><think>"),
         ("gpt", {0}, "to <mask>", "to <mask>"),
         ("bert", {0, 2, 3, 4}, "to [CLS] be", "to [ ] be"),
-        ("t5", {0, 1}, "a</s>", "a</s"),  # it knows no ">"
+        ("t5", {0, 1}, "a</s>", "a</s"),  # ">" is not in its vocabulary
         ("t5", {0, 1}, "<pad></s>", "<a</s"),
     ],
 )
 def test_no_special_token_comes_out_of_a_text(made, kind, reserved, text, back):
-    """Not even where the vocabulary of the model has its name, of which the library's own switch knows nothing."""
+    """This holds even if the vocabulary of the model contains the name, where the option of the library has no
+    effect.
+    """
     ids = made[kind].encode(text)
     assert ids
     assert reserved.isdisjoint(ids)
@@ -107,7 +109,7 @@ def test_labels_for_pictures(made):
 
 
 def test_rows_without_a_token(tmp_path):
-    """Tables of embeddings are often filled up to a round number."""
+    """Embedding tables are often padded to a round number of rows."""
     tokenizer = load_pretrained_tokenizer(save(tmp_path, unigram(), **T5), vocab_size=16)
     assert tokenizer.vocab_size == 16
     assert tokenizer.decode([4, 15, 4]) == "aa"
@@ -243,7 +245,7 @@ def test_what_becomes_unknown_is_found(made, kind, text, expected):
 
 
 def test_characters_that_are_left_out_are_found(tmp_path):
-    """A BPE without an unknown token drops what it has no piece for."""
+    """BPE without an unknown token omits characters that are not in the vocabulary."""
     library = Library(models.BPE({"a": 0, "b": 1}, []))
     tokenizer = load_pretrained_tokenizer(save(tmp_path, library))
     assert tokenizer.encode("abcéb c") == [0, 1, 1]
@@ -252,7 +254,7 @@ def test_characters_that_are_left_out_are_found(tmp_path):
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_hostile_pattern_ends_in_an_error(tmp_path, capfd):
-    """The regex engine gives up after so many steps, by a panic that is no Exception."""
+    """The regex engine stops at a maximum number of steps, with a panic that is not an Exception."""
     split = {"type": "Split", "pattern": {"Regex": "(x+x+)+y"}, "behavior": "Isolated", "invert": False}
     tokenizer = load_pretrained_tokenizer(save(tmp_path, changed(unigram(), pre_tokenizer=split)))
     for encode in (tokenizer.encode, tokenizer.encode_model):
@@ -260,8 +262,8 @@ def test_a_hostile_pattern_ends_in_an_error(tmp_path, capfd):
             encode("x" * 30)
         with pytest.raises(ValueError, match="failed on this text"):
             tokenizer.unknown_parts("x" * 30)
-    assert capfd.readouterr() == ("", ""), "the panic's own lines"
-    assert tokenizer.encode("a") == [4], "usable afterwards"
+    assert capfd.readouterr() == ("", ""), "the output of the panic must be discarded"
+    assert tokenizer.encode("a") == [4], "the tokenizer must still work"
     with pytest.raises(ValueError, match="lone surrogate"):
         tokenizer.encode("a\ud800")
 

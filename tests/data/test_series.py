@@ -1,4 +1,6 @@
-"""Time series: what a window may see, scales of training steps alone, a forecaster trained, stopped, gone on with."""
+"""Time series: contents of windows, standardization with training steps, and training, resuming and evaluating a
+forecaster.
+"""
 
 import dataclasses
 import json
@@ -36,7 +38,7 @@ STEPS, CONTEXT, HORIZON = 120, 12, 5
 
 
 def waves(steps=STEPS):
-    """Two channels of different scale and period."""
+    """Return two channels with different scales and periods."""
     time = np.arange(steps)
     return np.stack([3 + np.sin(time / 3), 100 + 20 * np.cos(time / 5)], 1)
 
@@ -48,7 +50,7 @@ def write_csv(path, values):
 
 
 def series_recipe(folder, **groups):
-    """A run of six steps with dropout, an average and a checkpoint in between."""
+    """Return a recipe of six steps with dropout, parameter averaging and an intermediate checkpoint."""
     path = folder / "waves.csv"
     if not path.exists():
         write_csv(path, waves())
@@ -61,7 +63,7 @@ def series_recipe(folder, **groups):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A finished run: its folder and recipe."""
+    """Folder and recipe of a finished run."""
     folder = tmp_path_factory.mktemp("series")
     recipe = series_recipe(folder)
     train(recipe, folder / "run")
@@ -87,7 +89,7 @@ def test_squares_and_magnitudes_equal_their_definition():
     np.testing.assert_allclose(total, (errors**2).sum((1, 2)) @ [1.0, 0.5], rtol=1e-6)
     for error in (lambda *arrays: squared_error(*arrays)[0], absolute_error):
         slope = jax.grad(error)(*arrays)
-        assert np.isfinite(slope).all(), "what has no weight reaches no gradient either"
+        assert np.isfinite(slope).all(), "a row of weight 0 must not influence the gradient"
         assert (slope[1] == 0).all()
     assert weight == 1.5 * 10
     magnitudes = np.abs(errors).sum((1, 2)) @ [1.0, 0.5]
@@ -95,7 +97,7 @@ def test_squares_and_magnitudes_equal_their_definition():
 
 
 def test_training_sees_nothing_of_what_is_held_out():
-    """Neither windows nor scales change with later steps."""
+    """Windows and standardization of the training split do not depend on later steps."""
     values = waves()
     other = values.copy()
     other[70:] = 1e6
@@ -123,7 +125,9 @@ def test_every_held_out_window_is_counted_once_and_looks_back(split, first, last
             np.concatenate([past, future], 1), past[:, :1] + np.arange(CONTEXT + HORIZON), atol=1e-3
         )
         starts += list(np.rint(future[:, 0]).astype(int))
-    assert starts == list(range(first, last - HORIZON + 1))  # the first window's look-back is of the split before
+    assert starts == list(
+        range(first, last - HORIZON + 1)
+    )  # the input steps of the first window belong to the previous split
     assert count == len(starts)
 
 
@@ -135,7 +139,7 @@ def test_training_windows_end_with_the_training_steps():
 
 
 def test_a_run_called_again_with_other_columns_says_so(trained, tmp_path):
-    """Mean and deviation, which the run's columns had, are not those of these."""
+    """Mean and standard deviation of the run belong to other columns."""
     folder, recipe = trained
     with pytest.raises(WorkdirError, match=r"differs from this one in data\.columns"):
         open_run(change(recipe, data={"columns": ("high",)}), folder / "run", say=print)
@@ -145,7 +149,7 @@ def test_a_file_by_its_columns(tmp_path):
     path = write_csv(tmp_path / "waves.csv", waves())
     sizes = {"context_length": CONTEXT, "horizon": HORIZON}
     data = prepare(SeriesFile(path=path, **sizes))
-    assert data.config.columns == ("low", "high")  # the dates are no numbers
+    assert data.config.columns == ("low", "high")  # dates are not numbers
     assert data.splits == ("train", "validation", "test")
     assert "2 channels (low, high)" in data.describe()
     one = prepare(SeriesFile(path=path, columns=("high",), **sizes))
@@ -172,7 +176,7 @@ def test_a_cell_may_hold_what_ends_a_line_elsewhere(tmp_path):
         ("a,b\n\n1,2\n1,\n", {}, "line 4: expected a number in column b, got ''"),
         ("a,b\n1,nan\n", {"columns": ("b",)}, "expected a number in column b, got 'nan'"),
         ("a\nx\n", {}, "has no numeric column"),
-        ("a,a\n1,2\n", {}, "has a column name twice"),
+        ("a,a\n1,2\n", {}, "has duplicate column names"),
         ("a,b\n1," + "2" * 200_000, {}, r"bad.csv, line \d: .*field larger than field limit"),
         ("a\n" + "1\n" * 50, {}, "column a of series_file is constant in the training steps"),
         ("a\n" + "".join(f"{n}\n" for n in range(50)), {"context_length": 40}, "the train steps of .* are too few"),
@@ -220,12 +224,14 @@ def test_a_run_leaves_what_a_forecast_needs(trained):
     forecast = run.model.apply({"params": run.params}, jnp.zeros((1, CONTEXT, 2)))
     assert from_model(run.recipe.data, forecast).shape == (1, HORIZON, 2)
     assert (folder / "run" / "forecasts.png").stat().st_size > 10_000
-    with pytest.raises(ConfigError, match="holds a Forecaster, which reads numbers and no text"):
+    with pytest.raises(ConfigError, match="contains a Forecaster, which reads numeric data, not text"):
         open_model(folder / "run").tokenizer  # noqa: B018 - asking raises
 
 
 def test_the_summary_tells_the_test_beside_the_baseline(trained):
-    """All test windows, by the model that is shown; repeating the last step, computed apart."""
+    """Compare the errors on all test windows with separately computed ones: of the model, and of repeating the last
+    step.
+    """
     folder, recipe = trained
     summary, run = read_summary(folder / "run"), load_run(folder / "run")
     data = prepare(recipe.data)
@@ -287,7 +293,7 @@ def one_step(recipe, batch):
     ],
 )
 def test_a_step_over_devices_or_in_parts_is_the_same_step(tmp_path, parallel, training):
-    """With a row of weight 0."""
+    """One row has weight 0."""
     recipe = series_recipe(tmp_path)
     recipe = dataclasses.replace(recipe, model=recipe.model.replace(dropout_rate=0.0))
     batch = {name: np.array(array) for name, array in next(prepare(recipe.data).train_batches(0)).items()}
@@ -299,7 +305,7 @@ def test_a_step_over_devices_or_in_parts_is_the_same_step(tmp_path, parallel, tr
 
 
 def test_operations_are_counted_by_hand(tmp_path):
-    """Three patches of four steps in each of 8 x 2 channels; the map to the horizon reads each channel once."""
+    """There are 3 patches of 4 steps in each of 8 x 2 channels; the output layer reads each channel once."""
     recipe = series_recipe(tmp_path)
     layer = 4 * 4 * 4 + 2 * 4 * 5
     each = 3 * (4 * 4 + layer) + 3 * 4 * HORIZON
@@ -311,7 +317,7 @@ def test_operations_are_counted_by_hand(tmp_path):
 
 @pytest.mark.slow
 def test_a_forecaster_learns_two_waves(tmp_path):
-    """Well below what repeating the last step gives."""
+    """The error is much smaller than that of repeating the last step."""
     recipe = series_recipe(tmp_path, training={"steps": 150}, evaluation={"every": 50})
     write_csv(tmp_path / "waves.csv", waves(600))
     recipe = dataclasses.replace(recipe, model=recipe.model.replace(dropout_rate=0.0, d_model=16))
@@ -322,7 +328,7 @@ def test_a_forecaster_learns_two_waves(tmp_path):
 def test_etth1_is_split_as_in_the_literature(test_data, tmp_path):
     config = ETTh1(manual_dir=str(test_data / "data" / "manual"), data_dir=str(tmp_path))
     data = prepare(config)
-    with pytest.raises(ValueError, match=r"^etth1 has no column 'OIL': expected names out of HUFL, "):
+    with pytest.raises(ValueError, match=r"^etth1 has no column 'OIL': expected some of HUFL, "):
         prepare(dataclasses.replace(config, columns=("OIL",)))
     assert [data._size(split) for split in data.splits] == [8033, 2785, 2785]
     assert data.config.columns == ("HUFL", "HULL", "MUFL", "MULL", "LUFL", "LULL", "OT")

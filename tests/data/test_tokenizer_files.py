@@ -1,4 +1,4 @@
-"""Tokenizers of ours, written for other programs: the same ids, the same text back."""
+"""Export of tokenizers for other programs: the same ids and the same decoded text."""
 
 import pytest
 import tokenizers
@@ -23,7 +23,7 @@ def test_the_same_ids_and_text(name, tmp_path):
     ours = OURS[name]
     as_pretrained(ours).save(tmp_path)
     theirs = load_pretrained_tokenizer(tmp_path, ours.vocab_size)
-    plain = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))  # as any other program reads it
+    plain = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))  # as other programs load it
     ids = ours.encode(TEXT)
     assert theirs.encode(TEXT) == plain.encode(TEXT, add_special_tokens=False).ids == ids
     assert theirs.decode(ids) == ours.decode(ids)
@@ -37,7 +37,9 @@ def test_a_normalization_that_it_cannot_say():
 
 
 def test_a_word_that_is_also_the_name_of_a_special_token():
-    """In the file the two would be one, and every such word of a text another id."""
+    """In the exported file, the word and the special token would be the same, so that the id of the word would
+    change.
+    """
     with pytest.raises(
         ValueError, match="the vocabulary has the word <unk>, which is also the name of a special token"
     ):

@@ -1,4 +1,4 @@
-"""Tokenizers: round trips, special tokens without a spelling, saved and loaded, broken files told."""
+"""Tokenizers: round trips, special tokens without a spelling, saving and loading, and damaged files."""
 
 import json
 
@@ -63,7 +63,7 @@ def test_a_closed_vocabulary_names_what_it_lacks():
         make("byte").encode("a\ud800")
     with pytest.raises(ValueError, match="lone surrogate"):
         make("bpe", 300).encode("a\ud800")
-    assert make("char").decode(make("char").encode("held out!")) == "held out!", "held-out texts can be written, too"
+    assert make("char").decode(make("char").encode("held out!")) == "held out!", "held-out texts can be decoded, too"
 
 
 def test_a_sized_vocabulary_of_words_has_an_unknown_word():
@@ -82,7 +82,7 @@ def test_words_that_become_the_unknown_token_are_found():
     assert tokenizer.unknown_parts(text) == ["xylophone", "😀", "xylophone"]
     assert tokenizer.encode(text).count(tokenizer.unk_id) == 3
     assert tokenizer.unknown_parts("") == []
-    assert make("word").unknown_parts(text) == [], "refused by encode"
+    assert make("word").unknown_parts(text) == [], "encode raises an error instead"
 
 
 @pytest.mark.parametrize("kind", ["byte", "bpe"])
@@ -94,7 +94,9 @@ def test_bpe_learns_parts_and_always_the_same(bpe):
     assert bpe.vocab_size == 300
     assert len(bpe.encode("to be or not to be")) < len("to be or not to be") / 2
     assert bpe.state() == make("bpe", 300).state()
-    assert "siebenhundertzwei" in bpe.decode(bpe.encode("siebenhundertzwei")), "words never seen, from their parts"
+    assert "siebenhundertzwei" in bpe.decode(bpe.encode("siebenhundertzwei")), (
+        "unseen words are composed of known parts"
+    )
 
 
 def test_labels_show_what_can_not_be_seen():

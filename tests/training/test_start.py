@@ -28,7 +28,7 @@ from transformer.training._loop import train
 from transformer.training._parallel import place
 from transformer.training._recipe import from_json, load_recipe, to_json
 from transformer.training._runs import WorkdirError, load_run, open_run
-from transformer.training._start import Start, begun_from, check_options, told
+from transformer.training._start import Start, check_options, describe_start, initialize_from
 from transformer.training._state import abstract_state, initial_params
 from transformer.zoo import load_pretrained
 from transformer.zoo.weights._files import WeightFiles, write_weights
@@ -140,7 +140,7 @@ def test_sst2_says_what_to_put_where(tmp_path):
         (LabeledText, {"path": "x", "labels": ("a", "a")}, "different names, got 'a', 'a'"),
         (LabeledText, {"path": "x", "text_column": "label"}, "must be two different columns, got 'label' and 'label'"),
         (LabeledText, {"path": "x", "max_length": 1}, "max_length must be an integer of at least 2, got 1"),
-        (SST2, {"labels": ("a", "b", "c")}, "labels must have two names, for the classes 0 and 1 of the files, got 3"),
+        (SST2, {"labels": ("a", "b", "c")}, "labels must have two names, for the classes 0 and 1 in the files, got 3"),
     ],
 )
 def test_impossible_labeled_data_says_what_to_change(kind, fields, message):
@@ -180,7 +180,7 @@ def test_what_is_there_is_taken_and_the_new_head_is_initialized(folder):
     assert (recipe.model.dropout_rate, recipe.model.vocab_size, recipe.data.labels) == (0.05, 13, SST2().labels)
     placement = place(recipe)
     new = placement.new_state()
-    state = begun_from(start, new)
+    state = initialize_from(start, new)
     before, after, given = (flatten_dict(of, sep="/") for of in (new.params, state.params, start.params))
     theirs = flatten_dict(load_pretrained(folder / "bert").params, sep="/")
     head = ("head_transform/dense/bias", "head_transform/dense/kernel", "output/bias", "output/kernel")
@@ -189,7 +189,7 @@ def test_what_is_there_is_taken_and_the_new_head_is_initialized(folder):
     for path, leaf in after.items():
         np.testing.assert_array_equal(leaf, before[path] if path in head else theirs[path])
         assert leaf.sharding == before[path].sharding
-    line = told(recipe, start)
+    line = describe_start(recipe, start)
     assert f"from {folder / 'bert'} (BERT, BertForMaskedLM): " in line
     assert f"182 new: {', '.join(head)}; not taken: head_transform/dense/bias, " in line
 
@@ -220,7 +220,7 @@ def test_begun_over_a_mesh_each_parameter_lies_in_its_place(folder):
     recipe = dataclasses.replace(recipe, training=dataclasses.replace(recipe.training, ema_decay=0.9))
     recipe, start = opened_run(folder, recipe)
     placement = place(recipe)
-    state = begun_from(start, placement.new_state())
+    state = initialize_from(start, placement.new_state())
     wanted = placement.abstract_state()
     assert jax.tree.map(lambda leaf: leaf.sharding, state) == jax.tree.map(lambda leaf: leaf.sharding, wanted)
     chex.assert_trees_all_equal(jax.device_get(state.base), jax.device_get(start.params))
@@ -238,7 +238,7 @@ def test_what_does_not_fit_is_refused(folder, tmp_path):
     empty = Start("a", "b", start.config, {"other": {"kernel": np.zeros(2)}}, start.tokenizer)
     with pytest.raises(ConfigError, match="has no parameter of the recipe's model"):
         opened_run(folder, recipe, start=empty)
-    with pytest.raises(ConfigError, match="holds a MaskedLM, but this recipe's data is for a CausalLM"):
+    with pytest.raises(ConfigError, match="contains a MaskedLM, but the data of this recipe requires a CausalLM"):
         start_from(folder / "bert", text_recipe(tmp_path))
     with pytest.raises(ConfigError, match="num_classes is 3, but the data has 2 labels"):
         opened_run(folder, dataclasses.replace(recipe, model=recipe.model.replace(**{"output.num_classes": 3})))
@@ -291,7 +291,7 @@ def test_low_rank_updates_learn_and_the_run_stands_alone(adapted, capsys):
     assert main(["evaluate", str(adapted), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["accuracy"] == summary["eval_accuracy"]
     assert main(["generate", str(adapted), "--prompt", "very good"]) == 2
-    assert "Classifier, which reads no prompt" in capsys.readouterr().err
+    assert "contains a Classifier." in capsys.readouterr().err
 
 
 def test_a_converted_run_gives_the_same_logits_by_its_merged_weights(adapted, tmp_path, capsys):

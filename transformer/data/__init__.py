@@ -1,4 +1,4 @@
-"""Training data. `prepare(config)` returns a dataset with batches, a tokenizer and a fingerprint."""
+"""Training data: `prepare(config)` returns a dataset with batches, a tokenizer and a fingerprint."""
 
 from transformer.data._config import DataKind, TokenizerConfig
 from transformer.data._dataset import Batch, Dataset, Example

@@ -1,4 +1,4 @@
-"""Byte-pair encoding, a tokenizer with a learned vocabulary (Sennrich et al. 2016, arXiv 1508.07909)."""
+"""Byte-pair encoding (BPE), a tokenizer with a learned vocabulary (Sennrich et al. 2016, arXiv 1508.07909)."""
 
 from __future__ import annotations
 
@@ -10,10 +10,14 @@ from transformer.data._tokenizer import VISIBLE, Tokenizer, check_vocabulary, li
 
 
 class BPETokenizer(Tokenizer):
-    """Byte-pair encoding over bytes: encodes any text; frequent parts of words become one token.
+    """Byte-level byte-pair encoding: encodes any text; frequent parts of words become one token.
 
-    The `tokenizers` library learns and applies the merges. It gets no special tokens, so that none can be found in a
-    text. Files contain only vocabulary and merges, and are checked before the library reads them: it panics on invalid
+    Training starts with the 256 bytes as vocabulary. It repeatedly merges the most frequent pair of adjacent tokens
+    within words into a new token, until the vocabulary has the requested size. Encoding applies the merges to a text in
+    the order in which they were learned.
+
+    The `tokenizers` library learns and applies the merges. It does not know the special tokens, so that it can't find
+    any in a text. Saved vocabularies and merges are checked before the library reads them, because it panics on invalid
     ones.
     """
 
@@ -31,12 +35,13 @@ class BPETokenizer(Tokenizer):
     def train(
         cls, texts: Iterable[str], vocab_size: int, normalization: str = "none", masked: bool = False
     ) -> BPETokenizer:
-        """Learn merges until there are `vocab_size` ids, including special tokens, or no pair is left to merge."""
+        """Learn merges until there are `vocab_size` ids, including special tokens, or no more pairs to merge."""
         import tokenizers
 
         library = _byte_level()
         trainer = tokenizers.trainers.BpeTrainer(
-            vocab_size=vocab_size - 3 - masked,
+            vocab_size=vocab_size - 3 - masked,  # without padding, begin, end and mask token
+            # All 256 bytes, in the printable form that the library uses, so that any text can be encoded.
             initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
             show_progress=False,
         )
@@ -50,15 +55,16 @@ class BPETokenizer(Tokenizer):
         return self.encode_all([text])[0]
 
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the ids of each text, using all threads."""
+        """Return the ids of each text, encoded in parallel threads."""
         for text in texts:
             utf8(text)
+        # The library counts ids from 0; the ids of this tokenizer start after the special tokens.
         first = len(self.special_tokens)
         found = self._library.encode_batch_fast(texts, add_special_tokens=False)
         return [[first + i for i in text.ids] for text in found]
 
     def encode_sources(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the ids of each source, using all threads."""
+        """Return the ids of each source, encoded in parallel threads."""
         return self.encode_all([self.normalize(text) for text in texts])
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -74,6 +80,7 @@ class BPETokenizer(Tokenizer):
 
 
 def _checked_merges(merges: list[list[str]], vocabulary: list[str]) -> list[tuple[str, str]]:
+    """Return the merges as tuples. Raise ValueError unless both parts of each merge and its result are tokens."""
     known = set(vocabulary)
     for number, merge in enumerate(merges):
         if len(merge) != 2:
@@ -87,7 +94,11 @@ def _checked_merges(merges: list[list[str]], vocabulary: list[str]) -> list[tupl
 
 
 def _byte_level(vocabulary: list[str] | None = None, merges: list[tuple[str, str]] | None = None) -> Any:
-    """Build a `tokenizers` pipeline: text -> bytes -> merges, without normalization and special tokens."""
+    """Return a pipeline of the library: text -> words -> bytes -> merges, without normalization and special tokens.
+
+    Raises:
+        ValueError: bytes are missing in the vocabulary, or the library rejects the merges.
+    """
     import tokenizers
 
     if vocabulary is None:

@@ -1,4 +1,4 @@
-"""Batches by token count: pairs of similar length share a batch, for little padding and few compiled shapes."""
+"""Batches of similar token counts: pairs of similar length share a bucket, to reduce padding and compiled shapes."""
 
 from __future__ import annotations
 
@@ -9,36 +9,44 @@ from dataclasses import dataclass
 import numpy as np
 
 MOST_LENGTHS = 512
-"""largest number of distinct lengths in the search for bucket widths; more lengths are rounded up to this many"""
+"""maximum number of distinct lengths in the search for bucket widths; if there are more, lengths are rounded up"""
 
 
 def bucket_bounds(lengths: np.ndarray, buckets: int) -> np.ndarray:
     """Return at most `buckets` increasing widths that minimize the padding of rows of these `lengths` (n,).
 
-    The last width is the largest length. The solution is exact: the least padding of the j shortest lengths in b
-    buckets follows from the solutions for fewer lengths in b - 1 buckets. With more than `MOST_LENGTHS` distinct
-    lengths it is nearly exact.
+    The last width is the largest length. The widths are found by dynamic programming over the distinct lengths
+    w_1 < w_2 < ... of the rows. If P_b(j) is the minimum number of tokens (with padding) of all rows of the j shortest
+    lengths in b buckets, and n_j the number of these rows, then
+
+        P_1(j) = w_j n_j,    P_b(0) = 0,    P_b(j) = min over i < j of P_{b-1}(i) + w_j (n_j - n_i).
+
+    The number of tokens without padding is fixed, so this also minimizes the padding. The solution is exact up to the
+    rounding of lengths when there are more than `MOST_LENGTHS` of them.
     """
     lengths = np.asarray(lengths, np.int64)
+    # Round lengths up to multiples of `step` (-(-a // b) is the ceiling of a / b), but not above the largest length.
     step = -(-int(lengths.max()) // MOST_LENGTHS)
     widths, counts = np.unique(np.minimum(-(-lengths // step) * step, lengths.max()), return_counts=True)
-    before = np.concatenate([[0], np.cumsum(counts)])
-    # places[i, j]: padded tokens of rows i to j - 1 in one bucket
+    before = np.concatenate([[0], np.cumsum(counts)])  # n_j: rows of the j shortest lengths
+    # places[i, j]: w_{j+1} (n_{j+1} - n_i), the tokens of lengths i + 1 to j + 1 in one bucket; infinite if i > j.
     places = np.where(
         np.arange(len(widths) + 1)[:, None] < np.arange(1, len(widths) + 1)[None, :],
         widths[None, :] * (before[None, 1:] - before[:, None]),
         np.inf,
     )
-    least, cuts = places[0], []
+    least, cuts = places[0], []  # least[j] is P_b(j + 1), here for b = 1
     for _ in range(min(buckets, len(widths)) - 1):
+        # whole[i, j]: P_{b-1}(i) + the tokens of the last bucket, which has the lengths i + 1 to j + 1. P_b(0) is 0.
         whole = np.concatenate([[0.0], least])[:, None] + places
-        cuts.append(whole.argmin(0))
+        cuts.append(whole.argmin(0))  # the best i for each j, to recover the buckets below
         least = whole.min(0)
+    # Go back from the last bucket to the first: each one ends at `end` and starts after the best i.
     bounds, end = [], len(widths)
     for cut in reversed(cuts):
         bounds.append(widths[end - 1])
         end = cut[end - 1]
-        if not end:
+        if not end:  # fewer buckets than allowed reach the minimum
             break
     else:
         bounds.append(widths[end - 1])
@@ -50,7 +58,7 @@ class Bucket:
     """Pairs of similar length."""
 
     members: np.ndarray
-    """(n,), indices of the pairs in their split"""
+    """(n,), indices of the pairs in the training split"""
     source_length: int
     """padded length of the sources, in tokens"""
     target_length: int
@@ -62,11 +70,11 @@ class Bucket:
 
 
 class TokenBatches:
-    """An endless sequence of batches of similar token counts, with random access: item i is (bucket, members, rows
-    filled).
+    """An endless sequence of batches of similar token counts, with random access.
 
-    Each pass contains every pair once, with its batches in random order. The order depends only on the seed and the
-    number of the pass.
+    Item i is (bucket, members, number of rows that are filled). Each pass contains every pair once, and its batches are
+    in random order. The order depends only on the seed and the number of the pass, so that training can resume at any
+    batch.
 
     Raises:
         ValueError: a pair is too long for `batch_tokens`.
@@ -81,12 +89,13 @@ class TokenBatches:
         buckets: int,
         row_multiple: int,
     ):
+        # A pair needs as many tokens per side as its longer side: batch_tokens limits both sides.
         longer = np.maximum(source_lengths, target_lengths)
         widest = int(longer.max())
         if widest * row_multiple > batch_tokens:
             raise ValueError(
                 f"batch_tokens ({batch_tokens}) is too small for row_multiple ({row_multiple}) rows of the longest "
-                f"pair ({widest} tokens). Use at least {widest * row_multiple}, or leave long pairs out "
+                f"pair ({widest} tokens). Use at least {widest * row_multiple}, or skip long pairs "
                 f"(--data.max-source-length, --data.max-target-length)."
             )
         self.buckets: list[Bucket] = []
@@ -94,6 +103,7 @@ class TokenBatches:
         which = np.searchsorted(bounds, longer)
         for number, width in enumerate(bounds):
             members = np.flatnonzero(which == number)
+            # The maximum number of rows that fit into batch_tokens, rounded down to a multiple of row_multiple.
             most = int(batch_tokens // width // row_multiple * row_multiple)
             batches = -(-len(members) // most)
             each = -(-len(members) // batches)  # spread the members evenly, so that few rows stay empty
@@ -119,13 +129,15 @@ class TokenBatches:
         return f"{self.per_pass} batches per pass, rows x tokens {shapes}, {padding:.1f} % padding"
 
     def __len__(self) -> int:
-        return 2**40  # practically endless
+        return 2**40  # Grain needs a length; no run reaches this many batches
 
     def __getitem__(self, item: int) -> tuple[Bucket, np.ndarray, int]:
         return self._pass(item // self.per_pass)[item % self.per_pass]
 
     def _make_pass(self, number: int) -> list[tuple[Bucket, np.ndarray, int]]:
         random = np.random.default_rng([self._seed, number])
+        # Shuffle the members within their bucket, split them into batches of almost equal size, and fill up each batch
+        # by repeating rows (np.resize), so that all batches of a bucket have one shape. Then shuffle the batches.
         made = [
             (bucket, np.resize(part, bucket.rows), len(part))
             for bucket in self.buckets

@@ -37,7 +37,7 @@ def check_share(config: object, field: str) -> None:
 
 
 def check_shares(config: Any) -> None:
-    """Raise ConfigError if `validation_share` and `test_share` are out of range or leave nothing to train on."""
+    """Raise ConfigError if `validation_share` and `test_share` are out of range or leave no training data."""
     check_share(config, "validation_share")
     check_share(config, "test_share")
     if config.validation_share + config.test_share >= 1:
@@ -55,7 +55,7 @@ def check_path(config: object, *fields: str) -> None:
 
 
 def check_labels(labels: tuple[str, ...], otherwise: str) -> None:
-    """Raise ConfigError for a single, empty or repeated label; `otherwise` names the labels used without the option."""
+    """Raise ConfigError for a single, empty or repeated label; `otherwise` describes the labels used by default."""
     if len(labels) == 1 or len(set(labels)) < len(labels) or "" in labels:
         raise ConfigError(
             f"labels must be at least two different names, got {', '.join(map(repr, labels))}. Remove them to use "
@@ -91,16 +91,16 @@ class TokenizerConfig:
 
 
 CHARACTERS = TokenizerConfig(kind="char")
-"""default tokenizer of running text"""
+"""default tokenizer for running text"""
 WORDS = TokenizerConfig(kind="word")
-"""default tokenizer of number words"""
+"""default tokenizer for number words"""
 SUBWORDS = TokenizerConfig(kind="bpe")
-"""default tokenizer of sentences"""
+"""default tokenizer for sentences"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOutEnd:
-    """Options of a kind that reads one text file and holds out its end, or a second file.
+    """Options of data kinds that read a text file; the held-out set is the end of the file, or a second file.
 
     Raises:
         ConfigError: an empty path, or a share out of range.
@@ -109,9 +109,9 @@ class HeldOutEnd:
     path: str
     """path of the training file"""
     validation_path: str | None = None
-    """path of a second file for evaluation (None: the end of the training file)"""
+    """path of a second file for evaluation (None: hold out the end of the training file)"""
     validation_share: float = 0.1
-    """without validation_path: fraction at the end of the file for evaluation"""
+    """without validation_path: fraction of the training file, at its end, to hold out for evaluation"""
 
     def __post_init__(self):
         super().__post_init__()
@@ -132,7 +132,7 @@ class DataKind(ABC):
     task: ClassVar[str]
     """name of the training task, one of `training.tasks.TASKS`"""
     open_lengths: ClassVar[tuple[str, ...]] = ()
-    """fields with lengths in tokens that may be None: the data determines them then"""
+    """maximum lengths in tokens that may be None, in which case the data determines them"""
 
     @abstractmethod
     def read(self) -> Any:
@@ -147,12 +147,13 @@ class DataKind(ABC):
 
     @abstractmethod
     def prepare(self, tokenizer: Tokenizer | None = None) -> Dataset:
-        """Return the dataset; without `tokenizer`, build a tokenizer from the texts. Raises the errors of `read`,
-        and ValueError if the data is too short.
+        """Return the dataset; build a tokenizer from the texts if `tokenizer` is None.
+
+        Raises the errors of `read`, and ValueError if the data is too short.
         """
 
 
 def shared_rows(config: Any) -> tuple[str, int]:
-    """Return the name and value of the field that divides the number of rows of every batch."""
+    """Return the name and value of the field whose value divides the number of rows of every batch."""
     field = "batch_size" if getattr(config, "batch_tokens", None) is None else "row_multiple"
     return field, getattr(config, field)

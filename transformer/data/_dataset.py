@@ -1,4 +1,4 @@
-"""A prepared dataset: numpy batches of fixed shapes, shuffled and sharded by Grain, and the source texts."""
+"""Base class of prepared datasets: NumPy batches of fixed shapes, shuffled by Grain, and the texts they come from."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
     import grain
 
 Batch = dict[str, np.ndarray]
-"""arrays by name. All: targets and weights. Running text: tokens (B, T), with targets and weights (B, T); pairs: also
-source (B, S) and source_lengths (B,). Labeled text: tokens (B, T) and lengths, targets and weights (B,). Numeric data:
-values (B, ...), with targets and weights (B,)"""
+"""Arrays by name. Every batch has targets and weights; targets of weight 0 do not count in the loss. Running text:
+tokens, targets and weights (B, T). Pairs: in addition source (B, S) and source_lengths (B,). Labeled text: tokens
+(B, T) with lengths, targets and weights (B,). Numeric data: values (B, ...) with targets, and weights (B,)."""
 
 
 IN_MEMORY = {"num_threads": 0, "prefetch_buffer_size": 0}
-"""options of Grain: all data is in memory, so reader threads would only take CPU time from the training step"""
+"""Grain options without reader threads: all data is in memory, so they would only take CPU time from training"""
 
 
 @dataclass(frozen=True)
 class Example:
-    """One pair of texts, `source` and `target`, and the group under which its score is reported (for number words: the
+    """A pair of texts, `source` and `target`, and the `group` under which its score is reported (for number words, the
     number of digits).
     """
 
@@ -42,11 +42,11 @@ class Example:
 
 class Dataset(ABC):
     """The result of `prepare`: batches for training and evaluation, the tokenizer (None for numeric data), and a
-    fingerprint of all of it.
+    fingerprint that identifies the data and tokenizer.
     """
 
     config: DataKind
-    """the options, completed with the values that the data determined"""
+    """the options, completed with values that the data determines"""
     tokenizer: Tokenizer | None = None
     fingerprint: str
 
@@ -56,13 +56,13 @@ class Dataset(ABC):
         return self.config.task
 
     def is_known_as(self, fingerprint: str) -> bool:
-        """Return whether a fingerprint, computed now or by an earlier version, belongs to this data."""
+        """Return whether a fingerprint, computed by this or an earlier version, identifies this data."""
         return fingerprint == self.fingerprint
 
     @property
     @abstractmethod
     def splits(self) -> tuple[str, ...]:
-        """Names of the splits, as `eval_batches` takes them."""
+        """Names of the splits, as accepted by `eval_batches`."""
 
     @abstractmethod
     def describe(self) -> str:
@@ -74,21 +74,22 @@ class Dataset(ABC):
 
     @abstractmethod
     def _assemble(self, split: str, rows: np.ndarray) -> Batch:
-        """Assemble the batch of these rows."""
+        """Assemble a batch of the given rows (indices into the split)."""
 
     def _eval_rows(self, split: str) -> np.ndarray:
-        """Return the rows that cover every token of a split once, in order; by default all rows."""
+        """Return the rows for evaluation, in order; together they contain every token once. Default: all rows."""
         return np.arange(self._size(split))
 
     def train_batches(self, seed: int, rows: Callable[[int], np.ndarray] | None = None) -> grain.DatasetIterator:
         """Return an endless iterator over shuffled batches; `set_state(get_state())` resumes it exactly.
 
-        The rows of the whole batch are chosen first. If several processes train together, each one then assembles only
-        its own rows, so that the state (`{"next_index": n}`) does not depend on the number of processes.
+        The rows of the global batch are selected first, and then each process assembles only its own rows. The state
+        (`{"next_index": n}`) therefore does not depend on the number of processes.
 
         Args:
             seed: random seed of the order.
-            rows: function from the number of rows to the indices that this process needs; None: all.
+            rows: function from the number of rows in the global batch to the indices that this process needs; None: all
+                rows.
         """
         import grain
 
@@ -98,7 +99,7 @@ class Dataset(ABC):
         return iter(batches)
 
     def _train_batches(self, seed: int, own: Callable[[int], np.ndarray]) -> grain.MapDataset | grain.IterDataset:
-        """Return an endless sequence of training batches, each with only the rows that `own` selects."""
+        """Return an endless sequence of training batches; each contains only the rows selected by `own`."""
         import grain
 
         order = grain.MapDataset.range(self._size("train")).seed(seed).shuffle().repeat()
@@ -106,25 +107,27 @@ class Dataset(ABC):
         return order.batch(self.config.batch_size).map(lambda chosen: self._assemble("train", chosen[rows]))
 
     def eval_batches(self, split: str = "validation", limit: int | None = None) -> list[Batch]:
-        """Return a split in order, in batches of `eval_batch_size`: all of them, or the first `limit`. The last batch
-        is padded with rows of weight 0.
+        """Return the batches of a split in order, `eval_batch_size` rows each; at most `limit` batches if given.
+
+        The last batch is padded with rows of weight 0.
         """
         self._check_split(split)
         rows, size = self._eval_rows(split), self.config.eval_batch_size
         batches = []
         for start in range(0, len(rows), size)[:limit]:
             part = rows[start : start + size]
+            # np.resize repeats the rows of a short last batch, so that all batches have one compiled shape.
             batch = self._assemble(split, np.resize(part, size))
             batch["weights"][len(part) :] = 0
             batches.append(batch)
         return batches
 
     def examples(self, split: str = "validation", limit: int | None = None) -> list[Example]:
-        """Return the pairs of a split as text. Raises ValueError for running text and numeric data, which have none."""
+        """Return the pairs of a split as text. Raises ValueError for data without pairs."""
         raise ValueError(f"{self.config.kind} has numeric data and no texts. Use eval_batches().")
 
     def prompts(self) -> list[str]:
-        """Return a few held-out texts as model inputs: to continue, translate or classify. Empty for numeric data."""
+        """Return a few held-out texts as example inputs of the model. Empty for numeric data."""
         return []
 
     def _check_split(self, split: str) -> None:
@@ -135,18 +138,21 @@ class Dataset(ABC):
 
 
 def padding(batch: Batch) -> tuple[int, int] | None:
-    """Return the number of padding tokens, including rows of weight 0, and the number of all tokens; None for batches
-    that are never padded.
+    """Return the number of padding tokens (including rows of weight 0) and the number of all tokens.
+
+    Return None for batches that are never padded.
     """
     inside = batch["weights"] > 0
     if "source_lengths" in batch:
+        # Pairs: a row counts if any of its targets has a weight; otherwise it only fills up the batch.
         used = int(batch["source_lengths"][inside.any(1)].sum() + inside.sum())
         places = batch["source"].size + batch["tokens"].size
     elif "source_segment_ids" in batch:
+        # Packed pairs: segment id 0 marks padding.
         used = int((batch["source_segment_ids"] > 0).sum() + inside.sum())
         places = batch["source"].size + batch["tokens"].size
     elif "lengths" in batch:
-        counted = inside if inside.ndim == 1 else slice(None)  # a weight per token may be 0 for a real token
+        counted = inside if inside.ndim == 1 else slice(None)  # per-token weights can be 0 for real tokens
         used, places = int(batch["lengths"][counted].sum()), batch["tokens"].size
     else:
         return None
@@ -154,7 +160,9 @@ def padding(batch: Batch) -> tuple[int, int] | None:
 
 
 class Ragged:
-    """Rows of different lengths in one array."""
+    """Rows of different lengths, stored in one flat array `values`; row i starts at `starts[i]` and has `lengths[i]`
+    values.
+    """
 
     def __init__(self, rows: Iterable[Sequence[int]]):
         rows = list(rows)
@@ -181,6 +189,8 @@ class Ragged:
         """Return these rows, padded with `pad` to `width`, and their lengths."""
         lengths = self.lengths[rows]
         columns = np.arange(width)
+        # (rows, width) indices into the flat array. Those past the end of a row are replaced by padding below; the
+        # minimum only keeps them inside the array.
         places = np.minimum(self.starts[rows][:, None] + columns, len(self.values) - 1)
         return np.where(columns < lengths[:, None], self.values[places], np.int32(pad)), lengths
 
@@ -188,16 +198,21 @@ class Ragged:
 def spread(count: int, wanted: int) -> list[int]:
     """Return at most `wanted` evenly spaced indices below `count`."""
     wanted = min(count, wanted)
+    # The midpoint of each of `wanted` equal intervals: floor((i + 1/2) count / wanted).
     return [(2 * i + 1) * count // (2 * wanted) for i in range(wanted)]
 
 
 def fingerprint(settings: Any, texts: Mapping[str, Sequence[str]], arrays: Iterable[np.ndarray]) -> str:
-    """Return the SHA-256 of everything that determines the training data, except order (seed) and batch size."""
+    """Return the SHA-256 of all settings, texts and arrays that determine the training data.
+
+    The order (seed) and the batch size are not included: they may change when a run is resumed.
+    """
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
     for split, parts in texts.items():
         digest.update(f"{split} {len(parts)}".encode())
         for part in parts:
+            # Hashing each text separately keeps the boundaries between texts. "surrogatepass" accepts any Python str.
             digest.update(hashlib.sha256(part.encode("utf-8", "surrogatepass")).digest())
     for array in arrays:
-        digest.update(np.ascontiguousarray(array, "<i4").tobytes())
+        digest.update(np.ascontiguousarray(array, "<i4").tobytes())  # little-endian on every machine
     return digest.hexdigest()

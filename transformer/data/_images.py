@@ -17,7 +17,7 @@ from transformer.data._tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Images:
-    """Images by split: `splits` has images (N, height, width, channels) and class indices (N,) into `labels`."""
+    """Images by split: `splits` contains images (N, height, width, channels) and class indices (N,) into `labels`."""
 
     splits: Mapping[str, tuple[np.ndarray, np.ndarray]]
     labels: tuple[str, ...]
@@ -26,12 +26,23 @@ class Images:
 def split_by_hash(
     images: np.ndarray, numbers: np.ndarray, validation_share: float, test_share: float
 ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Return (images, numbers) by split. The hash of an image determines its split, so that equal images share a split
-    and adding images does not move others.
+    """Split images and their class indices by the hash of each image.
+
+    Equal images are therefore in the same split, and adding images does not move other images between splits.
+
+    Args:
+        images: (N, height, width, channels).
+        numbers: class indices (N,).
+        validation_share: fraction of the validation split.
+        test_share: fraction of the test split.
+
+    Returns:
+        split -> (images, class indices).
 
     Raises:
         ValueError: a split has no image.
     """
+    # The first 32 bits of the SHA-256, scaled to [0, 1), are uniformly distributed over distinct images.
     places = np.array(
         [int.from_bytes(hashlib.sha256(image.astype("<f4").tobytes()).digest()[:4], "big") for image in images]
     )
@@ -44,7 +55,7 @@ def split_by_hash(
     for split, rows in chosen.items():
         if not rows.any():
             raise ValueError(
-                f"the {split} split has no image: {len(images)} images are too few for these shares. Use more images, "
+                f"the {split} split has no image: {len(images)} images are too few for these shares. Use more images "
                 "or larger shares."
             )
     return {split: (images[rows], numbers[rows]) for split, rows in chosen.items()}
@@ -63,8 +74,8 @@ class ImageConfig(DataKind):
     labels: tuple[str, ...] = ()
     """class names, in the order of the class indices; empty: the indices"""
     max_shift: int = 0
-    """data augmentation: shift training images by up to this many pixels in each direction, every shift once per pass;
-    new pixels are 0"""
+    """data augmentation: shift training images by up to this many pixels in each direction; one pass over the data
+    contains every shift of every image once; pixels moved in from outside are 0"""
     batch_size: int = 64
     """images per step, over all devices and processes"""
     eval_batch_size: int = 256
@@ -82,10 +93,11 @@ class ImageConfig(DataKind):
 
 
 class ImageDataset(Dataset):
-    """Images and their class indices into `labels`. With `max_shift` s, each training image counts as (2s + 1)^2 rows,
-    one for each shift by whole pixels. The shuffled order of rows covers all of them; nothing is drawn at random.
+    """Images and their class indices into `labels`.
 
-    `config` is the given config with labels filled in.
+    With `max_shift` s, each training image has (2s + 1)^2 rows, one for each shift by whole pixels. One pass over the
+    shuffled rows contains each shift exactly once, instead of random shifts. `config` is the given config with `labels`
+    filled in.
     """
 
     def __init__(self, config: ImageConfig, images: Images):
@@ -93,6 +105,7 @@ class ImageDataset(Dataset):
         self.labels = images.labels
         self._images = {split: pixels for split, (pixels, _) in images.splits.items()}
         self._targets = {split: numbers for split, (_, numbers) in images.splits.items()}
+        # The fingerprint hashes int32 arrays: reinterpret the bits of the float32 pixels instead of rounding them.
         arrays = [pixels.view(np.int32) for pixels in self._images.values()] + list(self._targets.values())
         shapes = [list(pixels.shape) for pixels in self._images.values()]
         settings = [config.kind, config.max_shift, list(self.labels), shapes]
@@ -118,17 +131,18 @@ class ImageDataset(Dataset):
         return ways * len(self._images[split])
 
     def _eval_rows(self, split: str) -> np.ndarray:
-        return np.arange(len(self._images[split]))
+        return np.arange(len(self._images[split]))  # without shifts, also for the training split
 
     def _assemble(self, split: str, rows: np.ndarray) -> Batch:
         images, shift = self._images[split], self.config.max_shift
-        chosen = rows % len(images)
+        chosen = rows % len(images)  # row = shift index * number of images + image index
         pixels = images[chosen]
         if split == "train" and shift:
             height, width = pixels.shape[1:3]
             padded = np.pad(pixels, ((0, 0), (shift, shift), (shift, shift), (0, 0)))
-            down, right = np.divmod(rows // len(images), 2 * shift + 1)
+            # Pad by `shift` on all sides; a shifted image is then the window that starts at (down, right).
+            down, right = np.divmod(rows // len(images), 2 * shift + 1)  # each from 0 to 2 * shift; (B,)
             y = down[:, None, None] + np.arange(height)[None, :, None]
             x = right[:, None, None] + np.arange(width)[None, None, :]
-            pixels = padded[np.arange(len(rows))[:, None, None], y, x]
+            pixels = padded[np.arange(len(rows))[:, None, None], y, x]  # (B, height, width, channels)
         return {"values": pixels, "targets": self._targets[split][chosen], "weights": np.ones(len(rows), np.float32)}

@@ -18,25 +18,31 @@ from transformer.data._tokenizer_kinds import build_tokenizer
 
 @dataclass(frozen=True)
 class Labeled:
-    """Labeled texts by split: `splits` has pairs of a text and the index of its label in `labels`."""
+    """Labeled texts by split: `splits` contains pairs of a text and the index of its label in `labels`."""
 
     splits: Mapping[str, Sequence[tuple[str, int]]]
     labels: tuple[str, ...]
 
 
 def numbered(
-    path: str, rows: list[tuple[str, str]], written: tuple[str, ...], labels: tuple[str, ...]
+    path: str, rows: list[tuple[str, str]], file_labels: tuple[str, ...], labels: tuple[str, ...]
 ) -> list[tuple[str, int]]:
-    """Replace the label of each row by its index among the labels of the file.
+    """Replace the label of each row by its index in `file_labels`.
+
+    Args:
+        path: the file that contains the rows, for errors.
+        rows: pairs of a text and a label.
+        file_labels: labels as in the file, in the order of the class indices.
+        labels: class names of `file_labels`, for errors.
 
     Raises:
-        ValueError: a label is not among them.
+        ValueError: a label is not in `file_labels`.
     """
-    numbers = {label: number for number, label in enumerate(written)}
-    if strange := sorted({label for _, label in rows} - numbers.keys()):
+    numbers = {label: number for number, label in enumerate(file_labels)}
+    if unknown := sorted({label for _, label in rows} - numbers.keys()):
         raise ValueError(
-            f"{path} has the label {strange[0]!r}: expected {', '.join(written)} ({', '.join(labels)}). Fix the file, "
-            "or list all labels (--data.labels)."
+            f"{path} has the label {unknown[0]!r}: expected {', '.join(file_labels)} ({', '.join(labels)}). Fix the "
+            "file, or list all labels (--data.labels)."
         )
     return [(text, numbers[label]) for text, label in rows]
 
@@ -52,8 +58,8 @@ class LabeledConfig(DataKind):
     task: ClassVar[str] = "classifier"
 
     labels: tuple[str, ...] = ()
-    """class labels as in the files, in the order of the class indices; empty: all labels of the training file,
-    sorted"""
+    """class labels as in the files, in the order of the class indices; empty: all labels of the training file, in
+    alphabetical order"""
     max_length: int = 128
     """maximum length of a text in tokens, including special tokens; longer texts are truncated"""
     batch_size: int = 32
@@ -151,11 +157,12 @@ class LabeledDataset(Dataset):
         return batch
 
     def _encode(self, text: str) -> tuple[list[int], list[int]]:
-        """Return ids and token types of a text, truncated to `max_length`; special tokens at the end are kept."""
+        """Return the ids and token types of a text, truncated to `max_length`; an end token is kept."""
         if not isinstance(self.tokenizer, PretrainedTokenizer):
             ids = self.tokenizer.encode_source(text)
             types, last = [0] * len(ids), self.config.max_length - 1
         else:
+            # The last id is an end token such as [SEP] if the text alone does not end with it.
             ids, types = self.tokenizer.encode_model(text)
             ends = ids[-1:] != self.tokenizer.encode(text)[-1:]
             last = len(ids) - 1 if ends else self.config.max_length - 1

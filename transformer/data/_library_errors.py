@@ -1,4 +1,4 @@
-"""Convert errors of the tokenizers library: its panics are no `Exception`, and native code prints them."""
+"""Convert errors of the tokenizers library: Rust panics do not derive from `Exception`, and native code prints them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from typing import IO
 
 @contextlib.contextmanager
 def library_errors(what: str, remedy: str) -> Iterator[None]:
-    """Convert all errors of the library, including PanicException, to a ValueError "what: its message. remedy."."""
+    """Convert all errors of the library, including PanicException, to ValueError("what: message of the error.
+    remedy.").
+    """
     try:
         yield
     except BaseException as error:
@@ -23,18 +25,18 @@ def library_errors(what: str, remedy: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def held_stderr() -> Iterator[None]:
-    """Hold back the stderr output of native code. If the block raises, drop the output, because a panic prints many
-    lines before it becomes that error; otherwise write it afterwards.
+    """Buffer the stderr output of native code, and write it after the block.
 
-    Only the main thread does this: the file descriptor belongs to the whole process, and two threads that exchange it
-    at the same time could lose it.
+    If the block raises an error, the output is discarded instead: it is the report of the panic that became this error.
+    Only the main thread buffers stderr, because the file descriptor belongs to the whole process, and two threads that
+    replace it at the same time could lose the original.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     try:
         stderr = os.dup(2)
-    except OSError:  # closed: nothing can be printed
+    except OSError:  # stderr is closed: nothing can be printed
         yield
         return
     try:

@@ -1,4 +1,4 @@
-"""Read the user's text files: UTF-8 with or without a byte order mark, any line ends; reject files that are no text."""
+"""Read text files of the user: UTF-8 with or without a byte order mark, with any line endings."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from transformer.config._checks import nearest
 
 
 def read_text(path: str) -> str:
-    """Read a whole text file, with all line ends converted to line feeds.
+    """Read a whole text file, with all line endings converted to line feeds.
 
     Raises:
         FileNotFoundError: the file does not exist.
-        ValueError: it is a folder, empty, or not UTF-8 text; the message has the position of the byte.
+        ValueError: it is a folder, empty, or not UTF-8 text; the message has the position of the invalid byte.
     """
     file = Path(path).expanduser()
     if not file.exists():
@@ -40,14 +40,19 @@ def read_text(path: str) -> str:
 
 
 def read_lines(path: str) -> list[str]:
-    """Read the lines of a text file, stripped. Only line feeds end a line, as in other tools that count lines."""
+    """Read the lines of a text file, stripped.
+
+    Other separators of str.splitlines, such as U+2028, don't end a line: line numbers are the same as in other tools.
+    """
     return [line.strip() for line in read_text(path).removesuffix("\n").split("\n")]
 
 
 def read_json_lines(path: str, field: str) -> list[str]:
     """Read the documents of a JSON-lines file; empty lines and empty documents are skipped.
 
-    Raises the errors of `read_text`, and ValueError for a line that is not a JSON object with text in `field`.
+    Raises:
+        FileNotFoundError: the file does not exist.
+        ValueError: an error of `read_text`, or a line is not a JSON object with text in `field`.
     """
     documents = []
     for number, line in enumerate(read_lines(path), 1):
@@ -76,10 +81,15 @@ def read_json_lines(path: str, field: str) -> list[str]:
 
 
 def read_pairs(source_path: str, target_path: str | None) -> tuple[list[tuple[str, str]], int]:
-    """Read sentence pairs; also return how many lines were skipped because a side was empty.
+    """Read sentence pairs from two files with the same number of lines or, without `target_path`, from one file with
+    source, tab, target on each line.
 
-    The pairs are in two files with the same number of lines or, without `target_path`, in one file with source, tab,
-    target on each line. Raises the errors of `read_text`, and ValueError for lines that are no pairs.
+    Returns:
+        The pairs, and the number of lines that were skipped because one side was empty.
+
+    Raises:
+        FileNotFoundError: a file does not exist.
+        ValueError: an error of `read_text`, or the lines are not pairs.
     """
     if target_path is None:
         rows = [line.split("\t") for line in _tab_lines(source_path)]
@@ -109,8 +119,11 @@ def read_pairs(source_path: str, target_path: str | None) -> tuple[list[tuple[st
 def read_labeled(path: str, text_column: str, label_column: str) -> list[tuple[str, str]]:
     """Read texts and labels from a tab-separated file whose first line names the columns; empty lines are skipped.
 
-    Quotation marks are ordinary characters, as in the files of GLUE. Raises the errors of `read_text`, and ValueError
-    for missing columns and for lines with missing or empty cells.
+    Quotation marks are ordinary characters, as in the files of GLUE.
+
+    Raises:
+        FileNotFoundError: the file does not exist.
+        ValueError: an error of `read_text`, a missing column, or a line with missing or empty cells.
     """
     header, *rows = (line.split("\t") for line in _tab_lines(path))
     places = []
@@ -142,10 +155,11 @@ def _tab_lines(path: str) -> list[str]:
 
 
 def cut(count: int, share: float, path: str, what: str, option: str = "--data.validation-path") -> int:
-    """Return the index at which the held-out part at the end begins; both parts are nonempty.
+    """Return the index of the first held-out item: the last `share` of the items is held out, and at least one.
 
     Raises:
-        ValueError: there are fewer than 2 items; the message names the `option` that takes a second file.
+        ValueError: there are fewer than 2 items (`what`, such as "lines"); the message suggests a second file with
+            `option`.
     """
     if count < 2:
         raise ValueError(

@@ -1,6 +1,4 @@
-"""Masked texts: shared options, texts by split, and the dataset, which draws new masked positions each time that a text
-is trained on.
-"""
+"""Masked texts: shared options, texts by split, and the dataset, which masks new random positions in every pass."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ if TYPE_CHECKING:
     import grain
 
 HIDDEN, REPLACED = 0.8, 0.1
-"""fractions of the predicted tokens that are replaced by the mask token and by a random token"""
+"""Fractions of the selected tokens that are replaced by the mask token and by a random token."""
 
 
 def hide(
@@ -32,14 +30,25 @@ def hide(
     mask_id: int,
     text_ids: Int[np.ndarray, "V"],
 ) -> tuple[Int[np.ndarray, "B T"], Bool[np.ndarray, "B T"]]:
-    """Mask tokens as in BERT (Devlin et al. 2018, arXiv 1810.04805, section 3.1 and appendix A.1); return the model
-    input and the positions to predict.
+    """Mask tokens as in BERT (Devlin et al. 2018, arXiv 1810.04805, section 3.1 and appendix A.1).
 
-    A `share` of the positions in `may_hide` is selected. Of those, 80 % become `mask_id`, 10 % become a random one of
-    `text_ids`, and 10 % are unchanged. Each position has three `draws` from [0, 1): is it selected, is it masked,
-    replaced or unchanged, and which random token replaces it.
+    Of the selected tokens, 80 % become `mask_id`, 10 % become a random token, and 10 % are unchanged. Some are
+    not masked because texts in later fine-tuning have no mask tokens.
+
+    Args:
+        tokens: ids of the original tokens.
+        may_hide: positions that may be selected.
+        draws: three uniform random numbers from [0, 1) per position: the first selects it, the second decides whether
+            it is masked, replaced or unchanged, and the third selects the random token.
+        share: fraction of the positions in `may_hide` to select.
+        mask_id: id of the mask token.
+        text_ids: ids to draw random tokens from.
+
+    Returns:
+        The model input (B, T), and the selected positions (B, T).
     """
     chosen = may_hide & (draws[..., 0] < share)
+    # floor(u V) is uniform over 0 to V - 1.
     random_ids = text_ids[(draws[..., 2] * len(text_ids)).astype(np.int64)]
     fate = draws[..., 1]
     replaced = np.where(fate < HIDDEN, mask_id, np.where(fate < HIDDEN + REPLACED, random_ids, tokens))
@@ -48,14 +57,14 @@ def hide(
 
 @dataclass(frozen=True)
 class Texts:
-    """Texts by split, `splits`."""
+    """Texts by split (`splits`)."""
 
     splits: Mapping[str, Sequence[str]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class MaskedConfig(DataKind):
-    """Options of all kinds of masked text: the model predicts a fraction of the tokens from the others.
+    """Options of all kinds of masked text: the model predicts a random fraction of the tokens from the others.
 
     Raises:
         ConfigError: a number out of range.
@@ -64,7 +73,7 @@ class MaskedConfig(DataKind):
     task: ClassVar[str] = "masked_lm"
 
     max_length: int = 128
-    """row length in tokens, including special tokens; longer texts become several rows"""
+    """maximum row length in tokens, including special tokens; longer texts are split into several rows"""
     batch_size: int = 32
     """rows per step, over all devices and processes"""
     eval_batch_size: int = 64
@@ -95,8 +104,8 @@ class MaskedConfig(DataKind):
 class MaskedDataset(Dataset):
     """Texts with masked tokens to predict, padded on the right to one shape for all batches.
 
-    In training, the masked positions depend only on the seed and the position in the data. In evaluation they are
-    fixed.
+    In training, the masked positions depend only on the seed and the index of the batch, so that a resumed run masks
+    the same positions. In evaluation they are fixed.
 
     Raises:
         ValueError: the tokenizer has no mask token, or a split has no text tokens.
@@ -152,6 +161,7 @@ class MaskedDataset(Dataset):
     def _rows(self, text: str) -> list[list[int]]:
         """Split a text into rows of at most `max_length`, each with the special tokens that the tokenizer adds."""
         ids, whole = self.tokenizer.encode(self.tokenizer.normalize(text)), self.tokenizer.encode_source(text)
+        # Find the ids of the text within those with special tokens: what is before and after it belongs to every row.
         start = next((i for i in range(len(whole) - len(ids) + 1) if whole[i : i + len(ids)] == ids), 0)
         before, after = whole[:start], whole[start + len(ids) :]
         room = self.config.max_length - len(before) - len(after)
@@ -172,6 +182,8 @@ class MaskedDataset(Dataset):
         rows = own(size)
 
         def assemble(place: int, chosen: np.ndarray) -> Batch:
+            # Draw for the global batch and then select the rows of this process: the draws must not depend on the
+            # number of processes.
             draws = np.random.default_rng([seed, place]).random((size, self.longest, 3))
             return self._hidden("train", chosen[rows], draws[rows])
 
@@ -179,13 +191,13 @@ class MaskedDataset(Dataset):
         return order.batch(size).map_with_index(assemble)
 
     def _assemble(self, split: str, rows: np.ndarray) -> Batch:
-        """Assemble evaluation rows. The random draws of a row do not depend on the other rows of its batch."""
+        """Assemble evaluation rows. The random draws depend only on the row, not on the other rows of its batch."""
         draws = [np.random.default_rng([int(row)]).random((self.longest, 3)) for row in rows]
         return self._hidden(split, rows, np.stack(draws))
 
     def _hidden(self, split: str, rows: np.ndarray, draws: Float[Array, "B T 3"]) -> Batch:
         targets, lengths = self._tokens[split].padded(rows, self.longest, self.tokenizer.pad_id)
-        inside = np.arange(self.longest) < lengths[:, None]
-        may_hide = inside & self._is_text[targets]
+        inside = np.arange(self.longest) < lengths[:, None]  # (B, T), false for padding
+        may_hide = inside & self._is_text[targets]  # special tokens are never masked
         tokens, chosen = hide(targets, may_hide, draws, self.config.mask_share, self.tokenizer.mask_id, self._ids)
         return {"tokens": tokens, "lengths": lengths, "targets": targets, "weights": chosen.astype(np.float32)}

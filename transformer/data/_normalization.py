@@ -1,4 +1,4 @@
-"""Normalization of sources and prompts before they are encoded; its name is saved with the tokenizer."""
+"""Text normalization of sources and prompts before encoding; its name is saved with the tokenizer."""
 
 from __future__ import annotations
 
@@ -22,12 +22,14 @@ def plain(text: str) -> str:
 
 
 def number_words(text: str) -> str:
-    """Lower-case, separate words by one space, remove commas and hyphens: `"Vingt-et-un"` -> `"vingt et un"`."""
+    """Convert to lower case, remove commas and hyphens, and separate words by one space: `"Vingt-et-un"` ->
+    `"vingt et un"`.
+    """
     return _HYPHENS_AND_COMMAS.sub(" ", unicodedata.normalize("NFC", text).lower()).strip()
 
 
 def english_number_words(text: str) -> str:
-    """Like `number_words`, without "and", and with "one" for "a": `"A hundred and forty-two"` -> `"one hundred forty
+    """Apply `number_words`, remove "and", and replace "a" by "one": `"A hundred and forty-two"` -> `"one hundred forty
     two"`.
     """
     words = number_words(text).split()
@@ -35,7 +37,7 @@ def english_number_words(text: str) -> str:
 
 
 def portuguese_number_words(text: str) -> str:
-    """Like `number_words`, with Brazilian spellings converted to European ones: `"Dezesseis"` -> `"dezasseis"`."""
+    """Apply `number_words` and convert Brazilian to European spelling: `"Dezesseis"` -> `"dezasseis"`."""
     return " ".join(_BRAZILIAN.get(word, word) for word in number_words(text).split())
 
 
@@ -45,4 +47,4 @@ NORMALIZERS: dict[str, Callable[[str], str]] = {
     "english_number_words": english_number_words,
     "portuguese_number_words": portuguese_number_words,
 }
-"""normalizations by the name that is saved with a tokenizer"""
+"""normalization functions by the name that is saved with a tokenizer"""

@@ -24,12 +24,14 @@ if TYPE_CHECKING:
     import grain
 
 BLOCK = 4096
-"""number of pairs encoded at once"""
+"""number of pairs per call of the tokenizer"""
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """Pairs by split (`splits`), the normalization of their sources, and the number of half-empty lines skipped."""
+    """Pairs by split (`splits`), the `normalization` of their sources, and the number of `skipped` lines (one side
+    empty).
+    """
 
     splits: Mapping[str, Sequence[Example]]
     normalization: str = "none"
@@ -41,15 +43,15 @@ class PairConfig(DataKind):
     """Options of all kinds of paired text: the model reads a source and generates a target.
 
     Raises:
-        ConfigError: a number out of range, a field that another one makes useless, or no room for packed rows.
+        ConfigError: a number out of range, a field without effect, or batch_tokens too small for packed rows.
     """
 
     task: ClassVar[str] = "seq2seq"
     open_lengths: ClassVar[tuple[str, ...]] = ("max_source_length", "max_target_length")
     group_name: ClassVar[str] = "group"
-    """name of the groups in which exact matches are counted"""
+    """name of the groups for which exact matches are reported"""
     bleu_tokenization: ClassVar[str | None] = "13a"
-    """tokenization of BLEU, by its name in sacreBLEU; None: translations are scored by exact match instead"""
+    """sacreBLEU tokenizer for BLEU; None: translations are scored by exact match instead"""
 
     max_source_length: int | None = None
     """maximum source length in tokens; longer pairs are skipped and counted (None: the longest in the data)"""
@@ -57,17 +59,17 @@ class PairConfig(DataKind):
     """maximum target length in tokens, including the end token; longer pairs are skipped and counted (None: the longest
     in the data)"""
     batch_size: int = 128
-    """pairs per step, over all devices and processes; unused with batch_tokens"""
+    """pairs per step, over all devices and processes; not used with batch_tokens"""
     batch_tokens: int | None = None
-    """batch size in tokens of the longer side, including padding; batches have pairs of similar length (None: use
-    batch_size)"""
+    """batch size in tokens of the longer side, including padding; pairs of similar length are batched together (None:
+    use batch_size)"""
     buckets: int = 8
-    """with batch_tokens: maximum number of padded lengths; each is compiled once"""
+    """with batch_tokens: maximum number of different padded lengths; the training step is compiled once for each"""
     row_multiple: int = 8
-    """with batch_tokens: the number of rows of every batch is a multiple of this, to divide by devices and
-    micro-batches"""
+    """with batch_tokens: the number of rows of every batch is a multiple of this; it must be divisible by the number of
+    devices and micro-batches"""
     packed_length: int | None = None
-    """with batch_tokens: pack several pairs into rows of this many tokens per side (None: one pair per row)"""
+    """with batch_tokens: pack several pairs into one row of this many tokens per side (None: one pair per row)"""
     eval_batch_size: int = 250
     """pairs per evaluation batch"""
 
@@ -99,7 +101,7 @@ class PairConfig(DataKind):
         return PairDataset(self, tokenizer, found.splits, found.skipped)
 
     def _check_unused(self, field: str, other: str) -> None:
-        """Raise ConfigError if `field` is set and makes `other`, which is also set, useless."""
+        """Raise ConfigError if both `field` and `other` are set, but `other` has no effect with `field`."""
         value, usual = getattr(self, other), type(self).__dataclass_fields__[other].default
         if getattr(self, field) is not None and value != usual:
             raise ConfigError(
@@ -108,7 +110,9 @@ class PairConfig(DataKind):
 
     @property
     def packed_rows(self) -> int:
-        """Number of rows of a packed batch."""
+        """Number of rows of a packed batch: as many as fit into batch_tokens, rounded down to a multiple of
+        row_multiple.
+        """
         return (self.batch_tokens or 0) // self.packed_length // self.row_multiple * self.row_multiple
 
 
@@ -124,14 +128,14 @@ class PairDataset(Dataset):
     ):
         if tokenizer.begin_id is None or tokenizer.eos_id is None:
             raise ValueError(
-                "this tokenizer has no token that begins a target, or none that ends it: it can't encode pairs. Use a "
-                "tokenizer with both: config.json names them as decoder_start_token_id and eos_token_id."
+                "this tokenizer can't encode pairs: it has no begin token or no end token for targets. Use a tokenizer "
+                "with both; config.json defines them as decoder_start_token_id and eos_token_id."
             )
         self.config = config
         self.tokenizer = tokenizer
         self._skipped = skipped
         self._pairs = splits
-        self._places: dict[str, np.ndarray] = {}  # indices of the pairs of a split that are kept
+        self._places: dict[str, np.ndarray] = {}  # indices of the kept pairs of each split
         self._sources: dict[str, Ragged] = {}
         self._targets: dict[str, Ragged] = {}
         digests = {split: [self._encode(split, pairs)] for split, pairs in splits.items()}
@@ -142,7 +146,7 @@ class PairDataset(Dataset):
         self.fingerprint = self._fingerprint(digests)
 
     def _encode(self, split: str, pairs: Sequence[Example]) -> str:
-        """Encode a split and keep the pairs that fit the lengths; returns a hash of all its texts."""
+        """Encode a split, keep the pairs within the maximum lengths, and return a hash of all its texts."""
         longest_source = self.config.max_source_length or np.inf
         longest_target = self.config.max_target_length or np.inf
         digest, places, sources, targets = hashlib.sha256(), [], [], []
@@ -154,6 +158,7 @@ class PairDataset(Dataset):
             kept = [
                 place
                 for place in range(len(block))
+                # `<` for targets: the end token, which is added below, counts as well.
                 if 0 < len(read[place]) <= longest_source and 0 < len(write[place]) < longest_target
             ]
             places.append(start + np.array(kept, np.int64))
@@ -162,7 +167,7 @@ class PairDataset(Dataset):
         self._places[split] = np.concatenate([np.zeros(0, np.int64), *places])
         if not len(self._places[split]):
             raise ValueError(
-                f"no {split} pair is left of {len(pairs)}: expected some with text on both sides, sources of at most "
+                f"no {split} pair out of {len(pairs)} can be used: expected text on both sides, sources of at most "
                 f"{self.config.max_source_length or 'any number of'} and targets of at most "
                 f"{self.config.max_target_length or 'any number of'} tokens. Use larger --data.max-source-length and "
                 "--data.max-target-length, or other data."
@@ -172,7 +177,9 @@ class PairDataset(Dataset):
         return digest.hexdigest()
 
     def _token_batches(self) -> TokenBatches | None:
-        """The buckets of pairs of like length; None if a batch has a fixed number of pairs, or packed rows."""
+        """Return the buckets of pairs of similar length; None if batches have a fixed number of pairs, or packed
+        rows.
+        """
         if self.config.batch_tokens is None or self.config.packed_length is not None:
             return None
         return TokenBatches(
@@ -184,8 +191,9 @@ class PairDataset(Dataset):
         )
 
     def is_known_as(self, fingerprint: str) -> bool:
-        """Return whether a fingerprint belongs to this data. The first versions hashed all texts in one list: compute
-        that one too.
+        """Return whether a fingerprint identifies this data.
+
+        The first versions hashed the texts of a split as one list: compute their fingerprint as well.
         """
         if fingerprint == self.fingerprint:
             return True
@@ -218,7 +226,9 @@ class PairDataset(Dataset):
         )
 
     def examples(self, split: str = "validation", limit: int | None = None) -> list[Example]:
-        """Return the pairs of a split; at most `limit`, balanced over groups and evenly spaced within each group."""
+        """Return the pairs of a split, or at most `limit` of them, balanced over groups and evenly spaced in each
+        group.
+        """
         self._check_split(split)
         pairs, kept = self._pairs[split], self._places[split].tolist()
         if limit is None or limit >= len(kept):
@@ -226,6 +236,7 @@ class PairDataset(Dataset):
         groups = defaultdict(list)
         for place in kept:
             groups[pairs[place].group].append(place)
+        # Smallest groups first: what they can't fill of their equal share is divided among the larger ones.
         chosen: list[int] = []
         by_size = sorted(groups.values(), key=len)
         for number, places in enumerate(by_size):
@@ -246,7 +257,7 @@ class PairDataset(Dataset):
         if length is not None and length < longest:
             raise ValueError(
                 f"packed_length ({length}) is shorter than the longest pair, {longest} tokens on one side. Use at "
-                f"least that, or leave long pairs out (--data.max-source-length, --data.max-target-length)."
+                f"least that length, or skip long pairs (--data.max-source-length, --data.max-target-length)."
             )
 
     def _train_batches(self, seed: int, own: Callable[[int], np.ndarray]) -> grain.MapDataset | grain.IterDataset:
@@ -264,7 +275,7 @@ class PairDataset(Dataset):
             bucket, chosen, filled = item
             rows = own(len(chosen))
             batch = self._assemble("train", chosen[rows], bucket.source_length, bucket.target_length)
-            batch["weights"][rows >= filled] = 0
+            batch["weights"][rows >= filled] = 0  # rows that only fill up the batch
             return batch
 
         return grain.MapDataset.source(self._batches.seeded(seed)).map(assemble)
@@ -276,6 +287,7 @@ class PairDataset(Dataset):
         source, source_lengths = self._sources[split].padded(rows, source_length or self.max_source_length, pad)
         targets, lengths = self._targets[split].padded(rows, target_length or self.max_target_length, pad)
         inside = np.arange(targets.shape[1]) < lengths[:, None]
+        # Teacher forcing: the decoder reads the targets shifted right by one, starting with the begin token. (B, T)
         begun = np.concatenate([np.full((len(rows), 1), self.tokenizer.begin_id, np.int32), targets[:, :-1]], axis=1)
         return {
             "source": source,
@@ -287,14 +299,14 @@ class PairDataset(Dataset):
 
 
 def _each_once(encode: Callable[[list[str]], list[list[int]]], texts: list[str]) -> list[list[int]]:
-    """Encode each distinct text once: number words repeat as often as a number was drawn."""
+    """Encode each distinct text only once: number words contain the same numbers many times."""
     known = list(dict.fromkeys(texts))
     ids = dict(zip(known, encode(known), strict=True))
     return [ids[text] for text in texts]
 
 
 def _blocks(pairs: Iterable[Example]) -> Iterator[tuple[int, list[Example]]]:
-    """Yield blocks of pairs, large enough for all threads, with the index of the first pair."""
+    """Yield blocks of pairs, large enough to use all threads, with the index of their first pair."""
     rest = iter(pairs)
     for start in itertools.count(0, BLOCK):
         if not (block := list(itertools.islice(rest, BLOCK))):

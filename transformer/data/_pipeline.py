@@ -15,7 +15,7 @@ def prepare(config: DataKind, tokenizer: Tokenizer | None = None) -> Dataset:
 
     Args:
         config: one of the kinds in `DATA`, or your own `DataKind`.
-        tokenizer: encodes the texts, for example the tokenizer of a workdir; None: build one from the texts.
+        tokenizer: tokenizer for the texts, for example that of a workdir; None: build one from the texts.
 
     Raises:
         FileNotFoundError: a file is missing; the message says how to get it.
@@ -31,10 +31,14 @@ def prepare(config: DataKind, tokenizer: Tokenizer | None = None) -> Dataset:
 def check_batch(
     batch: Batch, vocab_size: int | None, source_vocab_size: int | None = None, num_classes: int | None = None
 ) -> None:
-    """Raise ValueError, with the position, for an id or label that is out of range, or a number that is not finite.
+    """Check that the ids and labels of a batch are in range and its numbers finite.
 
-    JAX does not raise for such values: an id returns NaN or another token's row, a label a plausible loss. `targets` of
-    rank 1 are labels of `num_classes`, floating-point `targets` are forecasts; all others are token ids.
+    JAX does not report such values: an id out of range gives NaN or the embedding of another token, and a label out of
+    range gives a plausible loss. `targets` of rank 1 are labels of `num_classes`, floating-point `targets` are values
+    to forecast, and all other `targets` are token ids.
+
+    Raises:
+        ValueError: an id or label is out of range, or a number is NaN or infinite; the message has its index.
     """
     for name in ("values", "targets"):
         if name in batch and np.issubdtype(batch[name].dtype, np.floating):
@@ -45,7 +49,7 @@ def check_batch(
         _check_range("tokens", batch["tokens"], vocab_size, "token id", "vocab_size")
     if "targets" in batch and batch["targets"].ndim == 1:
         if num_classes is None:
-            raise ValueError("targets are labels, but num_classes is missing. Pass num_classes.")
+            raise ValueError("targets are labels, but num_classes is not set. Pass num_classes.")
         _check_range("targets", batch["targets"], num_classes, "label", "num_classes")
     elif "targets" in batch and vocab_size is not None:  # without a vocabulary the targets are values to forecast
         _check_range("targets", batch["targets"], vocab_size, "token id", "vocab_size")
@@ -64,7 +68,7 @@ def _check_range(name: str, numbers: np.ndarray, limit: int | None, what: str, f
     if not np.issubdtype(values.dtype, np.integer):
         raise ValueError(f"{name} must be integers, got {values.dtype}.")
     if limit is None:
-        raise ValueError(f"the batch has {name}, but {field} is missing. Pass {field}.")
+        raise ValueError(f"the batch has {name}, but {field} is not set. Pass {field}.")
     if values.size and (values.min() < 0 or values.max() >= limit):
         place = tuple(int(i) for i in np.argwhere((values < 0) | (values >= limit))[0])
         raise ValueError(

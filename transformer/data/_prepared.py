@@ -16,13 +16,13 @@ import numpy as np
 
 
 def data_dir(folder: str | None) -> Path:
-    """Return the directory in which TFDS keeps prepared data: the given one, $TFDS_DATA_DIR or the default of TFDS."""
+    """Return the directory of prepared TFDS data: `folder`, else $TFDS_DATA_DIR, else the default of TFDS."""
     return Path(folder or os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets").expanduser()
 
 
 @dataclass(frozen=True)
 class Download:
-    """A source file of a dataset. Only a file with this SHA-256 is accepted."""
+    """A source file of a dataset; only a file with this SHA-256 is accepted."""
 
     url: str
     """download address"""
@@ -39,12 +39,13 @@ class Download:
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """A dataset that TFDS prepares once, stores in the array_record format and reads without
-    TensorFlow. This class describes it in plain Python, so that data kinds don't import TFDS.
+    """Description of a dataset that TFDS prepares once, stores in the array_record format and reads without TensorFlow.
+
+    The description is plain Python, so that data kinds don't import TFDS.
     """
 
     name: str
-    """folder of the dataset in the data directory"""
+    """name of the dataset, and of its folder in the data directory"""
     description: str
     """one-sentence description, stored with the data"""
     homepage: str | None = None
@@ -56,19 +57,19 @@ class Prepared:
     downloads: tuple[Download, ...] = ()
     """files to download"""
     variant: str | None = None
-    """subfolder of this variant, if the dataset has several"""
+    """variant, and name of its subfolder, if the dataset has several"""
     version: str = "1.0.0"
-    """subfolder of this version; a new version is prepared again"""
+    """version, and name of its subfolder; a new version is prepared again"""
 
     def records(self, folder: str | None = None, manual_dir: str | None = None) -> dict[str, list[dict]]:
-        """Return all records by split; prepare the dataset first if it is not in `folder` (see `data_dir`).
+        """Return all records by split; prepare the dataset first if `folder` does not contain it.
 
         Args:
-            folder: the directory that contains prepared datasets.
-            manual_dir: a folder with the source files, for machines without network access.
+            folder: directory of prepared datasets; None: the default of `data_dir`.
+            manual_dir: folder with the source files, for machines without network access; None: download them.
 
         Raises:
-            FileNotFoundError: `manual_dir` lacks a file.
+            FileNotFoundError: a file is missing in `manual_dir`.
             ValueError: a file has unexpected content.
             OSError: no network, or the disk is full.
         """
@@ -98,7 +99,7 @@ class Prepared:
             raise ValueError(_unreadable(builder.data_path, error)) from error
 
     def _builder(self, place: Path) -> tuple[Any, bool]:
-        """Return the TFDS builder for a data directory, and whether its data exists already."""
+        """Return the TFDS builder for a data directory, and whether its data is prepared already."""
         import tensorflow_datasets as tfds
 
         config = None if self.variant is None else tfds.core.BuilderConfig(name=self.variant)
@@ -112,7 +113,7 @@ class Prepared:
 
 
 def _builder_class(prepared: Prepared) -> type:
-    """Return the builder class that TFDS needs for a dataset."""
+    """Return a TFDS builder class for a dataset."""
     import tensorflow_datasets as tfds
 
     features = dict(prepared.features(tfds.features))
@@ -144,8 +145,10 @@ def _builder_class(prepared: Prepared) -> type:
 
 
 def _read(builder: Any) -> dict[str, list[dict]]:
-    """Return all records by split. TFDS can decode every kind of feature; if all are texts and integers, parsing the
-    tf.train.Example records directly takes a quarter of the time.
+    """Return all records by split.
+
+    If all features are texts or integers, parse the tf.train.Example records directly, which takes a quarter of the
+    time of decoding by TFDS.
     """
     import tensorflow_datasets as tfds
     from tensorflow_datasets.proto import tf_example_pb2
@@ -166,10 +169,10 @@ def _read(builder: Any) -> dict[str, list[dict]]:
 
 
 def _plain(feature: Any) -> str | None:
-    """Return the field of a tf.train.Example that contains a value of this feature; None if TFDS must decode it."""
+    """Return the tf.train.Feature field that stores a value of this feature; None if TFDS must decode it."""
     from tensorflow_datasets import features
 
-    if isinstance(feature, features.Text) and feature.shape == ():  # a feature with its own encoder has ids
+    if isinstance(feature, features.Text) and feature.shape == ():  # a text feature with an encoder stores ids
         return "bytes_list"
     if isinstance(feature, features.Scalar) and np.issubdtype(feature.np_dtype, np.integer):
         return "int64_list"
@@ -184,7 +187,7 @@ def _unreadable(place: os.PathLike, error: Exception) -> str:
 
 
 def _check_reachable(downloads: Sequence[Download]) -> None:
-    """Raise OSError with a remedy if the first file can't be reached: TFDS would retry for minutes."""
+    """Raise OSError, with a remedy, if the first file can't be reached, because TFDS would retry for minutes."""
     import requests
 
     url = downloads[0].url
@@ -199,7 +202,7 @@ def _check_reachable(downloads: Sequence[Download]) -> None:
 
 
 def check_manual_file(folder: Path, file: Download) -> None:
-    """Raise FileNotFoundError or ValueError unless the folder contains the file with the expected content."""
+    """Raise FileNotFoundError if a file is missing in the folder, or ValueError if its content is not as expected."""
     path = folder / file.filename
     if not path.is_file():
         raise FileNotFoundError(f"no file {path}. Put {file} there (--data.manual-dir {folder}).")
@@ -213,7 +216,7 @@ def check_manual_file(folder: Path, file: Download) -> None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence TFDS, which prints to stdout, draws progress bars and warns about every config."""
+    """Context manager that silences TFDS, which prints to stdout, shows progress bars and logs warnings."""
     import tensorflow_datasets as tfds
 
     tfds.disable_progress_bar()

@@ -1,4 +1,4 @@
-"""The tokenizer of a pretrained model: the `tokenizer.json` of the tokenizers library and the files next to it."""
+"""The tokenizer of a pretrained model: `tokenizer.json` of the tokenizers library and related files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transformer.config._untrusted import MAX_JSON_BYTES, parse_json, read_bound
 from transformer.data._library_errors import held_stderr, library_errors
 from transformer.data._tokenizer import TOKENIZER_FILE, VISIBLE, Tokenizer, utf8
 
-# Files next to tokenizer.json that name the special tokens, or give their ids.
+# Files next to tokenizer.json with the names of special tokens, and with their ids.
 _NAMING = ("tokenizer_config.json", "special_tokens_map.json")
 _NUMBERING = ("generation_config.json", "config.json")
 _FILES = (TOKENIZER_FILE, *_NAMING, *_NUMBERING)
@@ -24,15 +24,15 @@ _OTHERS = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "source
 
 
 class PretrainedTokenizer(Tokenizer):
-    """A tokenizer from `tokenizer.json` under the rule of this package: no user text can contain a special token.
+    """A tokenizer from `tokenizer.json`. As in all tokenizers of this package, user text can't contain special tokens.
 
     The name of a special token in a text is encoded as the tokens of its characters. (The library has an option for
-    this, but it does not help if the model's own vocabulary contains the name, as that of T5 does.) Truncation and
-    padding settings are turned off.
+    this, but it has no effect if the vocabulary of the model itself contains the name, as that of T5.) Truncation and
+    padding settings of the file are disabled.
 
-    `bos_id`, `eos_id`, `unk_id` and `mask_id` are None if the files don't define them. `eos_ids` are all tokens that
-    end a text: those of generation_config.json, or else the one in the tokenizer files; `eos_id` is the first. Without
-    a padding token, `pad_id` is `eos_id` or 0; padding is always masked.
+    `bos_id`, `eos_id`, `unk_id` and `mask_id` are None if the files don't define them. `eos_ids` are all end tokens:
+    those in generation_config.json, else the one in the tokenizer files; `eos_id` is the first of them. Without a
+    padding token, `pad_id` is `eos_id` or 0; this is safe because padding is always masked.
 
     Raises:
         ValueError: a file is damaged, or does not match the others or `vocab_size`.
@@ -42,10 +42,17 @@ class PretrainedTokenizer(Tokenizer):
     eos_ids: tuple[int, ...]
 
     def __init__(self, files: Mapping[str, bytes], vocab_size: int | None = None):
-        """`files` are file contents by name, including tokenizer.json; `vocab_size` is the number of embedding rows."""
+        """Load the tokenizer.
+
+        Args:
+            files: file contents by name, including tokenizer.json.
+            vocab_size: number of rows of the embedding table; None: determined by the ids.
+        """
         import tokenizers
 
         self._files = dict(files)
+        # Regular expressions of the file can make the library panic on a text: only then is stderr buffered for every
+        # call.
         self._hold = held_stderr if b'"Regex"' in files[TOKENIZER_FILE] else contextlib.nullcontext
         with library_errors(f"{TOKENIZER_FILE} is not a valid tokenizer", "Download the file again"), held_stderr():
             self._library = tokenizers.Tokenizer.from_str(files[TOKENIZER_FILE].decode("utf-8"))
@@ -70,7 +77,7 @@ class PretrainedTokenizer(Tokenizer):
         model = content["model"]
         _check_one_token_per_id(model["vocab"], content.get("added_tokens") or [])
         _check_added_ids(content.get("added_tokens") or [], self._library.token_to_id)
-        unknown = model.get("unk_id")  # Unigram stores the id, the other models the name
+        unknown = model.get("unk_id")  # Unigram models store the id of the unknown token, other models its name
         if isinstance(name := model.get("unk_token"), str):
             unknown = self._library.token_to_id(name)
         names = _SpecialTokens(files, self._library.token_to_id, self._size)
@@ -86,24 +93,29 @@ class PretrainedTokenizer(Tokenizer):
         roles = {padding, self.bos_id, self.unk_id, self.mask_id, *self.eos_ids} - {None}
         self._special = roles | {i for i, token in added.items() if token.special}
         self._unknown_id = unknown
-        # The model's own unknown token may occur in a text, unless it ends a text.
+        # Encoding a text may produce the unknown token of the model, unless it is also an end token. All other special
+        # tokens must not result from user text.
         self._unknown = unknown if unknown not in self.eos_ids else None
         self._reserved = self._special - {self._unknown}
 
     @property
     def special_tokens(self) -> tuple[str, ...]:
-        """Names of the special tokens, sorted by id; unlike in other tokenizers, their ids need not be the first."""
+        """Names of the special tokens, sorted by id; in contrast to other tokenizers, their ids need not be the
+        first.
+        """
         return tuple(str(self._library.id_to_token(i)) for i in sorted(self._special))
 
     @property
     def text_ids(self) -> list[int]:
-        """Sorted ids of text: all ids with a token, except special tokens and those added around a text."""
+        """Sorted ids that represent text: all ids with a token, except special tokens and tokens added around a
+        text.
+        """
         ids = set(self._library.get_vocab(with_added_tokens=True).values())
         return sorted(ids - self._special - set(self.encode_model("", "")[0]))
 
     @property
     def begin_id(self) -> int | None:
-        """The first token of an encoder-decoder's target: from config.json, else `bos_id`."""
+        """Id of the first token that the decoder of an encoder-decoder reads: from config.json, else `bos_id`."""
         return self._begin_id
 
     @property
@@ -112,12 +124,15 @@ class PretrainedTokenizer(Tokenizer):
         return self._size
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text; no special token is added or recognized. Raises ValueError if the library fails."""
+        """Return the ids of a text; special tokens are neither added nor recognized. Raises ValueError if the
+        library fails.
+        """
         return self._encoded(text, None, special=False)[0]
 
     def unknown_parts(self, text: str) -> list[str]:
-        """Return the parts of a text, in order, that become the unknown token, and the characters that are dropped,
-        except spaces, combining characters and control characters, which many normalizers drop on purpose.
+        """Return the parts of a text that become the unknown token, and the characters that the tokenizer omits.
+
+        Spaces, combining characters and control characters are not reported: many normalizers remove them on purpose.
         """
         if self._is_byte_level:
             return []
@@ -151,8 +166,10 @@ class PretrainedTokenizer(Tokenizer):
         return self.encode_model(text)[0]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of ids, without special tokens and ids without a token. Raises ValueError for an id out of
-        range.
+        """Return the text of ids, without special tokens and ids without a token.
+
+        Raises:
+            ValueError: an id is out of range.
         """
         text = [i for i in self._checked(ids) if i not in self._special]
         remedy = "The tokenizer's file is damaged: download it again"
@@ -160,14 +177,15 @@ class PretrainedTokenizer(Tokenizer):
             return self._library.decode(text, skip_special_tokens=False)
 
     def tokens(self, ids: Iterable[int]) -> list[str]:
-        """Return one label per id, for pictures: visible spaces, names of special tokens, `<id 7>` for ids without a
-        token.
+        """Return one label per id for figures, with visible spaces, names of special tokens, and `<id 7>` for ids
+        without a token.
         """
         return [self._label(i) for i in self._checked(ids)]
 
     def save(self, directory: str | os.PathLike) -> None:
-        """Write the tokenizer files, unchanged, into a directory, which is created if missing. config.json belongs to
-        the model and is not written.
+        """Write the tokenizer files, unchanged, into a directory, which is created if missing.
+
+        config.json is not written: it belongs to the model.
         """
         Path(directory).mkdir(parents=True, exist_ok=True)
         for name, content in self._files.items():
@@ -177,7 +195,7 @@ class PretrainedTokenizer(Tokenizer):
                 partial.replace(Path(directory) / name)
 
     def save_alone(self, directory: str | os.PathLike) -> None:
-        """Write the tokenizer files, and a config.json with the tokenizer fields of the model's: the directory needs no
+        """Write the tokenizer files, and a config.json with only the tokenizer fields, into a directory that has no
         model.
         """
         self.save(directory)
@@ -188,7 +206,7 @@ class PretrainedTokenizer(Tokenizer):
         partial.replace(Path(directory) / "config.json")
 
     def state(self) -> dict[str, Any]:
-        """Return the identity of this tokenizer as JSON values: the hash of its file, and the special tokens."""
+        """Return JSON values that identify this tokenizer: the hash of its file, and the special tokens."""
         return {
             "kind": self.kind,
             "sha256": hashlib.sha256(self._files[TOKENIZER_FILE]).hexdigest(),
@@ -202,24 +220,29 @@ class PretrainedTokenizer(Tokenizer):
         with self._library_errors():
             encoding = self._library.encode(text, pair, add_special_tokens=special)
         ids, types = encoding.ids, encoding.type_ids
+        # Common case: no special tokens, neither added by the post-processor nor found in the text.
         if self._reserved.isdisjoint(ids):
             return ids, types
-        written = [
+        # special_tokens_mask is 1 for tokens that the post-processor added; all other special tokens come from the
+        # text.
+        pieces = [
             [i] if is_added or i not in self._reserved else self._spelled(i)
             for i, is_added in zip(ids, encoding.special_tokens_mask, strict=True)
         ]
-        types = [kind for kind, entry in zip(types, written, strict=True) for _ in entry]
-        return [i for entry in written for i in entry], types
+        types = [kind for kind, entry in zip(types, pieces, strict=True) for _ in entry]
+        return [i for entry in pieces for i in entry], types
 
     @contextlib.contextmanager
     def _library_errors(self) -> Iterator[None]:
-        """Convert library errors about a text: a pattern of the file may exceed the library's step limit."""
+        """Convert library errors for a text: a regular expression of the file can exceed the step limit of the
+        library.
+        """
         remedy = "Shorten it, or download the tokenizer's file again"
         with library_errors("the tokenizers library failed on this text", remedy), self._hold():
             yield
 
     def _spelled(self, special: int) -> list[int]:
-        """Encode the name of a special token as the tokens of its characters."""
+        """Return the ids of the characters in the name of a special token."""
         name = self._library.id_to_token(special)
         ids = [self._library.token_to_id(character) for character in name]
         ids = [self._unknown if i is None or i in self._reserved else i for i in ids]
@@ -240,7 +263,7 @@ class PretrainedTokenizer(Tokenizer):
         return token.translate(VISIBLE)
 
     def _check_post_processor(self) -> None:
-        """Check that the special tokens added to a text have a token and are within the vocabulary."""
+        """Raise ValueError if the post-processor adds an id without a token to a text."""
         with library_errors(f"{TOKENIZER_FILE} has a failing post_processor", "Download the file again"), held_stderr():
             added = self._library.encode("").ids + self._library.encode("", "").ids
         for i in added:
@@ -267,16 +290,17 @@ def _check_one_token_per_id(vocabulary: dict[str, int] | list, added: list[dict[
 
 
 def _check_added_ids(added: list[dict[str, Any]], token_to_id: Callable[[str], int | None]) -> None:
-    """Raise ValueError if the library gives added tokens other ids than the file: it silently renumbers them if their
-    ids don't follow those of the vocabulary.
+    """Raise ValueError if the ids of added tokens differ between the library and the file.
+
+    The library silently changes the ids of added tokens if they don't directly follow those of the vocabulary.
     """
     wrong = [entry for entry in added if token_to_id(entry["content"]) != entry["id"]]
     if wrong:
-        told = [f"{e['content']!r:.40} ({e['id']}, read as {token_to_id(e['content'])})" for e in wrong[:5]]
+        changed = [f"{e['content']!r:.40} ({e['id']}, read as {token_to_id(e['content'])})" for e in wrong[:5]]
         more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
         raise ValueError(
             f"{TOKENIZER_FILE} has added tokens whose ids don't follow the vocabulary, so that the library changes "
-            f"them: {', '.join(told)}{more}. Download the file again."
+            f"them: {', '.join(changed)}{more}. Download the file again."
         )
 
 
@@ -288,7 +312,9 @@ class _SpecialTokens:
         self._token_to_id, self._vocab_size = token_to_id, vocab_size
 
     def id_of(self, role: str) -> int | None:
-        """Return the id of a role: by the token's name if a file has one (null means none), else by its id."""
+        """Return the id of a role: from the name of its token if a file has one (null: no such token), else from its
+        id.
+        """
         for file in _NAMING:
             if f"{role}_token" in self._objects[file]:
                 return self._named(file, role)
@@ -296,16 +322,18 @@ class _SpecialTokens:
         return next((ids[0] for ids in found if ids), None)
 
     def ends(self) -> tuple[int, ...]:
-        """Return all tokens that end a text, those of generation_config.json first."""
+        """Return the ids of all end tokens; generation_config.json has priority over the other files."""
         if ids := self._numbered("generation_config.json", "eos"):
             return ids
-        if len(ids := self._numbered("config.json", "eos")) > 1:  # several, but a name identifies only one
+        if (
+            len(ids := self._numbered("config.json", "eos")) > 1
+        ):  # several end tokens; the name in other files identifies only one
             return ids
         end = self.id_of("eos")
         return () if end is None else (end,)
 
     def begin(self) -> int | None:
-        """Return the token that a decoder starts with, if config.json has its id."""
+        """Return the id of the token that a decoder starts with, if a file has it; config.json has priority."""
         found = [self._numbered(file, "decoder_start") for file in reversed(_NUMBERING)]
         return next((ids[0] for ids in found if ids), None)
 
@@ -337,11 +365,12 @@ def load_pretrained_tokenizer(directory: str | os.PathLike, vocab_size: int | No
     """Load the tokenizer of a model directory: tokenizer.json, and special tokens from the JSON files next to it.
 
     Args:
-        vocab_size: number of embedding rows, the upper limit of all ids; None: determined by the ids.
+        directory: a model directory.
+        vocab_size: number of rows of the embedding table, which limits the ids; None: determined by the ids.
 
     Raises:
         FileNotFoundError: there is no tokenizer.json; the message says how to convert other tokenizer files.
-        ValueError: a file is damaged, too large, or does not match the others or `vocab_size`.
+        ValueError: a file is damaged or too large, or does not match the others or `vocab_size`.
     """
     directory = Path(directory)
     files = {}
@@ -365,10 +394,10 @@ def load_pretrained_tokenizer(directory: str | os.PathLike, vocab_size: int | No
 
 
 def load_saved_alone(directory: str | os.PathLike) -> PretrainedTokenizer:
-    """Load what `PretrainedTokenizer.save_alone` wrote.
+    """Load a tokenizer saved by `PretrainedTokenizer.save_alone`.
 
     Raises:
-        ValueError: config.json has an impossible vocab_size, or an error of `load_pretrained_tokenizer`.
+        ValueError: config.json has an invalid vocab_size, or an error of `load_pretrained_tokenizer`.
     """
     path = Path(directory) / "config.json"
     files = {"config.json": read_bounded(Path(directory), "config.json")} if os.path.lexists(path) else {}
@@ -387,5 +416,5 @@ def _object(name: str, files: Mapping[str, bytes]) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{name} is not valid JSON: {error}. Download the file again.") from None
     if not isinstance(value, dict):
-        raise ValueError(f"{name} must contain a JSON object, got {type(value).__name__}. Get the file again.")
+        raise ValueError(f"{name} must contain a JSON object, got {type(value).__name__}. Download the file again.")
     return value

@@ -1,4 +1,4 @@
-"""Time series: shared options, values, and the dataset of context and forecast windows."""
+"""Time series: shared options, values by split, and the dataset of input and forecast windows."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from transformer.data._tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Series:
-    """A time series: `values` (steps, channels), `columns` with the channel names, and `splits` with the steps that
-    each split forecasts, as (first, one past the last).
+    """A time series: `values` (steps, channels), `columns` with the channel names, and `splits` with the range of steps
+    that each split forecasts, as (first, one past the last).
     """
 
     values: np.ndarray
@@ -28,19 +28,20 @@ class Series:
 
 @dataclass(frozen=True, kw_only=True)
 class SeriesConfig(DataKind):
-    """Options of all kinds of time series. An example is a window: `context_length` steps as input and the next
-    `horizon` steps to forecast, standardized with the training steps.
+    """Options of all kinds of time series: from `context_length` steps, the model forecasts the next `horizon` steps.
+
+    Values are standardized with the mean and standard deviation of the training steps.
 
     Raises:
-        ConfigError: a number out of range, or the mean or standard deviation of a column is missing.
+        ConfigError: a number out of range, a repeated column, or mean and std that do not fit the columns.
     """
 
     task: ClassVar[str] = "forecaster"
 
     context_length: int = 512
-    """number of input steps, equal to model.input.context_length"""
+    """number of input steps; must equal model.input.context_length"""
     horizon: int = 96
-    """number of steps to forecast, equal to model.input.horizon"""
+    """number of steps to forecast; must equal model.input.horizon"""
     columns: tuple[str, ...] = ()
     """names of the channels, in order; empty: all numeric columns"""
     mean: tuple[float, ...] = ()
@@ -59,7 +60,7 @@ class SeriesConfig(DataKind):
         if len(self.mean) != len(self.std) or (self.mean and len(self.mean) != len(self.columns)):
             raise ConfigError(
                 f"mean and std must be set together, one number per column: got {len(self.mean)} and {len(self.std)} "
-                f"for {len(self.columns)} columns. Remove them: they are computed."
+                f"for {len(self.columns)} columns. Remove them: they are then computed from the data."
             )
         if not all(std > 0 for std in self.std):
             raise ConfigError(f"std must be above 0, got {', '.join(map(str, self.std))}.")
@@ -71,21 +72,22 @@ class SeriesConfig(DataKind):
 
 
 def to_model(config: SeriesConfig, values: np.ndarray) -> np.ndarray:
-    """Standardize measured values (..., channels) to the scale of the model, as float32."""
+    """Standardize measured values (..., channels) for the model: (x - mean) / std, as float32."""
     return ((values - np.array(config.mean)) / np.array(config.std)).astype(np.float32)
 
 
 def from_model(config: SeriesConfig, values: np.ndarray) -> np.ndarray:
-    """Convert a forecast (..., channels) from the scale of the model to that of the measurements."""
+    """Convert forecasts (..., channels) of the model back to the scale of the measurements: y std + mean."""
     return np.asarray(values, np.float64) * np.array(config.std) + np.array(config.mean)
 
 
 class SeriesDataset(Dataset):
-    """Windows of a time series, one at every step, standardized with mean and standard deviation of the training steps
-    (Zhou et al. 2021, arXiv 2012.07436). A window belongs to the split that contains all its forecast steps; the input
-    steps of held-out windows may be in the split before.
+    """Windows of a standardized time series, one starting at every step (Zhou et al. 2021, arXiv 2012.07436).
 
-    `config` is the given config with columns, mean and std filled in.
+    A window belongs to the split that contains all its forecast steps. The input steps of validation and test windows
+    may belong to the previous split: at that time, they are known. Mean and standard deviation are those of the
+    training steps alone, so that no held-out value influences training. `config` is the given config with columns, mean
+    and std filled in.
 
     Raises:
         ValueError: a split has no window, a channel is constant in training, or mean and std are for other channels.
@@ -110,6 +112,7 @@ class SeriesDataset(Dataset):
         self._values = to_model(self.config, series.values)
         self._starts: dict[str, range] = {}
         for split, (first, last) in series.splits.items():
+            # Held-out windows may start up to context_length steps before their first forecast step.
             begin = first if split == "train" else max(first - config.context_length, 0)
             starts = range(begin, last - config.context_length - config.horizon + 1)
             if not starts:
@@ -119,6 +122,7 @@ class SeriesDataset(Dataset):
                     "smaller --data.context-length and --data.horizon (and the same in model.input)."
                 )
             self._starts[split] = starts
+        # The fingerprint hashes int32 arrays: reinterpret the bits of the float32 values instead of rounding them.
         settings = [config.kind, config.context_length, config.horizon, list(series.columns)]
         bounds = [[starts.start, starts.stop] for starts in self._starts.values()]
         self.fingerprint = fingerprint([settings, bounds], {}, [self._values.view(np.int32)])
@@ -142,6 +146,6 @@ class SeriesDataset(Dataset):
 
     def _assemble(self, split: str, rows: np.ndarray) -> Batch:
         steps = np.arange(self.config.context_length + self.config.horizon)
-        windows = self._values[self._starts[split].start + rows[:, None] + steps]
+        windows = self._values[self._starts[split].start + rows[:, None] + steps]  # (B, steps, channels)
         past, future = np.split(windows, [self.config.context_length], axis=1)
         return {"values": past, "targets": future, "weights": np.ones(len(rows), np.float32)}

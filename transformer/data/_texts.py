@@ -1,4 +1,4 @@
-"""Running text: shared options, documents, and the dataset of token windows."""
+"""Running text: shared options, documents by split, and the dataset of token windows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from transformer.data._tokenizer_kinds import build_tokenizer
 
 @dataclass(frozen=True)
 class Documents:
-    """Running text: documents by split (`splits`). With `separate`, an end token follows each document."""
+    """Documents by split (`splits`). With `separate`, an end token is added after each document."""
 
     splits: Mapping[str, Sequence[str]]
     separate: bool = False
@@ -24,7 +24,7 @@ class Documents:
 
 @dataclass(frozen=True, kw_only=True)
 class TextConfig(DataKind):
-    """Options of all kinds of running text: windows of `sequence_length` tokens for next-token prediction."""
+    """Options of all kinds of running text: the model predicts next tokens in windows of `sequence_length` tokens."""
 
     task: ClassVar[str] = "causal_lm"
 
@@ -48,7 +48,7 @@ class TextConfig(DataKind):
 
 
 class TextDataset(Dataset):
-    """Running text: training windows start at any token; evaluation uses each token of the held-out text once.
+    """Windows of running text: training windows start at any token; evaluation windows contain each target once.
 
     Raises:
         ValueError: the training text is shorter than a window, or the held-out text has fewer than 2 tokens.
@@ -93,14 +93,17 @@ class TextDataset(Dataset):
         raise ValueError(f"{self.config.kind} is running text and has no pairs of source and target. Use prompts().")
 
     def prompts(self) -> list[str]:
-        """Return the starts of three lines of the held-out text (or of all text if that is blank), each with at most 40
-        characters (or one word) and half a context.
+        """Return the beginnings of three lines of the held-out text, or of the training text if that is blank.
+
+        Each has at most 40 characters (or one word) and at most half of `sequence_length` tokens.
         """
         held_out, all_others = (self._texts[split] for split in ("validation", "train"))
         lines = _lines(held_out) or _lines(all_others)
         chosen = []
         for line in dict.fromkeys(lines[place] for place in spread(len(lines), 3)):
-            cut = line[:40].rpartition(" ")[0] or line.partition(" ")[0]  # whole words only: a cut word may be unknown
+            cut = (
+                line[:40].rpartition(" ")[0] or line.partition(" ")[0]
+            )  # cut between words: a part of a word may be unknown
             start = line if len(line) <= 40 else cut
             ids = self.tokenizer.encode(start)
             most = max(1, self.config.sequence_length // 2)
@@ -111,11 +114,13 @@ class TextDataset(Dataset):
         return len(self._tokens[split]) - self.config.sequence_length
 
     def _eval_rows(self, split: str) -> np.ndarray:
+        # Consecutive windows; the last token of the text is only a target.
         return np.arange(0, len(self._tokens[split]) - 1, self.config.sequence_length)
 
     def _assemble(self, split: str, rows: np.ndarray) -> Batch:
         """Return the windows that start at `rows`; positions past the end of the text have weight 0."""
         tokens = self._tokens[split]
+        # (B, T + 1): one token more than a window, because the targets are the tokens shifted left by one.
         places = rows[:, None] + np.arange(self.config.sequence_length + 1)
         inside = places < len(tokens)
         window = np.where(inside, tokens[np.minimum(places, len(tokens) - 1)], self.tokenizer.pad_id)

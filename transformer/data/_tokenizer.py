@@ -1,4 +1,4 @@
-"""Base class of tokenizers, which convert text to token ids and back and are saved as readable JSON."""
+"""Base class of tokenizers, which convert text to token ids and back, and are saved as readable JSON."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from transformer.config._checks import nearest
 from transformer.data._normalization import NORMALIZERS
 
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>", "<mask>")
-"""names in the order of their ids; every vocabulary has the first three"""
+"""names of special tokens, in the order of their ids; every tokenizer has the first three"""
 TOKENIZER_FILE = "tokenizer.json"
 FORMAT = 1
-"""version of tokenizer.json"""
+"""version of the format of tokenizer.json"""
 
 VISIBLE = str.maketrans({" ": "␣", "\n": "\\n", "\t": "\\t", "\r": "\\r"})
-"""visible forms of spaces and line ends"""
+"""visible forms of spaces, tabs and line endings"""
 
 
 class Tokenizer(ABC):
-    """A vocabulary with special tokens first, then text. The special tokens are `pad_id` 0, `bos_id` 1, `eos_id` 2,
-    then `unk_id` and `mask_id` if the vocabulary has them (otherwise None).
+    """Base class of tokenizers. The first ids are special tokens, the others are the vocabulary.
 
-    Special tokens have ids but no spelling: `encode("<eos>")` returns the ids of these five characters, never the end
-    token, so that no user text can end a sequence.
+    Special tokens are `pad_id` 0 (padding), `bos_id` 1 (begin), `eos_id` 2 (end), then `unk_id` (unknown) and `mask_id`
+    (mask) if the tokenizer has them (otherwise None). They have ids, but no spelling: `encode("<eos>")` returns the ids
+    of these five characters, never the end token, so that no user text can end a sequence.
 
     Raises:
         ValueError: an unknown normalization.
@@ -62,12 +62,12 @@ class Tokenizer(ABC):
 
     @property
     def text_ids(self) -> list[int]:
-        """Sorted ids of text: all ids except special tokens."""
+        """Sorted ids that represent text: all ids except special tokens."""
         return list(range(len(self.special_tokens), self.vocab_size))
 
     @property
     def begin_id(self) -> int | None:
-        """The first token of an encoder-decoder's target."""
+        """Id of the first token that the decoder of an encoder-decoder reads."""
         return self.bos_id
 
     @property
@@ -77,7 +77,9 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text; no special token is added or recognized. Raises ValueError for unknown parts."""
+        """Return the ids of a text; special tokens are neither added nor recognized. Raises ValueError for unknown
+        parts.
+        """
 
     @abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
@@ -88,23 +90,23 @@ class Tokenizer(ABC):
         return NORMALIZERS[self.normalization](text)
 
     def encode_source(self, text: str) -> list[int]:
-        """Return `encode(normalize(text))`, used for every source and prompt in training and inference."""
+        """Return `encode(normalize(text))`: the ids of a source or prompt, in training and inference."""
         return self.encode(self.normalize(text))
 
     def unknown_parts(self, text: str) -> list[str]:
-        """Return the words or characters of a text, in order, that `encode` drops or replaces by the unknown token."""
+        """Return the words or characters of a text, in order, that `encode` omits or replaces by the unknown token."""
         return []
 
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
-        """Encode each text, with several threads if the kind of tokenizer supports it."""
+        """Return the ids of each text, encoded in parallel threads if the tokenizer supports it."""
         return [self.encode(text) for text in texts]
 
     def encode_sources(self, texts: Sequence[str]) -> list[list[int]]:
-        """Apply `encode_source` to each text, with several threads if supported."""
+        """Return the ids of each source, encoded in parallel threads if the tokenizer supports it."""
         return [self.encode_source(text) for text in texts]
 
     def tokens(self, ids: Iterable[int]) -> list[str]:
-        """Return one label per id, for pictures: visible spaces and line ends, names of special tokens."""
+        """Return one label per id for figures, with visible spaces and line endings, and names of special tokens."""
         special = self.special_tokens
         return [special[i] if i < len(special) else self._label(i - len(special)) for i in self._checked(ids)]
 
@@ -112,12 +114,13 @@ class Tokenizer(ABC):
         """Write `tokenizer.json` into a directory, which is created if missing."""
         path = Path(directory) / TOKENIZER_FILE
         path.parent.mkdir(parents=True, exist_ok=True)
+        # Replacing the file is atomic: an interrupted save never leaves a damaged file.
         partial = path.with_suffix(".partial")
         partial.write_text(json.dumps(self.state(), ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
         partial.replace(path)
 
     def save_alone(self, directory: str | os.PathLike) -> None:
-        """Write all files that `load_tokenizer` needs into a directory without a model."""
+        """Write all files that `load_tokenizer` needs into a directory that has no model."""
         self.save(directory)
 
     def state(self) -> dict[str, Any]:
@@ -144,7 +147,7 @@ class Tokenizer(ABC):
             yield i
 
     def _entries(self, ids: Iterable[int]) -> Iterator[int]:
-        """Yield the vocabulary indices of those ids that are text."""
+        """Yield the indices into the vocabulary of all ids except special tokens."""
         first = len(self.special_tokens)
         return (i - first for i in self._checked(ids) if i >= first)
 
@@ -155,20 +158,20 @@ def utf8(text: str) -> bytes:
         return text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise ValueError(
-            f"the text has a lone surrogate {text[error.start]!r} at character {error.start}, which is no valid "
+            f"the text has a lone surrogate {text[error.start]!r} at character {error.start}, which is not valid "
             "Unicode. Read the text with its correct encoding."
         ) from None
 
 
 def listed(entries: list[str], noun: str, limit: int = 10) -> str:
-    """Format vocabulary entries for an error: characters 'a', 'b' and 3 more."""
+    """Format vocabulary entries for an error message: characters 'a', 'b' and 3 more."""
     shown = ", ".join(repr(entry) for entry in entries[:limit])
     more = f" and {len(entries) - limit} more" if len(entries) > limit else ""
     return f"{noun}{'s' if len(entries) > 1 else ''} {shown}{more}"
 
 
 def check_vocabulary(vocabulary: list[str]) -> None:
-    """Raise ValueError for a vocabulary that is empty or has duplicates."""
+    """Raise ValueError if a vocabulary is empty or has duplicates."""
     if not vocabulary:
         raise ValueError("the vocabulary is empty. Use a text that is not empty.")
     if twice := [entry for entry, count in Counter(vocabulary).items() if count > 1]:

@@ -27,7 +27,7 @@ def as_pretrained(tokenizer: Tokenizer) -> PretrainedTokenizer:
         return tokenizer
     if tokenizer.normalization != "none":
         raise ValueError(
-            f"this tokenizer normalizes prompts with {tokenizer.normalization!r}, which a {TOKENIZER_FILE} can't "
+            f"this tokenizer normalizes prompts with {tokenizer.normalization!r}, which {TOKENIZER_FILE} can't "
             "represent."
         )
     special = tokenizer.special_tokens
@@ -38,19 +38,19 @@ def as_pretrained(tokenizer: Tokenizer) -> PretrainedTokenizer:
 
 
 def _ids(tokenizer: Tokenizer) -> dict[str, int]:
-    """The id of each entry of the vocabulary and of each special token. ValueError if a word is both."""
+    """Return the ids of all vocabulary entries and special tokens. Raises ValueError if an entry is the name of one."""
     special = tokenizer.special_tokens
     ids = {entry: len(special) + i for i, entry in enumerate(_entries(tokenizer))}
     if twice := [token for token in special if token in ids]:
         raise ValueError(
-            f"the vocabulary has the word {twice[0]}, which is also the name of a special token: in a {TOKENIZER_FILE} "
+            f"the vocabulary has the word {twice[0]}, which is also the name of a special token: in {TOKENIZER_FILE}, "
             f"the word would become that token."
         )
     return ids | {token: i for i, token in enumerate(special)}
 
 
 def _pipeline(tokenizer: Tokenizer, ids: dict[str, int]) -> tokenizers.Tokenizer:
-    """The model, pre-tokenizer and decoder of the library that compute what `tokenizer` does."""
+    """Return a pipeline of the library (model, pre-tokenizer and decoder) that is equivalent to `tokenizer`."""
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers
 
@@ -62,6 +62,7 @@ def _pipeline(tokenizer: Tokenizer, ids: dict[str, int]) -> tokenizers.Tokenizer
             model: Any = models.BPE(vocab=ids, merges=tokenizer.merges)
             before, after = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
         case ByteTokenizer():
+            # Without merges, each byte remains one token; without the regex, text is not split into words before.
             model = models.BPE(vocab=ids, merges=[])
             before, after = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False), decoders.ByteLevel()
         case CharTokenizer():
@@ -71,7 +72,7 @@ def _pipeline(tokenizer: Tokenizer, ids: dict[str, int]) -> tokenizers.Tokenizer
             model = models.WordLevel(ids, **unknown)
             before, after = pre_tokenizers.WhitespaceSplit(), None
         case _:
-            raise ValueError(f"a {TOKENIZER_FILE} can't represent a tokenizer of the kind {tokenizer.kind!r}.")
+            raise ValueError(f"{TOKENIZER_FILE} can't represent a tokenizer of the kind {tokenizer.kind!r}.")
     library = tokenizers.Tokenizer(model)
     library.pre_tokenizer = before
     if after is not None:
@@ -80,7 +81,7 @@ def _pipeline(tokenizer: Tokenizer, ids: dict[str, int]) -> tokenizers.Tokenizer
 
 
 def _settings(tokenizer: Tokenizer) -> dict[str, Any]:
-    """The contents of tokenizer_config.json: the roles of the special tokens."""
+    """Return the content of tokenizer_config.json: the special token of each role."""
     special = tokenizer.special_tokens
     unknown = None if tokenizer.unk_id is None else special[tokenizer.unk_id]
     names = {"pad_token": special[0], "bos_token": special[1], "eos_token": special[2], "unk_token": unknown}
@@ -89,10 +90,11 @@ def _settings(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def _entries(tokenizer: Tokenizer) -> list[str]:
-    """Return the vocabulary in the order of its ids; bytes become the characters that the library uses for them."""
+    """Return the vocabulary in the order of its ids; bytes are represented by characters, as in the library."""
     if not isinstance(tokenizer, ByteTokenizer):
         return tokenizer.vocabulary
-    # Radford et al. 2019 (GPT-2): printable bytes are written as themselves, other bytes as characters from 256 on.
+    # Byte-level BPE (GPT-2, Radford et al. 2019): printable bytes are represented by the character with the same code,
+    # and all other bytes, in order, by the characters from code 256 on.
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     rest = [byte for byte in range(256) if byte not in printable]
     characters = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(rest)}

@@ -16,7 +16,7 @@ from transformer.data._tokenizer import FORMAT, SPECIAL_TOKENS, TOKENIZER_FILE, 
 from transformer.data._vocabularies import ByteTokenizer, CharTokenizer, WordTokenizer
 
 DEFAULT_BPE_SIZE = 8192
-"""default size of a bpe vocabulary"""
+"""default vocabulary size of bpe"""
 
 TOKENIZERS: dict[str, type[Tokenizer]] = {
     kind.kind: kind for kind in (CharTokenizer, ByteTokenizer, WordTokenizer, BPETokenizer)
@@ -31,10 +31,18 @@ def build_tokenizer(
     normalization: str = "none",
     masked: bool = False,
 ) -> Tokenizer:
-    """Build a tokenizer for these texts, with a mask token if `masked`.
+    """Build a tokenizer for texts.
 
-    A closed vocabulary (char, and word without a size) contains everything that occurs in any text, so that all texts
-    can be encoded. Learned or counted vocabularies (bpe, word with a size) use only the training texts.
+    A closed vocabulary (char, and word without a size) contains everything that occurs in any text, including held-out
+    texts, so that all texts can be encoded. A learned or counted vocabulary (bpe, word with a size) is built from the
+    training texts alone.
+
+    Args:
+        config: kind and size of the tokenizer.
+        train: training texts.
+        held_out: texts of the other splits.
+        normalization: a key of `NORMALIZERS`, applied to sources and prompts.
+        masked: whether to add a mask token.
     """
     if config.kind == "byte":
         return ByteTokenizer(normalization, masked)
@@ -47,12 +55,19 @@ def build_tokenizer(
     if config.vocab_size is None:
         known = sorted(words.keys() | {word for text in held_out for word in text.split()})
         return WordTokenizer(known, normalization, masked=masked)
+    # The most frequent words; 4 special tokens (padding, begin, end, unknown) and perhaps the mask token take the rest.
+    # Ties are sorted alphabetically, so that the vocabulary does not depend on the order of the texts.
     frequent = sorted(words, key=lambda word: (-words[word], word))[: config.vocab_size - 4 - masked]
     return WordTokenizer(frequent, normalization, unknown=True, masked=masked)
 
 
 def load_tokenizer(directory: str | os.PathLike) -> Tokenizer:
-    """Load a tokenizer saved without a model. Raises FileNotFoundError or ValueError (damaged file)."""
+    """Load a tokenizer that was saved without a model.
+
+    Raises:
+        FileNotFoundError: the directory has no tokenizer.
+        ValueError: the file is damaged.
+    """
     path = Path(directory) / TOKENIZER_FILE
     if not os.path.lexists(path):
         raise FileNotFoundError(
@@ -60,14 +75,16 @@ def load_tokenizer(directory: str | os.PathLike) -> Tokenizer:
         )
     try:
         state = parse_json(read_bounded(Path(directory), TOKENIZER_FILE))
-        if isinstance(state, dict) and "format" not in state and "model" in state:  # of the tokenizers library
+        if isinstance(state, dict) and "format" not in state and "model" in state:  # a file of the tokenizers library
             from transformer.data._pretrained_tokenizer import load_saved_alone
 
             return load_saved_alone(directory)
         return _from_state(state)
     except ValueError as error:
-        told = str(error).rstrip(".")
-        raise ValueError(f"{path} is not a valid tokenizer: {told}. Restore it from a copy, or train again.") from error
+        problem = str(error).rstrip(".")
+        raise ValueError(
+            f"{path} is not a valid tokenizer: {problem}. Restore it from a copy, or train again."
+        ) from error
 
 
 def _from_state(state: Any) -> Tokenizer:
@@ -94,7 +111,7 @@ def _from_state(state: Any) -> Tokenizer:
 
 
 def _extras(special: Any, kind: str) -> tuple[bool, bool]:
-    """Return whether the special tokens of a file include an unknown token and a mask token."""
+    """Return whether the special tokens in a file include an unknown token and a mask token."""
     given = special if isinstance(special, list) else []
     unknown, masked = "<unk>" in given, "<mask>" in given
     expected = [*SPECIAL_TOKENS[:3], *["<unk>"][: unknown and kind == "word"], *["<mask>"][:masked]]

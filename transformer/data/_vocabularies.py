@@ -10,7 +10,7 @@ from transformer.data._tokenizer import VISIBLE, Tokenizer, check_vocabulary, li
 
 
 class CharTokenizer(Tokenizer):
-    """One token per character; a character outside the vocabulary is an error.
+    """A tokenizer with one token per character. A character outside the vocabulary is an error.
 
     Raises:
         ValueError: the vocabulary is empty, or has duplicates or entries that are not single characters.
@@ -26,7 +26,7 @@ class CharTokenizer(Tokenizer):
         self._ids = {entry: len(self.special_tokens) + i for i, entry in enumerate(vocabulary)}
 
     def encode(self, text: str) -> list[int]:
-        """Return one id per character. Raises ValueError with the characters that the vocabulary lacks."""
+        """Return one id per character. Raises ValueError for characters outside the vocabulary."""
         try:
             return [self._ids[character] for character in text]
         except KeyError:
@@ -42,7 +42,9 @@ class CharTokenizer(Tokenizer):
 
 
 class WordTokenizer(Tokenizer):
-    """One token per word, separated by spaces. Without `unknown`, a word outside the vocabulary is an error.
+    """A tokenizer with one token per word; words are separated by spaces.
+
+    A word outside the vocabulary becomes the unknown token or, without `unknown`, is an error.
 
     Raises:
         ValueError: the vocabulary is empty, or has duplicates or words with spaces.
@@ -58,9 +60,7 @@ class WordTokenizer(Tokenizer):
         self._ids = {entry: len(self.special_tokens) + i for i, entry in enumerate(vocabulary)}
 
     def encode(self, text: str) -> list[int]:
-        """Return one id per word. Raises ValueError with the words that the vocabulary lacks, unless there is an
-        unknown token.
-        """
+        """Return one id per word. Without an unknown token, raises ValueError for words outside the vocabulary."""
         words = text.split()
         if self.unk_id is not None:
             return [self._ids.get(word, self.unk_id) for word in words]
@@ -82,7 +82,7 @@ class WordTokenizer(Tokenizer):
 
 
 class ByteTokenizer(Tokenizer):
-    """One token per UTF-8 byte: encodes any text, with the longest sequences."""
+    """A tokenizer with one token per UTF-8 byte: it encodes any text, but sequences are long."""
 
     kind = "byte"
 

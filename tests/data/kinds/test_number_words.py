@@ -1,4 +1,4 @@
-"""Numbers in words are right in seven languages, and no held-out number is ever trained on."""
+"""Number words are correct in seven languages, and no held-out number occurs in training."""
 
 import random
 from collections import Counter
@@ -162,7 +162,7 @@ def test_basic_numbers_are_all_and_never_held_out():
 
 
 def test_the_hash_decides_and_stays():
-    """Golden: another assignment would let numbers that old checkpoints trained on into the test."""
+    """The splits must not change: numbers in the training data of old checkpoints would become test numbers."""
     assert [n for n in range(21, 100) if n % 10 and number_words.role(n) == "test"] == [33, 44, 51, 57, 59, 71, 74]
     assert [n for n in range(21, 100) if n % 10 and number_words.role(n) == "validation"] == [26, 31, 68, 83, 99]
 
@@ -175,7 +175,7 @@ def test_held_out_numbers_are_even_over_digits_and_disjoint():
     supply = Counter(
         len(str(n)) for n in range(1_000) if number_words.role(n) == "test" and n not in number_words.basic_numbers(6)
     )
-    assert (digits[2], digits[3]) == (supply[2], supply[3]), "all there are"
+    assert (digits[2], digits[3]) == (supply[2], supply[3]), "all that exist"
     assert max(digits[4], digits[5], digits[6]) - min(digits[4], digits[5], digits[6]) <= 1
     validation = number_words.held_out_numbers("validation", 6, 500)
     assert len(validation) == 500
@@ -187,7 +187,7 @@ def test_training_numbers():
     assert len(numbers) == 20_000
     basic = set(number_words.basic_numbers(6))
     assert {number_words.role(n) for n in set(numbers) - basic} == {"train"}
-    assert basic <= set(number_words.training_numbers(6, 200)), "0-20 and d x 10^k are all there, whatever is drawn"
+    assert basic <= set(number_words.training_numbers(6, 200)), "0-20 and d x 10^k always occur, whatever is drawn"
     share = {digits: count / len(numbers) for digits, count in Counter(len(str(n)) for n in numbers).items()}
     assert sorted(share) == [1, 2, 3, 4, 5, 6]
     assert min(share.values()) > 0.12, share

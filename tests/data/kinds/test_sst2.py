@@ -1,4 +1,4 @@
-"""SST-2's sentences through TFDS, and what counts of words know of them."""
+"""The sentences of SST-2 prepared by TFDS, and a bag-of-words baseline."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ WORD = TokenizerConfig(kind="word", vocab_size=8000)
 
 @pytest.fixture(scope="module")
 def prepared(test_data, tmp_path_factory):
-    """Where our own builder has prepared the files by hand."""
+    """A folder in which the builder of this package prepared local files."""
     folder = {"data_dir": str(tmp_path_factory.mktemp("tfds")), "manual_dir": str(test_data / "data" / "manual")}
     return folder, prepare(SST2Sentences(tokenizer=WORD, **folder))
 
@@ -34,7 +34,7 @@ def test_no_held_out_sentence_gives_training_a_word(prepared):
     seen = {word for example in dataset.examples("train") for word in example.source.split()}
     assert set(dataset.tokenizer.vocabulary) <= seen
     masked = prepare(MaskedSST2(tokenizer=WORD, **folder))
-    assert masked.tokenizer.vocabulary == dataset.tokenizer.vocabulary[:-1], "one id is the mask's"
+    assert masked.tokenizer.vocabulary == dataset.tokenizer.vocabulary[:-1], "the mask token uses one id"
     assert (masked.splits, masked._size("train")) == (dataset.splits, 6920)
 
 
@@ -43,12 +43,12 @@ def test_without_the_files_it_says_which(tmp_path):
         FileNotFoundError, match=r"no file .*sst2_train\.tsv\. Put the file sst2_train\.tsv \(720,259 by"
     ):
         prepare(SST2Sentences(data_dir=str(tmp_path / "tfds"), manual_dir=str(tmp_path)))
-    with pytest.raises(ConfigError, match="labels must have two names, for the classes 0 and 1 of the files, got 3"):
+    with pytest.raises(ConfigError, match="labels must have two names, for the classes 0 and 1 in the files, got 3"):
         SST2Sentences(labels=("a", "b", "c"))
 
 
 def rows(count, seed):
-    """The class is that of one word among others; which of two, a pair decides."""
+    """Return texts of random words, of which one ("bad" or "good") determines the class."""
     random = np.random.default_rng(seed)
     texts = []
     for _ in range(count):
@@ -68,7 +68,7 @@ def test_a_bag_of_words_learns_which_words_tell(tf_idf):
 
 
 def test_its_weights_are_where_the_gradient_is_zero():
-    """And more penalty gives shorter weights; the intercept is free."""
+    """A larger penalty gives a smaller weight norm; the intercept is not penalized."""
     texts, labels = zip(*rows(60, 3), strict=True)
     features, labels = bag_of_words.Features(texts, pairs=False, tf_idf=False), np.array(labels)
     table = features(["a a b", "zebra"])
@@ -85,7 +85,7 @@ def test_its_weights_are_where_the_gradient_is_zero():
 
 
 def test_the_best_of_a_classifier_is_the_most_accurate():
-    """Its loss rises with its certainty while it still gets better; of equal ones it is the newer."""
+    """The loss can increase with the confidence while accuracy improves; of equal checkpoints, the newer is best."""
     ledger = TrainStats()
     for step, (loss, accuracy) in enumerate([(0.5, 0.7), (0.6, 0.8), (0.7, 0.8), (0.4, 0.75)], 1):
         ledger.record_evaluation(step, loss, accuracy, by_accuracy=True)

@@ -1,4 +1,4 @@
-"""Translation data of TFDS by name, read without TensorFlow where a builder of the test prepared it; recipes."""
+"""Translation datasets of TFDS, prepared by a builder of this test and read without TensorFlow, and their recipes."""
 
 import dataclasses
 import json
@@ -27,7 +27,7 @@ WORDS = {
 
 
 class TinyTranslate(tfds.core.GeneratorBasedBuilder):
-    """Digits in words, in the features of TFDS's own builders of translations; also what is no text."""
+    """A builder with the features of TFDS translation datasets: digits as words, and a feature that is not text."""
 
     name = "tiny_translate"
     VERSION = tfds.core.Version("1.0.0")
@@ -53,13 +53,13 @@ class TinyTranslate(tfds.core.GeneratorBasedBuilder):
 
 
 def base7(number):
-    """Digits of an integer, to base 7."""
+    """Return the base-7 digits of an integer."""
     return base7(number // 7) + str(number % 7) if number >= 7 else str(number)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Where the test's builder prepared its pairs."""
+    """The folder in which the builder of this test prepared its pairs."""
     place = tmp_path_factory.mktemp("tfds")
     tfds.disable_progress_bar()
     for variant in ("de-en", "counted"):
@@ -69,7 +69,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def copy(folder, tmp_path):
-    """The same, to be broken."""
+    """A copy of the folder that a test may damage."""
     return shutil.copytree(folder, tmp_path / "tfds")
 
 
@@ -84,7 +84,7 @@ def expected(split, language):
     return {f"{' '.join(words[int(d)] for d in base7(n))} {split}" for n in range(PAIRS[split])}
 
 
-# What is read
+# Reading
 
 
 def test_all_pairs_of_a_dataset_by_name(folder):
@@ -135,7 +135,7 @@ def test_the_newest_version_or_the_one_that_is_named(copy):
 
 
 class Rows:
-    """Records in memory, which counts what is asked of it."""
+    """Records in memory that count how many are requested."""
 
     def __init__(self, count):
         self.count, self.asked = count, []
@@ -156,7 +156,7 @@ def test_pairs_stay_on_disk_until_they_are_asked_for():
     assert [pair.source for pair in pairs[4:8:2]] == ["s4", "s6"]
     assert rows.asked == [1, 1, 2]
     assert [pair.source for pair in pairs] == [f"s{place}" for place in range(len(rows))]
-    assert rows.asked[3:] == [BLOCK, BLOCK, 5], "in blocks where all are read"
+    assert rows.asked[3:] == [BLOCK, BLOCK, 5], "iteration reads in blocks"
     with pytest.raises(IndexError):
         pairs[len(rows)]
 
@@ -179,7 +179,7 @@ def test_a_text_among_many_that_is_no_text():
         tokenizer.encode_all(["some", "te\ud800xt"])
 
 
-# What is not there
+# Missing data
 
 
 def test_what_is_not_prepared_says_where_and_how(folder, monkeypatch):
@@ -259,7 +259,7 @@ def test_impossible_data_says_what_to_change(fields, message):
         config("-", **fields)
 
 
-# The recipes
+# Recipes
 
 
 @pytest.mark.parametrize(
@@ -298,7 +298,9 @@ def test_a_plan_takes_the_widest_bucket():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["wmt14_base", "wmt14_big"])
 def test_the_recipes_train_and_translate(name, folder, tmp_path):
-    """All that the recipes say, smaller: buckets, beam, averages of the last checkpoints, BLEU."""
+    """Run the features of the recipes at a small scale: buckets, beam search, averages of the last checkpoints,
+    BLEU.
+    """
     from transformer.__main__ import main
     from transformer.training import _loop as loop
 

@@ -1,4 +1,4 @@
-"""The registry of kinds of data: one file per kind, with its options, its source and its reader."""
+"""The registry of data kinds. Each kind is one file with its options, its source and its reader."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ DATA: dict[str, type[DataKind]] = {
     "digits": Digits,
     "image_file": ImageFile,
 }
-"""kinds of data by their name in recipe.json"""
+"""data kinds by their name in recipe.json"""
 
-DataConfig = Union[tuple(DATA.values())]  # noqa: UP007 - made from the registry
+DataConfig = Union[tuple(DATA.values())]  # noqa: UP007 - built from the registry
 """type of the field `data` of a recipe"""
 
 PLACES = frozenset(
     field.name for kind in DATA.values() for field in dataclasses.fields(kind) if field.name.endswith(("path", "dir"))
 )
-"""Fields with paths of files and folders. They may change when a run is resumed: the fingerprint identifies the
+"""Fields with paths of files and folders. They may change when a run is resumed, because the fingerprint identifies the
 data."""

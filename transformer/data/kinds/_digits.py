@@ -1,4 +1,4 @@
-"""Handwritten digits of scikit-learn."""
+"""The handwritten digits of scikit-learn."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from transformer.data._images import ImageConfig, Images, split_by_hash
 
 @dataclass(frozen=True, kw_only=True)
 class Digits(ImageConfig):
-    """Handwritten digits of scikit-learn: 1,797 images of 8x8 pixels (Alpaydin and Kaynak 1998, UCI
-    Optical Recognition of Handwritten Digits), values 0 to 1; 10 % for validation and 20 % for test, split by SHA-256.
+    """The handwritten digits of scikit-learn: 1,797 images of 8 x 8 pixels with values from 0 to 1 (Alpaydin and Kaynak
+    1998, UCI Optical Recognition of Handwritten Digits). 10 % are for validation and 20 % for the test, selected by the
+    SHA-256 of an image.
 
     Raises:
         ConfigError: the number of labels is not ten.
@@ -40,9 +41,10 @@ class Digits(ImageConfig):
             from sklearn.datasets import load_digits
         except ModuleNotFoundError as error:
             raise ModuleNotFoundError(
-                "the digits are part of scikit-learn, which is not installed: pip install scikit-learn.",
+                "the digits are part of scikit-learn, which is not installed. Run pip install scikit-learn.",
                 name="sklearn",
             ) from error
         found = load_digits()
+        # The images have values from 0 to 16.
         images = (found.images / 16.0).astype(np.float32)[..., None]
         return Images(split_by_hash(images, found.target.astype(np.int32), 0.1, 0.2), self.labels)

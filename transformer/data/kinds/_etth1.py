@@ -1,6 +1,4 @@
-"""ETTh1: hourly load and oil temperature of an electricity transformer (Zhou et al. 2021, arXiv
-2012.07436).
-"""
+"""ETTh1: hourly load and oil temperature of an electricity transformer (Zhou et al. 2021, arXiv 2012.07436)."""
 
 from __future__ import annotations
 
@@ -22,21 +20,21 @@ FILE = Download(
     sha256="f18de3ad269cef59bb07b5438d79bb3042d3be49bdeecf01c1cd6d29695ee066",
     filename="ETTh1.csv",
 )
-"""the only source file"""
+"""the source file"""
 
 COLUMNS = ("HUFL", "HULL", "MUFL", "MULL", "LUFL", "LULL", "OT")
-"""column names: useful and useless load (high, middle, low), and oil temperature"""
+"""column names: high, middle and low load (useful and useless), and oil temperature"""
 
 MONTH = 30 * 24
-"""length of the series in hours"""
+"""length of a month of 30 days, in hours"""
 SPLITS = {"train": (0, 12 * MONTH), "validation": (12 * MONTH, 16 * MONTH), "test": (16 * MONTH, 20 * MONTH)}
-"""first hour of each split, and one past its last hour; later hours are unused, as in the literature"""
+"""first hour of each split, and one past its last hour; the remaining hours are unused, as in the literature"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ETTh1(SeriesConfig):
-    """Load and oil temperature of an electricity transformer, 7 channels, hourly (Zhou et al. 2021, arXiv 2012.07436),
-    with the split of the literature: 12 months of 30 days for training, 4 for validation, 4 for test.
+    """Hourly load and oil temperature of an electricity transformer, 7 channels (Zhou et al. 2021, arXiv 2012.07436),
+    with the usual splits: 12 months of 30 days for training, 4 for validation and 4 for the test.
     """
 
     kind: ClassVar[str] = "etth1"
@@ -47,7 +45,7 @@ class ETTh1(SeriesConfig):
     """folder that contains ETTh1.csv, for machines without network access"""
 
     def read(self) -> Series:
-        """Return the channels in `columns`, with the splits of the literature.
+        """Return the channels in `columns`, with the usual splits.
 
         Raises:
             ValueError: a channel does not exist.
@@ -57,7 +55,7 @@ class ETTh1(SeriesConfig):
         for name in self.columns:
             if name not in COLUMNS:
                 raise ValueError(
-                    f"{PREPARED.name} has no column {name!r}: expected names out of {', '.join(COLUMNS)}."
+                    f"{PREPARED.name} has no column {name!r}: expected some of {', '.join(COLUMNS)}."
                     f"{nearest(name, COLUMNS)}"
                 )
         columns = self.columns or COLUMNS

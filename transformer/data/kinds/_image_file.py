@@ -1,4 +1,4 @@
-"""Images of the user, from a NumPy file."""
+"""Labeled images from a NumPy file of the user."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from transformer.data._images import ImageConfig, Images, split_by_hash
 
 @dataclass(frozen=True, kw_only=True)
 class ImageFile(ImageConfig):
-    """Your own images: a NumPy file (.npz) with two arrays, `images` (N, height, width) or (N, height, width,
-    channels), bytes 0 to 255 or unscaled floating-point values, and `labels` (N,), integers from 0.
+    """Your own labeled images: a NumPy file (.npz) with two arrays, `images` and `labels`.
+
+    `images` has the shape (N, height, width) or (N, height, width, channels), with bytes (scaled to 0 to 1) or
+    floating-point values (used unchanged). `labels` (N,) are integers from 0.
 
     Raises:
         ConfigError: an empty path, or shares that leave nothing for training.
@@ -29,9 +31,9 @@ class ImageFile(ImageConfig):
     path: str
     """path of the .npz file"""
     validation_share: float = 0.1
-    """fraction of the images for evaluation, selected by SHA-256"""
+    """fraction of the images to hold out for evaluation during training, selected by the SHA-256 of an image"""
     test_share: float = 0.2
-    """fraction of the images for the test, selected by SHA-256"""
+    """fraction of the images to hold out for the test, selected by the SHA-256 of an image"""
 
     def __post_init__(self):
         super().__post_init__()
@@ -39,11 +41,11 @@ class ImageFile(ImageConfig):
         check_shares(self)
 
     def read(self) -> Images:
-        """Return the images; bytes are scaled to 0 to 1.
+        """Return the images; bytes are divided by 255.
 
         Raises:
             FileNotFoundError: the file does not exist.
-            ValueError: the file has other contents, or labels that are out of range or all equal.
+            ValueError: the file has unexpected content, or its labels are out of range or all equal.
         """
         images, numbers = _arrays(self.path)
         if numbers.min() < 0 or (self.labels and numbers.max() >= len(self.labels)):
@@ -58,7 +60,7 @@ class ImageFile(ImageConfig):
 
 
 def _arrays(path: str) -> tuple[np.ndarray, np.ndarray]:
-    """Read and check images (N, height, width, channels), float32, and labels (N,)."""
+    """Read and check images (N, height, width, channels), as float32, and labels (N,)."""
     file = Path(path).expanduser()
     if not file.is_file():
         siblings = [other.name for other in file.parent.iterdir()] if file.parent.is_dir() else []

@@ -1,4 +1,4 @@
-"""A JSON-lines file of the user, one document per line."""
+"""Documents from a JSON-lines file of the user."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class JsonLines(LocalText):
     """name of the field that contains the document"""
 
     def read(self) -> Documents:
-        """Return the documents; the last ones are held out, unless validation_path is set."""
+        """Return the documents; without validation_path, the last ones are held out."""
         train = read_json_lines(self.path, self.field)
         if self.validation_path is not None:
             held_out = read_json_lines(self.validation_path, self.field)

@@ -1,4 +1,4 @@
-"""Texts and classes from a tab-separated file of the user."""
+"""Labeled texts from a tab-separated file of the user."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from transformer.data._local_files import cut, read_labeled
 
 @dataclass(frozen=True, kw_only=True)
 class LabeledText(LabeledConfig):
-    """Your own texts and classes: a tab-separated file (UTF-8) with column names in the first line.
+    """Your own labeled texts: a tab-separated file (UTF-8) with column names in the first line.
 
     Raises:
-        ConfigError: an empty path, a share out of range, or the same column for both.
+        ConfigError: an empty path, a share out of range, or the same column for text and label.
     """
 
     kind: ClassVar[str] = "labeled_text"
@@ -24,9 +24,9 @@ class LabeledText(LabeledConfig):
     path: str
     """path of the training file"""
     validation_path: str | None = None
-    """path of a second file for evaluation (None: the end of the training file)"""
+    """path of a second file for evaluation (None: hold out the end of the training file)"""
     validation_share: float = 0.1
-    """without validation_path: fraction at the end of the file for evaluation"""
+    """without validation_path: fraction of the training file, at its end, to hold out for evaluation"""
     text_column: str = "sentence"
     """name of the text column"""
     label_column: str = "label"
@@ -43,7 +43,7 @@ class LabeledText(LabeledConfig):
             )
 
     def read(self) -> Labeled:
-        """Return the texts; the last ones are held out, unless validation_path is set.
+        """Return the texts; without validation_path, the last ones are held out.
 
         Raises:
             ValueError: there is only one label.

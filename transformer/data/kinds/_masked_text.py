@@ -1,4 +1,4 @@
-"""Texts from a file of the user, one per line, for masked language modeling."""
+"""Texts from a text file of the user, one per line, for masked language modeling."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class MaskedText(HeldOutEnd, MaskedConfig):
     kind: ClassVar[str] = "masked_text"
 
     def read(self) -> Texts:
-        """Return the nonempty lines; the last ones are held out, unless validation_path is set."""
+        """Return the nonempty lines; without validation_path, the last ones are held out."""
 
         def lines(path: str) -> list[str]:
             return [line for line in read_lines(path) if line]

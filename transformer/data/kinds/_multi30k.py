@@ -1,4 +1,4 @@
-"""Multi30k, task 1: captions of photographs in English and German (Elliott et al. 2016, arXiv 1605.00459)."""
+"""Multi30k, task 1: image captions in English and German (Elliott et al. 2016, arXiv 1605.00459)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from transformer.data._prepared import Download, Prepared
 LANGUAGES = ("en", "de")
 """fields of a record"""
 SPLITS = {"train": "train", "validation": "val", "test": "test_2016_flickr"}
-"""start of the file names of each split"""
+"""prefix of the file names of each split"""
 _PLACES = {
     "tokenized": ("tok", "{}.lc.norm.tok.{}"),
     "raw": ("raw", "{}.{}.gz"),
@@ -41,8 +41,8 @@ _FILES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Multi30k(PairConfig):
-    """Captions of photographs, English and German (Elliott et al. 2016, arXiv 1605.00459): 29,000 training pairs,
-    1,014 validation pairs, and the 1,000 pairs of test_2016_flickr.
+    """Image captions in English and German (Elliott et al. 2016, arXiv 1605.00459): 29,000 training pairs, 1,014
+    validation pairs, and the 1,000 test pairs of test_2016_flickr.
 
     Raises:
         ConfigError: both languages are the same.
@@ -55,8 +55,8 @@ class Multi30k(PairConfig):
     target_language: Literal["en", "de"] = "de"
     """target language"""
     form: Literal["tokenized", "raw"] = "tokenized"
-    """tokenized: lower-cased, normalized, with separate punctuation, as in published BLEU scores; raw: unchanged
-    text"""
+    """tokenized: lower-cased, normalized and split into words and punctuation, as for published BLEU scores; raw:
+    unchanged text"""
     tokenizer: TokenizerConfig = SUBWORDS
     """tokenizer"""
     data_dir: str | None = None
@@ -76,7 +76,7 @@ class Multi30k(PairConfig):
 
     @property
     def bleu_tokenization(self) -> str:
-        """Tokenization of BLEU: none if the text is tokenized already."""
+        """sacreBLEU tokenizer for BLEU: "none" if the text is tokenized already."""
         return "none" if self.form == "tokenized" else "13a"
 
     def read(self) -> Pairs:
@@ -91,7 +91,7 @@ class Multi30k(PairConfig):
 
 
 def _prepared(form: str) -> Prepared:
-    """Describe the dataset in one form: "tokenized" (lower-cased, normalized and tokenized) or "raw"."""
+    """Return the description of the dataset for TFDS, in the given form: "tokenized" or "raw"."""
     names = {
         (split, language): _PLACES[form][1].format(SPLITS[split], language)
         for split in SPLITS
@@ -118,7 +118,7 @@ def _prepared(form: str) -> Prepared:
 
 
 def _captions(paths: list[Path], read: Callable) -> Iterator[tuple[int, dict]]:
-    """Yield the number and the captions of each line of files in all languages."""
+    """Yield the index of each line, and its captions in all languages."""
     columns = []
     for path in paths:
         with read(path, "rt", encoding="utf-8", newline="\n") as file:

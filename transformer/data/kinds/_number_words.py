@@ -1,6 +1,6 @@
-"""Numbers in words in seven languages, and their splits: training, validation, test and basics.
+"""Number words in seven languages, and their splits: training, validation, test and basics.
 
-The words come from num2words, with corrections for errors below a million (version 0.5.14):
+The words come from num2words (version 0.5.14), with corrections of its errors below one million:
 
 * Spanish: "uno" is shortened before "mil": 21 000 is "veintiún mil", 31 000 "treinta y un mil", 201 000 "doscientos
   un mil" (RAE, Diccionario panhispánico de dudas, "cardinales").
@@ -9,7 +9,7 @@ The words come from num2words, with corrections for errors below a million (vers
   (Treccani, "tre").
 * English: no comma after "thousand", as in running text; "and" is kept (British).
 
-Portuguese is European ("dezasseis"), French uses hyphens as before 1990 ("vingt et un", "quatre-vingt-deux").
+Portuguese is European ("dezasseis"). French has the hyphens used before 1990 ("vingt et un", "quatre-vingt-deux").
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from transformer.data._prepared import Prepared
 Language = Literal["en", "es", "pt", "ru", "fr", "de", "it"]
 
 ONE_WORD_LANGUAGES = ("de", "it")
-"""Languages that write an integer as one word: a word vocabulary can't encode unseen numbers."""
+"""Languages that write a number as one word, so that a word vocabulary can't encode unseen numbers."""
 
 NORMALIZATION_OF = {"en": "english_number_words", "pt": "portuguese_number_words"}
-"""normalization by language; other languages use number_words"""
+"""normalization of sources by language; other languages use number_words"""
 
 BASIC_SHARE = 0.15
-"""Fraction of training pairs drawn from 0-20 and d x 10^k: drawn only by digit count, 100 or 10 000 would be rare."""
+"""Fraction of training pairs drawn from 0-20 and d x 10^k, because numbers such as 100 or 10 000 are rare otherwise."""
 
 ROUND_SHARE = 0.15
 """Fraction of training pairs with at most two nonzero digits, such as 40 300 or 700 002."""
@@ -47,7 +47,7 @@ ROUND_SHARE = 0.15
 
 @dataclass(frozen=True, kw_only=True)
 class NumberWords(PairConfig):
-    """Integers below 10^max_digits in words of two languages: a small, exact task that is hard to memorize.
+    """Translate number words below 10^max_digits between two languages: a small, exact task that can't be memorized.
 
     Raises:
         ConfigError: both languages are the same, a number is out of range, or a word tokenizer with a language that
@@ -63,13 +63,13 @@ class NumberWords(PairConfig):
     target_language: Language = "es"
     """target language"""
     max_digits: int = 6
-    """maximum number of digits, 2 to 6"""
+    """maximum number of digits, from 2 to 6"""
     train_examples: int = 60_000
-    """number of training pairs, drawn once (held-out numbers are excluded)"""
+    """number of training pairs, drawn at random with repetitions; held-out numbers are excluded"""
     test_examples: int = 1_000
-    """number of test numbers, never seen in training, balanced over digit counts as far as possible"""
+    """number of test numbers, balanced over digit counts as far as possible; they never occur in training"""
     validation_examples: int = 500
-    """number of validation numbers for evaluation during training, never seen in training or test"""
+    """number of validation numbers, for evaluation during training; they never occur in training or test"""
     tokenizer: TokenizerConfig = WORDS
     """tokenizer; de and it write a number as one word and need char, byte or bpe"""
     data_dir: str | None = None
@@ -97,7 +97,7 @@ class NumberWords(PairConfig):
                 )
 
     def read(self) -> Pairs:
-        """Return the pairs; each number is repeated as often as it was drawn."""
+        """Return the pairs; a training number occurs as often as it was drawn."""
         found = _prepared(self).records(self.data_dir)
         splits = {
             split: [
@@ -112,7 +112,7 @@ class NumberWords(PairConfig):
 
 
 def _prepared(config: NumberWords) -> Prepared:
-    """Describe the dataset of these options: splits train, validation, test and basics (0-20 and d x 10^k)."""
+    """Return the description of the dataset for TFDS: splits train, validation, test and basics (0-20 and d x 10^k)."""
     languages = config.source_language, config.target_language
     digits, counts = config.max_digits, (config.train_examples, config.validation_examples, config.test_examples)
 
@@ -128,7 +128,7 @@ def _prepared(config: NumberWords) -> Prepared:
 
     return Prepared(
         name="number_words",
-        # The variant has every option that changes the data, so that different data never shares prepared files.
+        # The variant contains all options that change the data, so that different data never share prepared files.
         variant="_".join(map(str, (*languages, digits, "digits", *counts))),
         description="Integers in words of two languages, from num2words with corrections.",
         features=lambda features: {
@@ -150,7 +150,7 @@ def _in_words(numbers: list[int], source: str, target: str) -> Iterator[tuple[in
 
 
 def words(number: int, language: str) -> str:
-    """Write an integer from 0 to 999,999 in words of a `Language`. Raises ValueError for anything else.
+    """Return an integer from 0 to 999,999 in words of a `Language`. Raises ValueError for other numbers or languages.
 
     >>> words(742, "en"), words(21_000, "es")
     ('seven hundred and forty-two', 'veintiún mil')
@@ -181,15 +181,18 @@ def _num2words():
 
 
 def basic_numbers(max_digits: int) -> list[int]:
-    """Return 0 to 20 and d x 10^k: the vocabulary of numbers, never held out, because no rule gives "thirteen"."""
+    """Return 0 to 20 and d x 10^k, the vocabulary of numbers.
+
+    They are never held out, because no rule derives a word such as "thirteen" from other words.
+    """
     round_ones = {digit * 10**zeros for zeros in range(max_digits) for digit in range(1, 10)}
     return sorted(set(range(21)) | round_ones)
 
 
 def role(number: int) -> str:
-    """Return `"train"` (8 of 10), `"validation"` or `"test"` for a number that is not basic, by the hash of the number.
+    """Return the split of a number that is not basic: `"train"` (8 of 10), `"validation"` or `"test"`.
 
-    The split does not depend on the random draws or the languages, so that no draw can move a number to another one.
+    The hash of the number determines its split, so that random draws and languages can't move it to another split.
     """
     tenth = int.from_bytes(hashlib.sha256(str(number).encode()).digest()[:8], "big") % 10
     return {0: "test", 1: "validation"}.get(tenth, "train")
@@ -198,17 +201,21 @@ def role(number: int) -> str:
 def held_out_numbers(split: str, max_digits: int, count: int) -> list[int]:
     """Return up to `count` numbers of a held-out split, balanced over digit counts as far as possible.
 
-    The test split has 7 two-digit and about 90 three-digit numbers, and thousands of longer ones.
+    Short numbers are scarce (the test split has 7 with two digits and about 90 with three), and there are thousands of
+    longer ones.
     """
     basic = set(basic_numbers(max_digits))
     chosen: list[int] = []
     for digits in range(2, max_digits + 1):
+        # An equal share of what is left to draw, for this and all larger digit counts.
         share = (count - len(chosen)) // (max_digits + 1 - digits)
         draw = random.Random(f"{split} {digits}")
         if digits <= 4:
             supply = [n for n in range(10 ** (digits - 1), 10**digits) if n not in basic and role(n) == split]
             chosen += draw.sample(supply, min(share, len(supply)))
         else:
+            # Too many numbers to list: draw until there are enough different ones (dict keys keep the order). There are
+            # 9 x 10^(digits - 1) numbers, of which a tenth is in the split; the limit is about half of those.
             longer: dict[int, None] = {}
             while len(longer) < min(share, 5_000 * 10 ** (digits - 5)):
                 number = draw.randrange(10 ** (digits - 1), 10**digits)
@@ -219,7 +226,9 @@ def held_out_numbers(split: str, max_digits: int, count: int) -> list[int]:
 
 
 def training_numbers(max_digits: int, count: int) -> list[int]:
-    """Draw `count` training numbers, with repetitions: all basic, some round ones, balanced digit counts."""
+    """Draw `count` training numbers, with repetitions: all basic numbers, some round numbers, and others with balanced
+    digit counts.
+    """
     basic = basic_numbers(max_digits)
     known = set(basic)
     draw = random.Random(f"train {max_digits} {count}")
@@ -231,8 +240,10 @@ def training_numbers(max_digits: int, count: int) -> list[int]:
     def few_digits() -> int:
         return sum(draw.randint(1, 9) * 10 ** draw.randrange(max_digits) for _ in range(2))
 
+    # All basic numbers once, and repetitions of them up to their share of the training set.
     numbers = basic + draw.choices(basic, k=max(0, round(BASIC_SHARE * count) - len(basic)))
     while len(numbers) < count:
+        # ROUND_SHARE is a fraction of all numbers, but only 1 - BASIC_SHARE of them are drawn here.
         number = few_digits() if draw.random() < ROUND_SHARE / (1 - BASIC_SHARE) else of_length()
         if number < 10**max_digits and (number in known or role(number) == "train"):
             numbers.append(number)

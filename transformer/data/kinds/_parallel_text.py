@@ -1,4 +1,4 @@
-"""Sentence pairs from files of the user."""
+"""Sentence pairs from text files of the user."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ class ParallelText(PairConfig):
     """Your own sentence pairs: two files with the same number of lines, or one file with source, tab, target per line.
 
     Raises:
-        ConfigError: an empty path, a share out of range, or validation files in a different form than the training
-            files.
+        ConfigError: an empty path, a share out of range, or validation files that are not in the format of the
+            training files.
     """
 
     kind: ClassVar[str] = "parallel_text"
 
     source_path: str
-    """path of the source file, one source per line; without target_path: source, tab, target per line"""
+    """path of the source file, one source per line; without target_path, each line is source, tab, target"""
     target_path: str | None = None
-    """path of the target file, one target per line"""
+    """path of the target file, one target per line (None: source_path contains the targets)"""
     validation_source_path: str | None = None
-    """path of the validation sources, in the same form (None: the end of the training pairs)"""
+    """path of the validation sources, in the same format (None: hold out the end of the training pairs)"""
     validation_target_path: str | None = None
     """path of the validation targets; required if target_path and validation_source_path are set"""
     validation_share: float = 0.1
-    """without validation_source_path: fraction of the pairs at the end for evaluation"""
+    """without validation_source_path: fraction of the pairs, at the end, to hold out for evaluation"""
     tokenizer: TokenizerConfig = SUBWORDS
     """tokenizer"""
 
@@ -44,12 +44,12 @@ class ParallelText(PairConfig):
         if wanted != (self.validation_target_path is not None):
             raise ConfigError(
                 f"validation_target_path is {self.validation_target_path!r}, but target_path is {self.target_path!r} "
-                f"and validation_source_path {self.validation_source_path!r}. Use validation files in the form of the "
-                "training files: two of each, or one tab-separated file of each."
+                f"and validation_source_path {self.validation_source_path!r}. Use validation files in the format of "
+                "the training files: two files each, or one tab-separated file each."
             )
 
     def read(self) -> Pairs:
-        """Return the pairs; the last ones are held out, unless validation_source_path is set."""
+        """Return the pairs; without validation_source_path, the last ones are held out."""
         train, skipped = read_pairs(self.source_path, self.target_path)
         if self.validation_source_path is not None:
             paths = self.validation_source_path, self.validation_target_path

@@ -1,4 +1,4 @@
-"""A time series of the user, from a CSV file."""
+"""A time series from a CSV file of the user."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from transformer.data._local_files import read_text
 from transformer.data._series import Series, SeriesConfig
 
 Lines: TypeAlias = Sequence[tuple[int, list[str]]]
-"""line numbers of a file, and the cells of each line"""
+"""line number and cells of each line of a file"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,9 +32,9 @@ class SeriesFile(SeriesConfig):
     path: str
     """path of the CSV file"""
     validation_share: float = 0.1
-    """fraction of the steps, before the test steps, for evaluation"""
+    """fraction of the steps, before the test steps, to hold out for evaluation during training"""
     test_share: float = 0.2
-    """fraction of the steps, at the end, for the test"""
+    """fraction of the steps, at the end, to hold out for the test"""
 
     def __post_init__(self):
         super().__post_init__()
@@ -42,7 +42,7 @@ class SeriesFile(SeriesConfig):
         check_shares(self)
 
     def _wanted(self, header: Sequence[str], lines: Lines) -> tuple[str, ...]:
-        """Return the names of the columns to read: `columns`, or all whose first entry is a number."""
+        """Return the names of the columns to read: `columns`, or all columns whose first value is a number."""
         first = lines[0][1] if lines else []
         found = [name for name, text in zip(header, first, strict=False) if _number(text) is not None]
         wanted = self.columns or tuple(found)
@@ -74,13 +74,13 @@ class SeriesFile(SeriesConfig):
         return values
 
     def read(self) -> Series:
-        """Return the numeric columns of the file; the splits follow each other in time.
+        """Return the selected columns; the splits are consecutive: training, validation, test.
 
         Raises:
             FileNotFoundError: the file does not exist.
-            ValueError: a column is missing, or a line lacks a number.
+            ValueError: a column is missing, or a value is missing or not a number.
         """
-        reader = csv.reader(io.StringIO(read_text(self.path)))  # a quoted cell may hold a line feed
+        reader = csv.reader(io.StringIO(read_text(self.path)))  # a quoted cell may contain a line feed
         try:
             (_, header), *lines = [(reader.line_num, row) for row in reader if row]
         except csv.Error as error:
@@ -88,7 +88,7 @@ class SeriesFile(SeriesConfig):
         header = [name.strip() for name in header]
         if len(set(header)) < len(header):
             raise ValueError(
-                f"{self.path} has a column name twice in its first line: {', '.join(header)[:200]}. Rename one."
+                f"{self.path} has duplicate column names in its first line: {', '.join(header)[:200]}. Rename one."
             )
         for number, row in lines:
             if len(row) != len(header):
@@ -100,6 +100,7 @@ class SeriesFile(SeriesConfig):
         values = self._values(header, lines, wanted)
         count = len(values)
         test, validation = round(count * self.test_share), round(count * self.validation_share)
+        # Each split starts where the previous one ends.
         ends = {"train": count - test - validation, "validation": count - test, "test": count}
         starts = dict(zip(ends, (0, *ends.values()), strict=False))
         return Series(values, wanted, {split: (starts[split], ends[split]) for split in ends})

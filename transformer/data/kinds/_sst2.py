@@ -1,4 +1,4 @@
-"""SST-2: negative and positive movie reviews (Socher et al. 2013), as phrases (GLUE) or whole sentences."""
+"""SST-2: sentiment of movie reviews (Socher et al. 2013), as phrases (GLUE) or whole sentences."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ FILES = {
         ("test", "test", 188_749, "831169c7e2e429d6026e1bdbb542f33b636e3e596caad9602ebc953c205928b7"),
     )
 }
-"""files with whole sentences, by split"""
+"""source files of the whole sentences, by split"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SST2(LabeledConfig):
-    """Phrases and sentences of movie reviews, negative or positive (Socher et al. 2013), in the files of GLUE (Wang et
-    al. 2018, arXiv 1804.07461): 67,349 in train.tsv for training, 872 in dev.tsv for evaluation.
+    """Negative and positive phrases of movie reviews (Socher et al. 2013), from the files of GLUE (Wang et al. 2018,
+    arXiv 1804.07461): 67,349 phrases and sentences in train.tsv for training, 872 sentences in dev.tsv for evaluation.
 
     Raises:
         ConfigError: the number of labels is not two.
@@ -37,9 +37,9 @@ class SST2(LabeledConfig):
     kind: ClassVar[str] = "sst2"
 
     labels: tuple[str, ...] = ("negative", "positive")
-    """names of the classes 0 and 1 of the files"""
+    """names of the classes 0 and 1 in the files"""
     manual_dir: str | None = None
-    """folder that contains train.tsv and dev.tsv"""
+    """folder that contains train.tsv and dev.tsv of GLUE (required)"""
 
     def __post_init__(self):
         super().__post_init__()
@@ -55,13 +55,13 @@ class SST2(LabeledConfig):
         files = {"train": folder / "train.tsv", "validation": folder / "dev.tsv"}
         if self.manual_dir is None or not all(path.is_file() for path in files.values()):
             missing = [path.name for path in files.values() if not path.is_file()]
-            told = (
+            problem = (
                 "the folder of SST-2 is not set"
                 if self.manual_dir is None
                 else f"no {' and no '.join(missing)} in {folder}"
             )
             raise FileNotFoundError(
-                f"{told}: download SST-2.zip of the GLUE benchmark (gluebenchmark.com/tasks), put train.tsv and "
+                f"{problem}: download SST-2.zip of the GLUE benchmark (gluebenchmark.com/tasks), put train.tsv and "
                 f"dev.tsv into a folder, and pass it with --data.manual-dir FOLDER."
             )
         splits = {}
@@ -73,8 +73,8 @@ class SST2(LabeledConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class SST2Sentences(LabeledConfig):
-    """Whole sentences of movie reviews, negative or positive, through TFDS: 6,920 for training, 872 for validation and
-    1,821 for test (Socher et al. 2013, section 5; papers on whole sentences report this split).
+    """Negative and positive sentences of movie reviews, prepared by TFDS: 6,920 for training, 872 for validation and
+    1,821 for the test (Socher et al. 2013, section 5). Papers on whole sentences use these splits.
 
     Raises:
         ConfigError: the number of labels is not two.
@@ -83,7 +83,7 @@ class SST2Sentences(LabeledConfig):
     kind: ClassVar[str] = "sst2_sentences"
 
     labels: tuple[str, ...] = ("negative", "positive")
-    """names of the classes 0 and 1 of the files"""
+    """names of the classes 0 and 1 in the files"""
     data_dir: str | None = None
     """folder of prepared TFDS data (None: $TFDS_DATA_DIR, else ~/tensorflow_datasets)"""
     manual_dir: str | None = None
@@ -122,7 +122,7 @@ class MaskedSST2(MaskedConfig):
 
 def _check_two(labels: tuple[str, ...]) -> None:
     if len(labels) != 2:
-        raise ConfigError(f"labels must have two names, for the classes 0 and 1 of the files, got {len(labels)}.")
+        raise ConfigError(f"labels must have two names, for the classes 0 and 1 in the files, got {len(labels)}.")
 
 
 def _sentences(folder: str | None, manual_dir: str | None) -> dict[str, list[tuple[str, str]]]:
@@ -150,4 +150,4 @@ PREPARED = Prepared(
     examples=_examples,
     downloads=tuple(FILES.values()),
 )
-"""description of the whole sentences for TFDS"""
+"""description of the dataset for TFDS"""

@@ -1,4 +1,4 @@
-"""A text file of the user, as one running text."""
+"""Running text from a text file of the user."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class LocalText(HeldOutEnd, TextConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class TextFile(LocalText):
-    """Your own text file (UTF-8), as one running text."""
+    """Your own text file (UTF-8), read as one continuous text."""
 
     kind: ClassVar[str] = "text_file"
 
     def read(self) -> Documents:
-        """Return the text; its end is held out, unless validation_path is set."""
+        """Return the text; without validation_path, its end is held out."""
         train = read_text(self.path)
         if self.validation_path is not None:
             return Documents({"train": [train], "validation": [read_text(self.validation_path)]})

@@ -1,4 +1,4 @@
-"""Sentence pairs of a TFDS translation dataset, by name, read without TensorFlow."""
+"""Sentence pairs of a TFDS translation dataset, given by name, read without TensorFlow."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from transformer.data._pairs import PairConfig, Pairs
 from transformer.data._prepared import data_dir
 
 BLOCK = 4096
-"""number of pairs read at once when iterating"""
+"""number of pairs per read when iterating"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TFDSTranslation(PairConfig):
-    """Sentence pairs of any TFDS dataset with a text per language, by name. The dataset is prepared once in the
-    array_record format, and read without TensorFlow.
+    """Sentence pairs of any TFDS dataset with one text field per language. The dataset must be prepared once in the
+    array_record format; it is read without TensorFlow.
 
     Raises:
         ConfigError: an invalid name, or the same language or split twice.
@@ -30,17 +30,17 @@ class TFDSTranslation(PairConfig):
     kind: ClassVar[str] = "tfds_translation"
 
     name: str
-    """name in TFDS, such as wmt14_translate/de-en, or with a version: wmt14_translate/de-en:1.0.0"""
+    """name in TFDS, such as wmt14_translate/de-en, optionally with a version: wmt14_translate/de-en:1.0.0"""
     source_language: str
-    """source language: the name of its text field in the dataset, such as en"""
+    """source language: name of its text field in the dataset, such as en"""
     target_language: str
-    """target language: the name of its text field in the dataset"""
+    """target language: name of its text field in the dataset, such as de"""
     train_split: str = "train"
-    """name of the training split"""
+    """training split: a name or a slice, such as train[:99%]"""
     validation_split: str = "validation"
-    """name of the validation split, evaluated during training"""
+    """validation split, evaluated during training: a name or a slice"""
     test_split: str | None = "test"
-    """name of the split to translate after training (None: the validation split)"""
+    """split to translate after training: a name or a slice (None: the validation split)"""
     tokenizer: TokenizerConfig = SUBWORDS
     """tokenizer"""
     data_dir: str | None = None
@@ -72,13 +72,13 @@ class TFDSTranslation(PairConfig):
 
         Raises:
             FileNotFoundError: the dataset is not prepared.
-            ValueError: the dataset has another format, or lacks a split or a language.
+            ValueError: the dataset has another format, or has no such split or language, or splits overlap.
         """
         import tensorflow_datasets as tfds
 
         folder = _folder(self)
         try:
-            # Not tfds.builder(name): the class of the dataset may import TensorFlow.
+            # Not tfds.builder(name), because the class of the dataset may import TensorFlow.
             builder = tfds.builder_from_directory(folder)
             features = builder.info.features
             splits = list(builder.info.splits)
@@ -124,10 +124,12 @@ class TFDSTranslation(PairConfig):
 
 
 class PreparedPairs(Sequence[Example]):
-    """Pairs that stay on disk: each is read on access, so that millions of pairs take no memory.
+    """Pairs that are stored on disk and read on access, so that millions of pairs take no memory.
 
-    Args: rows: the records of a split. languages: names of the source and target fields in a record. folder: where the
-    records are stored, for errors.
+    Args:
+        rows: records of a split.
+        languages: names of the source and target fields in a record.
+        folder: folder of the records, for error messages.
 
     Raises:
         ValueError: a file can't be read.
@@ -159,7 +161,11 @@ class PreparedPairs(Sequence[Example]):
 
 
 def _parts(splits: Any, split: str, name: str) -> list[tuple[str, int, int]]:
-    """Return the file ranges of a split: file, first and last pair. Raises ValueError for an invalid or empty slice."""
+    """Return the file ranges of a split: file, first pair, and one past the last.
+
+    Raises:
+        ValueError: the slice is invalid or empty.
+    """
     try:
         files = splits[name].file_instructions
     except ValueError:
@@ -178,7 +184,7 @@ def _overlap(parts: list[tuple[str, int, int]], others: list[tuple[str, int, int
 
 
 def _folder(config: TFDSTranslation) -> Path:
-    """Return the folder of the prepared dataset: its newest version, or the version in the name."""
+    """Return the folder of the prepared dataset: the version in the name, or else the newest version."""
     name, _, version = config.name.partition(":")
     root = data_dir(config.data_dir)
     place = root / name
@@ -201,7 +207,7 @@ def _folder(config: TFDSTranslation) -> Path:
 
 
 def _how(config: TFDSTranslation) -> str:
-    """Return the command that prepares the dataset. It is not run here: most TFDS builders import TensorFlow."""
+    """Return instructions to prepare the dataset, which most TFDS builders can't do without TensorFlow."""
     place = str(data_dir(config.data_dir))
     return (
         "Run this once on a machine with TensorFlow (the folder may then be copied): "

@@ -1,4 +1,4 @@
-"""Tiny Shakespeare (Karpathy, char-rnn)."""
+"""Tiny Shakespeare (Karpathy's char-rnn)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ FILE = Download(
 
 @dataclass(frozen=True, kw_only=True)
 class TinyShakespeare(TextConfig):
-    """Karpathy's Tiny Shakespeare through TFDS: 1,115,394 characters, the last 10 % held out as nanoGPT does."""
+    """Karpathy's Tiny Shakespeare, prepared by TFDS: 1,115,394 characters, of which the last 10 % are held out, as in
+    nanoGPT.
+    """
 
     kind: ClassVar[str] = "tiny_shakespeare"
 
@@ -35,7 +37,7 @@ class TinyShakespeare(TextConfig):
         """Return the text; the last 10 % are held out, as in nanoGPT.
 
         Raises:
-            ValueError: the prepared data is a different text.
+            ValueError: the prepared data contains a different text.
         """
         found = PREPARED.records(self.data_dir, self.manual_dir)
         texts = {split: b"".join(row["text"] for row in rows) for split, rows in found.items()}
@@ -59,7 +61,8 @@ def _examples(files: Mapping[str, Path]) -> dict[str, Iterator[tuple[str, dict]]
     return {split: iter([(split, {"text": part})]) for split, part in parts.items()}
 
 
-# Name, version, splits and features are those of the builder in TFDS: each can read what the other prepared.
+# Name, version, splits and features equal those of the builder in TFDS, so that each can read data prepared by the
+# other.
 PREPARED = Prepared(
     name="tiny_shakespeare",
     description="40,000 lines from plays by Shakespeare.",
