@@ -34,7 +34,7 @@ def layer(moe=FIVE, **changes):
 
 
 def parameters(module, x=X, seed=1):
-    """Return a layer and parameters with distinct biases, so that experts are selected with different frequency."""
+    """Return random parameters: biases differ, and experts are selected with different frequency."""
 
     def make(key):
         leaves, tree = jax.tree.flatten(module.init(key, x))

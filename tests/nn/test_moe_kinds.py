@@ -40,7 +40,7 @@ def layer(moe, **changes):
 
 
 def parameters(module, x=X, scale=1.0):
-    """Return a layer and parameters with distinct biases."""
+    """Return random parameters, including biases."""
     leaves, tree = jax.tree.flatten(jax.eval_shape(module.init, jax.random.key(1), x))
     random = np.random.RandomState(2)
     return tree.unflatten([jnp.asarray(scale * random.standard_normal(leaf.shape), leaf.dtype) for leaf in leaves])

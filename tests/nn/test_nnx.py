@@ -170,7 +170,7 @@ def classes_in_use():
 
 
 def test_no_attribute_has_the_name_of_a_parameter():
-    """In NNX parameters are attributes: what a class calls the same could not be called, nor the parameters be made."""
+    """In NNX parameters are attributes: a method or field with the same name would conflict with them."""
     names = classes_in_use()
     own = {cls for cls in subclasses(nn.Module) if cls.__module__.startswith("transformer.") and cls not in BASES}
     assert {cls for cls in own if cls.__qualname__ == cls.__name__} <= names.keys(), "add a case for these classes"

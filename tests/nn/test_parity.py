@@ -135,7 +135,7 @@ def causal(torch):
 
 
 def first(results):
-    """Return only the hidden states of a block or stack; during initialization, everything."""
+    """Return the hidden states, the first result of a block or stack; return variables unchanged."""
     return results[0] if isinstance(results, tuple) else results
 
 

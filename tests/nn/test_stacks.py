@@ -83,7 +83,7 @@ def parts(config, params):
 
 
 def shaken(params):
-    """Replace parameters that are initialized to ones and zeros, so that each norm and bias has an effect."""
+    """Add noise to all parameters, so that norms and biases, initialized to 1 and 0, have an effect."""
     leaves, tree = jax.tree.flatten(params)
     keys = jax.random.split(jax.random.key(7), len(leaves))
     leaves = [leaf + 0.3 * jax.random.normal(key, leaf.shape) for leaf, key in zip(leaves, keys, strict=True)]

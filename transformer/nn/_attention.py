@@ -470,7 +470,7 @@ class MultiHeadAttention(AttentionModule):
         self, x: Hidden, context: Context | None, head_dim: int
     ) -> tuple[Float[Array, "B S K H"], Float[Array, "B S K Hv"]]:
         """Project the context (B, S, Dc), or x (B, S, D) without one, to keys and values. Keys are not rotated yet."""
-        # With K < N (grouped-query attention) kernel and cache are smaller by N / K. K = 1 is multi-query attention.
+        # With K < N (grouped-query attention) these kernels and the cache are smaller by N / K. K = 1: multi-query.
         value_dim = head_dim if self.value_dim is None else self.value_dim
         kv_heads = self.num_heads if self.num_kv_heads is None else self.num_kv_heads
         source = x if context is None else context

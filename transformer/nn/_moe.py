@@ -2,7 +2,7 @@
 
 Shapes in addition to those of `_axes.py`: E experts, of which each token is sent to k; M = B T k copies of tokens.
 Copies are sorted by expert into P blocks of Q rows. All rows of a block belong to one expert, and unused rows are zero.
-The work therefore grows with the number of copies, whatever E is, and no token is dropped.
+The work therefore grows with the number of copies, whatever E is, and only a capacity can drop tokens.
 """
 
 from __future__ import annotations
@@ -355,8 +355,8 @@ def grouped_linear(x: Array, kernel: Array, expert: Array, used: Array) -> Array
     describe the same computation as one kernel.
     """
 
-    # (Q, in) @ (in, out)
     def step(i, y):
+        # (Q, in) @ (in, out)
         return _put(y, _at(x, i) @ _at(kernel, _at(expert, i)), i)
 
     return jax.lax.fori_loop(0, used, step, jnp.zeros((*x.shape[:2], kernel.shape[2]), x.dtype))
