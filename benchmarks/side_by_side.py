@@ -1,4 +1,4 @@
-"""Ours and a peer, each in a process of its own, taking turns: what every comparison here is measured by."""
+"""Measurement of our code and a peer in separate processes that take turns, shared by the benchmarks."""
 
 from __future__ import annotations
 
@@ -19,54 +19,59 @@ from transformer.cli._allocator import KEEP, VARIABLE
 
 ROOT = Path(__file__).resolve().parents[1]
 ANSWER = "worker: "
-"""begins the lines that are meant for the other side"""
+"""prefix of the lines that a worker sends to the parent process"""
 ENVIRONMENTS: dict[str, dict[str, str]] = {"untouched": {}, "allocator": {VARIABLE: KEEP}}
-"""what both sides are started with, by name: as they are, ours setting by itself what its programs set; and both with
-the allocator that ours would set"""
+"""environment variables of both sides by setting. `untouched`: no changes; our side applies the allocator settings of
+its programs itself. `allocator`: both sides start with these allocator settings"""
 
 
 class Worker:
-    """A process that does one piece of work whenever it is told to: `python -m MODULE ARGUMENTS`, whose main calls
-    `serve`.
+    """A process that runs a piece of work on request: `python -m MODULE ARGUMENTS`, whose main calls `serve`.
 
     Raises:
-        RuntimeError: it ended before it was asked to.
+        RuntimeError: the process ended before `stop` was called.
     """
 
-    def __init__(self, module: str, *arguments: str, environment: Mapping[str, str] | None = None):
+    def __init__(
+        self, module: str, *arguments: str, environment: Mapping[str, str] | None = None, checkout: Path = ROOT
+    ):
         self._command = [sys.executable, "-m", module, *arguments]
         self._process = subprocess.Popen(
             self._command,
-            cwd=ROOT,
+            cwd=checkout,
             env=os.environ | dict(environment or {}),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )
         self.facts = self._read()
-        """what it said of itself when it was ready"""
+        """values that the process reported when it was ready"""
 
     def run(self, times: int) -> list[float]:
-        """Seconds of each of so many pieces, one after the other."""
+        """Run the work `times` times in sequence, and return the seconds of each run."""
         self._process.stdin.write(f"{times}\n")
         self._process.stdin.flush()
         return self._read()
 
     def stop(self) -> None:
-        """Lets it end."""
+        """End the process."""
         self._process.stdin.close()
         self._process.wait()
 
     def _read(self) -> Any:
         for line in self._process.stdout:
-            if line.startswith(ANSWER):  # the rest is what libraries print
+            if line.startswith(ANSWER):  # other lines are output of libraries
                 return json.loads(line.removeprefix(ANSWER))
-        raise RuntimeError(f"{' '.join(self._command)} ended with {self._process.wait()}; it said why above.")
+        raise RuntimeError(f"{' '.join(self._command)} ended with status {self._process.wait()}; see its output above.")
 
 
 def serve(work: Callable[[], Any], warm_up: int = 3, **facts: Any) -> None:
-    """What a worker does: the work a few times, then as often as it is told to on standard input, until that ends.
-    `facts` are told first, with the seconds that the first time took. `work` returns when it is really done.
+    """Run the loop of a worker: warm up, then read numbers of runs from standard input until it is closed.
+
+    Args:
+        work: the piece of work. It must wait for its results (`jax.block_until_ready`) before it returns.
+        warm_up: runs before the first measurement, after the first run, which compiles.
+        facts: values to report when the worker is ready, together with the seconds of the first run.
     """
     start = time.perf_counter()
     work()
@@ -85,7 +90,7 @@ def serve(work: Callable[[], Any], warm_up: int = 3, **facts: Any) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Seconds for one piece of work by ours and by a peer, medians; `ratio` above 1: ours is so much faster."""
+    """Median seconds of one piece of work on both sides. A `ratio` above 1 means that ours is faster."""
 
     work: str
     peer: str
@@ -93,16 +98,26 @@ class Comparison:
     ours_seconds: float
     peer_seconds: float
     ratio: float
-    """median of the ratios of the turns, peer / ours: what slows the machine down for a while slows both"""
+    """median over the turns of peer / ours; a temporary slowdown of the machine affects both sides of a turn"""
     ours_first: float
-    """seconds of the first time, compilation included"""
+    """seconds of the first run, including compilation"""
     peer_first: float
 
 
 def compare(
     work: str, peer: str, ours: Sequence[str], theirs: Sequence[str], *, environment: str, turns: int, times: int
 ) -> Comparison:
-    """Two workers (module and arguments), `turns` turns each of `times` pieces of work, after one another."""
+    """Measure two workers that take turns.
+
+    Args:
+        work: name of the work.
+        peer: name of the peer.
+        ours: module and arguments of our worker.
+        theirs: module and arguments of the peer's worker.
+        environment: name of a setting in `ENVIRONMENTS`.
+        turns: turns of each worker. The order of the two alternates.
+        times: runs per turn.
+    """
     started = {
         name: Worker(*command, environment=ENVIRONMENTS[environment])
         for name, command in {"ours": ours, "peer": theirs}.items()
@@ -127,8 +142,9 @@ def compare(
 
 
 def take_turns(works: Mapping[str, Callable[[], Any]], turns: int) -> dict[str, list[float]]:
-    """Seconds of each work in each turn, all in this process; once before without a watch, for what is compiled.
-    A work returns when it is really done.
+    """Return the seconds of each work in each turn, all in this process, after one untimed run that compiles.
+
+    Each work must wait for its results before it returns. The order alternates with each turn.
     """
     for work in works.values():
         work()
@@ -142,12 +158,12 @@ def take_turns(works: Mapping[str, Callable[[], Any]], turns: int) -> dict[str, 
 
 
 def times_faster(peer: Sequence[float], ours: Sequence[float]) -> float:
-    """Median of the ratios of the turns, peer / ours: what slows the machine down for a while slows both."""
+    """Return the median over the turns of peer / ours. A temporary slowdown of the machine affects both sides."""
     return statistics.median(p / o for p, o in zip(peer, ours, strict=True))
 
 
 def versions(*packages: str) -> dict[str, str]:
-    """Of Python and of the packages that are installed."""
+    """Return the versions of Python and of these packages."""
     found = {"python": platform.python_version()}
     for package in packages:
         try:
@@ -158,7 +174,7 @@ def versions(*packages: str) -> dict[str, str]:
 
 
 def last_line(work: str, peer: float, ours: float, ratio: float, unit: str, machine: str, **more: Any) -> str:
-    """The JSON object that ends what a benchmark prints."""
+    """Return the JSON object that a benchmark prints as its last line."""
     numbers = {"peer": peer, "ours": ours, "ratio": ratio}
     rounded = {name: float(f"{value:.4g}") for name, value in numbers.items()}
     return json.dumps({"work": work, **rounded, "unit": unit, "machine": machine, **more})
