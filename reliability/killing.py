@@ -154,7 +154,7 @@ def terminated(world: World) -> Tally:
                 call.signal()
             codes, told = call.end(), call.told()
         faults = first_fault(codes, [TERMINATED], told) + went_on(told, before)
-        if not faults and f"stopped at step {newest(workdir)} of {STEPS}, everything is saved" not in told:
+        if not faults and f"stopped at step {newest(workdir)} of {STEPS}; everything is saved" not in told:
             faults.append(f"it does not say that it stopped at step {newest(workdir)} and saved everything")
         if name == "an evaluation" and f"step {EVALUATE_EVERY}: eval" in told:
             tally.counts["evaluation was over before the signal came"] += 1
@@ -164,7 +164,7 @@ def terminated(world: World) -> Tally:
     with world.call(workdir) as call:
         call.wait_until(lambda: reached(call.told()))
         call.signal()
-        call.wait_until(lambda: "Once more leaves at once" in call.told())
+        call.wait_until(lambda: "Send it again to exit immediately" in call.told())
         began = time.monotonic()
         if call.running():
             call.signal()

@@ -106,9 +106,9 @@ def test_no_reader_waits_for_a_pipe(folder, read, name, make):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"class": []}, r"recipe\.json is of class \[\], which is not one of Recipe"),
+        ({"class": []}, r"recipe\.json has class \[\], which is not one of Recipe"),
         ({"class": {"class": 1}}, "which is not one of Recipe"),
-        ({"model": {"class": ["TransformerConfig"]}}, r"recipe\.json\.model is of class \['TransformerConfig'\]"),
+        ({"model": {"class": ["TransformerConfig"]}}, r"recipe\.json\.model has class \['TransformerConfig'\]"),
         ({"name": [1] * 500}, r"recipe\.json\.name must be of type str, got \[1, 1, .{70,80}$"),
         ({"x" * 9000: 1}, r"has an unknown field 'x{70,80}\.$"),
     ],

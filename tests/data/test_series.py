@@ -141,7 +141,7 @@ def test_training_windows_end_with_the_training_steps():
 def test_a_run_called_again_with_other_columns_says_so(trained, tmp_path):
     """Mean and standard deviation of the run belong to other columns."""
     folder, recipe = trained
-    with pytest.raises(WorkdirError, match=r"differs from this one in data\.columns"):
+    with pytest.raises(WorkdirError, match=r"differs from this command in data\.columns"):
         open_run(change(recipe, data={"columns": ("high",)}), folder / "run", say=print)
 
 
@@ -269,11 +269,11 @@ def test_evaluate_tells_the_errors_of_forecasts(trained, capsys):
 
 def test_a_model_for_other_windows_is_refused(tmp_path):
     recipe = series_recipe(tmp_path, data={"horizon": HORIZON + 1})
-    with pytest.raises(ConfigError, match=r"model\.input must be as the data is, but has horizon 5 where .* has 6\."):
+    with pytest.raises(ConfigError, match=r"model\.input must match the data, but has horizon 5 \(data: 6\)\."):
         train(recipe, tmp_path / "run")
     there = recipe.model.replace(input=dataclasses.replace(recipe.model.series, channels=3))
     start = Start("other", "Forecaster", there, {}, tokenizer=None)
-    said = r"of other has channels 3 where the data has 2, horizon 5 .* 6\. Give it as many columns \(--data\.columns\)"
+    said = r"has channels 3 \(data: 2\), horizon 5 \(data: 6\)\. Use as many columns as the model \(--data\.columns\)"
     with pytest.raises(ConfigError, match=said):
         open_run(recipe, tmp_path / "run", say=print, start=start)
 

@@ -121,7 +121,7 @@ def test_best_earlier_than_last_is_said(tmp_path):
         skipped=2,
     )
     screen = render(summary)
-    assert "what follows is of step 6, of those that are kept the one of the lowest eval loss" in screen
+    assert "the following is from step 6, the kept checkpoint with the lowest eval loss" in screen
     assert "  | a\n  | b" in screen
     assert "not finite: 2" in screen
     assert """--prompt 'it'"'"'s'""" in screen
@@ -174,7 +174,9 @@ def spoil(monkeypatch, *numbers):
 
 def test_stop_ends_the_run_with_step_and_place(tmp_path, monkeypatch):
     spoil(monkeypatch, 6)
-    with pytest.raises(NonFiniteError, match=r"^step 6: the loss is nan, the first bad gradient is that of decoder/"):
+    with pytest.raises(
+        NonFiniteError, match=r"^step 6: the loss is nan, and the first non-finite gradient is that of decoder/"
+    ):
         train(text_recipe(tmp_path), tmp_path / "run")
     assert load_run(tmp_path / "run", "newest").step == 4  # earlier checkpoints still exist
 
@@ -227,11 +229,11 @@ def test_texts_are_drawn_whatever_the_seed(tmp_path, seed):
 def test_a_learned_table_too_short_for_the_data_is_said(tmp_path):
     pairs = NumberWords(max_digits=2, train_examples=200, data_dir=str(tmp_path / "tfds"))
     model = TransformerConfig(d_model=6, num_heads=3, num_layers=1, position="learned", max_length=2)
-    with pytest.raises(ValueError, match=r"model.max_length \(2\) is below the longest sequence of the data"):
+    with pytest.raises(ValueError, match=r"model.max_length \(2\) must be at least the longest sequence of the data"):
         train(Recipe(name="pairs", model=model, data=pairs), tmp_path / "run")
     sources = model.replace(max_length=50, **{"embedding.source_max_length": 1})
     with pytest.raises(
-        ValueError, match=r"model.embedding.source_max_length \(1\) is below the longest sequence of the data"
+        ValueError, match=r"model.embedding.source_max_length \(1\) must be at least the longest sequence of the data"
     ):
         train(Recipe(name="pairs", model=sources, data=pairs), tmp_path / "run")
     longer = model.replace(**{"embedding.source_max_length": 50})
@@ -294,7 +296,7 @@ def stopped(tmp_path):
     output, code = run.end()
     assert code == 143, output
     assert "compiled in" in output  # compilation can't be interrupted: the first step is done and saved
-    assert "stopped at step 1 of 2100, everything is saved" in output
+    assert "stopped at step 1 of 2100; everything is saved" in output
     assert output.splitlines()[-1].strip() == command
     return command
 
@@ -310,7 +312,7 @@ def test_signals_in_step_and_evaluation_and_the_same_command_goes_on(stopped, tm
     run.signal_at("step 50/", signal.SIGINT)
     output, code = run.end()
     assert code == 130, output
-    step = int(re.search(r"stopped at step (\d+) of 2100, everything is saved", output)[1])
+    step = int(re.search(r"stopped at step (\d+) of 2100; everything is saved", output)[1])
     assert 50 < step < 2000
 
     run = Process(command, tmp_path)

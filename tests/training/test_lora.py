@@ -115,7 +115,7 @@ def test_types_are_kept_and_another_alpha_scales_the_update():
     [
         ({"rank": 0}, "rank must be an integer of at least 1, got 0"),
         ({"alpha": 0.0}, "alpha must be a number of"),
-        ({"targets": ()}, "lora.targets is empty: name some of up, gate, down, query"),
+        ({"targets": ()}, "lora.targets must not be empty. Choose from up, gate, down, query"),
         ({"targets": ("querry",)}, "lora.targets must be one of .* got 'querry'. Did you mean 'query'?"),
     ],
 )
@@ -132,12 +132,12 @@ def test_muon_which_is_for_whole_matrices_is_refused():
 
 def test_updates_that_do_not_fit_are_refused():
     params = tree({"query": (7, 3, 5)})
-    with pytest.raises(ConfigError, match=r"names gate, which this model doesn't have\. It has query"):
+    with pytest.raises(ConfigError, match=r"contains gate, which this model doesn't have\. Choose .*: query"):
         lora.init(jax.random.key(0), params, LoRA(targets=("query", "gate")))
     updates = lora.init(jax.random.key(0), params, LoRA(targets=("query",)))
-    with pytest.raises(ConfigError, match="updates of query, which is no map"):
+    with pytest.raises(ConfigError, match="an entry for query, but the parameters have no linear layer there"):
         lora.merge(tree({"key": (7, 3, 5)}), updates, LoRA())
-    with pytest.raises(ConfigError, match=r"of query are .* which don't fit its kernel .*\. They are of another"):
+    with pytest.raises(ConfigError, match=r"of query have shapes .*, which don't fit its kernel .*\. Use the updates"):
         lora.merge(tree({"query": (8, 3, 5)}), updates, LoRA())
 
 

@@ -256,7 +256,7 @@ def test_a_mesh_may_cut_the_axes_of_a_torus(sizes):
         (lambda: mesh_sizes({"data": -1, "tensor": 3}, 8), r"needs a multiple of 3 devices, .* one of 1, 2, 4, 8"),
         (lambda: mesh_sizes({"data": -1, "fsdp": -1}, 8), r"only one mesh axis can be -1 .* got data and fsdp"),
         (lambda: mesh_sizes({"dat": 2}, 8), r"there is no mesh axis 'dat': use data, fsdp"),
-        (lambda: ParallelConfig(tensor=0), r"parallel.tensor must be at least 1, or -1 for all remaining devices, got 0"),
+        (lambda: ParallelConfig(tensor=0), r"parallel.tensor must be at least 1, or -1 for all remaining .*, got 0"),
         (lambda: ParallelConfig(kind="pmp"), r"Did you mean 'pmap'\?"),
         (lambda: ParallelConfig(kind="pmap", tensor=2), r"pmap splits the rows .* parallel.tensor is 2"),
         (lambda: ParallelConfig(devices=0), r"parallel.devices must be an integer"),

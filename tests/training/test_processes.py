@@ -160,7 +160,7 @@ def test_the_others_end_when_one_is_killed_and_all_go_on_from_there(folder, toge
     codes, told = group.wait()
     assert codes[1 - victim] not in (0, None)
     assert f"process {1 - victim} of 2" in told[1 - victim]
-    assert "Start all of them again with the same command" in told[1 - victim]
+    assert "Restart all processes with the same command" in told[1 - victim]
     assert "Traceback" not in told[1 - victim]
     # Back to a checkpoint that both runs have had: the same bits from there on
     for path in (workdir / "checkpoints").iterdir():
@@ -190,7 +190,7 @@ def test_processes_with_other_settings_do_not_begin(folder):
     codes, told = Group(folder, folder / "other", last=("--training.seed", "1")).wait()
     assert codes[0] != 0
     assert codes[1] == 2
-    assert "process 1 of 2 has other settings than process 0. All must be started with the same command" in told[1]
+    assert "process 1 of 2 and process 0 have different settings. Start all processes with the same command" in told[1]
 
 
 @pytest.mark.slow
@@ -219,7 +219,7 @@ def test_others_that_do_not_come(folder):
     group.members[1].kill()
     codes, told = group.wait()
     assert codes[0] != 0
-    assert "did not all come together within 3 s (--parallel.patience). Start each of them" in told[0]
+    assert "did not all connect within 3 s (--parallel.patience). Start each process" in told[0]
 
 
 @pytest.mark.parametrize(
@@ -263,7 +263,7 @@ def test_an_error_of_another_being_gone_says_so(said, lost, ending, monkeypatch)
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(jax.distributed, "shutdown", fail)
     first = said.splitlines()[0]
-    wanted = rf"process 0 of 2 lost the others: .*{first}\). Start all of them again" if lost else first
+    wanted = rf"process 0 of 2 lost the connection .*{first}\). Restart all processes" if lost else first
     with pytest.raises(processes.ProcessesError if lost else jax.errors.JaxRuntimeError, match=wanted):
         (processes.part if ending else work)()
 
@@ -280,7 +280,7 @@ def test_who_started_this_one():
 
 def test_what_cannot_be_joined_says_what_to_give(monkeypatch):
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")
-    with pytest.raises(processes.ProcessesError, match=r"from version 5 on .* Tell each process: --parallel.coor"):
+    with pytest.raises(processes.ProcessesError, match=r"Open MPI 5 and later .* Pass to each process --parallel.coor"):
         processes.join(ParallelConfig())
     monkeypatch.delenv("OMPI_COMM_WORLD_SIZE")
 
@@ -288,10 +288,12 @@ def test_what_cannot_be_joined_says_what_to_give(monkeypatch):
         raise ValueError("coordinator_address should be defined.")
 
     monkeypatch.setattr(jax.distributed, "initialize", refuse)
-    with pytest.raises(processes.ProcessesError, match=r"this cluster can't be joined: .* defined\. Tell each process"):
+    with pytest.raises(
+        processes.ProcessesError, match=r"not connect to .* this cluster: .* defined\. Pass to each process"
+    ):
         processes.join(ParallelConfig(coordinator="auto"))
     here = ParallelConfig(coordinator="localhost:1", num_processes=2, process_id=0)
-    with pytest.raises(processes.ProcessesError, match=r"port is in use, take another for all\. Start each of them"):
+    with pytest.raises(processes.ProcessesError, match=r"port is in use, choose another one .*\. Start each process"):
         processes.join(here)
 
 
@@ -325,19 +327,19 @@ def test_processes_that_read_other_data_are_told(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(processes, "first_decides", lambda function: "a")
     processes.check_alike("data", "a")
-    with pytest.raises(ConfigError, match=r"process 0 of 2 has other data than process 0\. All must be started"):
+    with pytest.raises(ConfigError, match=r"process 0 of 2 and process 0 have different data\. Start all"):
         processes.check_alike("data", "b")
 
 
 def test_a_disk_that_is_not_shared_is_told(tmp_path):
     processes.check_shared(tmp_path)
     with pytest.raises(
-        ConfigError, match=r"does not see \S+nowhere, which .* Give a --workdir on a disk that all share"
+        ConfigError, match=r"does not see \S+nowhere, which .* Pass a --workdir on a file system that all"
     ):
         processes.check_shared(tmp_path / "nowhere")
 
 
 def test_pmap_is_for_one_process(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    with pytest.raises(ConfigError, match=r"pmap spreads one process .* but 2 processes .* Take --parallel.kind mesh"):
+    with pytest.raises(ConfigError, match=r"pmap supports a single process, .* 2 processes\. Use --parallel.kind mesh"):
         PmapPlacement(tiny_recipe())

@@ -41,12 +41,12 @@ def test_a_window():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("20", "START:STOP, steps between which a trace is written, such as 20:30, got '20'"),
+        ("20", "START:STOP, the steps between which to record a trace, such as 20:30, got '20'"),
         ("a:b", "got 'a:b'"),
         ("-1:4", "got '-1:4'"),
         ("30:20", "START must be below STOP"),
         ("20:20", "START must be below STOP"),
-        ("20:101", r"STOP at most the 100 steps of the run \(--training.steps\). Try --profile 20:30"),
+        ("20:101", r"STOP must be at most 100, the number of .* \(--training.steps\). Try --profile 20:30"),
     ],
 )
 def test_what_is_no_window(text, message):
@@ -96,7 +96,7 @@ def test_a_run_gone_on_with_in_the_window_traces_the_rest_of_it(calls):
 
 def test_a_run_gone_on_with_behind_it_traces_nothing_and_says_so(calls):
     said, _ = run(Window(2, 4), steps=8, done=4)
-    assert said == ["no trace: the run goes on from step 4, and --profile ends at step 4"]
+    assert said == ["no trace: the run resumes from step 4, but --profile ends at step 4"]
     assert calls == []
 
 
@@ -123,7 +123,7 @@ def test_on_the_command_line(tmp_path, monkeypatch):
     assert given["profile"] == Window(10, 20)
     assert entry.main(words) == 0
     assert given["profile"] is None
-    with pytest.raises(ConfigError, match="STOP at most the 40 steps"):
+    with pytest.raises(ConfigError, match="STOP must be at most 40"):
         entry.main([*words, "--profile", "10:50"])
     with pytest.raises(ConfigError, match="takes steps: 20:30"):
         entry.main([*words, "--profile"])

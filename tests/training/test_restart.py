@@ -47,9 +47,9 @@ def test_a_run_without_its_checkpoints_is_refused_and_left_as_it_is(folder, lost
     with pytest.raises(WorkdirError) as error:
         train(text_recipe(folder, training={"steps": 6}), lost)
     said = str(error.value)
-    assert f"{lost} holds an earlier run with metrics up to step 6 (metrics.jsonl, samples.txt, summary.json" in said
-    assert f"but no checkpoint in {lost}/checkpoints, though first_checkpoint.json says that one was saved" in said
-    assert f"pass --restart (in Python: restart=True) to begin anew (its files move to {lost}/previous)" in said
+    assert f"{lost} contains an earlier run with metrics up to step 6 (metrics.jsonl, samples.txt, summary.json" in said
+    assert f"but {lost}/checkpoints has no checkpoint, although first_checkpoint.json shows that one was saved" in said
+    assert "pass --restart (in Python: restart=True) to start a new run (the old files move to " in said
     assert files(lost) == before
 
 
@@ -89,7 +89,7 @@ def test_a_new_run_from_the_same_workdir_needs_its_start_again(tmp_path, folder)
     values = json.loads(path.read_text())
     values["recipe"]["origin"] = origin
     path.write_text(json.dumps(values))
-    with pytest.raises(WorkdirError, match=r"was initialized from gpt2. To begin anew, give --init gpt2"):
+    with pytest.raises(WorkdirError, match=r"was initialized from gpt2. To restart it, pass --init gpt2"):
         train(recipe, tmp_path, restart=True)
 
 
@@ -120,10 +120,10 @@ def test_a_new_workdir_is_a_new_run(tmp_path):
 @pytest.mark.parametrize(
     ("extra", "reason"),
     [
-        ({"summary_json": "{}"}, "summary.json says that the run ended"),
-        ({"calls.jsonl": '{"step": 4}\n'}, "calls.jsonl says that it resumed from step 4"),
-        ({"last_step": 9}, "it saved one every 4 steps"),
-        ({"recipe_json": None}, "recipe.json is missing, too"),
+        ({"summary_json": "{}"}, "summary.json shows that the run ended"),
+        ({"calls.jsonl": '{"step": 4}\n'}, "calls.jsonl shows that the run resumed from step 4"),
+        ({"last_step": 9}, "the run saved one every 4 steps"),
+        ({"recipe_json": None}, "recipe.json is missing too"),
     ],
 )
 def test_runs_of_earlier_versions_are_told_by_their_other_files(folder, tmp_path, extra, reason):
@@ -131,7 +131,7 @@ def test_runs_of_earlier_versions_are_told_by_their_other_files(folder, tmp_path
     workdir = workdir_with(folder, tmp_path / "run", last_step=last_step, **extra)
     if missing:
         (workdir / "recipe.json").unlink()
-    with pytest.raises(WorkdirError, match=f"holds an earlier run with metrics up to step {last_step} .*{reason}"):
+    with pytest.raises(WorkdirError, match=f"contains an earlier run with metrics up to step {last_step} .*{reason}"):
         check_not_lost(workdir)
 
 
@@ -167,7 +167,7 @@ def test_only_files_of_a_run_are_set_aside(tmp_path):
     [(errno.EACCES, "Make it writable, then rerun"), (errno.ENOSPC, "Free some space, then rerun")],
 )
 def test_a_file_of_the_workdir_that_cannot_be_written_is_one_line(tmp_path, number, remedy):
-    expected = rf"^the run cannot write to {tmp_path}: .* \(samples.txt\). {remedy}"
+    expected = rf"^the run can't write to {tmp_path}: .* \(samples.txt\). {remedy}"
     with pytest.raises(OSError, match=expected), writing_explained(tmp_path):
         raise OSError(number, os.strerror(number), str(tmp_path / "samples.txt"))
     with pytest.raises(OSError, match=r"^.Errno .*'/elsewhere/file'$"), writing_explained(tmp_path):

@@ -110,7 +110,7 @@ def test_stopped_anywhere_equals_never_stopped_bit_for_bit(folder, finished, mon
     summary = train(recipe, workdir, command="the command")
     assert (summary.step, summary.exit_code) == (4, 143)
     said = capsys.readouterr().out
-    assert "stopped at step 4 of 12, everything is saved" in said
+    assert "stopped at step 4 of 12; everything is saved" in said
     assert said.rstrip().endswith("the command")
 
     trouble.plan("evaluation", 1, lambda: trouble.send(signal.SIGINT))  # at step 6: it is made up for
@@ -135,12 +135,12 @@ def test_stopped_anywhere_equals_never_stopped_bit_for_bit(folder, finished, mon
     said = capsys.readouterr().out
     assert "resuming from step 8" in said
     assert (summary.step, summary.exit_code) == (12, 143)
-    assert "training is finished and saved; the report was cut short. To see it:" in said
+    assert "training is finished and saved, but the report was interrupted. To see it:" in said
 
     summary = train(recipe, workdir)
     assert summary.finished
     assert summary.exit_code == 0
-    assert "a text of its own:" in capsys.readouterr().out
+    assert "generated text:" in capsys.readouterr().out
 
     (state, data, metric), (expected, expected_data, expected_metric) = (
         final_state(recipe, place) for place in (workdir, finished)
@@ -194,7 +194,7 @@ def test_more_steps_go_on_and_changes_are_printed(folder, finished, capsys):
     said = capsys.readouterr().out
     assert "resuming from step 12" in said
     for change_ in ("training.steps: 12 -> 14", "logging.every: 5 -> 2"):
-        assert f"changed since the last call: {change_}" in said
+        assert f"changed since the previous training run: {change_}" in said
 
 
 @pytest.mark.parametrize("group", ["model", "training", "optimizer", "data"])
@@ -207,7 +207,7 @@ def test_another_recipe_is_refused_with_the_difference(folder, finished, group, 
         "optimizer": ({"learning_rate": 0.5}, "optimizer.learning_rate: 0.01 -> 0.5"),
         "data": ({"batch_size": 8}, "data.batch_size: 4 -> 8"),
     }[group]
-    expected = f"differs from this one in {difference}. Take these back"
+    expected = f"differs from this command in {difference}. Remove these overrides"
     workdir = tmp_path / "run"
     shutil.copytree(finished, workdir)
     if not keep_json:
@@ -275,7 +275,7 @@ def test_the_same_data_elsewhere_is_the_same_data(folder, finished, tmp_path, ca
     shutil.copytree(finished, workdir)
     train(text_recipe(folder, data={"path": str(tmp_path / "moved.txt")}), workdir)
     said = capsys.readouterr().out
-    assert "changed since the last call: data.path" in said
+    assert "changed since the previous training run: data.path" in said
     assert "this run is finished" in said
 
 
@@ -312,5 +312,5 @@ def test_without_a_best_one_the_newest_is_loaded_with_a_warning(folder, tmp_path
     trouble = Trouble(monkeypatch)
     trouble.plan("batch", 3, lambda: trouble.send(signal.SIGTERM))
     train(text_recipe(folder), tmp_path / "run")
-    with pytest.warns(UserWarning, match="Taking the newest valid checkpoint"):
+    with pytest.warns(UserWarning, match="Using the newest valid checkpoint"):
         assert load_run(tmp_path / "run").step == 3

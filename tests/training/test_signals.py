@@ -46,7 +46,7 @@ def test_the_first_signal_lets_the_work_end(number):
     out, err = process.communicate(timeout=20)
     assert (out, process.returncode) == ("saved\n", 128 + number)
     assert err.strip() == (
-        f"{number.name}: will save and stop. Once more leaves at once; the checkpoints already written stay."
+        f"{number.name}: will save and stop. Send it again to exit immediately and keep the saved checkpoints."
     )
 
 

@@ -93,7 +93,7 @@ def test_mfu_is_a_share_of_all_devices(known):
     one, four = (Speed(recipe, shapes_of(recipe), Spread(devices)) for devices in (1, 4))
     assert one.measures(3_000_000, 6.0) == {"perf/flops_per_s": 5e5, "perf/mfu": 0.5}
     assert four.measures(3_000_000, 6.0)["perf/mfu"] == 0.125
-    assert str(four) == "MFU: FLOP/s of the model as a share of 0 TFLOP/s x 4 devices, the peak of cpu in bfloat16"
+    assert str(four) == "MFU: FLOP/s of the model as a fraction of 0 TFLOP/s x 4 devices, the bfloat16 peak of cpu"
 
 
 def test_rows_of_other_processes_count(known):
@@ -107,7 +107,7 @@ def test_without_a_peak_there_is_no_mfu_and_that_is_said():
     recipe = tiny_recipe()
     speed = Speed(recipe, shapes_of(recipe), place(recipe))
     assert speed.measures(100, 4.0) == {"perf/flops_per_s": 25.0}
-    assert str(speed) == "MFU: the peak of cpu is not known, so metrics tell FLOP/s alone"
+    assert str(speed) == "MFU is unavailable: the peak of cpu is unknown; logging FLOP/s only"
 
 
 def journal_lines(tmp_path, monkeypatch, *, compiled_at=(), **kwargs):

@@ -266,7 +266,7 @@ def test_an_update_that_is_not_finite_is_named_and_so_is_what_is_known_besides()
     state, step = start(recipe)
     _, metrics = step(state, tiny_batch())
     with pytest.raises(
-        NonFiniteError, match=r"every gradient is finite, but not the update of decoder/\S+\. So. The state"
+        NonFiniteError, match=r"all gradients are finite, but the update of decoder/\S+ is not\. So. The state"
     ):
         check_finite(1, jax.device_get(metrics), parameter_paths(state.params), "So.")
 

@@ -191,7 +191,7 @@ def test_what_is_there_is_taken_and_the_new_head_is_initialized(folder):
         assert leaf.sharding == before[path].sharding
     line = describe_start(recipe, start)
     assert f"from {folder / 'bert'} (BERT, BertForMaskedLM): " in line
-    assert f"182 new: {', '.join(head)}; not taken: head_transform/dense/bias, " in line
+    assert f"182 new: {', '.join(head)}; not used: head_transform/dense/bias, " in line
 
 
 def test_a_pooler_in_the_files_is_taken(folder, tmp_path):
@@ -233,7 +233,7 @@ def test_what_does_not_fit_is_refused(folder, tmp_path):
     start = start_from(folder / "bert", recipe)
     params = start.params | {"output": {"kernel": np.zeros((12, 3)), "bias": np.zeros(3)}}
     three = dataclasses.replace(start, params=params)
-    with pytest.raises(ConfigError, match=r"don't fit: output/bias is \(3,\) there, \(2,\) in the recipe's model"):
+    with pytest.raises(ConfigError, match=r"don't fit: output/bias has shape \(3,\), but \(2,\) in the recipe's model"):
         opened_run(folder, recipe, start=three)
     empty = Start("a", "b", start.config, {"other": {"kernel": np.zeros(2)}}, start.tokenizer)
     with pytest.raises(ConfigError, match="has no parameter of the recipe's model"):
@@ -242,10 +242,10 @@ def test_what_does_not_fit_is_refused(folder, tmp_path):
         start_from(folder / "bert", text_recipe(tmp_path))
     with pytest.raises(ConfigError, match="num_classes is 3, but the data has 2 labels"):
         opened_run(folder, dataclasses.replace(recipe, model=recipe.model.replace(**{"output.num_classes": 3})))
-    with pytest.raises(ConfigError, match=r"--model.num-layers can't be given: the model is that of x\."):
+    with pytest.raises(ConfigError, match=r"--model.num-layers can't be changed, because the model is that of x\."):
         check_options(recipe, dataclasses.replace(recipe, model=recipe.model.replace(num_layers=3)), "x")
     check_options(recipe, dataclasses.replace(recipe, model=recipe.model.replace(dropout_rate=0.3)), "x")
-    with pytest.raises(ConfigError, match="lora updates a model that was trained before, but there is none"):
+    with pytest.raises(ConfigError, match="lora updates a pretrained model, but none was given"):
         open_run(finetuning(folder / "sst2", lora=SMALL_LORA), tmp_path / "none", say=print)
 
 
@@ -310,16 +310,16 @@ def test_another_start_is_refused_and_the_same_elsewhere_is_not(adapted, folder,
     start = start_from(folder / "bert", recipe)
     moved = Start("elsewhere", start.model, start.config, start.params, start.tokenizer, start.left)
     open_run(recipe, adapted, say=print, start=moved)
-    assert "changed since the last call: origin.source: " in capsys.readouterr().out
+    assert "changed since the previous training run: origin.source: " in capsys.readouterr().out
     other = jax.tree.map(lambda leaf: leaf + 1, start.params)
     changed = Start(start.source, start.model, start.config, other, start.tokenizer)
-    with pytest.raises(WorkdirError, match=r"differs from this one in origin\.fingerprint"):
+    with pytest.raises(WorkdirError, match=r"differs from this command in origin\.fingerprint"):
         open_run(recipe, adapted, say=print, start=changed)
-    with pytest.raises(WorkdirError, match=r"differs from this one in .*lora"):
+    with pytest.raises(WorkdirError, match=r"differs from this command in .*lora"):
         open_run(finetuning(folder / "sst2"), adapted, say=print)
     (tmp_path / "begun").mkdir()
     shutil.copy(adapted / "recipe.json", tmp_path / "begun")
-    with pytest.raises(WorkdirError, match=r"was to start from .* has no checkpoint yet.*Give --init .* again"):
+    with pytest.raises(WorkdirError, match=r"has no checkpoint yet.* is initialized from .*Pass --init .* again"):
         open_run(recipe, tmp_path / "begun", say=print)
 
 

@@ -136,7 +136,9 @@ def test_the_first_bad_parameter_is_named():
     broken = jax.tree.map(lambda leaf: leaf, state.params)
     broken["output"]["kernel"] = broken["output"]["kernel"].at[0, 0].set(jnp.inf)
     _, metrics = step(state.replace(params=broken), tiny_batch())
-    message = "the first bad gradient is that of decoder/final_norm/bias.* Lower --opt.*--training.nan-policy skip"
+    message = (
+        "the first non-finite gradient is that of decoder/final_norm/bias.* Lower --opt.*--training.nan-policy skip"
+    )
     with pytest.raises(NonFiniteError, match=message):
         check_finite(1, jax.device_get(metrics), paths)
     assert paths[int(metrics["first_bad"])] == paths[0]

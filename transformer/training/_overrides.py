@@ -1,4 +1,4 @@
-"""Load a recipe file and override its fields with command-line options; report errors in one line."""
+"""Load a recipe file, and override its fields with command-line options; errors take one line."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ __all__ = ["fast", "find_recipe", "load_recipe_file", "override", "recipe_files"
 
 
 def load_recipe_file(path: str | os.PathLike) -> tuple[Recipe, str]:
-    """Return the recipe of a file's `get_config()`, and the file's docstring.
+    """Return the recipe that a file's `get_config()` returns, and the file's docstring.
 
     The file may build on other recipes: `from configs.number_words import get_config as number_words`.
 
     Raises:
-        ConfigError: the file can't be run, has no get_config, or get_config returns no recipe.
+        ConfigError: the file can't be run, has no get_config, or get_config does not return a recipe.
     """
     path = Path(path)
     spec = importlib.util.spec_from_file_location(f"recipe_{path.stem}", path)
@@ -92,7 +92,7 @@ def override(recipe: Recipe, arguments: Sequence[str], *, program: str, descript
         description: first text of --help.
 
     Raises:
-        ConfigError: an unknown option (the error suggests the nearest one), a wrong value, or contradicting fields.
+        ConfigError: an unknown option (the error suggests the nearest one), an invalid value, or contradictory fields.
         SystemExit: --help was printed (code 0).
     """
     recipe, arguments = _with_lora(recipe, [_current_option(argument) for argument in arguments])
@@ -116,7 +116,7 @@ def override(recipe: Recipe, arguments: Sequence[str], *, program: str, descript
 
 
 def _current_option(argument: str) -> str:
-    """A command-line argument, with the former name of a field of the model replaced by the current one."""
+    """Return a command-line argument with the former name of a model field replaced by the current name."""
     option, equals, value = argument.partition("=")
     group, _, path = option.removeprefix("--").partition(".")
     name, dot, rest = path.partition(".")
@@ -125,14 +125,15 @@ def _current_option(argument: str) -> str:
         return argument
     new = "input.mel_bins" if name == "mel_bins" else TransformerConfig.former_names[name]
     current = f"--model.{new}{dot}{rest}".replace("_", "-")
-    # FutureWarning: Python shows it to users, unlike DeprecationWarning.
+    # Not a DeprecationWarning: Python hides those from users by default.
     warnings.warn(f"{option} is now {current}. The former name works for one release.", FutureWarning, stacklevel=2)
     return f"{current}{equals}{value}"
 
 
 def _with_lora(recipe: Recipe, arguments: list[str]) -> tuple[Recipe, list[str]]:
-    """Return the recipe with `lora` turned on or off by the arguments, and the arguments without `--lora None`: tyro
-    has no flag for a whole group.
+    """Turn `lora` on or off as the arguments say; return the recipe and the arguments without `--lora None`.
+
+    This happens before tyro parses the arguments, because tyro has no flag for a whole group.
     """
     options = any(word.startswith("--lora.") for word in arguments)
     for place, pair in enumerate(itertools.pairwise(arguments)):

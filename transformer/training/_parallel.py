@@ -1,4 +1,4 @@
-"""A training step spread over devices: one program over a mesh, or a copy of the model on each of them."""
+"""Placement of the training step on devices: one program over a mesh (jit), or a replica on each device (pmap)."""
 
 from __future__ import annotations
 
@@ -30,21 +30,26 @@ from transformer.training._state import TrainState, abstract_state, make_state
 from transformer.training._step import Metrics, TrainStep, make_eval_step, make_train_step
 
 MakeStep = Callable[..., TrainStep]
-"""makes a pure step of a recipe and, for `jax.pmap`, an `axis_name`: `make_train_step`"""
+"""function that makes a pure step from a recipe and, for `jax.pmap`, an `axis_name`, such as `make_train_step`"""
 HostBatch = Mapping[str, np.ndarray]
-"""arrays by name, as the data gives them: to train on, the `rows` that this process holds; else the whole batch"""
+"""arrays on the host, by name; for training, only the rows of this process (`rows`), otherwise the whole batch"""
 
 
 class MeshPlacement:
-    """One program, `jax.jit`, over a mesh; XLA puts in the communication (GSPMD, arXiv 2105.04663).
+    """One `jax.jit` program over a mesh of devices; XLA inserts the communication (GSPMD, arXiv 2105.04663).
 
     Raises:
-        ConfigError: a mesh that does not fit the devices, the model or the batch.
+        ConfigError: the mesh does not fit the devices, the model or the batch.
     """
 
     def __init__(self, recipe: Recipe, devices: Sequence[Any] | None = None, make_step: MakeStep = make_train_step):
-        """`devices` None: those of this machine; others may be of a topology, to compile for what is not there.
-        `make_step` makes the pure training step that this placement runs.
+        """Check the mesh and prepare the functions, which are compiled at their first call.
+
+        Args:
+            recipe: recipe of the run.
+            devices: devices to choose from; None: those of this machine. Devices of a topology are for compilation
+                only.
+            make_step: makes the pure training step that this placement runs.
         """
         devices = _chosen(recipe) if devices is None else recipe.parallel.choose(devices)
         sizes = mesh_sizes(recipe.parallel.sizes, len(devices))
@@ -53,7 +58,7 @@ class MeshPlacement:
         check_batch_sizes(*shared_rows(recipe.data), recipe.training.accumulation, sizes, length)
         self.mesh: Mesh = make_mesh(sizes, devices)
         make = functools.partial(make_state, recipe)
-        with jax.set_mesh(self.mesh):  # as `new_state` does: the same function in the same mesh is traced once
+        with jax.set_mesh(self.mesh):  # the same mesh context as in `new_state`, so that JAX traces `make` only once
             shapes = jax.eval_shape(make)
         self._shardings = state_shardings(shapes, self.mesh)
         self._shapes = jax.tree.map(_with_sharding, shapes, self._shardings)
@@ -65,46 +70,50 @@ class MeshPlacement:
         self._parts = len(self.rows(ways)), ways
 
     def rows(self, total: int) -> np.ndarray:
-        """Which rows of a batch of `total` to train on this process is to give, ascending."""
+        """Return the indices of the rows that this process supplies of a training batch of `total` rows, ascending."""
         return local_rows(self.mesh, total)
 
     @property
     def sizes(self) -> Mapping[str, int]:
-        """Of all mesh axes."""
+        """Size of every mesh axis."""
         return self.mesh.shape
 
     def whole_rows(self, rows: int) -> int:
-        """Rows of the whole batch of which this process has so many."""
+        """Return the number of rows of the whole batch, given the number of rows of this process."""
         own, ways = self._parts
         return rows * ways // own
 
     def describe(self) -> str:
-        """The axes that split something, "mesh: data 4 x tensor 2"; "" on one device."""
-        told = told_sizes(self.mesh.shape)
-        return f"mesh: {told}" if told else ""
+        """Return the mesh axes larger than 1, such as "mesh: data 4 x tensor 2"; "" on one device."""
+        axes = told_sizes(self.mesh.shape)
+        return f"mesh: {axes}" if axes else ""
 
     def abstract_state(self) -> TrainState:
-        """Shapes, dtypes and places of the state, for restoring a checkpoint into."""
+        """Return the shapes, dtypes and shardings of the state, as the target of restoring a checkpoint."""
         return self._shapes
 
     def new_state(self) -> TrainState:
-        """The state before the first step, each device making its part."""
+        """Create the state before the first step; each device computes its own shards."""
         with jax.set_mesh(self.mesh):
             return self._make()
 
     def spread(self, state: TrainState) -> TrainState:
-        """The state as `train_step` takes it, of one that was made or restored."""
+        """Convert a new or restored state to the form that `train_step` takes."""
         return state
 
     def whole(self, state: TrainState) -> TrainState:
-        """The state as a checkpoint, an evaluation or a user takes it."""
+        """Convert the state of `train_step` to the form for checkpoints, evaluation and users."""
         return state
 
     def train_step(
         self, state: TrainState, batch: HostBatch, limit: np.float32 | None = None
     ) -> tuple[TrainState, Metrics]:
-        """One update, unless the mean loss is above `limit` (nats a target, or squared); the state that goes in is
-        used up.
+        """Run one training step; the input state is donated and must not be used again.
+
+        Args:
+            state: state before the step.
+            batch: rows of this process.
+            limit: skip the update if the mean loss is above this (in the unit of the loss); None: no limit.
         """
         with jax.set_mesh(self.mesh):
             own, ways = self._parts
@@ -113,37 +122,37 @@ class MeshPlacement:
             return self._train(state, placed, limit)
 
     def eval_step(self, params: Any, batch: HostBatch) -> Metrics:
-        """Sums over a batch of any number of rows: it is filled up with rows of weight 0."""
+        """Compute sums over a batch of any number of rows, which is padded with rows of weight 0."""
         filled = _filled_up(batch, row_ways(self.mesh.shape))
         with jax.set_mesh(self.mesh):
             return self._eval(params, place_batch(filled, self.mesh))
 
     def lower(self, batch: Mapping[str, Any]) -> jax.stages.Lowered:
-        """The training step on shapes alone, for a look at its compiled form: of arrays, or of what has their shape."""
+        """Lower the training step for a batch of arrays or shapes, to compile and inspect it without running it."""
         with jax.set_mesh(self.mesh):
             return self._train.lower(self._shapes, placed_shapes(batch, self.mesh))
 
 
 class PmapPlacement:
-    """A copy of the model on each local device, `jax.pmap`: rows are split, gradients and sums added (psum).
+    """A replica of the model on each local device (`jax.pmap`): the rows of a batch are split, gradients are summed.
 
     Raises:
-        ConfigError: a batch whose rows the devices can't share evenly.
+        ConfigError: the rows of the batch can't be divided evenly among the devices, or there are several processes.
     """
 
     def __init__(self, recipe: Recipe, devices: Sequence[Any] | None = None, make_step: MakeStep = make_train_step):
-        """`devices` and `make_step` as of `MeshPlacement`."""
+        """Prepare the functions; the arguments are those of `MeshPlacement`."""
         if jax.process_count() > 1:
             raise ConfigError(
-                f"parallel.kind pmap spreads one process over its devices, but {jax.process_count()} processes train "
-                f"together. Take --parallel.kind mesh: with all axes but data at 1 it does the same over all of them."
+                f"parallel.kind pmap supports a single process, but this run has {jax.process_count()} processes. Use "
+                f"--parallel.kind mesh: with all axes except data at 1 it does the same over all processes."
             )
         self._devices = recipe.parallel.choose(jax.local_devices() if devices is None else devices)
         count = len(self._devices)
         if recipe.parallel.data not in (-1, count):
             raise ConfigError(
-                f"parallel.data is {recipe.parallel.data}, but pmap runs on all {count} devices. Leave it out, or give "
-                f"parallel.devices {recipe.parallel.data}."
+                f"parallel.data is {recipe.parallel.data}, but pmap runs on all {count} devices. Remove it, or set "
+                f"parallel.devices to {recipe.parallel.data}."
             )
         check_batch_sizes(
             *shared_rows(recipe.data), recipe.training.accumulation, mesh_sizes({"data": count}, count), None
@@ -155,59 +164,60 @@ class PmapPlacement:
         self._eval = jax.jit(make_eval_step(recipe))
 
     def rows(self, total: int) -> np.ndarray:
-        """All rows of a batch: there is one process."""
+        """Return the indices of all rows of a batch, because there is only one process."""
         return np.arange(total)
 
     @property
     def sizes(self) -> Mapping[str, int]:
-        """As of a mesh that splits rows alone."""
+        """Size of every mesh axis, for a mesh that splits only the rows."""
         return mesh_sizes({"data": len(self._devices)}, len(self._devices))
 
     def whole_rows(self, rows: int) -> int:
-        """As that of `MeshPlacement`: there is one process."""
+        """Return the number of rows unchanged, because there is only one process."""
         return rows
 
     def describe(self) -> str:
-        """How many copies."""
+        """Return the number of replicas, such as "pmap: data 4"."""
         return f"pmap: data {len(self._devices)}"
 
     def abstract_state(self) -> TrainState:
-        """Shapes and dtypes of one copy of the state."""
+        """Return the shapes and dtypes of one replica of the state."""
         return self._shapes
 
     def new_state(self) -> TrainState:
-        """The state before the first step, one copy."""
+        """Create one replica of the state before the first step."""
         return self._make()
 
     def spread(self, state: TrainState) -> TrainState:
-        """A copy for each device, stacked on a leading axis."""
+        """Replicate a state: one copy per device, stacked on a leading axis."""
         count = len(self._devices)
         mesh = jax.make_mesh((count,), ("data",), axis_types=(AxisType.Auto,), devices=self._devices)
-        sharding = NamedSharding(mesh, PartitionSpec("data"))  # as pmap gives it back: another would compile it again
-        # One copy after the other: the first device need not hold them all.
+        # The sharding of pmap's outputs: with any other one, the second step would compile the program again.
+        sharding = NamedSharding(mesh, PartitionSpec("data"))
+        # Copies are made one after another; stacking them first would need memory for all copies on one device.
         return jax.tree.map(
             lambda leaf: jax.make_array_from_callback((count, *leaf.shape), sharding, lambda _, a=leaf: a[None]), state
         )
 
     def whole(self, state: TrainState) -> TrainState:
-        """The copy of the first device: all are alike."""
+        """Return the replica of the first device; all replicas are equal."""
         return jax.tree.map(lambda copies: copies.addressable_data(0)[0], state)
 
     def train_step(
         self, state: TrainState, batch: HostBatch, limit: np.float32 | None = None
     ) -> tuple[TrainState, Metrics]:
-        """As that of `MeshPlacement`."""
+        """Run one training step, as `MeshPlacement.train_step`."""
         count = len(self._devices)
         parts = {name: array.reshape(count, -1, *array.shape[1:]) for name, array in batch.items()}
         state, metrics = self._train(state, parts, limit)
         return state, jax.tree.map(lambda copies: copies[0], metrics)
 
     def eval_step(self, params: Any, batch: HostBatch) -> Metrics:
-        """Sums over a batch, on the first device."""
+        """Compute sums over a batch, on the first device."""
         return self._eval(params, {name: jnp.asarray(array) for name, array in batch.items()})
 
     def lower(self, batch: Mapping[str, Any]) -> jax.stages.Lowered:
-        """As that of `MeshPlacement`: the program of one device and its rows."""
+        """Lower the training step, as `MeshPlacement.lower`; the program is that of one device with its rows."""
         count = len(self._devices)
         state = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((count, *leaf.shape), leaf.dtype), self._shapes)
         parts = {
@@ -218,7 +228,7 @@ class PmapPlacement:
 
 
 def placed_shapes(batch: Mapping[str, Any], mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes, dtypes and places of a batch of arrays, or of what has their shape."""
+    """Return the shapes, dtypes and shardings of a batch of arrays or shapes."""
 
     def shape(array):
         dtype = jax.dtypes.canonicalize_dtype(array.dtype)
@@ -228,25 +238,31 @@ def placed_shapes(batch: Mapping[str, Any], mesh: Mesh) -> dict[str, jax.ShapeDt
 
 
 Placement = MeshPlacement | PmapPlacement
-"""what `place` gives"""
+"""result of `place`"""
 
 PLACEMENTS: dict[str, type[MeshPlacement] | type[PmapPlacement]] = {"mesh": MeshPlacement, "pmap": PmapPlacement}
-"""placements by parallel.kind"""
+"""placement classes by parallel.kind"""
 
 
 def place(recipe: Recipe, make_step: MakeStep = make_train_step) -> Placement:
-    """The pure step that `make_step` makes of the recipe, on the devices that its `parallel` names. ConfigError if they
-    don't fit.
+    """Place the recipe's training step on the devices that its `parallel` config selects.
+
+    Args:
+        recipe: recipe of the run.
+        make_step: makes the pure training step.
+
+    Raises:
+        ConfigError: the devices don't fit the model or the batch.
     """
     return PLACEMENTS[recipe.parallel.kind](recipe, make_step=make_step)
 
 
 def _chosen(recipe: Recipe) -> list[jax.Device]:
-    """The devices of all processes that a recipe asks for."""
+    """Return the devices of all processes that a recipe selects."""
     if jax.process_count() > 1 and recipe.parallel.devices is not None:
         raise ConfigError(
-            f"parallel.devices ({recipe.parallel.devices}) chooses among the devices of one process, but "
-            f"{jax.process_count()} train together, with {jax.device_count()}. Leave it out, or start fewer processes."
+            f"parallel.devices ({recipe.parallel.devices}) selects devices of a single process, but this run has "
+            f"{jax.process_count()} processes with {jax.device_count()} devices. Remove it, or start fewer processes."
         )
     return recipe.parallel.choose(jax.devices())
 
@@ -256,6 +272,10 @@ def _with_sharding(leaf: jax.ShapeDtypeStruct, sharding: Any) -> jax.ShapeDtypeS
 
 
 def _filled_up(batch: HostBatch, ways: int) -> HostBatch:
+    """Pad a batch to a multiple of `ways` rows: repeat its last row with weight 0.
+
+    A repeated row and not zeros: its lengths and tokens are valid inputs, so it can't produce NaN.
+    """
     rows = len(batch["weights"])
     missing = -rows % ways
     if not missing:

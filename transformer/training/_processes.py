@@ -1,7 +1,8 @@
-"""Several processes that train together: how they find each other, agree, and part.
+"""Multi-process training: join the processes of a run, keep their decisions consistent, and shut them down.
 
-`jax.distributed` is the engine: its coordination service (in process 0) joins them and ends all when one is gone, and
-collectives of the compiled step do the rest. Every process runs the same program; the first one writes.
+`jax.distributed` does the work: its coordination service in process 0 connects the processes, and terminates all of
+them when one is lost. Collectives in the compiled step exchange the data. Every process runs the same program; only the
+first one writes files.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ from transformer.nn._sharding import ParallelConfig
 from transformer.training._signals import StopSignal
 
 HEARTBEAT = 30
-"""seconds after which a process that says nothing counts as gone, and all end"""
+"""seconds without a heartbeat after which a process counts as lost, and all processes end"""
 
-_BARRIER_S = 1800  # for the slowest writer of a large checkpoint
-_AGAIN = "Start all of them again with the same command: they go on from the newest checkpoint."
+_BARRIER_S = 1800  # long enough for the slowest writer of a large checkpoint
+_AGAIN = "Restart all processes with the same command: training resumes from the newest checkpoint."
 _BY_HAND = (
-    "Tell each process: --parallel.coordinator HOST:PORT of process 0, --parallel.num-processes and "
-    "--parallel.process-id (localhost:1234, 1 and 0 to train alone)."
+    "Pass to each process --parallel.coordinator (HOST:PORT of process 0), --parallel.num-processes and "
+    "--parallel.process-id (localhost:1234, 1 and 0 to train with a single process)."
 )
 _SIGNS = ("Gloo", "gloo/", "NCCL", "UNAVAILABLE", "DEADLINE_EXCEEDED", "coordination service")
 _WITNESS = """
@@ -48,40 +49,46 @@ sys.stderr.write(last if last.strip() else "")
 
 
 class ProcessesError(RuntimeError):
-    """Processes that train together could not find each other, or lost one."""
+    """The processes of a run could not connect, or lost the connection to one of them."""
 
 
 class _Witness:
-    """A small child that says why, where this process can't: JAX ends it with abort() when others are gone."""
+    """A small child process that prints an explanation if this process ends unexpectedly.
+
+    This process can't do it itself: when other processes are lost, JAX ends it with abort(), which runs no Python code.
+    """
 
     def __init__(self) -> None:
         self._child: subprocess.Popen | None = None
 
     def expect(self, message: str) -> None:
-        """What is to be told if this process ends now; "" for nothing."""
+        """Set the message to print if this process ends from now on; "" for no message."""
         if self._child is None:
             if not message:
                 return
-            # A session of its own: Ctrl-C in the terminal is not meant for it.
+            # A new session, so that Ctrl-C in the terminal does not end the child as well.
             command = [sys.executable, "-I", "-S", "-c", _WITNESS]
             self._child = subprocess.Popen(command, stdin=subprocess.PIPE, text=True, start_new_session=True)
-        with contextlib.suppress(OSError):  # somebody killed it: the run does not need it
+        with contextlib.suppress(OSError):  # the child was killed; training works without it
             self._child.stdin.write(f"{message}\n")
             self._child.stdin.flush()
 
 
 _witness = _Witness()
-_passed: Counter[str] = Counter()  # barriers, by key
+_passed: Counter[str] = Counter()  # number of barriers passed, by key
 
 
 def launcher(environment: Mapping[str, str] = os.environ) -> str | None:
-    """Who started this process as one of several: "Slurm", "Open MPI", "a TPU slice"; None: nobody that is known."""
+    """Return the launcher that started this process as one of several, None if it is not a known launcher.
+
+    The result is "Slurm", "Open MPI" or "a TPU slice".
+    """
 
     def several(*names: str) -> bool:
-        told = next((environment[name] for name in names if name in environment), "")
-        return told.isdecimal() and int(told) > 1
+        value = next((environment[name] for name in names if name in environment), "")
+        return value.isdecimal() and int(value) > 1
 
-    # Of the step, not of the job: a shell inside an allocation is one task.
+    # The variables of the job step, not those of the job: an interactive shell in an allocation is a single task.
     if "SLURM_STEP_NODELIST" in environment and several("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"):
         return "Slurm"
     if several("OMPI_COMM_WORLD_SIZE"):
@@ -90,12 +97,13 @@ def launcher(environment: Mapping[str, str] = os.environ) -> str | None:
 
 
 def join(parallel: ParallelConfig) -> None:
-    """Joins this process with the others of its run; to be called before JAX computes anything. Nothing for one alone,
-    or where `jax.distributed` was initialized already.
+    """Connect this process to the others of its run. Call it before JAX computes anything.
+
+    Does nothing for a single process, or if `jax.distributed` is already initialized.
 
     Raises:
-        ProcessesError: the coordinator does not answer, or a cluster that JAX can't read; after `parallel.patience`
-            seconds at most. Where others are missing, JAX ends the process itself.
+        ProcessesError: the coordinator does not answer within `parallel.patience` seconds, or JAX can't read the
+            settings of the cluster. If other processes are missing, JAX ends this process without an exception.
     """
     by = launcher()
     if (parallel.coordinator is None and by is None) or jax.distributed.is_initialized():
@@ -103,7 +111,7 @@ def join(parallel: ParallelConfig) -> None:
     if parallel.coordinator in (None, "auto"):
         what, place, others = f"the processes of {by or 'this cluster'}", {}, _BY_HAND
         if by == "Open MPI" and "OMPI_MCA_orte_hnp_uri" not in os.environ:
-            raise ProcessesError(f"Open MPI from version 5 on does not say where rank 0 is. {_BY_HAND}")
+            raise ProcessesError(f"Open MPI 5 and later does not provide the address of rank 0. {_BY_HAND}")
     else:
         what = f"the {parallel.num_processes} processes at {parallel.coordinator}"
         place = {
@@ -111,12 +119,12 @@ def join(parallel: ParallelConfig) -> None:
             "num_processes": parallel.num_processes,
             "process_id": parallel.process_id,
         }
-        others = "Start each of them with the same command but its own --parallel.process-id."
+        others = "Start each process with the same command, except for its own --parallel.process-id."
         if parallel.process_id:
             _wait_for(parallel.coordinator, parallel.patience)
     _witness.expect(
-        f"error: {what} did not all come together within {parallel.patience} s (--parallel.patience). {others} Where "
-        f"one stopped with an error, mend that first."
+        f"error: {what} did not all connect within {parallel.patience} s (--parallel.patience). {others} If one of "
+        f"them stopped with an error, fix that first."
     )
     try:
         jax.distributed.initialize(
@@ -125,17 +133,21 @@ def join(parallel: ParallelConfig) -> None:
     except Exception as error:
         _witness.expect("")
         first = str(error).strip().partition("\n")[0].rstrip(".")
-        in_use = "If its port is in use, take another for all. " if place else ""
-        raise ProcessesError(f"{what} can't be joined: {first}. {in_use}{others}") from error
-    atexit.register(_witness.expect, "")  # an end in order needs no explanation; abort() passes this over
+        in_use = "If the port is in use, choose another one for all processes. " if place else ""
+        raise ProcessesError(f"could not connect to {what}: {first}. {in_use}{others}") from error
+    atexit.register(_witness.expect, "")  # a normal exit needs no explanation; abort() does not run this
     _witness.expect(
-        f"error: {name()} ended in the middle of its work: another one is gone or out of reach (JAX says which, above) "
-        f"or this one was killed. {_AGAIN}"
+        f"error: {name()} ended unexpectedly: another process is lost or unreachable (see JAX's message above), or "
+        f"this one was killed. {_AGAIN}"
     )
 
 
 def _wait_for(coordinator: str, patience: float) -> None:
-    """Until process 0 listens: JAX itself would end the process with a stack trace."""
+    """Wait until process 0 accepts connections; without this check, JAX would end the process with a stack trace.
+
+    Raises:
+        ProcessesError: process 0 does not answer within `patience` seconds.
+    """
     host, _, port = coordinator.rpartition(":")
     deadline, reason = time.monotonic() + patience, ""
     while time.monotonic() < deadline:
@@ -147,21 +159,22 @@ def _wait_for(coordinator: str, patience: float) -> None:
             time.sleep(0.2)
     raise ProcessesError(
         f"the coordinator at {coordinator} does not answer ({reason}; waited {patience} s, --parallel.patience). Start "
-        f"process 0 with the same --parallel.coordinator on that host, and let its port through the firewall."
+        f"process 0 with the same --parallel.coordinator on that host, and open its port in the firewall."
     )
 
 
 def part() -> None:
-    """The end of a run that went well: waits for the others to be there, too."""
+    """Disconnect at the end of a successful run; waits until the other processes do the same."""
     if jax.distributed.is_initialized():
-        with _others_are_there():
+        with _lost_processes_explained():
             jax.distributed.shutdown()
         _witness.expect("")
 
 
 def leave(code: int) -> None:
-    """Ends a process that did not `part`, at once and with this exit code: an exit in order would wait for the others,
-    who wait for it.
+    """End a failed process immediately with this exit code.
+
+    A normal exit would wait for the other processes, which wait for this one.
     """
     if jax.distributed.is_initialized():
         _witness.expect("")
@@ -172,58 +185,61 @@ def leave(code: int) -> None:
 
 @contextlib.contextmanager
 def together(parallel: ParallelConfig) -> Iterator[None]:
-    """`join`, and inside an error of JAX that comes of another process being gone is a ProcessesError that says so."""
+    """Context manager that calls `join`, and turns errors about a lost process into a `ProcessesError`."""
     join(parallel)
-    with _others_are_there():
+    with _lost_processes_explained():
         yield
 
 
 @contextlib.contextmanager
-def _others_are_there() -> Iterator[None]:
+def _lost_processes_explained() -> Iterator[None]:
+    """Turn an error of JAX that is caused by the loss of another process into a `ProcessesError` that says so."""
     try:
         yield
     except RuntimeError as error:
-        said = str(error).strip()
-        if jax.process_count() == 1 or not any(sign in said for sign in _SIGNS):
+        text = str(error).strip()
+        if jax.process_count() == 1 or not any(sign in text for sign in _SIGNS):
             raise
-        first = next(iter(said.splitlines()), "")
-        raise ProcessesError(f"{name()} lost the others: one is gone or out of reach ({first}). {_AGAIN}") from error
+        first = next(iter(text.splitlines()), "")
+        raise ProcessesError(
+            f"{name()} lost the connection to another process, which ended or is unreachable ({first}). {_AGAIN}"
+        ) from error
 
 
 def name() -> str:
-    """Which process this is, for messages: "process 1 of 2"."""
+    """Return the name of this process for messages, such as "process 1 of 2"."""
     return f"process {jax.process_index()} of {jax.process_count()}"
 
 
 def is_first() -> bool:
-    """Whether this process is the one that writes."""
+    """Return whether this is the process that writes files."""
     return jax.process_index() == 0
 
 
 def barrier(key: str) -> None:
-    """Waits until every process is here. Host to host, not by the devices, so that any thread may call it."""
+    """Wait until all processes reach this barrier. It uses the hosts and not the devices, so any thread may call it."""
     if jax.process_count() > 1:
         import orbax.checkpoint as ocp
 
-        _passed[key] += 1  # the service takes each name once
+        _passed[key] += 1  # the coordination service accepts each name only once
         ocp.multihost.get_barrier_sync_fn()(key=f"{key} {_passed[key]}", timeout_ms=_BARRIER_S * 1000)
 
 
 def check_shared(path: Path) -> None:
-    """Raises ConfigError in a process that does not see what the first one has written at `path`."""
+    """Raise ConfigError in a process that does not see the file which the first process has written to `path`."""
     barrier("written")
     if not path.exists():
         raise ConfigError(
-            f"{name()} does not see {path}, which process 0 has just written. Give a --workdir on a disk that all "
-            f"share."
+            f"{name()} does not see {path}, which process 0 has just written. Pass a --workdir on a file system that "
+            f"all processes share."
         )
 
 
 def first_decides(function: Callable[[], Any]) -> Any:
-    """What `function` gives in the first process (a JSON value), in all of them.
+    """Call `function` in the first process, and return its result (a JSON value) in all processes.
 
     Raises:
-        ValueError: the first process got an error, which it raises as it is.
+        ValueError: `function` failed in the first process, which raises the original error.
     """
     if jax.process_count() == 1:
         return function()
@@ -231,35 +247,36 @@ def first_decides(function: Callable[[], Any]) -> Any:
     if is_first():
         try:
             content = json.dumps({"value": function()}).encode()
-        except Exception as error:  # whatever it is, the others must not wait for ever
+        except Exception as error:  # any error: the other processes must not wait forever
             failure, content = error, json.dumps({"error": str(error)}).encode()
     size = int(multihost_utils.broadcast_one_to_all(np.int32(len(content))))
     padded = np.frombuffer(content.ljust(size), np.uint8)
-    told = json.loads(bytes(multihost_utils.broadcast_one_to_all(padded)))
+    answer = json.loads(bytes(multihost_utils.broadcast_one_to_all(padded)))
     if failure is not None:
         raise failure
-    if "error" in told:
-        raise ValueError(told["error"])
-    return told["value"]
+    if "error" in answer:
+        raise ValueError(answer["error"])
+    return answer["value"]
 
 
 def check_alike(what: str, value: str) -> None:
-    """Raises ConfigError where processes don't hold the same `value`, which `what` names."""
+    """Raise ConfigError if this process has a different `value` than the first one; `what` names it in the message."""
     if jax.process_count() > 1 and first_decides(lambda: value) != value:
         raise ConfigError(
-            f"{name()} has other {what} than process 0. All must be started with the same command, and read the same "
-            f"files."
+            f"{name()} and process 0 have different {what}. Start all processes with the same command, and let them "
+            f"read the same files."
         )
 
 
 class SharedStop:
-    """Whether a signal asks to stop: one that came to any of the processes counts in all, at the same point of the
-    program. Call it at the same points in all of them.
+    """A stop signal shared by all processes: all of them stop at the same step if any of them received a signal.
+
+    Every process must call it at the same points of the program.
     """
 
     def __init__(self, stop: StopSignal) -> None:
         self._stop = stop
-        self._signum = 0  # that all know of
+        self._signum = 0  # signal that all processes know of; 0 for none
         self._asked: jax.Array | None = None
         self._alone = jax.process_count() == 1
         if not self._alone:
@@ -269,31 +286,32 @@ class SharedStop:
 
     @property
     def exit_code(self) -> int | None:
-        """128 + signal; None without one."""
+        """128 + number of the signal; None without a signal."""
         if self._alone:
             return self._stop.exit_code
         return 128 + self._signum if self._signum else None
 
     def __call__(self) -> bool:
-        """Whether to stop now. Waits for the other processes."""
+        """Return whether to stop now; waits for the other processes."""
         if self._alone:
             return self._stop.requested
         self._asked = self._ask()
-        return self._told()
+        return self._answer()
 
     def soon(self) -> bool:
-        """As a call, but of what was known when it was last asked: nobody waits for a step that still runs."""
+        """Return whether to stop, from the answer to the previous call: does not wait for a step that still runs."""
         if self._alone:
             return self._stop.requested
-        told = self._told()
+        answer = self._answer()
         self._asked = self._ask()
-        return told
+        return answer
 
     def _ask(self) -> jax.Array:
+        """Start to compute the largest signal number of all processes, on the devices; does not wait for the result."""
         number = np.full(1, self._stop.signum or 0, np.int32)
         return self._largest(jax.make_array_from_callback((jax.device_count(),), self._spread, lambda index: number))
 
-    def _told(self) -> bool:
+    def _answer(self) -> bool:
         if self._asked is not None:
             self._signum = max(self._signum, int(self._asked))
         return self._signum > 0

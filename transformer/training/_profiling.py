@@ -1,4 +1,4 @@
-"""A trace of some steps, as XProf shows it: what runs on the device and what the host does meanwhile."""
+"""Profiling: write a trace of some training steps, with device and host activity, for XProf."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ import jax
 from transformer.config._checks import ConfigError
 
 FOLDER = "profile"
-"""of a workdir, where traces lie"""
+"""directory of a workdir that holds the traces"""
 
 
 @dataclass(frozen=True)
 class Window:
-    """The steps to trace: those after `start` are done, until `stop` are."""
+    """The steps to trace: from the end of step `start` to the end of step `stop`."""
 
     start: int
     stop: int
 
 
 def parse_window(text: str, steps: int) -> Window:
-    """The window of "20:30" in a run of so many steps.
+    """Parse a window such as "20:30" for a run of `steps` steps.
 
     Raises:
-        ConfigError: not two whole numbers, the first below the second, both within the run.
+        ConfigError: the text is not two integers, START is not below STOP, or the window ends after the run.
     """
     found = re.fullmatch(r"(\d+):(\d+)", text)
     if found is None:
         raise ConfigError(
-            f"--profile takes START:STOP, steps between which a trace is written, such as 20:30, got {text!r}."
+            f"--profile must be START:STOP, the steps between which to record a trace, such as 20:30, got {text!r}."
         )
     window = Window(int(found[1]), int(found[2]))
     if not window.start < window.stop <= steps:
         raise ConfigError(
-            f"--profile {text}: START must be below STOP, and STOP at most the {steps} steps of the run "
-            f"(--training.steps). Try --profile {_within(steps)}."
+            f"--profile {text}: START must be below STOP, and STOP must be at most {steps}, the number of steps of the "
+            f"run (--training.steps). Try --profile {_within(steps)}."
         )
     return window
 
@@ -55,7 +55,7 @@ def _within(steps: int) -> str:
 class Profiler:
     """Context manager that traces a window of a run into `workdir/profile`; without a window it does nothing.
 
-    Of processes that train together each sees its own devices; the first writes a trace, the others none.
+    In multi-process training only the first process writes a trace, which shows its own devices.
     """
 
     def __init__(
@@ -67,20 +67,33 @@ class Profiler:
         first: bool = True,
         say: Callable[[str], None] = print,
     ):
-        """`step` is how many are done, `say` what tells the user."""
+        """Prepare the profiler; nothing is traced yet.
+
+        Args:
+            window: steps to trace; None: no trace.
+            workdir: workdir of the run.
+            step: number of steps already done.
+            first: whether this is the first process.
+            say: function that prints a message to the user.
+        """
         self._folder, self._say, self._begun = Path(workdir) / FOLDER, say, None
         self._window = window if first else None
         if window is not None and step >= window.stop:
-            say(f"no trace: the run goes on from step {step}, and --profile ends at step {window.stop}")
+            say(f"no trace: the run resumes from step {step}, but --profile ends at step {window.stop}")
             self._window = None
 
     @property
     def running(self) -> bool:
-        """Whether a trace is being taken."""
+        """Whether a trace is being recorded."""
         return self._begun is not None
 
     def at(self, step: int, wait: Callable[[], None]) -> None:
-        """To be called between steps, `step` are dispatched: begins or ends the trace; `wait` lets these be done."""
+        """Start or end the trace if it is time to. Call it between steps.
+
+        Args:
+            step: number of steps dispatched so far.
+            wait: function that waits until these steps are done, so that the trace has whole steps only.
+        """
         if self._window is None:
             return
         if not self.running and self._window.start <= step < self._window.stop:
@@ -92,7 +105,7 @@ class Profiler:
             self._end(step)
 
     def step(self, number: int) -> contextlib.AbstractContextManager:
-        """Marks what is inside as the step of this number, where a trace is being taken."""
+        """Return a context manager that marks its body as the step of this number in the trace."""
         if not self.running:
             return contextlib.nullcontext()
         return jax.profiler.StepTraceAnnotation("train", step_num=number)
@@ -103,7 +116,7 @@ class Profiler:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Ends a trace whose run ended first."""
+        """End the trace if the run ends before the window."""
         if self.running:
             self._end(None)
 
@@ -115,5 +128,5 @@ class Profiler:
         self._say(
             f"trace from step {begun} to {until}: {self._folder}\n"
             f"  to open it: pip install xprof; xprof --logdir {folder} --port 8791, then http://localhost:8791\n"
-            f"  (with xprof installed TensorBoard shows it, too: tensorboard --logdir {folder})"
+            f"  (with xprof installed, TensorBoard shows it too: tensorboard --logdir {folder})"
         )

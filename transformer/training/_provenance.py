@@ -1,4 +1,4 @@
-"""What a checkpoint was trained with: its recipe and tokenizer, compared with those that its workdir now holds."""
+"""Provenance of checkpoints: the recipe, tokenizer and data of a checkpoint, compared with those of its workdir."""
 
 from __future__ import annotations
 
@@ -21,32 +21,32 @@ TOKENIZER = "tokenizer"
 
 
 class WorkdirError(ConfigError):
-    """A workdir that holds another run than the one that was asked for, or a run that has been changed."""
+    """The workdir contains a different run than requested, or a run whose files have been changed."""
 
 
 @dataclass(frozen=True)
 class Provenance:
-    """What the checkpoint in `path` was trained with. Checkpoints of earlier versions do not record all of it: None."""
+    """Recipe, tokenizer and data of the checkpoint in `path`; None for what an earlier version did not record."""
 
     path: Path
     recipe: Recipe | None
     recipe_file: str | None
     """name of the checkpoint's copy of recipe.json"""
     tokenizer: str | None
-    """`tokenizer_fingerprint` of the tokenizer"""
+    """`tokenizer_fingerprint` of its tokenizer"""
     data: str | None
-    """fingerprint of the data"""
+    """fingerprint of its training data"""
 
 
 def tokenizer_fingerprint(tokenizer: Tokenizer | None) -> str | None:
-    """SHA-256 of everything that determines a tokenizer; None for no tokenizer."""
+    """Return the SHA-256 of everything that determines a tokenizer; None without a tokenizer."""
     if tokenizer is None:
         return None
     return hashlib.sha256(json.dumps(tokenizer.state(), sort_keys=True).encode()).hexdigest()
 
 
 def provenance(workdir: str | os.PathLike, step: int) -> Provenance:
-    """The provenance of a checkpoint that was verified before."""
+    """Return the provenance of a checkpoint, which must be verified already."""
     path, names, items = load_items(workdir, step)
     data: dict[str, Any] = items.get("data") or {}
     values = items.get("recipe")
@@ -60,7 +60,7 @@ def provenance(workdir: str | os.PathLike, step: int) -> Provenance:
 
 
 def newest_provenance(workdir: str | os.PathLike) -> Provenance | None:
-    """The provenance of the newest checkpoint; None if it is damaged, which whoever restores it reports."""
+    """Return the provenance of the newest checkpoint; None if it is damaged (restoring it reports the damage)."""
     try:
         return provenance(workdir, find_steps(Path(workdir) / "checkpoints")[-1])
     except (ValueError, OSError):
@@ -68,35 +68,45 @@ def newest_provenance(workdir: str | os.PathLike) -> Provenance | None:
 
 
 def check_recipe_of_command(old: Recipe, new: Recipe, workdir: str | os.PathLike) -> list[Change]:
-    """The fields that a command changes of a run and may change.
+    """Return the fields that a command changes in an existing run, all of which may change on resume.
 
     Raises:
-        WorkdirError: it changes others.
+        WorkdirError: the command changes fields that must match.
     """
-    fault = f"{workdir} holds a run that differs from this one in"
-    return _check_same(old, new, fault, "Take these back to resume it, or give another --workdir to start anew.")
+    fault = f"{workdir} contains a run that differs from this command in"
+    return _check_same(
+        old, new, fault, "Remove these overrides to resume it, or pass another --workdir to start a new run."
+    )
 
 
 def check_unchanged(
     trained: Provenance, recipe: Recipe, tokenizer: Tokenizer | None, workdir: str | os.PathLike, *, resuming: bool
 ) -> None:
-    """Raises WorkdirError if the recipe or the tokenizer is not the one that the checkpoint was trained with.
+    """Check that the recipe and the tokenizer are those that the checkpoint was trained with.
 
-    Both opening a run and resuming one (`resuming`: the recipe is that of the command) call this.
+    Args:
+        trained: provenance of the checkpoint.
+        recipe: recipe of the workdir or, with `resuming`, of the command.
+        tokenizer: tokenizer of the workdir.
+        workdir: workdir of the run.
+        resuming: whether a command resumes the run, so that some fields of the recipe may differ.
+
+    Raises:
+        WorkdirError: one of them differs.
     """
     if trained.recipe is not None:
         if resuming:
             check_recipe_of_command(trained.recipe, recipe, workdir)
         else:
             place = Path(workdir) / FILE
-            fault = f"{place} was changed: it differs from the recipe that the checkpoint {trained.path} was trained"
+            fault = f"{place} was changed: it differs from the recipe of the checkpoint {trained.path}"
             words = ["cp", str(trained.path / (trained.recipe_file or "")), str(place)]
-            _check_same(trained.recipe, recipe, f"{fault} with, in", f"Restore it: {shlex.join(words)}")
+            _check_same(trained.recipe, recipe, f"{fault} in", f"Restore it: {shlex.join(words)}")
     found = tokenizer_fingerprint(tokenizer)
     if None not in (trained.tokenizer, found) and found != trained.tokenizer:
         raise WorkdirError(
             f"{Path(workdir) / TOKENIZER} was changed: it is not the tokenizer that the checkpoint {trained.path} was "
-            f"trained with (fingerprint {trained.tokenizer[:12]}, now {found[:12]}), so the model would read other "
+            f"trained with (fingerprint {trained.tokenizer[:12]}, now {found[:12]}), so the model would read wrong "
             f"tokens. Restore it from a copy, or train in another --workdir."
         )
 

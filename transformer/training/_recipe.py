@@ -76,33 +76,33 @@ class Recipe:
     """The full config of a run.
 
     Raises:
-        ConfigError: fields that contradict each other; the message says what to change.
+        ConfigError: fields contradict each other; the message says what to change.
     """
 
     name: str
     """name of the run; the default workdir is runs/<name>"""
     model: TransformerConfig
-    """model config"""
+    """model config: sizes and architecture"""
     data: DataConfig
     """training data and tokenizer"""
     execution: Execution = Execution()
-    """execution options: kernel, scan, rematerialization"""
+    """execution options: attention kernel, scan over layers, rematerialization; they don't change what is computed"""
     parallel: ParallelConfig = ParallelConfig()
-    """devices and sharding"""
+    """devices, mesh and sharding"""
     optimizer: OptimizerConfig = OptimizerConfig()
     """optimizer and learning-rate schedule"""
     training: TrainingConfig = TrainingConfig()
     """number of steps, seed, loss and safeguards"""
     evaluation: EvaluationConfig = EvaluationConfig()
-    """evaluation and samples"""
+    """evaluation on held-out data, samples and translations"""
     checkpoint: CheckpointConfig = CheckpointConfig()
-    """checkpoints"""
+    """how often to save checkpoints, and which to keep"""
     logging: LoggingConfig = LoggingConfig()
     """metrics and progress display"""
     lora: LoRA | None = None
     """LoRA: train low-rank updates of a pretrained model instead of all parameters; any --lora option turns it on"""
     origin: Origin | None = None
-    """source of the initial parameters; filled in for --init"""
+    """source of the initial parameters; set by --init"""
 
     def __post_init__(self):
         if not self.name or self.name != os.path.basename(self.name):
@@ -128,7 +128,7 @@ class Recipe:
             if self.model.max_length is not None and length is not None and length > self.model.max_length:
                 raise ConfigError(
                     f"data.{field} ({length}) must be at most model.max_length ({self.model.max_length}), the size of "
-                    f"the learned position table. Change one of them."
+                    f"the learned position table. Change one of the two."
                 )
         by_tokens = getattr(self.data, "batch_tokens", None) is not None
         if self.parallel.context != 1 and by_tokens and self.data.packed_length is None:
@@ -207,13 +207,13 @@ def from_json(values: Any, where: str = "recipe") -> Recipe:
     """Convert the values of `to_json` to a recipe; `where` names the file in errors.
 
     Raises:
-        ConfigError: the values are no recipe, have another version, or have unknown, missing or mistyped fields.
+        ConfigError: the values are not a recipe, have another version, or have unknown, missing or mistyped fields.
     """
     if not isinstance(values, dict) or values.get("format") != FORMAT:
         raise ConfigError(f'{where} is not a recipe: it lacks "format": {FORMAT!r}.')
     if values.get("version") != VERSION:
         raise ConfigError(
-            f"{where} has recipe version {values.get('version')!r}, this program reads version {VERSION}. "
+            f"{where} has recipe version {values.get('version')!r}, but this program reads version {VERSION}. "
             f"Use the version of this program that wrote the file."
         )
     return decode(Recipe, values.get("recipe"), where)
@@ -249,7 +249,7 @@ def load_recipe(workdir: str | os.PathLike) -> Recipe:
 
 @dataclass(frozen=True)
 class Change:
-    """One field that differs between two recipes: its dotted name, the `old` and the `new` value."""
+    """A field that differs between two recipes: its dotted name, the `old` and the `new` value."""
 
     field: str
     old: Any
@@ -260,7 +260,7 @@ class Change:
 
 
 def difference(old: Recipe, new: Recipe) -> tuple[list[Change], list[Change]]:
-    """Return the differences: first fields that must match to resume a run, then those that may change."""
+    """Return the fields that differ: those that must match to resume a run, and those that may change."""
     before, after = flatten(old), flatten(new)
     if type(old.data) is not type(new.data):
         before["data"], after["data"] = type(old.data).kind, type(new.data).kind

@@ -1,4 +1,4 @@
-"""What the model does, shown: samples at each evaluation, translations and scores at the end."""
+"""Reports: generated samples at each evaluation, translations and scores at the end of training."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _HEADER = "=== step "
 
 
 def device_line() -> str:
-    """What JAX computes on, of all processes."""
+    """Return a line with the number and kind of the devices of all processes, and the version of JAX."""
     devices = jax.devices()
     kind = devices[0].device_kind
     name = devices[0].platform if kind == devices[0].platform else f"{devices[0].platform} ({kind})"
@@ -34,16 +34,18 @@ def device_line() -> str:
 
 
 def cache_line() -> str:
-    """Where JAX keeps what it compiles, and how not to; "" where it keeps nothing."""
+    """Return a line with the directory of JAX's compilation cache, and how to disable it; "" without a cache."""
     folder = jax.config.jax_compilation_cache_dir
     if not folder or not jax.config.jax_enable_compilation_cache:
         return ""
-    return f"compiled programs are kept in {folder} (JAX_COMPILATION_CACHE_DIR= turns that off)"
+    return f"compiled programs are cached in {folder} (JAX_COMPILATION_CACHE_DIR= turns this off)"
 
 
 def samples(recipe: Recipe, model: nn.Module, params: Any, dataset: Dataset, step: int) -> str:
-    """What the model writes now: sources and their translations, or prompts continued; "" when none are wanted, and of
-    a model that writes nothing.
+    """Generate samples: translations of held-out sources, or continuations of prompts.
+
+    Returns:
+        the text of the samples; "" if the recipe asks for none, or the model does not generate text.
     """
     wanted = recipe.evaluation.samples
     task = TASKS[recipe.task]
@@ -58,17 +60,17 @@ def samples(recipe: Recipe, model: nn.Module, params: Any, dataset: Dataset, ste
 
 
 def append_samples(workdir: Path, step: int, text: str) -> None:
-    """Adds the samples of a step to samples.txt."""
+    """Append the samples of a step to samples.txt."""
     with open(workdir / SAMPLES, "a", encoding="utf-8") as file:
         file.write(f"{_HEADER}{step} ===\n{text}\n")
 
 
 def cut_samples(workdir: Path, step: int) -> None:
-    """Drops the samples of later steps: a run that goes on from `step` writes them again."""
+    """Remove the samples of later steps: a run that resumes from `step` writes them again."""
     path = workdir / SAMPLES
     if not path.exists():
         return
-    # Bytes that are no UTF-8 (of another program, or of a damaged disk) come out as they went in.
+    # surrogateescape preserves bytes that are not valid UTF-8 (written by another program, or by a damaged disk).
     lines = path.read_text(encoding="utf-8", errors="surrogateescape").splitlines(keepends=True)
     for index, line in enumerate(lines):
         number = line.removeprefix(_HEADER).removesuffix(" ===\n")
@@ -80,7 +82,7 @@ def cut_samples(workdir: Path, step: int) -> None:
 
 
 def read_samples(workdir: str | os.PathLike) -> list[tuple[int, str]]:
-    """The steps and texts of samples.txt, oldest first; none where there is no such file."""
+    """Return the steps and texts of samples.txt, oldest first; an empty list if the file does not exist."""
     path, found = Path(workdir) / SAMPLES, []
     if not path.exists():
         return found
@@ -96,8 +98,10 @@ def read_samples(workdir: str | os.PathLike) -> list[tuple[int, str]]:
 def report(
     recipe: Recipe, model: nn.Module, params: Any, dataset: Dataset, summary: Summary, should_stop: Callable[[], bool]
 ) -> Summary:
-    """The summary with what only the model can tell: scores and translations, a text, or measures of the test. As it
-    was if `should_stop`.
+    """Add the results of the trained model to the summary: scores and translations, a text, or test measures.
+
+    Returns:
+        the completed summary, or the given one if `should_stop` returns True before the end.
     """
     task = TASKS[recipe.task]
     if not task.writes:
@@ -114,6 +118,7 @@ def report(
 def _translation_report(
     recipe: Recipe, model: nn.Module, params: Any, dataset: Dataset, summary: Summary, should_stop: Callable[[], bool]
 ) -> Summary:
+    """Add translations of unseen sources and their scores to the summary."""
     wanted = recipe.evaluation.exact_match_examples
     if not wanted:
         return dataclasses.replace(summary, prompt=dataset.prompts()[0])
@@ -152,6 +157,7 @@ def _translations(
     beam: Beam | None = None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> list[Translation] | None:
+    """Translate up to `limit` sources of a split (None: all); None if `should_stop` returns True before the end."""
     examples = dataset.examples(split, limit)
     outputs = translate(
         model,
@@ -169,6 +175,7 @@ def _translations(
 def _continued(
     recipe: Recipe, model: nn.Module, params: Any, dataset: Dataset, prompts: list[str], step: int
 ) -> list[str]:
+    """Generate a continuation of each prompt."""
     return write_texts(
         model,
         params,
@@ -177,13 +184,13 @@ def _continued(
         context=recipe.data.sequence_length,
         new_tokens=recipe.evaluation.sample_tokens,
         temperature=recipe.evaluation.temperature,
-        seed=recipe.training.seed * 1_000_003 + step * 1_009,
+        seed=recipe.training.seed * 1_000_003 + step * 1_009,  # different samples for each seed and each step
     )
 
 
 def _arrow(item: Translation) -> str:
-    right = "" if item.exact else f"   (right: {item.example.target})"
-    return f"{item.example.source} -> {item.output}{right}"
+    correct = "" if item.exact else f"   (correct: {item.example.target})"
+    return f"{item.example.source} -> {item.output}{correct}"
 
 
 def _first_words(text: str, most: int = 40) -> str:

@@ -1,4 +1,4 @@
-"""Runs whose checkpoints are gone, and beginning anew in the workdir of an earlier run."""
+"""Restart a run in the workdir of an earlier one, and detect runs whose checkpoints are missing."""
 
 from __future__ import annotations
 
@@ -19,28 +19,31 @@ from transformer.training._manifest import FIRST, find_steps, free_name
 from transformer.training._provenance import TOKENIZER, WorkdirError
 
 AVERAGE = "average.json"
-"""file that tells an average of checkpoints (`averaging`) from a run that can be resumed"""
+"""file that marks a workdir as an average of checkpoints (`averaging`), which can't be resumed"""
 
 PREVIOUS = "previous"
-"""directory of a workdir that `set_aside` moves an earlier run into"""
+"""directory of a workdir to which `set_aside` moves the files of an earlier run"""
 
 FILES = (
     *("checkpoints", metrics.FILE, "tensorboard", report.SAMPLES, summary.FILE, "loss.png", "forecasts.png"),
     *(profiling.FOLDER, AVERAGE, calls.FILE, TOKENIZER, FIRST, recipe.FILE),
 )
-"""everything that a run writes into its workdir; what tells most about it comes last"""
+"""everything that a run writes to its workdir; the files that identify the run come last"""
 
 
 def has_checkpoints(workdir: str | os.PathLike) -> bool:
-    """Whether there is any checkpoint, valid or not."""
+    """Return whether the workdir has any checkpoint, valid or not."""
     return bool(find_steps(Path(workdir) / "checkpoints"))
 
 
 def check_not_lost(workdir: str | os.PathLike) -> None:
-    """Raises WorkdirError if a run saved a checkpoint here and none is left: a new run would overwrite its metrics.
+    """Check that no checkpoints of an earlier run are missing, because a new run would overwrite its metrics.
 
-    A run that was killed before its first checkpoint passes. A workdir records its first checkpoint in a file of its
-    own; of runs by earlier versions, which lack the file, other files tell.
+    A run that was killed before its first checkpoint passes the check. A separate file in the workdir records that a
+    first checkpoint was saved; for runs of earlier versions, which lack this file, other files are used.
+
+    Raises:
+        WorkdirError: a run saved a checkpoint here, and none is left.
     """
     workdir = Path(workdir)
     if has_checkpoints(workdir):
@@ -52,41 +55,43 @@ def check_not_lost(workdir: str | os.PathLike) -> None:
     there = [name for name in FILES if (workdir / name).exists() and name not in ("checkpoints", FIRST)]
     up_to = f" with metrics up to step {reached}" if reached else ""
     raise WorkdirError(
-        f"{workdir} holds an earlier run{up_to} ({', '.join(there)}), but no checkpoint in {workdir / 'checkpoints'}, "
-        f"though {why}. Put the checkpoints back to resume the run, pass --restart (in Python: restart=True) to begin "
-        f"anew (its files move to {workdir / PREVIOUS}), or give another --workdir."
+        f"{workdir} contains an earlier run{up_to} ({', '.join(there)}), but {workdir / 'checkpoints'} has no "
+        f"checkpoint, although {why}. Put the checkpoints back to resume the run, pass --restart (in Python: "
+        f"restart=True) to start a new run (the old files move to {workdir / PREVIOUS}), or pass another --workdir."
     )
 
 
 def _saved_before(workdir: Path, reached: int) -> str | None:
-    """How it is known that a checkpoint was saved here; None if it is not."""
+    """Return the evidence that a checkpoint was saved here, for the message; None without evidence."""
     if (workdir / FIRST).exists():
-        return f"{FIRST} says that one was saved"
+        return f"{FIRST} shows that one was saved"
     if (workdir / summary.FILE).exists():
-        return f"{summary.FILE} says that the run ended"
+        return f"{summary.FILE} shows that the run ended"
     if not (workdir / recipe.FILE).exists():
-        return f"{recipe.FILE} is missing, too" if reached else None
-    with contextlib.suppress(ValueError):  # a damaged file tells nothing
+        return f"{recipe.FILE} is missing too" if reached else None
+    with contextlib.suppress(ValueError):  # a damaged file is no evidence
         if step := max((call["step"] for call in calls.read_calls(workdir)), default=0):
-            return f"{calls.FILE} says that it resumed from step {step}"
+            return f"{calls.FILE} shows that the run resumed from step {step}"
     with contextlib.suppress(ConfigError):
         old = recipe.load_recipe(workdir)
         every = old.checkpoint.every or old.evaluation.every or old.training.steps
-        # A save waits for the one before it: after step 2n the checkpoint of step n is complete.
+        # A save waits for the previous one, so the checkpoint of step n is complete after step 2n.
         if reached > 2 * every:
-            return f"it saved one every {every} steps"
+            return f"the run saved one every {every} steps"
     return None
 
 
 def _last_step(workdir: Path) -> int:
-    """The last step in metrics.jsonl; 0 without any."""
+    """Return the last step in metrics.jsonl; 0 without metrics."""
     path = workdir / metrics.FILE
     return max((record["step"] for record in metrics.read_metrics(path)), default=0) if path.exists() else 0
 
 
 def set_aside(workdir: str | os.PathLike) -> Path | None:
-    """Moves the files of an earlier run into a new directory of its workdir, which is a workdir itself, and gives that;
-    None where there is no run. Files that no run writes stay.
+    """Move the files of an earlier run to a new directory inside its workdir; other files stay.
+
+    Returns:
+        the new directory, which is a complete workdir; None if there is no earlier run.
     """
     workdir = Path(workdir)
     if not any((workdir / name).exists() for name in (recipe.FILE, metrics.FILE, calls.FILE, FIRST)):
@@ -101,7 +106,7 @@ def set_aside(workdir: str | os.PathLike) -> Path | None:
 
 @contextlib.contextmanager
 def writing_explained(workdir: str | os.PathLike) -> Iterator[None]:
-    """Inside, a file of the workdir that cannot be written is an OSError that says what this means for the run."""
+    """Context manager that adds advice to an OSError about a file of the workdir that can't be written."""
     root, resume = Path(os.path.abspath(workdir)), "rerun the command: it resumes from the newest checkpoint"
     remedies = {
         **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), f"Make it writable, then {resume}."),
@@ -115,5 +120,5 @@ def writing_explained(workdir: str | os.PathLike) -> Iterator[None]:
             raise
         place = path.relative_to(root)
         raise OSError(
-            f"the run cannot write to {workdir}: {error.strerror} ({place}). {remedies[error.errno]}"
+            f"the run can't write to {workdir}: {error.strerror} ({place}). {remedies[error.errno]}"
         ) from error

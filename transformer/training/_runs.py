@@ -1,4 +1,4 @@
-"""Workdirs: opening one to train in, and loading what was trained."""
+"""Workdirs: open one to start or resume a run, and load the trained model from one."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from transformer.training._recipe import (
     with_vocabulary,
 )
 from transformer.training._restart import AVERAGE, check_not_lost, has_checkpoints
-from transformer.training._start import Start, begun_from, told, with_new_parameters, with_recipe_s
+from transformer.training._start import Start, describe_start, initialize_from, with_new_parameters, with_recipe_fields
 from transformer.training._state import TrainState, model_params
 from transformer.training._tasks import TASKS
 
@@ -55,29 +55,35 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Run:
-    """A trained model, ready to use: `params` without the outer "params", `step` of the checkpoint they are from."""
+    """A trained model that is ready to use."""
 
     recipe: Recipe
     model: nn.Module
     params: Any
+    """tree of parameters, without the outer "params" """
     tokenizer: Tokenizer | None
-    """None: it reads no tokens"""
+    """None if the model does not read tokens"""
     step: int
+    """step of the checkpoint that contains the parameters"""
     fingerprint: str | None = None
-    """of the data that it was trained on; None: nothing says"""
+    """fingerprint of the training data; None if it was not recorded"""
 
 
 def load_run(workdir: str | os.PathLike, step: Literal["best", "newest"] | int = "best") -> Run:
-    """What a workdir holds: averaged parameters where the run kept them, with LoRA its updates merged into the base;
-    "best" is the lowest eval/loss, of a classifier the highest eval/accuracy.
+    """Load the trained model from a workdir.
 
-    Where no checkpoint can be called best, or the best one is damaged, the newest valid one is taken, with a warning.
-    An average of checkpoints has but one.
+    The parameters are their moving average if the run has one; LoRA updates are merged into the base.
+
+    Args:
+        workdir: workdir of a run, or of an average of checkpoints (which has a single checkpoint).
+        step: step of the checkpoint, "newest", or "best": the lowest eval/loss, for a classifier the highest
+            eval/accuracy. If there is no best checkpoint or it is damaged, the newest valid one is used, with a
+            warning.
 
     Raises:
-        FileNotFoundError: no such workdir, or no checkpoint in it (or not that one).
+        FileNotFoundError: the workdir does not exist, or does not have the checkpoint.
         WorkdirError: the recipe or the tokenizer is not the one that the checkpoint was trained with.
-        ValueError: a recipe, tokenizer or checkpoint that can't be read; the message names it.
+        ValueError: the recipe, tokenizer or checkpoint can't be read; the message names it.
     """
     recipe = load_recipe(workdir)
     tokenizer = load_own_tokenizer(recipe, workdir)
@@ -88,33 +94,37 @@ def load_run(workdir: str | os.PathLike, step: Literal["best", "newest"] | int =
     except CheckpointError as error:
         if step != "best":
             raise
-        warnings.warn(f"{error} Taking the newest valid checkpoint.", stacklevel=2)
+        warnings.warn(f"{error} Using the newest valid checkpoint instead.", stacklevel=2)
         params, found = load_usable(recipe, tokenizer, workdir, "newest")
     return Run(recipe, build_model(recipe), params, tokenizer, found, provenance(workdir, found).data)
 
 
 def load_own_tokenizer(recipe: Recipe, workdir: str | os.PathLike) -> Tokenizer | None:
-    """The tokenizer of a run; None for a task that reads no tokens. Raises as `load_tokenizer`."""
+    """Load the tokenizer of a run; None for a task without tokens. Raises the same errors as `load_tokenizer`."""
     return load_tokenizer(Path(workdir) / TOKENIZER) if TASKS[recipe.task].tokens else None
 
 
 def load_usable(
     recipe: Recipe, tokenizer: Tokenizer | None, workdir: str | os.PathLike, step: Literal["best", "newest"] | int
 ) -> tuple[Any, int]:
-    """The model's parameters, a tree, of a checkpoint, and its step: averaged where the run kept an average, with LoRA
-    the updates merged into the base. Raises as `load_params`, and WorkdirError if the checkpoint was trained with
-    another recipe or tokenizer.
+    """Load the model's parameters from a checkpoint; return them and the step of the checkpoint.
+
+    The parameters are their moving average if the run has one; LoRA updates are merged into the base.
+
+    Raises:
+        WorkdirError: the checkpoint was trained with a different recipe or tokenizer. Also raises the errors of
+            `load_params`.
     """
     params, found = load_params(workdir, step=step, names=("ema", "params"))
     check_unchanged(provenance(workdir, found), recipe, tokenizer, workdir, resuming=False)
     if recipe.lora is not None:
         base, _ = load_params(workdir, step=found, names="base")
-        params = model_params(recipe, {"new": {}, **params}, base)  # what is empty is not saved
+        params = model_params(recipe, {"new": {}, **params}, base)  # checkpoints omit empty trees
     return params, found
 
 
 def is_average(workdir: str | os.PathLike) -> bool:
-    """Whether a workdir holds an average of checkpoints, and no run that can go on."""
+    """Return whether a workdir contains an average of checkpoints, which can't be resumed."""
     return (Path(workdir) / AVERAGE).exists()
 
 
@@ -125,18 +135,24 @@ def open_run(
     start: Start | None = None,
     restart: bool = False,
 ) -> tuple[Recipe, Dataset]:
-    """Complete the recipe from its data and `start`, and return both, to begin a run or to resume the one in the
-    workdir, which records what it was initialized from.
+    """Prepare a new run, or a resumed run if the workdir has checkpoints. Writes no files.
 
-    Writes no files. Allowed changes of a resumed run are reported by calling `say`. With `restart` the run is new,
-    whatever the workdir contains.
+    Args:
+        recipe: recipe of the command.
+        workdir: workdir of the run. An existing run also records the model that it was initialized from.
+        say: function that prints a message; it reports the changes of a resumed run that are allowed.
+        start: pretrained model to initialize a new run from; None: random initialization, or a resumed run.
+        restart: start a new run, whatever the workdir contains.
+
+    Returns:
+        (recipe, dataset), where the recipe is completed from its data and `start`.
 
     Raises:
-        WorkdirError: the workdir holds checkpoints of another model, data, optimizer, start or seed; shows the
-            difference. Or it holds an average of checkpoints, or a run whose checkpoints are gone; or it was to start
-            from a model, and has no checkpoint yet, or with `restart`, and no `start` is given.
-        ConfigError: LoRA without a model to update, or one that has not the recipe's parameters.
-        ValueError: data that can't be read, or that doesn't fit the model.
+        WorkdirError: the workdir has checkpoints of a different model, data, optimizer, start or seed (the message
+            shows the differences), an average of checkpoints, or a run whose checkpoints are missing. Or `start` is
+            missing for a run without checkpoints, or with `restart`, that was initialized from a model.
+        ConfigError: LoRA without a model to update, or a model that lacks the recipe's parameters.
+        ValueError: the data can't be read, or doesn't fit the model.
     """
     workdir = Path(workdir)
     resumes = has_checkpoints(workdir) and not restart
@@ -158,54 +174,56 @@ def open_run(
     if start is not None:
         recipe = with_new_parameters(recipe, start)
     if recipe.lora is not None and recipe.origin is None:
-        raise ConfigError("lora updates a model that was trained before, but there is none: name one with --init DIR.")
+        raise ConfigError("lora updates a pretrained model, but none was given. Pass one with --init DIR.")
     return recipe, dataset
 
 
 def _check_resumable(workdir: Path) -> None:
-    """Raises WorkdirError if the workdir holds an average of checkpoints, or a run whose checkpoints are gone."""
+    """Raise WorkdirError if the workdir contains an average of checkpoints, or a run whose checkpoints are missing."""
     if is_average(workdir):
         raise WorkdirError(
-            f"{workdir} holds an average of checkpoints, without the optimizer's state: no run can go on from it. "
-            f"Train in another --workdir; --init {workdir} starts a new run from these parameters."
+            f"{workdir} contains an average of checkpoints, which can't be resumed because it has no optimizer state. "
+            f"Pass another --workdir; add --init {workdir} to start from these parameters."
         )
     check_not_lost(workdir)
 
 
 def _check_origin_given(old: Recipe, workdir: Path, restart: bool) -> None:
-    """Raises WorkdirError if the run was initialized from a model, which a first or a new run needs again."""
+    """Raise WorkdirError if the run was initialized from a model, which must then be given again."""
     if old.origin is None:
         return
     source = old.origin.source
     if restart:
         raise WorkdirError(
-            f"the run in {workdir} was initialized from {source}. To begin anew, give --init {source} (or another "
-            f"model) beside --restart; without one, train in another --workdir."
+            f"the run in {workdir} was initialized from {source}. To restart it, pass --init {source} (or another "
+            f"model) together with --restart. To start from random parameters, pass another --workdir."
         )
     raise WorkdirError(
-        f"{workdir} was to start from {source} and has no checkpoint yet: nothing of it is here. Give --init {source} "
-        f"again."
+        f"the run in {workdir} has no checkpoint yet, and its recipe says that it is initialized from {source}. Pass "
+        f"--init {source} again."
     )
 
 
 def _resumed(
     recipe: Recipe, old: Recipe, tokenizer: Tokenizer | None, workdir: Path, say: Callable[[str], None]
 ) -> Recipe:
-    """The recipe of a run that is resumed, with what data or a start had decided; changes are reported to `say`.
+    """Complete the recipe of a resumed run with the values that its data or its start had set.
+
+    Calls `say` to report changes.
 
     Raises:
-        WorkdirError: a change that no resumed run can make.
+        WorkdirError: a field changed that must match.
     """
-    if trained := newest_provenance(workdir):  # before the data is tokenized
+    if trained := newest_provenance(workdir):  # check now, before the data is tokenized, which may take long
         check_unchanged(trained, old, tokenizer, workdir, resuming=False)
     recipe = _filled_in(recipe, old)
     for change in check_recipe_of_command(old, recipe, workdir):
-        say(f"changed since the last call: {change}")
+        say(f"changed since the previous training run: {change}")
     return recipe
 
 
 def _decided_by_data(recipe: Recipe, dataset: Dataset) -> Recipe:
-    """The recipe with the sizes of vocabulary and classes, and all that its data decides."""
+    """Set the fields of the recipe that its data determines, such as the vocabulary size and the number of classes."""
     recipe = dataclasses.replace(recipe, data=dataset.config)
     if dataset.tokenizer is not None:
         recipe = with_vocabulary(recipe, dataset.tokenizer.vocab_size)
@@ -215,7 +233,7 @@ def _decided_by_data(recipe: Recipe, dataset: Dataset) -> Recipe:
 
 
 def record_run(recipe: Recipe, dataset: Dataset, workdir: str | os.PathLike) -> None:
-    """Writes what `load_run` needs beside the checkpoints: recipe.json and, of texts, the tokenizer."""
+    """Write the files that `load_run` needs in addition to the checkpoints: recipe.json and the tokenizer, if any."""
     if dataset.tokenizer is not None:
         dataset.tokenizer.save_alone(Path(workdir) / TOKENIZER)
     save_recipe(recipe, workdir)
@@ -230,18 +248,29 @@ def begin(
     placement: Placement,
     start: Start | None = None,
 ) -> tuple[TrainState, TrainStats]:
-    """The newest valid checkpoint, with `batches` set to where it was; a new state, from `start` where one is given,
-    when there is no checkpoint.
+    """Restore the newest valid checkpoint, or create a new state if the workdir has no checkpoint.
+
+    Args:
+        recipe: completed recipe of the run.
+        dataset: data of the run.
+        workdir: workdir of the run.
+        checkpoints: checkpointer of the workdir.
+        batches: iterator over training batches; set to its position in the checkpoint.
+        placement: placement of the training step.
+        start: pretrained model to initialize a new state from; None: random initialization.
+
+    Returns:
+        (state, statistics).
 
     Raises:
-        CheckpointError: checkpoints, but none that is valid and fits.
-        WorkdirError: one of another recipe, or of other data.
+        CheckpointError: there are checkpoints, but none is valid and fits.
+        WorkdirError: the checkpoint belongs to a different recipe or to different data.
     """
     if not processes.first_decides(lambda: has_checkpoints(workdir)):
         if start is None:
             return placement.new_state(), TrainStats()
-        print(told(recipe, start))
-        return begun_from(start, placement.new_state()), TrainStats()
+        print(describe_start(recipe, start))
+        return initialize_from(start, placement.new_state()), TrainStats()
     restored = checkpoints.restore_newest(placement.abstract_state())
     trained = provenance(workdir, restored.step)
     filled = recipe if trained.recipe is None else _filled_in(recipe, trained.recipe)
@@ -249,7 +278,7 @@ def begin(
     if not dataset.is_known_as(restored.data["fingerprint"]):
         raise WorkdirError(
             f"the data has changed since {workdir} was trained on it (fingerprint {restored.data['fingerprint'][:12]}, "
-            f"now {dataset.fingerprint[:12]}): going on would mix two data sets. Put the old data back, or give "
+            f"now {dataset.fingerprint[:12]}): resuming would mix two data sets. Restore the old data, or pass "
             f"another --workdir."
         )
     batches.set_state(restored.data["batches"])
@@ -257,7 +286,7 @@ def begin(
 
 
 def checkpoint_data(dataset: Dataset, batches: Any, ledger: TrainStats) -> dict[str, Any]:
-    """What a checkpoint holds beside the state, for `begin`."""
+    """Return the data that a checkpoint contains in addition to the state, for `begin`."""
     return {
         "batches": batches.get_state(),
         "ledger": dataclasses.asdict(ledger),
@@ -267,7 +296,10 @@ def checkpoint_data(dataset: Dataset, batches: Any, ledger: TrainStats) -> dict[
 
 
 def shared_facts(recipe: Recipe) -> str:
-    """All of a recipe that processes which train together must have alike: not who they are, nor where files lie."""
+    """Return, as JSON, the part of a recipe that must be equal in all processes of a run.
+
+    The process's own settings and the locations of files may differ.
+    """
     values = to_json(recipe)["recipe"]
     for field in ("coordinator", "num_processes", "process_id", "patience"):
         del values["parallel"][field]
@@ -279,9 +311,9 @@ def shared_facts(recipe: Recipe) -> str:
 
 
 def _filled_in(new: Recipe, old: Recipe) -> Recipe:
-    """The new recipe with what it leaves open as the run had it: what data or a start decided."""
+    """Fill in the fields that the new recipe leaves open with the run's values, which its data or start had set."""
     if old.origin is not None and new.origin is None:
-        new = dataclasses.replace(new, model=with_recipe_s(old.model, new.model), origin=old.origin)
+        new = dataclasses.replace(new, model=with_recipe_fields(old.model, new.model), origin=old.origin)
     elif old.origin is not None:
         new = dataclasses.replace(new, origin=dataclasses.replace(new.origin, new=old.origin.new))
     if new.model.vocab_size is None and old.model.vocab_size is not None:
@@ -289,7 +321,7 @@ def _filled_in(new: Recipe, old: Recipe) -> Recipe:
     if type(new.data) is type(old.data):
         decided = ("labels", "columns", "mean", "std")
         if getattr(new.data, "columns", ()) not in ((), getattr(old.data, "columns", ())):
-            decided = ("labels",)  # mean and std are of the columns that the run had
+            decided = ("labels",)  # the run's mean and std belong to other columns
         open_fields = [name for name in decided if getattr(new.data, name, None) == ()]
         fields = {name: getattr(old.data, name) for name in open_fields}
         new = dataclasses.replace(new, data=dataclasses.replace(new.data, **fields))
@@ -299,23 +331,25 @@ def _filled_in(new: Recipe, old: Recipe) -> Recipe:
 
 
 def _check_shapes(recipe: Recipe, dataset: Dataset) -> None:
-    """ConfigError where the model reads or writes numbers of another shape than the data has, or fewer tokens."""
+    """Raise ConfigError if the data does not fit the model's shapes, or its sequences are too long for the model."""
     model, task, batch = recipe.model, TASKS[recipe.task], dataset.eval_batches(limit=1)[0]
     if not task.tokens:
         sizes = {field: (getattr(getattr(model, task.part), field), new) for field, new in task.sizes(batch).items()}
-        unlike = [f"{field} {old} where the data has {new}" for field, (old, new) in sizes.items() if old != new]
-        if unlike and recipe.origin is not None:
+        unequal = [f"{field} {old} (data: {new})" for field, (old, new) in sizes.items() if old != new]
+        if unequal and recipe.origin is not None:
             raise ConfigError(
-                f"the model of {recipe.origin.source} has {', '.join(unlike)}. Give {task.remedy}, or start from "
-                f"another model (--init)."
+                f"the model of {recipe.origin.source} does not fit the data: it has {', '.join(unequal)}. Use "
+                f"{task.remedy}, or start from another model (--init)."
             )
-        if unlike:
-            raise ConfigError(f"model.input must be as the data is, but has {', '.join(unlike)}. Change one of them.")
+        if unequal:
+            raise ConfigError(
+                f"model.input must match the data, but has {', '.join(unequal)}. Change the model or the data."
+            )
         return
     source = "embedding.source_max_length" if model.embedding.source_max_length is not None else "max_length"
     for name, field, limit in (("source", source, model.longest_source), ("tokens", "max_length", model.max_length)):
         if limit is not None and name in batch and batch[name].shape[1] > limit:
             raise ConfigError(
-                f"model.{field} ({limit}) is below the longest sequence of the data ({batch[name].shape[1]} tokens): "
-                f"there is no learned position for its end. Raise it, or lower {task.lengths}."
+                f"model.{field} ({limit}) must be at least the longest sequence of the data ({batch[name].shape[1]} "
+                f"tokens), because each position has a learned embedding. Raise it, or lower {task.lengths}."
             )

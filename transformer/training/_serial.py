@@ -1,7 +1,7 @@
-"""Frozen dataclasses to JSON and back: tagged, typed, complete. A file with a missing or unknown field is an error.
+"""Serialize frozen dataclasses to JSON and back. A missing, unknown or mistyped field is an error.
 
-Every dataclass becomes an object whose key `class` (a Python keyword, so never a field) holds its tag: the class
-attribute `kind` where it has one, else the class name. Reading back is driven by the type hints.
+Every dataclass becomes a JSON object with its tag under the key `class` (a Python keyword, so never a field): the class
+attribute `kind` if there is one, otherwise the class name. Decoding follows the type hints.
 """
 
 from __future__ import annotations
@@ -35,21 +35,25 @@ LATER = {
         *("mel_bins", "mla", "series", "final_norm", "input"),
     ),
 }
-"""fields that a class got after files of it were written; a file without one means its default"""
+"""fields that were added to a class later, so that older files lack them; they then have their default"""
 
 FORMER_TYPES = {"patches": Patches | None, "series": Series | None, "mel_bins": int | None}
-"""former fields of another type than the field that replaces them"""
+"""former fields whose type differs from the field that replaces them"""
 
 
 def tag_of(cls: type) -> str:
-    """The name a dataclass goes by in JSON."""
+    """Return the tag of a dataclass in JSON."""
     kind = getattr(cls, "kind", None)
     is_field = any(field.name == "kind" for field in dataclasses.fields(cls))
     return kind if isinstance(kind, str) and not is_field else cls.__name__
 
 
 def encode(value: Any) -> Any:
-    """A JSON value for a tree of dataclasses, tuples, lists and plain values; TypeError for anything else."""
+    """Convert a tree of dataclasses, tuples, lists and plain values to JSON values.
+
+    Raises:
+        TypeError: a value of any other type.
+    """
     if dataclasses.is_dataclass(value):
         fields = {field.name: encode(getattr(value, field.name)) for field in dataclasses.fields(value)}
         return {TAG: tag_of(type(value))} | fields
@@ -61,12 +65,15 @@ def encode(value: Any) -> Any:
 
 
 def decode(hint: Any, value: Any, where: str) -> Any:
-    """The value of type `hint` that `encode` made `value` of.
+    """Convert the JSON value `value` of `encode` back to a value of type `hint`.
 
-    `where` names the place for errors.
+    Args:
+        hint: type of the result.
+        value: JSON value.
+        where: path of the value, for error messages.
 
     Raises:
-        ConfigError: unknown, missing or mistyped fields, with the place and the nearest right name.
+        ConfigError: unknown, missing or mistyped fields; the message has the path and suggests the nearest name.
     """
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
@@ -81,7 +88,7 @@ def decode(hint: Any, value: Any, where: str) -> Any:
         return _decode_sequence(origin, arguments, value, where)
     if dataclasses.is_dataclass(hint):
         return _decode_dataclass(_choose({tag_of(hint): hint}, value, where), value, where)
-    # 2**1023 is the largest power of 2 that a float holds: of a larger integer float() would raise OverflowError.
+    # JSON writers may drop ".0". 2**1023 is the largest power of 2 in a float; float() of 2**1024 would overflow.
     if hint is float and isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**1023:
         return float(value)
     if hint is type(None) and value is None:
@@ -96,7 +103,7 @@ def _choose(choices: Mapping[str, type], value: Any, where: str) -> type:
         raise ConfigError(f"{where} must be an object with a {TAG!r} ({', '.join(choices)}), got {value!r:.80}.")
     if not isinstance(value[TAG], str) or value[TAG] not in choices:
         hint = nearest(value[TAG], choices) if isinstance(value[TAG], str) else ""
-        raise ConfigError(f"{where} is of class {value[TAG]!r:.80}, which is not one of {', '.join(choices)}.{hint}")
+        raise ConfigError(f"{where} has class {value[TAG]!r:.80}, which is not one of {', '.join(choices)}.{hint}")
     return choices[value[TAG]]
 
 
@@ -110,20 +117,22 @@ def _decode_dataclass(cls: type, value: dict, where: str) -> Any:
     missing = [name for name in names if name not in value and name not in later]
     missing = [name for name in missing if not _has_former(former, name, value, later)]
     if missing:
-        raise ConfigError(f"{where} lacks {', '.join(missing)}: it was written by another version, or cut short.")
+        raise ConfigError(
+            f"{where} lacks {', '.join(missing)}: it was written by a different version, or is incomplete."
+        )
     decoded = {name: decode(_hint(cls, name), value[name], f"{where}.{name}") for name in value if name != TAG}
     with former_names_accepted():
         return cls(**decoded)
 
 
 def _has_former(former: Mapping[str, str], name: str, value: Mapping[str, Any], later: Sequence[str]) -> bool:
-    """Whether `value` has the former fields that the field `name` replaces."""
+    """Return whether `value` has the former fields that the field `name` replaces."""
     replaced = [old for old, path in former.items() if path.partition(".")[0] == name]
     return bool(replaced) and all(old in value or old in later for old in replaced)
 
 
 def _hint(cls: type, name: str) -> Any:
-    """The type of a field, by its name or a former one."""
+    """Return the type of a field, given its current or a former name."""
     if name in FORMER_TYPES and name in getattr(cls, "former_names", {}):
         return FORMER_TYPES[name]
     for part in getattr(cls, "former_names", {}).get(name, name).split("."):
@@ -160,7 +169,7 @@ def _decode_sequence(origin: type, arguments: tuple, value: Any, where: str) -> 
 
 
 def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Dotted field names to plain values: what `difference` compares and what the command line can override."""
+    """Return the plain values by dotted field name, which `difference` compares and the command line can override."""
     if dataclasses.is_dataclass(value):
         flat = {}
         for field in dataclasses.fields(value):

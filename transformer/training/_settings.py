@@ -49,37 +49,39 @@ class OptimizerConfig:
     """
 
     name: OptimizerName = "adamw"
-    """adamw; or muon (momentum, orthogonalized) for the weight matrices of the layers and AdamW with Nesterov momentum
-    for all other parameters"""
+    """optimizer: adamw, or muon (orthogonalized momentum) for the weight matrices of the layers with AdamW (Nesterov
+    momentum) for all other parameters"""
     learning_rate: float = 1e-3
-    """peak learning rate, reached at the end of the warm-up; with noam: the factor on d_model^-0.5 (1 in the paper)"""
+    """peak learning rate, reached at the end of the warm-up; noam: factor of the paper's rate, whose peak is
+    (d_model * warmup_steps)^-0.5 (1 in the paper)"""
     schedule: ScheduleName = "cosine"
-    """learning-rate schedule after the warm-up: cosine (decay to final_fraction), rsqrt (1/sqrt(step)), noam (the
-    original paper's), constant, or wsd (warm-up, stable, decay: constant, then linear decay to final_fraction)"""
+    """learning-rate schedule after the warm-up: cosine (cosine decay to final_fraction), rsqrt (1/sqrt(step)), noam
+    (rsqrt with the peak of "Attention Is All You Need"), constant, or wsd (warm-up, stable, decay: constant, then
+    linear decay to final_fraction)"""
     warmup_steps: int = 100
-    """warm-up steps, over which the learning rate rises linearly from 0"""
+    """number of warm-up steps, during which the learning rate rises linearly from 0"""
     decay_steps: int | None = None
     """step at which the decay of cosine and wsd ends; None: training.steps"""
     final_fraction: float = 0.1
     """final learning rate of cosine and wsd, as a fraction of learning_rate"""
     decay_fraction: float = 0.2
-    """wsd: length of the decay, as a fraction of the steps up to its end; limited to the steps after the warm-up; 0:
-    drop to the final rate in one step, at the end"""
+    """wsd: length of the decay, as a fraction of the steps up to its end (at most the steps after the warm-up); 0: drop
+    to the final rate in the last step"""
     beta1: float = 0.9
-    """AdamW: decay of the moving average of gradients"""
+    """AdamW: decay rate of the moving average of gradients (first moment)"""
     beta2: float = 0.99
-    """AdamW: decay of the moving average of squared gradients"""
+    """AdamW: decay rate of the moving average of squared gradients (second moment)"""
     epsilon: float = 1e-8
-    """AdamW: added to the denominator for numerical stability"""
+    """added to the denominator of the update, for numerical stability"""
     momentum: float = 0.95
-    """Muon: decay of the momentum"""
+    """Muon: decay rate of the momentum"""
     weight_decay: float = 0.01
-    """decoupled weight decay (multiplied by the learning rate); not applied to norms, biases, position tables and
-    other vectors"""
+    """decoupled weight decay (multiplied by the learning rate); not applied to norms, biases, other vectors and
+    position tables"""
     decay_embeddings: bool = False
     """apply weight decay to token embeddings too"""
     clip_norm: float | None = 1.0
-    """clip the gradient to this global norm; None: no clipping"""
+    """largest global norm of the gradient; larger gradients are scaled down to it; None: no clipping"""
 
     def __post_init__(self):
         check_choice("optimizer.name", self.name, OptimizerName.__args__)
@@ -100,8 +102,8 @@ class OptimizerConfig:
 def schedule_warning(config: OptimizerConfig, steps: int) -> str | None:
     """Return a warning about a learning-rate schedule that does not suit a run of `steps` steps, or None.
 
-    This is a warning, not an error: a short run may be the first part of a longer one, because `training.steps` may be
-    raised when the run is resumed and `optimizer.warmup_steps` may not be changed.
+    This is a warning and not an error, because a short run may be the first part of a longer one: on resume,
+    `training.steps` may be raised, but `optimizer.warmup_steps` must not change.
     """
     warmup, decay = config.warmup_steps, config.decay_steps
     if warmup > steps:
@@ -127,21 +129,22 @@ class TrainingConfig:
     seed: int = 0
     """random seed of initialization, dropout and data order"""
     accumulation: int = 1
-    """gradient accumulation: micro-batches per update, computed one after another to save memory; must divide
+    """gradient accumulation: number of micro-batches per update, computed one after another to save memory; must divide
     data.batch_size"""
     label_smoothing: float = 0.0
     """label smoothing: probability mass spread over the vocabulary (training loss only)"""
     z_loss: float = 0.0
     """weight of the z-loss, the squared log-sum-exp of the logits, which keeps logits small (training loss only)"""
     loss_tokens: int | None = None
-    """tokens per device whose logits are computed at once; None: chosen by size; 0: all tokens"""
+    """number of tokens per device whose logits are in memory at the same time; None: chosen automatically; 0: all
+    tokens"""
     ema_decay: float | None = None
-    """decay of an exponential moving average of the parameters, used in evaluation and after training; None: no
-    average"""
+    """decay rate of an exponential moving average of the parameters, which evaluation and the trained model use; None:
+    no average"""
     nan_policy: NanPolicy = "stop"
-    """on a non-finite loss, gradient or parameter: stop with an error, or skip that update and count it"""
+    """if the loss, a gradient or a parameter is not finite: stop with an error, or skip the update and count it"""
     spike_policy: SpikePolicy = "log"
-    """on a loss spike: log and count it; skip that update too; or stop with an error"""
+    """on a loss spike: log and count it; skip: also skip the update; stop: stop with an error"""
     spike_deviations: float = 10.0
     """a loss is a spike if it is more than this many standard deviations above the mean of about 50 recent losses"""
 
@@ -162,20 +165,20 @@ class EvaluationConfig:
     every: int | None = 200
     """steps between evaluations; None: evaluate only at the end"""
     batches: int | None = None
-    """batches of held-out data per evaluation; None: all"""
+    """number of held-out batches per evaluation; None: all"""
     samples: int = 3
     """number of texts to generate at each evaluation"""
     sample_tokens: int = 200
-    """length of a generated text in tokens (language models; a translation stops at its end token)"""
+    """length of a generated text in tokens (language models only; a translation stops at its end token)"""
     temperature: float = 0.8
-    """sampling temperature of generated texts (language models; translations are greedy); 0 is greedy"""
+    """sampling temperature of generated texts (language models only; translations are greedy); 0 is greedy"""
     exact_match_examples: int = 1000
-    """held-out pairs to translate and score after training: number words by exact match, other pairs by BLEU and
-    chrF; 0 disables it"""
+    """number of held-out pairs to translate and score after training: number words by exact match, other pairs by BLEU
+    and chrF; 0 disables it"""
     translations: int = 10
-    """number of these translations that the summary shows"""
+    """number of these translations to show in the summary"""
     beam_size: int = 1
-    """beam size of these translations; 1 is greedy decoding"""
+    """beam size of the translations after training; 1 is greedy decoding"""
     beam_alpha: float = 0.6
     """length penalty of beam search: scores are divided by ((5 + length) / 6)^beam_alpha; larger values favor
     longer targets"""
@@ -191,11 +194,12 @@ class CheckpointConfig:
     """How often to save checkpoints, and which of them to keep."""
 
     every: int | None = None
-    """steps between checkpoints; None: at each evaluation (also always at the end and on a stop signal)"""
+    """steps between checkpoints; None: one at each evaluation; a checkpoint is always saved at the end and on a stop
+    signal"""
     keep_last: int = 2
     """number of newest checkpoints to keep"""
     keep_best: int = 1
-    """number of best checkpoints to keep: lowest eval/loss (classifiers: highest eval/accuracy)"""
+    """number of best checkpoints to keep, those with the lowest eval/loss (classifiers: highest eval/accuracy)"""
 
     def __post_init__(self):
         _check_whole("checkpoint", self, 1, "every", "keep_last")
@@ -207,11 +211,11 @@ class LoggingConfig:
     """Metrics, TensorBoard events and the progress display."""
 
     every: int = 10
-    """steps between lines of metrics; each line has the means over these steps"""
+    """steps between lines in metrics.jsonl; each line has the means over these steps"""
     tensorboard: bool = True
     """also write TensorBoard event files"""
     progress: ProgressMode = "auto"
-    """progress display: auto (a bar on a terminal, plain lines elsewhere), always a bar, always lines, or none"""
+    """progress display: auto (a bar on a terminal, plain lines otherwise), bar, lines, or none"""
 
     def __post_init__(self):
         check_choice("logging.progress", self.progress, ProgressMode.__args__)

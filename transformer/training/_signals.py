@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C: stop soon and in order, or at once."""
+"""Handle SIGTERM and Ctrl-C: the first one stops the run cleanly, the second one immediately."""
 
 from __future__ import annotations
 
@@ -9,32 +9,34 @@ from types import FrameType
 from typing import Any
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-"""those that ask a run to stop"""
+"""signals that request a run to stop"""
 
 
 class StopSignal:
-    """Context manager: the first SIGTERM or SIGINT sets `requested` and says so, the second leaves at once.
+    """Context manager: the first SIGTERM or SIGINT sets `requested` and prints a line, the second ends the process.
 
-    Look at `requested` after every piece of work (compile, step, evaluation batch, save). Inside, no KeyboardInterrupt
-    is raised. "At once" holds in the middle of a compilation too: Python's handlers wait until such a call returns, so
-    a thread listens to the byte that the interpreter writes for a signal the moment it arrives. Outside the main
-    thread, where Python allows no handlers, it does nothing.
+    Check `requested` after every piece of work (compilation, step, evaluation batch, save). No KeyboardInterrupt is
+    raised inside the context.
+
+    The second signal ends the process even during a compilation. A Python signal handler would run only after the
+    compilation returns, so a thread reads the byte that the interpreter writes as soon as a signal arrives. Outside the
+    main thread, where Python allows no signal handlers, the context manager does nothing.
     """
 
     def __init__(self) -> None:
-        self.requested: bool = False  # a signal has come
-        self.signum: int | None = None  # which one
+        self.requested: bool = False  # whether a signal was received
+        self.signum: int | None = None  # its number
         self._old: dict[int, Any] = {}
 
     @property
     def exit_code(self) -> int | None:
-        """128 + signal: what the process should return after it has saved; None without a signal."""
+        """Exit code of the process after it has saved, 128 + signal; None without a signal."""
         return None if self.signum is None else 128 + self.signum
 
     def __enter__(self) -> StopSignal:
         if threading.current_thread() is threading.main_thread():
             self._read, self._write = os.pipe()
-            os.set_blocking(self._write, False)  # what set_wakeup_fd asks for
+            os.set_blocking(self._write, False)  # required by set_wakeup_fd
             self._thread = threading.Thread(target=self._listen, name="stop-signal", daemon=True)
             self._thread.start()
             self._old_wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
@@ -46,7 +48,7 @@ class StopSignal:
             for number, handler in self._old.items():
                 signal.signal(number, signal.SIG_DFL if handler is None else handler)
             signal.set_wakeup_fd(self._old_wakeup)
-            os.write(self._write, b"\0")  # no signal: the end
+            os.write(self._write, b"\0")  # not a signal number; ends the thread
             self._thread.join()
             os.close(self._read)
             os.close(self._write)
@@ -55,21 +57,24 @@ class StopSignal:
     def _listen(self) -> None:
         while number := os.read(self._read, 1)[0]:
             if number not in SIGNALS:
-                continue  # of somebody else's handler
+                continue  # a signal with another handler
             if self.requested:
-                os._exit(128 + number)  # nothing is finished, nothing flushed: a checkpoint is renamed last of all
+                # Without any cleanup. This is safe for checkpoints: renaming one to its final name is the last step.
+                os._exit(128 + number)
             self.signum, self.requested = number, True
             name = signal.Signals(number).name
-            line = "\n" if os.isatty(2) else ""  # the terminal has just shown ^C
-            _say(f"{line}{name}: will save and stop. Once more leaves at once; the checkpoints already written stay.\n")
+            line = "\n" if os.isatty(2) else ""  # the terminal has just printed ^C
+            _say(
+                f"{line}{name}: will save and stop. Send it again to exit immediately and keep the saved checkpoints.\n"
+            )
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:
-    """Python's own part of the handling: nothing, the listener has the byte already."""
+    """Python-level signal handler that does nothing, because the thread handles the signal."""
 
 
 def _say(text: str) -> None:
     try:
-        os.write(2, text.encode())  # no lock of sys.stderr to wait for
+        os.write(2, text.encode())  # not sys.stderr, whose lock the main thread may hold
     except OSError:
-        return  # nobody reads it any more; stopping goes on
+        return  # stderr is closed; stop without the message

@@ -1,4 +1,4 @@
-"""Where a run begins that doesn't begin at random: a model, its parameters and its tokenizer, as plain values."""
+"""Initialize a run from a pretrained model: its config, parameters and tokenizer."""
 
 from __future__ import annotations
 
@@ -23,24 +23,25 @@ from transformer.training._recipe import FILE, Origin, Recipe, load_recipe
 from transformer.training._serial import flatten
 from transformer.training._state import TrainState, initial_params
 
-RECIPE_S = ("output.num_classes", "dropout_rate", "attention.dropout_rate", "dtype", "param_dtype")
-"""fields of the model that a recipe says, whatever the model was that a run starts from"""
+RECIPE_FIELDS = ("output.num_classes", "dropout_rate", "attention.dropout_rate", "dtype", "param_dtype")
+"""fields of the model config that the recipe sets, even if a run is initialized from a pretrained model"""
 
 
 @dataclass(frozen=True)
 class Start:
-    """A model to start from: `config` and `params` (without the outer "params"), read from `source`."""
+    """A pretrained model to initialize a run from."""
 
     source: str
-    """directory or name that was given"""
+    """directory or name passed to --init"""
     model: str
-    """what was there: a family and an architecture, or a run's model"""
+    """kind of model in the source: a family and an architecture, or the model of a run"""
     config: TransformerConfig
     params: Any
+    """tree of parameters, without the outer "params" """
     tokenizer: Tokenizer | None
-    """None: the recipe's is made"""
+    """tokenizer of the model; None: the recipe's tokenizer is made from the data"""
     left: tuple[str, ...] = ()
-    """paths of parameters that were there and are not taken: those of another head"""
+    """paths of parameters in the source that are not used: those of a different head"""
 
     def __post_init__(self):
         object.__setattr__(self, "fingerprint", fingerprint(self.params))
@@ -49,32 +50,41 @@ class Start:
     """SHA-256 of the parameters"""
 
     def applied_to(self, recipe: Recipe) -> Recipe:
-        """The recipe with this model in place of its own, but for the fields of `RECIPE_S`."""
+        """Return the recipe with its model replaced by this one, except for the fields in `RECIPE_FIELDS`."""
         origin = Origin(source=self.source, model=self.model, fingerprint=self.fingerprint)
-        return dataclasses.replace(recipe, model=with_recipe_s(self.config, recipe.model), origin=origin)
+        return dataclasses.replace(recipe, model=with_recipe_fields(self.config, recipe.model), origin=origin)
 
 
-def with_recipe_s(model: TransformerConfig, given: TransformerConfig) -> TransformerConfig:
-    """The model with the fields of `RECIPE_S` as the recipe gave them; classes that it leaves open stay as they are."""
-    changes = {field: get_path(given, field) for field in RECIPE_S}
+def with_recipe_fields(model: TransformerConfig, given: TransformerConfig) -> TransformerConfig:
+    """Return `model` with the fields in `RECIPE_FIELDS` from `given`, the model config of the recipe.
+
+    If the recipe leaves the number of classes open, that of `model` is kept.
+    """
+    changes = {field: get_path(given, field) for field in RECIPE_FIELDS}
     if given.output.num_classes is None:
         del changes["output.num_classes"]
     return model.replace(**changes)
 
 
 def check_options(before: Recipe, after: Recipe, source: str) -> None:
-    """Raises ConfigError for a field of the model that the command line changed and that `source` decides."""
+    """Raise ConfigError if the command line overrides a field of the model that `source` determines.
+
+    Args:
+        before: recipe without the command line's overrides.
+        after: recipe with the overrides.
+        source: pretrained model of --init.
+    """
     old, new = flatten(before.model), flatten(after.model)
-    changed = [field for field in {**old, **new} if old.get(field) != new.get(field) and field not in RECIPE_S]
+    changed = [field for field in {**old, **new} if old.get(field) != new.get(field) and field not in RECIPE_FIELDS]
     if changed:
         raise ConfigError(
-            f"--model.{changed[0].replace('_', '-')} can't be given: the model is that of {source}. Leave it out; of "
-            f"the model a recipe chooses {', '.join(RECIPE_S)}."
+            f"--model.{changed[0].replace('_', '-')} can't be changed, because the model is that of {source}. Remove "
+            f"the option; only these fields of the model may be set: {', '.join(RECIPE_FIELDS)}."
         )
 
 
 def origin_of(workdir: str | os.PathLike) -> str | None:
-    """What the run in a workdir started from; None where there is no run, or one that began at random."""
+    """Return the model that the run in a workdir was initialized from; None for no run, or random initialization."""
     if not (Path(workdir) / FILE).exists():
         return None
     origin = load_recipe(workdir).origin
@@ -82,51 +92,53 @@ def origin_of(workdir: str | os.PathLike) -> str | None:
 
 
 def with_new_parameters(recipe: Recipe, start: Start) -> Recipe:
-    """The recipe with `origin.new` filled in: what its model has and the one to start from has not.
+    """Set `origin.new` of the recipe: the parameters of its model that the pretrained model lacks.
 
     Raises:
-        ConfigError: parameters of the same path and another shape, or none in common.
+        ConfigError: parameters with the same path have different shapes, or the models have no parameter in common.
     """
     shapes = flatten_dict(jax.eval_shape(lambda: initial_params(recipe)), sep="/")
     given = flatten_dict(start.params, sep="/")
     unequal = [
-        f"{path} is {given[path].shape} there, {leaf.shape} in the recipe's model"
+        f"{path} has shape {given[path].shape}, but {leaf.shape} in the recipe's model"
         for path, leaf in shapes.items()
         if path in given and given[path].shape != leaf.shape
     ]
     if unequal:
         raise ConfigError(
             f"the parameters of {start.source} don't fit: {_listed(unequal)}. Change the recipe's model or data "
-            f"(model.output.num_classes must be as there), or start from another model."
+            f"(model.output.num_classes must be the same), or start from another model."
         )
     if not shapes.keys() & given.keys():
-        raise ConfigError(f"{start.source} ({start.model}) has no parameter of the recipe's model. Start from another.")
+        raise ConfigError(
+            f"{start.source} ({start.model}) has no parameter of the recipe's model. Start from another model."
+        )
     new = tuple(sorted(path for path in shapes if path not in given))
     return dataclasses.replace(recipe, origin=dataclasses.replace(recipe.origin, new=new))
 
 
-def begun_from(start: Start, state: TrainState) -> TrainState:
-    """A new state with the parameters that there are to start from, each in the place and type of what was there."""
+def initialize_from(start: Start, state: TrainState) -> TrainState:
+    """Return the state with the parameters of the pretrained model, in the dtypes and shardings of the given ones."""
     if state.base is not None:
         return state.replace(base=_filled(state.base, start.params))
     ema = None if state.ema is None else _filled(state.ema, start.params)
     return state.replace(params=_filled(state.params, start.params), ema=ema)
 
 
-def told(recipe: Recipe, start: Start) -> str:
-    """One line: what was taken from where, what is new, what was left."""
+def describe_start(recipe: Recipe, start: Start) -> str:
+    """Return a line with the source, the numbers of loaded and of new parameters, and the unused ones."""
     sizes = {path: leaf.size for path, leaf in flatten_dict(start.params, sep="/").items()}
     shapes = flatten_dict(jax.eval_shape(lambda: initial_params(recipe)), sep="/")
     new = recipe.origin.new
     unused = sorted({*start.left, *(path for path in sizes if path not in shapes)})
     taken = sum(size for path, size in sizes.items() if path in shapes)
-    line = f"from {start.source} ({start.model}): {_count(taken)} parameters taken, "
+    line = f"initialized from {start.source} ({start.model}): {_count(taken)} parameters loaded, "
     line += f"{_count(sum(shapes[path].size for path in new))} new" + (f": {_listed(new)}" if new else "")
-    return line + (f"; not taken: {_listed(unused)}" if unused else "")
+    return line + (f"; not used: {_listed(unused)}" if unused else "")
 
 
 def fingerprint(params: Any) -> str:
-    """SHA-256 of paths, types, shapes and numbers of a tree of parameters."""
+    """Return the SHA-256 of the paths, dtypes, shapes and values of a tree of parameters."""
     digest = hashlib.sha256()
     for path, leaf in sorted(flatten_dict(params, sep="/").items()):
         array = np.asarray(leaf)
@@ -136,16 +148,17 @@ def fingerprint(params: Any) -> str:
 
 
 def _filled(tree: Any, given: Any) -> Any:
+    """Return the tree with the leaves that `given` has too replaced by those."""
     leaves, numbers = flatten_dict(tree, sep="/"), flatten_dict(given, sep="/")
-    taken = {path: _laid_out(numbers[path], leaf) for path, leaf in leaves.items() if path in numbers}
-    # A copy: memory that NumPy owns must not be donated.
+    taken = {path: _placed_like(numbers[path], leaf) for path, leaf in leaves.items() if path in numbers}
+    # Copied, because the training step donates its state, and memory that NumPy owns must not be donated.
     places = {path: leaf.sharding for path, leaf in taken.items()}
     copied = jax.jit(lambda arrays: jax.tree.map(jnp.copy, arrays), out_shardings=places)(taken)
     return unflatten_dict(leaves | copied, sep="/")
 
 
-def _laid_out(array: Any, like: jax.Array) -> jax.Array:
-    """The numbers in the type of `like` and on its devices, each process giving its parts."""
+def _placed_like(array: Any, like: jax.Array) -> jax.Array:
+    """Return an array with the dtype and sharding of `like`; each process supplies its own shards."""
     host = np.asarray(array).astype(like.dtype)
     return jax.make_array_from_callback(like.shape, like.sharding, lambda index: host[index])
 

@@ -1,4 +1,4 @@
-"""What training carries from step to step."""
+"""The training state: parameters, optimizer state and counters."""
 
 from __future__ import annotations
 
@@ -19,32 +19,35 @@ from transformer.training._tasks import TASKS
 
 @flax.struct.dataclass
 class TrainState:
-    """A pytree: all that the compiled step reads and writes. (Leaves may be arrays, shapes or, under pmap, stacks.)
+    """The state that the compiled step reads and writes, as a pytree.
 
-    The key of a step's randomness is `fold_in(key(seed), step)`, so no key is carried. `params` and `opt_state` are
-    trees: the parameters that are trained and what optax keeps of them. `model_params` makes the model's of them.
+    The leaves are arrays or shapes; with pmap, arrays with a leading device axis. The state has no random key, because
+    the key of a step is `fold_in(key(seed), step)`. `model_params` computes the model's parameters from `params` and
+    `base`.
     """
 
     step: Any
-    """(), batches seen, int32"""
+    """(), number of batches seen, int32"""
     params: Any
+    """tree of the trained parameters; with LoRA the updates and the new parameters"""
     opt_state: Any
+    """state of the optax optimizer for `params`"""
     ema: Any
-    """exponential average of params, or None"""
+    """exponential moving average of `params`, or None"""
     skipped: Any
-    """(), batches that changed nothing, because they were not finite or a spike, int32; -1: with nan_policy "stop" one
-    was not finite, and nothing changes any more"""
+    """(), number of skipped batches (non-finite or a loss spike), int32; -1: with nan_policy "stop" a batch was not
+    finite, and no later step changes the state"""
     base: Any = None
-    """with LoRA the parameters that stay as they are; else None"""
+    """with LoRA the frozen parameters; otherwise None"""
 
     @property
     def averaged(self) -> Any:
-        """The tree of what is trained, to evaluate and to use: the average where there is one."""
+        """The moving average of the trained parameters if there is one, otherwise the trained parameters."""
         return self.params if self.ema is None else self.ema
 
 
 def make_state(recipe: Recipe) -> TrainState:
-    """The state before the first step. Pure: call it inside `jax.jit`."""
+    """Create the state before the first step. Pure: call it inside `jax.jit`."""
     params, base = _split(recipe, initial_params(recipe))
     return TrainState(
         step=jnp.zeros((), jnp.int32),
@@ -57,16 +60,22 @@ def make_state(recipe: Recipe) -> TrainState:
 
 
 def initial_params(recipe: Recipe) -> Any:
-    """The model's parameters before the first step, a tree. Pure, as `make_state`."""
-    # Parameters don't depend on the kernel, and one made for long sequences would refuse the example.
+    """Initialize the model's parameters. Pure, like `make_state`."""
+    # Parameters don't depend on the attention kernel, and a kernel for long sequences would reject the short example.
     model = build_model(dataclasses.replace(recipe, execution=dataclasses.replace(recipe.execution, attention="auto")))
     return model.init(_initial_key(recipe), *example_inputs(recipe))["params"]
 
 
 def model_params(recipe: Recipe, trained: Any, base: Any) -> Any:
-    """The model's parameters, a tree, of what is trained (`params` or `averaged` of a state) and its `base`.
+    """Return the model's parameters.
 
-    With LoRA (Hu et al. 2021, arXiv 2106.09685) the updates are merged into the base; without, all is trained.
+    With LoRA (Hu et al. 2021, arXiv 2106.09685) the updates are merged into the base. Without LoRA these are the
+    trained parameters.
+
+    Args:
+        recipe: recipe of the run.
+        trained: `params` or `averaged` of a state.
+        base: `base` of the same state.
     """
     if recipe.lora is None:
         return trained
@@ -75,9 +84,9 @@ def model_params(recipe: Recipe, trained: Any, base: Any) -> Any:
 
 
 def make_usable(recipe: Recipe) -> Callable[[TrainState], Any]:
-    """A function from a state to the model's parameters, a tree, to evaluate and to use: averaged where there is one.
+    """Return a function from a state to the model's parameters for evaluation: the moving average if there is one.
 
-    With LoRA it is compiled, so that the merged parameters lie where the base does.
+    With LoRA the function is compiled, so that the merged parameters are sharded like the base.
     """
     if recipe.lora is None:
         return lambda state: state.averaged
@@ -86,7 +95,10 @@ def make_usable(recipe: Recipe) -> Callable[[TrainState], Any]:
 
 
 def _split(recipe: Recipe, params: Any) -> tuple[Any, Any]:
-    """What is trained, and the base that stays: with LoRA updates of the base, and whole what is new."""
+    """Split the model's parameters into the trained ones and the frozen base (None without LoRA).
+
+    With LoRA the low-rank updates of the base are trained, and all parameters that the pretrained model lacks.
+    """
     if recipe.lora is None:
         return params, None
     fresh = set(() if recipe.origin is None else recipe.origin.new)
@@ -98,20 +110,21 @@ def _split(recipe: Recipe, params: Any) -> tuple[Any, Any]:
 
 
 def _initial_key(recipe: Recipe) -> jax.Array:
-    return jax.random.fold_in(jax.random.key(recipe.training.seed), 2**31 - 1)  # no step has this number
+    # No step has this number, so the initialization and dropout never share a key.
+    return jax.random.fold_in(jax.random.key(recipe.training.seed), 2**31 - 1)
 
 
 def abstract_state(recipe: Recipe) -> TrainState:
-    """Shapes and dtypes of the state, for restoring a checkpoint into; nothing is computed."""
+    """Return the shapes and dtypes of the state without computing it, as the target of restoring a checkpoint."""
     return jax.eval_shape(lambda: make_state(recipe))
 
 
 def example_inputs(recipe: Recipe) -> tuple[jax.Array, ...]:
-    """Smallest arguments that initialize the model: parameters don't depend on batch or length."""
+    """Return the smallest arguments that initialize the model; parameters don't depend on batch size or length."""
     return TASKS[recipe.task].example(recipe.model)
 
 
 def parameter_paths(params: Any) -> list[str]:
-    """Path of each leaf, as `encoder/layers/slot_0/attention/query/kernel`, in the order of `jax.tree.leaves`."""
+    """Return the path of each leaf, like `encoder/layers/slot_0/attention/query/kernel`, in `jax.tree.leaves` order."""
     paths = jax.tree_util.tree_flatten_with_path(params)[0]
     return [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in paths]

@@ -1,4 +1,7 @@
-"""The training step: one pure body for one device, for accumulation and for any number of devices."""
+"""The training step and the evaluation step, as pure functions.
+
+The same function serves one device, gradient accumulation and any number of devices.
+"""
 
 from __future__ import annotations
 
@@ -21,54 +24,64 @@ from transformer.training._state import TrainState, model_params
 from transformer.training._tasks import TASKS, Outputs, Sums
 
 Metrics = dict[str, jax.Array]
-"""scalars by name"""
+"""scalars, by name"""
 TrainStep = Callable[..., tuple[TrainState, Metrics]]
-"""what `make_train_step` makes; the arguments are a state, a batch and, or not, a limit, ()"""
+"""result of `make_train_step`: a function of a state, a batch and an optional limit, ()"""
 EvalStep = Callable[[Any, Batch], Metrics]
-"""what `make_eval_step` makes; the first argument is the parameters"""
+"""result of `make_eval_step`: a function of the parameters and a batch"""
 
 
 class NonFiniteError(ArithmeticError):
-    """A number was not finite, and the recipe says to stop. The state is that of the step before."""
+    """A value was not finite and nan_policy is "stop". The state is that of the previous step."""
 
 
 def make_train_step(recipe: Recipe, axis_name: str | None = None) -> TrainStep:
-    """A pure function (state, batch, limit) -> (state, metrics), for `jax.jit`, or for `jax.pmap` over `axis_name`.
+    """Return a pure function (state, batch, limit) -> (state, metrics), for `jax.jit` or `jax.pmap` over `axis_name`.
 
-    Losses are summed and divided once by the weight of the whole batch, over micro-batches and over `axis_name`, so
-    that any split gives the same number to rounding. Rows of weight 0 count nothing.
+    The loss is summed over micro-batches and over `axis_name`, and divided once by the weight of the whole batch. So
+    every split of the batch gives the same loss and gradient, up to rounding (and dropout). Rows of weight 0 have no
+    effect.
 
-    Metrics (scalars): `loss_sum`, `weight`, `grad_norm` (before clipping), `learning_rate`, `skipped` (so far), and
-    `finite`, `first_bad`, `first_bad_weight` for `check_finite`; with routed layers `router_loss`, a sum (nats) that is
-    minimized beside `loss_sum`. A step whose loss, gradient or new parameters are not finite leaves parameters,
-    optimizer and average as they were; with nan_policy "stop" so does every step after it. So does a step whose mean
-    loss is above the `limit`, in the same unit, that it is given: a spike's (Chowdhery et al. 2022, arXiv 2204.02311,
-    section 5.1, pass over such batches).
+    A step does not change the parameters, the optimizer state and the average if its loss, gradient or new parameters
+    are not finite; with nan_policy "stop", neither does any later step. The same holds for a single step whose mean
+    loss is above `limit` (in the unit of the loss): such a batch is skipped as a loss spike (Chowdhery et al. 2022,
+    arXiv 2204.02311, section 5.1).
+
+    The metrics are scalars: `loss_sum`, `weight`, `grad_norm` (before clipping), `learning_rate`, `skipped` (total so
+    far), and `finite`, `first_bad` and `first_bad_weight` for `check_finite`. With MoE layers there is also
+    `router_loss`, a sum in nats, which is minimized together with `loss_sum` and not part of it.
     """
     training, optimizer, schedule = recipe.training, make_optimizer(recipe), make_schedule(recipe)
     loss = _summed_loss(recipe)
 
     def step(state: TrainState, batch: Batch, limit: Any = None) -> tuple[TrainState, Metrics]:
-        # Gradient of the mean loss over the whole batch
+        # Gradient of the mean loss over the whole batch. The dropout key is a function of the seed and the step alone,
+        # so that a resumed run draws the same dropout masks as an uninterrupted one.
         key = jax.random.fold_in(jax.random.key(training.seed), state.step)
-        if axis_name is not None:
+        if axis_name is not None:  # otherwise all replicas would apply the same dropout mask to different rows
             key = jax.random.fold_in(key, jax.lax.axis_index(axis_name))
         (loss_sum, sums), gradients = _summed_gradients(loss, state, batch, key, training.accumulation)
         if axis_name is not None:
             loss_sum, sums, gradients = jax.lax.psum((loss_sum, sums, gradients), axis_name)
         if "router_loss" in sums:
-            loss_sum = loss_sum - sums["router_loss"]  # reported without it, as evaluation measures it
+            loss_sum = (
+                loss_sum - sums["router_loss"]
+            )  # reported without it, so that it is comparable with the eval loss
         weight = sums["weight"]
+        # The division comes after all sums: the mean of the micro-batches' means would weight each token by the
+        # number of padding tokens in its micro-batch. max() keeps the gradient 0 for a batch of weight 0.
         gradients = jax.tree.map(lambda g: g / jnp.maximum(weight, 1e-9).astype(g.dtype), gradients)
-        squares = _squares(gradients)
-        grad_norm = jnp.sqrt(squares.sum())
+        squares = _squares(gradients)  # (leaves,)
+        grad_norm = jnp.sqrt(squares.sum())  # global norm, over all parameters
 
         # Update
         updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         weight_squares = _squares(params)
 
-        # The update counts only if every number is finite and the loss is not above the limit
+        # The update is applied only if every value is finite and the loss is not above the limit. A sum of squares is
+        # finite only if every entry is, so these small sums replace a check of each entry on the host. The new
+        # parameters are checked too: an update can overflow although its gradient is finite.
         finite = jnp.isfinite(loss_sum) & jnp.isfinite(grad_norm) & jnp.isfinite(weight_squares).all()
         usual = True if limit is None else loss_sum / jnp.maximum(weight, 1e-9) <= limit
         applied, skipped = _judged(training.nan_policy, state.skipped, finite, usual)
@@ -85,7 +98,7 @@ def make_train_step(recipe: Recipe, axis_name: str | None = None) -> TrainStep:
             "loss_sum": loss_sum,
             **sums,
             "grad_norm": grad_norm,
-            "learning_rate": schedule(state.step - state.skipped),
+            "learning_rate": schedule(state.step - state.skipped),  # the optimizer counts applied updates only
             "skipped": skipped,
             "finite": finite,
             "first_bad": _first_bad(squares),
@@ -97,7 +110,7 @@ def make_train_step(recipe: Recipe, axis_name: str | None = None) -> TrainStep:
 
 
 def _summed_loss(recipe: Recipe) -> Callable[..., tuple[jax.Array, Metrics]]:
-    """A function (trained parameters, base, batch, key) -> the sum to minimize, and the sums that metrics need."""
+    """Return a function (trained parameters, base, batch, key) -> (sum to minimize, other sums for the metrics)."""
     model = build_model(recipe)
     dropout = recipe.model.dropout_rate > 0 or recipe.model.attention.dropout_rate > 0
 
@@ -115,9 +128,19 @@ def _summed_loss(recipe: Recipe) -> Callable[..., tuple[jax.Array, Metrics]]:
 def training_loss(
     task: str, model: nn.Module, params: Any, batch: Batch, training: TrainingConfig, dropout_key: PRNGKey | None
 ) -> tuple[Scalar, Scalar, Scalar | None]:
-    """(loss sum, weight, router loss) of a batch with a tree of parameters, dropout when a key is given. The last is
-    what routed layers add to the loss: a sum over tokens, as `cross_entropy`'s, in nats (Fedus et al. 2021, arXiv
-    2101.03961, section 2.2); None without such layers. Rows of weight 0 add nothing.
+    """Compute the training loss of a batch; rows of weight 0 add nothing.
+
+    Args:
+        task: name of the task, one of `TASKS`.
+        model: model to apply.
+        params: tree of its parameters.
+        batch: arrays (B, ...) by name.
+        training: label smoothing, z-loss and the number of tokens per chunk.
+        dropout_key: random key of dropout; None: no dropout.
+
+    Returns:
+        (loss sum, weight, router loss). The router loss is the load-balancing term of MoE layers (Fedus et al. 2021,
+        arXiv 2101.03961, section 2.2), in nats and summed over tokens like the loss; None without MoE layers.
     """
     kind, weights = TASKS[task], batch["weights"]
     variables, inputs = {"params": params}, kind.inputs(model.config, batch)
@@ -126,7 +149,7 @@ def training_loss(
         "rngs": None if dropout_key is None else {"dropout": dropout_key},
     }
     if kind.each_token:
-        # Only the hidden states: the logits of all tokens at once may not fit into memory
+        # Compute hidden states (B, T, D) only: the logits (B, T, V) of all tokens together may not fit into memory
         hidden, _, aux = model.apply(variables, **inputs, **options, method=type(model).run_stacks)
         loss_sum, weight = _token_loss(kind, model, params, hidden, batch, training)
     else:
@@ -134,17 +157,18 @@ def training_loss(
         loss_sum, weight = kind.loss(outputs, batch, training)
     if not aux:
         return loss_sum, weight, None
-    counts = (weights > 0).any(tuple(range(1, weights.ndim)))
+    counts = (weights > 0).any(tuple(range(1, weights.ndim)))  # (B,), False for rows that only fill up the batch
     return loss_sum, weight, jnp.where(counts, sum(aux.values()), 0.0).sum()
 
 
 def _head(model: nn.Module, params: Any) -> tuple[Callable[..., Outputs], Any]:
-    """(parameters, hidden (B, T, D)) -> logits (B, T, V), and the parameters."""
+    """Return a function (head parameters, hidden (B, T, D)) -> logits (B, T, V), and the parameters of the head."""
     method = type(model).head
     return lambda params, hidden: model.apply({"params": params}, hidden, method=method), model.head_parameters(params)
 
 
 def _token_loss(kind, model, params, hidden, batch, training):
+    """Compute (loss sum, weight) from hidden states (B, T, D), with the logits of some tokens at a time."""
     head, parameters = _head(model, params)
     tokens = training.loss_tokens
     if tokens is None:
@@ -162,20 +186,25 @@ def _token_loss(kind, model, params, hidden, batch, training):
 def _summed_gradients(
     loss: Callable[..., tuple[jax.Array, Metrics]], state: TrainState, batch: Batch, key: jax.Array, accumulation: int
 ) -> tuple[tuple[jax.Array, Metrics], Any]:
-    """((loss sum, other sums), gradient of the loss sum), added over micro-batches of B / `accumulation` rows."""
+    """Compute ((loss sum, other sums), gradient of the loss sum), added up over `accumulation` micro-batches."""
     gradients = jax.value_and_grad(loss, has_aux=True)
     if accumulation == 1:
         return gradients(state.params, state.base, batch, key)
 
     def split_rows(array):
-        """(B, ...) -> (A, B / A, ...), a micro-batch is every A-th row: rows spread over devices stay there."""
+        """(B, ...) -> (A, B / A, ...), where micro-batch i has rows i, i + A, i + 2 A, ...
+
+        A plain reshape to (A, B / A, ...) would put consecutive rows, which are stored on the same device, into one
+        micro-batch: it would need communication and leave the other devices idle.
+        """
         return array.reshape(-1, accumulation, *array.shape[1:]).swapaxes(0, 1)
 
     def micro_batch(total, item):
         index, rows = item
-        own = gradients(state.params, state.base, rows, jax.random.fold_in(key, index))
+        own = gradients(state.params, state.base, rows, jax.random.fold_in(key, index))  # new dropout masks
         return jax.tree.map(jnp.add, total, own), None
 
+    # A scan and not a Python loop: XLA then reuses the memory of one micro-batch's activations for the next.
     parts = jnp.arange(accumulation), jax.tree.map(split_rows, dict(batch))
     first = jax.tree.map(lambda array: array[0], parts[1])
     sums = jax.eval_shape(loss, state.params, state.base, first, key)
@@ -184,33 +213,46 @@ def _summed_gradients(
 
 
 def _judged(nan_policy: str, skipped: jax.Array, finite: jax.Array, usual: Any) -> tuple[jax.Array, jax.Array]:
-    """Whether the update counts, and `TrainState.skipped` after it."""
+    """Return whether to apply the update, and the new value of `TrainState.skipped`.
+
+    Args:
+        nan_policy: "skip" or "stop".
+        skipped: (), the previous value.
+        finite: (), whether loss, gradient and new parameters are finite.
+        usual: (), whether the loss is not a spike.
+    """
     if nan_policy == "skip":
         applied = finite & usual
         return applied, skipped + (~applied).astype(jnp.int32)
+    # -1 is permanent: the host reads the metrics of a step only after it has dispatched the next one, and that step
+    # must not change the state either.
     failed = ~finite | (skipped < 0)
     applied = ~failed & usual
     return applied, jnp.where(failed, -1, skipped + (~applied).astype(jnp.int32))
 
 
 def _chosen(applied: jax.Array, new: Any, old: Any) -> Any:
-    """The new tree if the update counts, otherwise the old one."""
+    """Return the new tree if the update is applied, otherwise the old one.
+
+    `where` selects: the new values times `applied` would still be NaN, since 0 * NaN is NaN.
+    """
     return jax.tree.map(lambda a, b: jnp.where(applied, a, b), new, old)
 
 
 def _squares(tree: Any) -> jax.Array:
-    """The sum of squares of each leaf, (leaves,), in float32."""
+    """Compute the sum of squares of each leaf, (leaves,), in float32: a long sum in bfloat16 would lose most terms."""
     return jnp.stack([jnp.square(leaf.astype(jnp.float32)).sum() for leaf in jax.tree.leaves(tree)])
 
 
 def _first_bad(sums: jax.Array) -> jax.Array:
+    """Return the index of the first non-finite sum, -1 if all are finite; argmin finds the first False."""
     return jnp.where(jnp.isfinite(sums).all(), -1, jnp.argmin(jnp.isfinite(sums)))
 
 
 def _averaged(decay: float | None, state: TrainState, params: Any) -> Any:
-    """decay * average + (1 - decay) * parameters; None without an average.
+    """Compute the new exponential moving average, decay * average + (1 - decay) * parameters; None without an average.
 
-    The decay is smaller at first, so that the average forgets the initial parameters soon.
+    The decay starts at 1 / 10 and rises to `decay`, so that the average quickly forgets the initial parameters.
     """
     if state.ema is None:
         return None
@@ -220,15 +262,18 @@ def _averaged(decay: float | None, state: TrainState, params: Any) -> Any:
 
 
 def make_eval_step(recipe: Recipe) -> EvalStep:
-    """A pure function (params, batch) -> sums: `loss_sum` (without what `training` adds to it), `weight`, and the
-    measures of the task, `correct` or `absolute_error`.
-    """
+    """Return a pure function (params, batch) -> sums over the batch, those of `evaluation_sums`."""
     model = build_model(recipe)
     return lambda params, batch: dict(evaluation_sums(recipe.task, model, params, batch))
 
 
 def evaluation_sums(task: str, model: nn.Module, params: Any, batch: Batch) -> Sums:
-    """Sums over a batch: `loss_sum` (without what training adds to it), `weight`, and the task's measures."""
+    """Compute sums over a batch, without dropout.
+
+    Returns:
+        `loss_sum` (without label smoothing, z-loss and router loss), `weight`, and the task's measures: `correct` or
+        `absolute_error`.
+    """
     kind = TASKS[task]
 
     def sums(outputs, batch):
@@ -251,22 +296,27 @@ def evaluation_sums(task: str, model: nn.Module, params: Any, batch: Batch) -> S
 
 
 def check_finite(step: int, metrics: Mapping[str, np.ndarray], paths: Sequence[str], why: str = "") -> None:
-    """Looks at the metrics (scalars) of a step, read from the device; `paths` are the `parameter_paths`, `why` is a
-    sentence of what is known besides.
+    """Check that the loss, gradients and parameters of a step are finite.
+
+    Args:
+        step: number of the step, for the message.
+        metrics: metrics (scalars) of the step, on the host.
+        paths: `parameter_paths` of the trained parameters.
+        why: a further sentence about the cause, for the message.
 
     Raises:
-        NonFiniteError: they were not finite; names the step and the first parameter whose gradient or update was not.
+        NonFiniteError: a value is not finite. Names the step and the first parameter whose gradient or update is not.
     """
     if metrics["finite"]:
         return
     loss = float(metrics["loss_sum"]) / max(float(metrics["weight"]), 1e-9)
     gradient, weight = int(metrics["first_bad"]), int(metrics["first_bad_weight"])
     if gradient >= 0:
-        where = f"the first bad gradient is that of {paths[gradient]}"
+        where = f"the first non-finite gradient is that of {paths[gradient]}"
     else:
-        where = "every gradient is finite" + (f", but not the update of {paths[weight]}" if weight >= 0 else "")
+        where = "all gradients are finite" + (f", but the update of {paths[weight]} is not" if weight >= 0 else "")
     raise NonFiniteError(
-        f"step {step}: the loss is {loss:g}, {where}.{why and ' '}{why} The state was not updated. Lower "
-        f"--optimizer.learning-rate, lengthen --optimizer.warmup-steps, or pass over such batches with "
+        f"step {step}: the loss is {loss:g}, and {where}.{why and ' '}{why} The state was not updated. Lower "
+        f"--optimizer.learning-rate, raise --optimizer.warmup-steps, or skip such batches with "
         f"--training.nan-policy skip."
     )

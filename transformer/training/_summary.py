@@ -1,4 +1,4 @@
-"""What a run says of itself at the end, on one screen, and keeps in `summary.json`."""
+"""The summary of a run, which is printed at the end of training and saved as `summary.json`."""
 
 from __future__ import annotations
 
@@ -20,92 +20,95 @@ FILE = "summary.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """The outcome of a call of `train`: the run's `name` and `workdir`, its number of `parameters`, measures, texts."""
+    """The outcome of a call of `train`."""
 
     name: str
+    """name of the run"""
     workdir: str
     command: str
-    """what goes on with this run"""
+    """command that resumes this run"""
     task: str = "causal_lm"
-    """what the model does: one of `tasks.TASKS`"""
+    """task of the model, one of `tasks.TASKS`"""
     step: int = 0
-    """updates done"""
+    """number of steps done"""
     steps: int = 0
-    """updates wanted"""
+    """number of steps of the full run"""
     stop_code: int | None = None
-    """128 + signal when a signal stopped it"""
+    """128 + signal if a signal stopped the run"""
     parameters: int = 0
+    """number of parameters"""
     seconds: float = 0.0
-    """of training, evaluation and compilation, over all calls"""
+    """time for training, evaluation and compilation, over all calls"""
     tokens_per_s: float = 0.0
-    """target tokens a second while training"""
+    """target tokens per second during training"""
     skipped: int = 0
-    """batches passed over because they were not finite, or a spike"""
+    """number of batches that were skipped because their loss was not finite, or a spike"""
     spikes: int = 0
-    """batches whose loss was far above the usual one"""
+    """number of batches whose loss was a spike"""
     eval_loss: float | None = None
-    """nats a target, at the last evaluation"""
+    """loss at the last evaluation, in nats per target"""
     eval_accuracy: float | None = None
-    """share of targets that were the likeliest, there"""
+    """accuracy at the last evaluation: fraction of targets with the highest logit"""
     eval_mae: float | None = None
-    """mean absolute error of forecasts, there"""
+    """mean absolute error of forecasts at the last evaluation"""
     best_loss: float | None = None
-    """nats a target, lowest of all evaluations"""
+    """lowest loss of all evaluations, in nats per target"""
     best_step: int | None = None
-    """step of the lowest eval loss, of a classifier of the highest accuracy"""
+    """step with the lowest eval loss, or the highest accuracy of a classifier"""
     shown_step: int | None = None
-    """step of the model that wrote what follows: the best one that is kept, which is also what is used by default"""
+    """step of the model that produced the following results: the best kept checkpoint, which is also the default"""
     exact_match: dict[str, Score] = dataclasses.field(default_factory=dict)
-    """by group of unseen examples; "" is all"""
+    """exact-match score by group of unseen examples; "" is the group of all"""
     group_name: str = "group"
-    """what these groups are"""
+    """name of these groups"""
     basics: Score | None = None
-    """of the split of basics, where the data has one"""
+    """exact-match score on the split "basics", if the data has one"""
     corpus: CorpusScore | None = None
-    """BLEU and chrF of unseen examples, where the data has text that they are for"""
+    """BLEU and chrF of unseen examples, if the data is text in natural languages"""
     split: str = ""
-    """part of the data that the unseen examples are of"""
+    """split of the data that contains the unseen examples"""
     held_out: EvalLoss | None = None
-    """what is measured on that part, where the data is numbers"""
+    """measures on that split, for numeric data"""
     baseline: EvalLoss | None = None
-    """what repeating the last step would give there (forecasts)"""
+    """measures of the baseline on that split: a forecast that repeats the last step"""
     translations: tuple[tuple[str, str, str], ...] = ()
-    """(source, right target, output) of some unseen examples"""
+    """(source, correct target, output) of some unseen examples"""
     text: str = ""
-    """a text of the model's own (running text)"""
+    """a generated text (language models)"""
     prompt: str = ""
-    """what to try it with"""
+    """prompt for trying the model"""
 
     @property
     def finished(self) -> bool:
-        """All steps are done."""
+        """Whether all steps are done."""
         return self.step >= self.steps
 
     @property
     def measures(self) -> dict[str, float]:
-        """What metrics.jsonl gets of the outcome, by name."""
-        told = {f"eval/exact_match{group and '/' + group}": score.rate for group, score in self.exact_match.items()}
+        """Final measures by name, for metrics.jsonl."""
+        values = {f"eval/exact_match{group and '/' + group}": score.rate for group, score in self.exact_match.items()}
         if self.corpus is not None:
-            told |= {"eval/bleu": self.corpus.bleu, "eval/chrf": self.corpus.chrf}
+            values |= {"eval/bleu": self.corpus.bleu, "eval/chrf": self.corpus.chrf}
         if self.held_out is not None:
-            told |= {f"{self.split}/{name}": value for name, value in self.held_out.measures.items()}
-        return told
+            values |= {f"{self.split}/{name}": value for name, value in self.held_out.measures.items()}
+        return values
 
     @property
     def exit_code(self) -> int:
-        """What the process should return: 0, or 130 / 143 after Ctrl-C / SIGTERM."""
+        """Exit code of the process: 0, or 130 / 143 after Ctrl-C / SIGTERM."""
         return self.stop_code or 0
 
 
 def save_summary(summary: Summary, workdir: str | os.PathLike) -> None:
-    """Writes `workdir/summary.json`."""
+    """Write `workdir/summary.json`."""
     text = json.dumps(dataclasses.asdict(summary), indent=2, ensure_ascii=False)
     (Path(workdir) / FILE).write_text(text + "\n", encoding="utf-8")
 
 
 def read_summary(workdir: str | os.PathLike) -> Summary | None:
-    """The summary of a finished run, with `workdir` as given here: a run may have been moved or copied. None when there
-    is none that can be read (it is a report, not the run's state).
+    """Read the summary of a finished run; None if it is missing or can't be read (the run does not depend on it).
+
+    The `workdir` of the result is the one given here, because the run may have been moved or copied.
     """
     try:
         values: dict[str, Any] = json.loads((Path(workdir) / FILE).read_text(encoding="utf-8"))
@@ -121,7 +124,7 @@ def read_summary(workdir: str | os.PathLike) -> Summary | None:
 
 
 def render(summary: Summary) -> str:
-    """The screen that ends a finished run."""
+    """Return the text that is printed at the end of a finished run."""
     what = TASKS[summary.task].targets
     workdir = Path(summary.workdir)
     return "\n".join(
@@ -139,22 +142,22 @@ def render(summary: Summary) -> str:
 
 
 def _example_lines(summary: Summary) -> list[str]:
-    """Translations or a text that the model generated, and of which step the model is."""
+    """Return lines with translations or a generated text, and the step of the model that produced them."""
     lines = []
     if summary.shown_step not in (None, summary.step):
         best = "highest eval accuracy" if TASKS[summary.task].labels else "lowest eval loss"
-        lines.append(f"what follows is of step {summary.shown_step}, of those that are kept the one of the {best}")
+        lines.append(f"the following is from step {summary.shown_step}, the kept checkpoint with the {best}")
     if summary.translations:
-        lines.append("translations of examples never trained on:")
+        lines.append("translations of unseen examples:")
         for source, target, output in summary.translations:
-            lines.append(f"  {source}\n    -> {output}" + ("" if output == target else f"   (right: {target})"))
+            lines.append(f"  {source}\n    -> {output}" + ("" if output == target else f"   (correct: {target})"))
     if summary.text:
-        lines += ["a text of its own:", *(f"  | {line}" for line in summary.text.splitlines())]
+        lines += ["generated text:", *(f"  | {line}" for line in summary.text.splitlines())]
     return lines
 
 
 def _score_lines(summary: Summary) -> list[str]:
-    """Exact match, BLEU and chrF of translations."""
+    """Return lines with exact match, BLEU and chrF of the translations."""
     lines = []
     if summary.exact_match:
         groups = dict(summary.exact_match)
@@ -168,7 +171,7 @@ def _score_lines(summary: Summary) -> list[str]:
 
 
 def _loss_lines(summary: Summary) -> list[str]:
-    """Loss on held-out data and on the test split, skipped batches and spikes."""
+    """Return lines with the held-out loss, the measures on the test split, skipped batches and loss spikes."""
     lines = []
     if summary.eval_loss is not None:
         best = "" if summary.best_loss is None else f", best {summary.best_loss:.4f}"
@@ -178,14 +181,14 @@ def _loss_lines(summary: Summary) -> list[str]:
         baseline = "" if summary.baseline is None else f" (repeating the last step: {summary.baseline})"
         lines.append(f"{summary.split}: {summary.held_out}{baseline}")
     if summary.skipped:
-        lines.append(f"batches passed over because their loss was a spike, or not finite: {summary.skipped}")
+        lines.append(f"batches skipped because their loss was a spike or not finite: {summary.skipped}")
     if summary.spikes:
-        lines.append(f"spikes of the loss: {summary.spikes}")
+        lines.append(f"loss spikes: {summary.spikes}")
     return lines
 
 
 def _next_command(summary: Summary) -> str:
-    """The command that tries the trained model: generate or classify the prompt, or evaluate."""
+    """Return the command that tries the trained model: generate, classify or evaluate."""
     try_it, words = TASKS[summary.task].try_it, ["evaluate", str(Path(summary.workdir))]
     if summary.prompt and try_it is not None:
         words = [try_it[0], str(Path(summary.workdir)), try_it[1], summary.prompt]
@@ -193,19 +196,19 @@ def _next_command(summary: Summary) -> str:
 
 
 def render_stopped(summary: Summary) -> str:
-    """What to say when a signal ended the run before its end."""
+    """Return the text that is printed when a signal stopped the run."""
     if summary.finished:
-        return f"training is finished and saved; the report was cut short. To see it:\n  {summary.command}"
+        return f"training is finished and saved, but the report was interrupted. To see it:\n  {summary.command}"
     if not summary.step:
-        return f"stopped before the first step: there is nothing to save. To start:\n  {summary.command}"
+        return f"stopped before the first step, so there is nothing to save. To start:\n  {summary.command}"
     return (
-        f"stopped at step {summary.step} of {summary.steps}, everything is saved in {summary.workdir}. To go on:\n"
+        f"stopped at step {summary.step} of {summary.steps}; everything is saved in {summary.workdir}. To resume:\n"
         f"  {summary.command}"
     )
 
 
 def render_finished(summary: Summary) -> str:
-    """What to say when there is nothing left to do."""
+    """Return the text that is printed when all steps were done before."""
     return (
         f"this run is finished: {summary.step} of {summary.steps} steps are done. To train it longer:\n"
         f"  {summary.command} --training.steps {2 * summary.steps}"

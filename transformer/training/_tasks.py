@@ -1,6 +1,7 @@
-"""What a model can learn: one class per task, with everything that differs between tasks, and the table of them.
+"""Training tasks: one class per task, with everything that differs between tasks, and the table `TASKS`.
 
-Code elsewhere never compares names of tasks: it asks the task. A new task is a class here and a line in `TASKS`.
+Other code never compares names of tasks; it uses the attributes and methods of the task. To add a task, write a class
+and add it to `TASKS`.
 """
 
 from __future__ import annotations
@@ -30,53 +31,53 @@ from transformer.training._settings import TrainingConfig
 Outputs: TypeAlias = Float[Array, "..."]
 """logits (B, T, V) or (B, C), or a forecast (B, horizon, channels)"""
 Sums: TypeAlias = Mapping[str, Scalar]
-"""weighted sums over targets, by name: `correct` (predictions that are right) or `absolute_error`"""
+"""weighted sums over targets, by name: `correct` (number of correct predictions) or `absolute_error`"""
 Shapes: TypeAlias = Mapping[str, Any]
-"""a batch by name: arrays, or objects with their shape (B, ...)"""
+"""a batch: arrays or shapes (B, ...), by name"""
 
 
 class Task(ABC):
-    """Base class of tasks: everything that differs between them. Its defaults are those of a model that reads tokens
-    and computes logits.
-    """
+    """Base class of tasks. The defaults are those of a model that reads tokens and computes logits."""
 
     name: ClassVar[str]
-    """as data kinds and summary.json name it"""
+    """name of the task in data kinds and summary.json"""
     model: ClassVar[type[nn.Module]]
-    """class of the model that is trained"""
+    """class of the model to train"""
 
     # The batch
 
     tokens: ClassVar[bool] = True
-    """the model reads tokens, so that there are a tokenizer and a vocabulary; otherwise it reads `values`"""
+    """whether the model reads tokens, and so needs a tokenizer and a vocabulary; otherwise it reads `values`"""
     source: ClassVar[bool] = False
-    """an encoder reads a source, and a decoder writes the target of it"""
+    """whether an encoder reads a source, from which a decoder generates the target"""
     context_axis: ClassVar[bool] = False
-    """all rows have the same length, so that the mesh axis `context` may split them"""
+    """whether all rows have the same length, so that the mesh axis `context` may split them"""
     lengths: ClassVar[str] = ""
-    """fields of the data that bound the length of its sequences"""
+    """fields of the data config that limit the length of its sequences"""
 
     @abstractmethod
     def inputs(self, config: TransformerConfig, batch: Batch) -> dict[str, Any]:
-        """Return the arguments of the model, by name, that a batch contains or implies (such as its masks)."""
+        """Return the arguments of the model, by name, that follow from a batch (inputs, positions and masks)."""
 
     def forward(self, model: nn.Module, variables: Any, batch: Batch, **arguments: Any) -> Any:
-        """Apply the model, with its tree of variables, to a batch. Returns the outputs, or what `method` returns."""
+        """Apply the model with its tree of variables to a batch. Returns the outputs, or the result of `method`."""
         return model.apply(variables, **self.inputs(model.config, batch), **arguments)
 
     def example(self, config: TransformerConfig) -> tuple[jax.Array, ...]:
-        """Return the smallest arguments, such as (1, 1) tokens, that initialize the model: parameters depend on neither
-        batch size nor length.
+        """Return the smallest arguments that initialize the model, such as (1, 1) tokens.
+
+        Parameters don't depend on the batch size or the length.
         """
         return (jnp.zeros((1, 1), jnp.int32),)
 
     @abstractmethod
     def shapes(self, config: TransformerConfig, data: DataKind, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
-        """Return the shapes (B, ...) of a training batch of so many rows, by name; all lengths must be known."""
+        """Return the shapes (B, ...) of a training batch of `rows` rows, by name; all lengths must be known."""
 
     def sequences(self, config: TransformerConfig, batch: Shapes) -> tuple[int, int]:
-        """Return the number of rows of a batch (B, ...) as a stack reads them (of pairs: of the targets) and their
-        length.
+        """Return the number of sequences in a batch (B, ...) and their length, as a stack of layers reads them.
+
+        For pairs these are the targets.
         """
         return batch["tokens"].shape
 
@@ -85,31 +86,37 @@ class Task(ABC):
         return config.num_layers
 
     def tokens_through(self, config: TransformerConfig, path: str, tokens: int) -> int:
-        """Return how many of a batch's tokens are multiplied by the matrix at a path of the parameters. The table of
-        embeddings is multiplied where it also computes the logits.
+        """Return how many of a batch's tokens are multiplied by the matrix at a path of the parameters.
+
+        The embedding table counts only if it also computes the logits: looking up a row is not a multiplication.
         """
         return tokens if path != "embedding/embedding" or config.embedding.tie else 0
 
     def context(self, config: TransformerConfig, data: DataKind) -> int | None:
-        """Return the number of tokens that a trained model can read; None if nothing limits it."""
+        """Return the context length of a trained model in tokens; None if it is unlimited."""
         return config.max_length or getattr(data, "max_length", None)
 
     # The loss
 
     each_token: ClassVar[bool] = False
-    """every token has logits, so that `loss` and `measures` may be computed for some tokens at a time"""
+    """whether every token has logits, so that `loss` and `measures` may be computed for some tokens at a time"""
 
     def check(self, training: TrainingConfig) -> None:
-        """Raise ConfigError for an option of the loss that this task has no use for."""
+        """Raise ConfigError for an option of the loss that this task does not support."""
         if training.loss_tokens is not None and not self.each_token:
             raise ConfigError(
-                f"training.loss_tokens is for tasks with a target for every token, and a {self.name} has none. Leave "
-                f"it at None."
+                f"training.loss_tokens is for tasks with a target for every token, and the task {self.name} has none. "
+                f"Leave it at None."
             )
 
     def loss(self, outputs: Outputs, batch: Batch, training: TrainingConfig | None) -> tuple[Scalar, Scalar]:
-        """Return (sum, weight) of the loss to minimize, in `unit`; without `training`, of the loss that evaluation
-        reports. `outputs` are logits (B, T, V) or (B, C), or a forecast.
+        """Compute the sum of the loss over all targets, in `unit`, and the sum of their weights.
+
+        Args:
+            outputs: logits (B, T, V) or (B, C), or a forecast.
+            batch: arrays by name.
+            training: options of the training loss; None: the loss that evaluation reports, without label smoothing and
+                z-loss.
         """
         extras = {} if training is None else {"label_smoothing": training.label_smoothing, "z_loss": training.z_loss}
         return cross_entropy(outputs, batch["targets"], batch["weights"], **extras)
@@ -117,28 +124,28 @@ class Task(ABC):
     # The evaluation
 
     labels: ClassVar[bool] = False
-    """targets are classes, one for each of data.labels; the best checkpoint is the one with the highest accuracy"""
+    """whether the targets are the classes in data.labels; the best checkpoint is then that with the highest accuracy"""
     outputs: ClassVar[str] = "logits"
     """name of the outputs"""
     baseline: ClassVar[Callable[[Batch], np.ndarray] | None] = None
-    """a batch -> predictions without a model, to compare with"""
+    """function from a batch to predictions without a model, for comparison"""
 
     def measures(self, outputs: Outputs, batch: Batch) -> Sums:
-        """Return what evaluation sums up besides the loss. `outputs` are logits (B, T, V) or (B, C), or a forecast."""
+        """Compute the sums that evaluation reports in addition to the loss; `outputs` as in `loss`."""
         return {"correct": correct(outputs, batch["targets"], batch["weights"])}
 
     # The report
 
     targets: ClassVar[str] = "target tokens"
-    """name of what the weights count"""
+    """name of the targets, which the weights count"""
     unit: ClassVar[str] = "nats per token"
     """unit of the loss"""
     writes: ClassVar[bool] = False
-    """the model generates text, token by token: samples and translations are shown"""
+    """whether the model generates text, so that samples and translations are shown"""
     try_it: ClassVar[tuple[str, str] | None] = None
     """command and option that apply a trained model to a text; None: `evaluate`, without an option"""
     picture: ClassVar[str | None] = None
-    """file of the workdir with a picture of what the model makes of held-out data"""
+    """file in the workdir with a picture of predictions on held-out data"""
 
 
 class LanguageModeling(Task):
@@ -160,11 +167,11 @@ class LanguageModeling(Task):
         return _target_shapes((rows, data.sequence_length))
 
     def context(self, config: TransformerConfig, data: DataKind) -> int | None:
-        return data.sequence_length  # later positions were never trained
+        return data.sequence_length  # the model is not trained on later positions
 
 
 class Translation(Task):
-    """Write the target that belongs to a source."""
+    """Generate the target of a source."""
 
     name = "seq2seq"
     model = Seq2Seq
@@ -179,7 +186,8 @@ class Translation(Task):
         if "segment_ids" not in batch:
             masks = {"source_mask": Mask.lengths(batch["source_lengths"])}
             if any(kind.moe is not None for kind in config.kinds):
-                # The causal mask hides padding from every target with a weight, but routers would count it.
+                # Attention does not need this mask: padding comes last, so the causal mask hides it from every target
+                # with a weight. But MoE routers would count the padding tokens as tokens of an expert.
                 places = jnp.arange(1, 1 + batch["weights"].shape[1])[None, :]
                 masks["mask"] = Mask.lengths(jnp.where(batch["weights"] > 0, places, 0).max(1))
             return texts | masks
@@ -207,7 +215,7 @@ class Translation(Task):
 
 
 class EncoderTask(Task):
-    """Base class of tasks in which an encoder reads padded texts."""
+    """Base class of tasks in which an encoder reads texts with padding."""
 
     lengths = "data.max_length"
 
@@ -230,7 +238,7 @@ class MaskedLanguageModeling(EncoderTask):
     name = "masked_lm"
     model = MaskedLM
     each_token = True
-    targets = "hidden tokens"
+    targets = "masked tokens"
 
 
 class Classification(EncoderTask):
@@ -250,7 +258,8 @@ class Classification(EncoderTask):
 class ValuesTask(Task):
     """Base class of tasks that read numbers, the batch's `values`.
 
-    `part` is the field of the model config that describes them, and `remedy` how to get data of the model's shape.
+    `part` is the field of the model config that describes the shape of the values, and `remedy` tells the user which
+    data fits the model.
     """
 
     tokens = False
@@ -267,7 +276,7 @@ class ValuesTask(Task):
 
     @abstractmethod
     def sizes(self, batch: Batch) -> dict[str, int]:
-        """Return the sizes of a batch (B, ...), each by the field of `part` that must equal it."""
+        """Return the sizes of a batch (B, ...), by the field of `part` that must have the same size."""
 
 
 class ImageClassification(ValuesTask):
@@ -279,7 +288,7 @@ class ImageClassification(ValuesTask):
     targets = "images"
     unit = "nats per image"
     part = "patches"
-    remedy = "images of its size"
+    remedy = "images of the model's size"
 
     def inputs(self, config: TransformerConfig, batch: Batch) -> dict[str, Any]:
         return {"images": batch["values"]}
@@ -289,7 +298,7 @@ class ImageClassification(ValuesTask):
         return (jnp.zeros((1, patches.image_height, patches.image_width, patches.channels)),)
 
     def sequences(self, config: TransformerConfig, batch: Shapes) -> tuple[int, int]:
-        return batch["weights"].shape[0], 1 + config.patches.count
+        return batch["weights"].shape[0], 1 + config.patches.count  # the class token and one token per patch
 
     def tokens_through(self, config: TransformerConfig, path: str, tokens: int) -> int:
         return _before_the_head(path, tokens)
@@ -308,11 +317,11 @@ class Forecasting(ValuesTask):
     unit = "mean squared error"
     picture = "forecasts.png"
     part = "series"
-    remedy = "it as many columns (--data.columns), and its --data.context-length and --data.horizon"
+    remedy = "as many columns as the model (--data.columns), and its --data.context-length and --data.horizon"
 
     @staticmethod
     def baseline(batch: Batch) -> np.ndarray:
-        """Repeat the last step of each look-back: the forecast (B, 1, channels) that everything stays as it is."""
+        """Repeat the last step of each look-back window: a forecast (B, 1, channels) of constant values."""
         return batch["values"][:, -1:]
 
     def inputs(self, config: TransformerConfig, batch: Batch) -> dict[str, Any]:
@@ -326,18 +335,19 @@ class Forecasting(ValuesTask):
         return super().shapes(config, data, rows) | {"targets": targets}
 
     def sequences(self, config: TransformerConfig, batch: Shapes) -> tuple[int, int]:
+        # Channels are independent: each is a sequence of its own with the same parameters.
         return batch["weights"].shape[0] * config.series.channels, config.series.positions
 
     def tokens_through(self, config: TransformerConfig, path: str, tokens: int) -> int:
-        # The head reads a sequence once; the embedding of a channel is used by one sequence in so many channels.
+        # `tokens` counts every position of every channel. The head multiplies each sequence once, not once per
+        # position; the embedding of a channel is used only by the sequences of that channel.
         shared = {"output": config.series.positions, "channel_embedding": config.series.channels}
         return super().tokens_through(config, path, tokens) // shared.get(path.partition("/")[0], 1)
 
     def check(self, training: TrainingConfig) -> None:
         if training.label_smoothing or training.z_loss:
             raise ConfigError(
-                "training.label_smoothing and training.z_loss are for probabilities, and forecasts have none. Leave "
-                "them at 0."
+                "training.label_smoothing and training.z_loss need logits, and forecasts have none. Leave them at 0."
             )
         super().check(training)
 
@@ -353,14 +363,15 @@ class Forecasting(ValuesTask):
 
 
 def _target_shapes(shape: tuple[int, ...]) -> dict[str, jax.ShapeDtypeStruct]:
-    """Tokens, targets and weights of one shape."""
+    """Return tokens, targets and weights of the same shape."""
     ids = jax.ShapeDtypeStruct(shape, jnp.int32)
     return {"tokens": ids, "targets": ids, "weights": jax.ShapeDtypeStruct(shape, jnp.float32)}
 
 
 def _before_the_head(path: str, tokens: int) -> int:
-    """`Task.tokens_through` of a classifier: its head multiplies one vector per row, next to nothing, and its table of
-    embeddings computes no logits.
+    """Return `Task.tokens_through` of a classifier.
+
+    Its head multiplies a single vector per row, which is negligible, and its embedding table computes no logits.
     """
     return 0 if path.startswith(("output/", "head_transform/", "embedding/embedding")) else tokens
 
@@ -376,4 +387,4 @@ TASKS: dict[str, Task] = {
         Forecasting(),
     )
 }
-"""Every task by the name that data kinds give it."""
+"""all tasks, by name"""

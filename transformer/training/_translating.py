@@ -1,4 +1,4 @@
-"""Pairs at the end: sources translated, and what was written compared with what was right, word for word or by BLEU."""
+"""Translate held-out sources, and score the translations by exact match or by BLEU and chrF."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from transformer.generate._sampling import Sampling
 
 @dataclass(frozen=True)
 class Translation:
-    """One example and the `output` that the model made of its source."""
+    """An example and the model's translation of its source, `output`."""
 
     example: Example
     output: str
 
     @property
     def exact(self) -> bool:
-        """Every word right (blanks apart)."""
+        """Whether all words are correct, regardless of whitespace."""
         return self.output.split() == self.example.target.split()
 
 
 def make_beam(size: int, alpha: float) -> Beam | None:
-    """How `translate` searches with a beam of this size; None for a size of 1.
+    """Return the beam search options for `translate`; None (greedy decoding) for size 1.
 
     Raises:
-        ConfigError: a number out of range.
+        ConfigError: a number is out of range.
     """
     return None if size == 1 else Beam(size=size, alpha=alpha)
 
@@ -51,21 +51,33 @@ def translate(
     batch_size: int = 250,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> list[str] | None:
-    """The best target that a `beam` finds for each source, or without one the target of always the likeliest token;
-    None when `should_stop` said so in between.
+    """Translate each source, by beam search or by greedy decoding.
 
-    Sources of like length share a batch, so that little is padding and a batch of short ones ends soon.
+    Sources of similar length share a batch, which reduces padding and lets a batch of short sources end early.
+
+    Args:
+        model: encoder-decoder model.
+        params: tree of its parameters.
+        tokenizer: tokenizer of sources and targets.
+        sources: texts to translate.
+        max_new_tokens: maximum length of a translation, in tokens.
+        beam: options of beam search; None: greedy decoding.
+        batch_size: number of sources per batch.
+        should_stop: called before each batch; True stops.
+
+    Returns:
+        the translations, in the order of the sources; None if `should_stop` returned True.
 
     Raises:
-        ValueError: a source with text that the tokenizer doesn't know.
+        ValueError: a source has text that the tokenizer can't encode.
     """
     ids = [tokenizer.encode_source(source) for source in sources]
     outputs = [""] * len(ids)
-    # The longest first: what is too much for memory fails soon.
+    # Longest first, so that a batch that does not fit into memory fails at the start.
     order = sorted(range(len(ids)), key=lambda place: -len(ids[place]))
     size = min(batch_size, len(ids))
     limit = model.config.max_length
-    most = max_new_tokens if limit is None else min(max_new_tokens, limit - 1)  # behind the token that begins it
+    most = max_new_tokens if limit is None else min(max_new_tokens, limit - 1)  # the begin token takes one position
     for start in range(0, len(ids), max(size, 1)):
         if should_stop():
             return None
@@ -73,7 +85,7 @@ def translate(
         part = [ids[place] for place in places]
         options = {"max_new_tokens": most, "eos_id": tokenizer.eos_id}
         if beam is None:
-            filled = part + part[-1:] * (size - len(part))  # one batch size, so that fewer shapes are compiled
+            filled = part + part[-1:] * (size - len(part))  # a fixed batch size, so that fewer shapes are compiled
             begin = [[tokenizer.begin_id]] * size
             rows = generate(model, params, begin, sources=filled, sampling=Sampling(temperature=0.0), **options)
         else:
@@ -86,14 +98,14 @@ def translate(
 
 @dataclass(frozen=True)
 class Score:
-    """How many of a group of examples were right, of how many in `total`."""
+    """Number of correct examples, `right`, of `total` examples in a group."""
 
     right: int
     total: int
 
     @property
     def rate(self) -> float:
-        """Share that was right, 0 to 1."""
+        """Fraction of correct examples, 0 to 1."""
         return self.right / max(self.total, 1)
 
     def __str__(self):
@@ -101,7 +113,8 @@ class Score:
 
 
 def scores(translations: Sequence[Translation]) -> dict[str, Score]:
-    """Exact matches by group of the examples, in order of the groups; "" is the group of all."""
+    """Return the exact-match scores by group of the examples, in order of the groups; "" is the group of all."""
+    # Shorter names first, so that groups named by numbers are in numeric order.
     groups = sorted({item.example.group for item in translations}, key=lambda name: (len(name), name))
     by_group = {"": list(translations)} | {
         group: [item for item in translations if item.example.group == group] for group in groups if group
@@ -111,20 +124,21 @@ def scores(translations: Sequence[Translation]) -> dict[str, Score]:
 
 @dataclass(frozen=True)
 class CorpusScore:
-    """How near a corpus of so many `pairs` comes to what is right; `bleu_signature` and `chrf_signature` say how that
-    was computed.
-    """
+    """BLEU and chrF of the translations of a corpus."""
 
     bleu: float
-    """0 to 100: words shared, singly and two to four in a row (Papineni et al. 2002)"""
+    """0 to 100: precision of word n-grams, n = 1 to 4, with a brevity penalty (Papineni et al. 2002)"""
     chrf: float
-    """0 to 100: characters shared, singly and two to six in a row (Popović 2015)"""
+    """0 to 100: F-score of character n-grams, n = 1 to 6 (Popović 2015)"""
     pairs: int
+    """number of translated pairs"""
     bleu_signature: str
+    """sacreBLEU's description of how BLEU was computed"""
     chrf_signature: str
+    """sacreBLEU's description of how chrF was computed"""
 
     def lines(self, split: str) -> list[str]:
-        """What to show; `split` is what the pairs are of."""
+        """Return the lines to print; `split` is the name of the split that contains the pairs."""
         return [
             f"BLEU on {self.pairs:,} pairs of {split}: {self.bleu:.2f}   ({self.bleu_signature})",
             f"chrF on {self.pairs:,} pairs of {split}: {self.chrf:.2f}   ({self.chrf_signature})",
@@ -132,31 +146,33 @@ class CorpusScore:
 
 
 def corpus_score(translations: Sequence[Translation], tokenization: str) -> CorpusScore:
-    """BLEU and chrF of all translations together, as sacreBLEU computes them (Post 2018, arXiv 1804.08771).
+    """Compute BLEU and chrF of the whole corpus with sacreBLEU (Post 2018, arXiv 1804.08771).
 
-    `tokenization` is sacreBLEU's name of how BLEU parts words: "none" where blanks do it already, "13a" for plain text.
+    Args:
+        translations: translations of the corpus.
+        tokenization: sacreBLEU's tokenization for BLEU: "13a" for plain text, "none" for text that is split at spaces.
 
     Raises:
         ValueError: no translations.
     """
-    from sacrebleu.metrics import BLEU, CHRF  # its tables take a while: not before the first step
+    from sacrebleu.metrics import BLEU, CHRF  # imported late: loading its tables would delay the first step
 
     if not translations:
-        raise ValueError("there is no translation to score. Translate at least one source.")
+        raise ValueError("there are no translations to score. Translate at least one source.")
     outputs = [line(item.output) for item in translations]
     right = [[line(item.example.target) for item in translations]]
-    bleu, chrf = BLEU(tokenize=tokenization, force=True), CHRF()  # force: no advice on text that looks tokenized
+    bleu, chrf = BLEU(tokenize=tokenization, force=True), CHRF()  # force: no warning about text that looks tokenized
     found = bleu.corpus_score(outputs, right).score, chrf.corpus_score(outputs, right).score
     return CorpusScore(*found, len(outputs), str(bleu.get_signature()), str(chrf.get_signature()))
 
 
 def line(text: str) -> str:
-    """The text on one line, as it is scored and written."""
+    """Return the text in one line, the form in which it is scored and written."""
     return " ".join(text.splitlines())
 
 
 def write_lines(path: Path, texts: Iterable[str]) -> None:
-    """Writes each text on a line of its own, the whole file or nothing."""
+    """Write each text as a line of a file, atomically."""
     partial = path.with_name(f"{path.name}.partial")
     partial.write_text("".join(f"{line(text)}\n" for text in texts), encoding="utf-8")
     os.replace(partial, path)

@@ -283,15 +283,15 @@ def test_a_plan_takes_the_widest_bucket():
     recipe = load_recipe_file(ROOT / "configs" / "wmt14_base.py")[0]
     planned, assumed = without_data(recipe)
     assert batch_shapes(planned)["source"].shape == (96, 256)
-    assert "every batch as the widest: 96 pairs of 256 tokens (--data.batch-tokens)" in assumed
+    assert "batches of the longest pairs: 96 pairs of 256 tokens (--data.batch-tokens)" in assumed
     shorter = dataclasses.replace(recipe.data, max_source_length=100, max_target_length=60, row_multiple=16)
     planned, _ = without_data(dataclasses.replace(recipe, data=shorter))
     assert batch_shapes(planned)["tokens"].shape == (240, 60)
     crowded = dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, batch_tokens=1000))
-    with pytest.raises(ConfigError, match=r"batch_tokens \(1,000\) has no room .* Give at least 2,048"):
+    with pytest.raises(ConfigError, match=r"batch_tokens \(1,000\) is too small .* Pass at least 2,048"):
         without_data(crowded)
     packed = dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, packed_length=256))
-    with pytest.raises(ConfigError, match=r"no packed pairs yet\. Leave --data\.packed-length out"):
+    with pytest.raises(ConfigError, match=r"not support packed pairs yet\. Remove --data\.packed-length"):
         without_data(packed)
 
 

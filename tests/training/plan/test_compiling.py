@@ -42,7 +42,7 @@ def test_a_refusal_for_memory_is_an_answer():
     ["RESOURCE_EXHAUSTED: Ran out of memory in memory space vmem. Used 16.13M of 16.00M vmem.", "INTERNAL: no"],
 )
 def test_another_refusal_is_an_error(message):
-    told = rf"refuses this program.*--execution\.attention blockwise or reference\. It says: {message}$"
+    told = rf"rejects this program.*--execution\.attention blockwise or reference\. The compiler's message: {message}$"
     with pytest.raises(CompilerError, match=told):
         compile_program(Refused(message + "\nand more"), {"parameters": 2**30}, parse_topology("v5e:1x1"))
 

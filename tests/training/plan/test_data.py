@@ -67,7 +67,7 @@ def test_rows_that_a_model_or_a_mesh_has_no_place_for():
 
 @pytest.mark.parametrize("field", ["label_smoothing", "z_loss"])
 def test_a_forecast_has_no_probabilities_to_smooth(field):
-    with pytest.raises(ConfigError, match=r"label_smoothing and training\.z_loss are for probabilities"):
+    with pytest.raises(ConfigError, match=r"label_smoothing and training\.z_loss need logits"):
         change(recipe_of("etth1"), training={field: 0.1})
 
 

@@ -191,7 +191,7 @@ class TestLoops:
 
 
 def test_a_text_that_is_no_program():
-    with pytest.raises(ValueError, match=r"has an ENTRY computation, this one has none: 'HloModule x'\. Give what"):
+    with pytest.raises(ValueError, match=r"an ENTRY computation, but this one has none: 'HloModule x'\. Pass"):
         Program("HloModule x")
 
 

@@ -110,11 +110,11 @@ class TestDecode:
     def test_of_a_translation(self):
         plan = make_decode_plan(PAIRS, Generation(8, 12, 10), CHIPS, jax.devices())
         text = "\n".join(decode_lines("x", CHIPS, ["y"], plan))
-        assert "generation (--decode 8:12:10): 8 rows, 12 tokens of each read, 10 written" in text
+        assert "generation (--decode 8:12:10): 8 rows, 12 prompt tokens and 10 new tokens per row" in text
         assert re.search(
-            r"(?m)^estimate, not a measurement: [\d.e-]+ ms in all; once prompts are read, [\d,]+ new tokens/s$", text
+            r"(?m)^estimate, not a measurement: [\d.e-]+ ms in total; after the prefill, [\d,]+ new tokens/s$", text
         )
-        assert "  a token of each row " in text
+        assert "  one token per row " in text
         assert "bound" not in text
 
     @pytest.mark.parametrize("mesh", [{"devices": 1}, {"data": 2, "expert": 4}], ids=str)
@@ -128,15 +128,15 @@ class TestDecode:
         assert plan.token.memory_seconds > blocks * kernels / CHIPS.chip.hbm_bandwidth
         assert plan.token.compute_seconds > blocks * 2 * kernels / 4 / CHIPS.chip.flops
         assert not plan.loops_known
-        assert "\n  an upper bound: a loop over experts counts as often" in "\n".join(
+        assert "\n  an upper bound: a loop over experts counts with its maximum" in "\n".join(
             decode_lines("x", CHIPS, [], plan)
         )
 
     @pytest.mark.parametrize(
         ("name", "value", "why"),
         [
-            ("_turns_at_most", lambda loop: None, "the turns of a loop are not known"),
-            ("LOOP", "jit(other)/while", "the loop over new tokens is not to be found"),
+            ("_turns_at_most", lambda loop: None, "the number of iterations of a loop is not known"),
+            ("LOOP", "jit(other)/while", "no recognizable loop over new tokens"),
         ],
     )
     def test_no_estimate_where_a_loop_is_not_understood(self, monkeypatch, name, value, why):
@@ -177,12 +177,12 @@ class TestHere:
         topology, told = present_topology(jax.devices())
         assert (str(topology), topology.unit) == ("cpu:8", "device")
         assert min(topology.chip.flops, topology.chip.hbm_bandwidth, topology.hbm) > 0
-        assert "timed now, a device of 8 at once" in told
+        assert "measured now, per device with 8 in use" in told
 
     @pytest.mark.parametrize(("kind", "count", "name"), [("TPU v5 lite", 4, "v5e:4"), ("TPU v2", 8, "v2:4")])
     def test_figures_of_known_ones_are_published(self, kind, count, name):
         topology, told = present_topology([types.SimpleNamespace(device_kind=kind)] * count)
-        assert (str(topology), told) == (name, f"published figures of {name.partition(':')[0]}")
+        assert (str(topology), told) == (name, f"published figures for {name.partition(':')[0]}")
         assert set(DEVICE_KINDS.values()) == {"v2", "v3", "v4", "v5e", "v5p", "v6e", "tpu7x"}
 
     @pytest.mark.parametrize("recipe", [TEXT, PAIRS])
@@ -198,7 +198,7 @@ class TestHere:
         plan = types.SimpleNamespace(estimate=types.SimpleNamespace(seconds=0.25))
         measured = Measured(step_seconds=0.5, steps=7, peak_bytes=3 * 2**20)
         told = "\n".join(here_lines(plan, measured, "of a test"))
-        assert "measured: 500 ms a step, the median of 7, at most 3.00 MiB held" in told
+        assert "measured: 500 ms per step, median of 7 steps, peak memory 3.00 MiB" in told
         assert "measured / estimated: 2.00" in told
 
 
@@ -213,11 +213,11 @@ class TestVerb:
     @pytest.mark.parametrize(
         ("words", "message"),
         [
-            ("--topology v5e:1x1 --decode 3", "--decode takes ROWS:PROMPT:NEW"),
-            ("--topology v5e:1x1 --search 0", "--search takes how many to compile.*got '0'"),
+            ("--topology v5e:1x1 --decode 3", "--decode must be ROWS:PROMPT:NEW"),
+            ("--topology v5e:1x1 --search 0", "--search takes the number of candidates.*got '0'"),
             ("--topology v5e:1x1 --search many", "got 'many'"),
-            ("--topology v5e:1x1 --search --decode", "--decode and --search are plans of their own"),
-            ("--topology v5e:1x1 --here", "Leave --topology out"),
+            ("--topology v5e:1x1 --search --decode", "--decode and --search can't be used together"),
+            ("--topology v5e:1x1 --here", "--here and --topology can't be used together"),
         ],
     )
     def test_what_is_wrong_is_one_line(self, words, message, capsys, monkeypatch):

@@ -70,11 +70,11 @@ class TestTopology:
     @pytest.mark.parametrize(
         ("text", "message"),
         [
-            ("v5ee:4x4", "there is no TPU 'v5ee'.*Did you mean 'v5e:4x4'.*v5p:2x2x2"),
-            ("abacus", "there is no TPU 'abacus' in --topology 'abacus'. Known"),
-            ("v5e", "v5e:AxB, chips along each of 2 axes, got 'v5e'. Did you mean 'v5e:4x4'"),
+            ("v5ee:4x4", "unknown TPU 'v5ee'.*Did you mean 'v5e:4x4'.*v5p:2x2x2"),
+            ("abacus", "unknown TPU 'abacus' in --topology 'abacus'. Known"),
+            ("v5e", "v5e:AxB, with the number of chips along 2 axes, got 'v5e'. Did you mean 'v5e:4x4'"),
             ("v5e:4", "got 'v5e:4'"),
-            ("v5e:2x2x2", "each of 2 axes"),
+            ("v5e:2x2x2", "chips along 2 axes"),
             ("v5e:4x0", "got 'v5e:4x0'"),
             ("v5p:4x4", "v5p:AxBxC"),
             ("v5e:16x17", "v5e:16x17 is 272 chips, but a pod of v5e has 256"),
@@ -274,10 +274,10 @@ class TestVerb:
     @pytest.mark.parametrize(
         ("words", "message"),
         [
-            ((), "a recipe comes first, got nothing"),
+            ((), "the first argument must be a recipe, got nothing"),
             (("number_words",), "--topology is missing"),
             (("number_word", "--topology", "v5e:1x1"), "Did you mean 'number_words'?"),
-            (("number_words", "--topology"), "--topology takes chips along each axis"),
+            (("number_words", "--topology"), "--topology takes a TPU type and its chips along each axis"),
             (("number_words", "--topology", "v5e:4"), "Did you mean 'v5e:4x4'?"),
             (("number_words", "--topology", "v5e:1x1", "--model.num-layer", "3"), "--model.num-layers"),
         ],
@@ -320,17 +320,17 @@ def test_what_is_printed():
         seconds=1.0,
     )
     text = "\n".join(train_lines("x", topology, ["y"], plan))
-    assert "x on v2:2x2: 4 chips, 8 GiB a core; mesh: data 8\nassumed: y\nfits: 3.00 MiB of 8 GiB a core\n" in text
-    assert "40 a token, 1,234 parameters; 25.0 % in scores (counted whole)\n  1.30 times that, with" in text
-    assert "collectives: 2 all-reduce of 4.00 KiB a step" in text
-    assert "\n  a lower bound: how often a loop turns is not known, it counts once\n" in text
+    assert "x on v2:2x2: 4 chips, 8 GiB per core; mesh: data 8\nassumed: y\nfits: 3.00 MiB of 8 GiB per core\n" in text
+    assert "40 per token, 1,234 parameters; 25.0 % in attention scores (full matrix)\n  1.30 times as many with" in text
+    assert "collectives: 2 all-reduce of 4.00 KiB per step" in text
+    assert "\n  a lower bound: a loop with an unknown number of iterations counts as one iteration\n" in text
     alone = "\n".join(train_lines("x", topology, ["y"], dataclasses.replace(plan, collectives=[])))
     assert "collectives: none\nestimate" in alone
     assert "  a lower bound" in alone
     assert "bound" not in "\n".join(train_lines("x", topology, [], dataclasses.replace(plan, loops_known=True)))
     images = dataclasses.replace(plan, counted=8, unit="images")
     text_of_images = "\n".join(train_lines("x", topology, [], images))
-    assert " 500 an image, " in text_of_images
+    assert " 500 per image, " in text_of_images
     assert f" {images.units_per_second:,.0f} images/s\n" in text_of_images
     whole = dataclasses.replace(plan.estimate, mfu=0.996)
     assert "MFU 100 %" in "\n".join(train_lines("x", topology, [], dataclasses.replace(plan, estimate=whole)))
@@ -338,7 +338,7 @@ def test_what_is_printed():
     assert "estimate, not a measurement" in text
     small = dataclasses.replace(plan, fits=False, available_bytes=2**20, estimate=None, remedies=["--a 2: b"])
     text = "\n".join(train_lines("x", topology, [], small))
-    assert "does not fit: it needs 3.00 MiB of 1.00 MiB a core" in text
+    assert "does not fit: it needs 3.00 MiB of 1.00 MiB per core" in text
     assert "  try --a 2: b\n" in text
     assert "collectives" not in text
     unread = "\n".join(train_lines("x", topology, [], dataclasses.replace(plan, collectives=None, estimate=None)))

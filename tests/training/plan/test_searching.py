@@ -95,14 +95,18 @@ class TestSearch:
             (
                 dataclasses.replace(TEXT, data=dataclasses.replace(TEXT.data, batch_size=1)),
                 parse_topology("v5e:1x7"),
-                r"no mesh of 7 chips: --data.batch-size 1 is no multiple of 7, --model.d-model 32 is no multiple of 7, "
-                r"--model.num-heads 4 .* Change one of them, at best the rows; or",
+                r"no mesh for 7 chips: --data.batch-size 1 is not a multiple of 7, --model.d-model 32 is not a multiple "
+                r"of 7, --model.num-heads 4 .* Change one of them, preferably the rows, or",
             ),
-            (BY_TOKENS, parse_topology("v5e:1x3"), r"no mesh of 3 chips: --data.row-multiple 8 is no multiple of 3, "),
+            (
+                BY_TOKENS,
+                parse_topology("v5e:1x3"),
+                r"no mesh for 3 chips: --data.row-multiple 8 is not a multiple of 3, ",
+            ),
             (
                 TEXT,
                 Topology(dataclasses.replace(CHIPS.chip, hbm=1e-5), (1, 7)),
-                r"state alone are more than the 1e-05 GiB of a chip, however .* another --topology\.",
+                r"state alone need more than the 1e-05 GiB of a chip, however .* another --topology ",
             ),
         ],
     )
@@ -131,9 +135,9 @@ class TestSearch:
         best = ranked(tried)
         assert [one.plan.units_per_second for one in best] == [7, 5, 3]
         text = "\n".join(search_lines("x", CHIPS, ["y"], tried, best))
-        assert "3 ways compiled in" in text
+        assert "3 configurations compiled in" in text
         assert re.search(rf"(?m)^ +1 +7 +100 +50 +1\.00 +{best[0].candidate.flags}$", text)
-        assert "3 fit, 0 do not, 0 failed" in text
+        assert "3 fit, 0 do not fit, 0 failed" in text
 
     def test_an_error_is_a_result(self, monkeypatch):
         def refuse(recipe, topology, devices):
@@ -144,7 +148,7 @@ class TestSearch:
         assert [(one.plan, one.error) for one in tried] == 3 * [(None, "ValueError: no")]
         assert ranked(tried) == []
         assert search_line(tried[0]).endswith(": ValueError: no")
-        assert "0 fit, 0 do not, 3 failed" in "\n".join(search_lines("x", CHIPS, [], tried, []))
+        assert "0 fit, 0 do not fit, 3 failed" in "\n".join(search_lines("x", CHIPS, [], tried, []))
 
     def test_more_than_what_did_not_fit_is_passed_over(self, monkeypatch):
         seen = []

@@ -1,4 +1,4 @@
-"""Whether a recipe fits a TPU that is not there, told by the TPU compiler (libtpu)."""
+"""Estimate the memory and speed of a recipe on a TPU that you don't have, with the TPU compiler (libtpu)."""
 
 from transformer.training._chips import CHIPS, Chip
 from transformer.training._flops import Flops, batch_shapes, step_flops

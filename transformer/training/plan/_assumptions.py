@@ -1,4 +1,4 @@
-"""What a plan has to assume where the data would decide: it reads none, and says so."""
+"""Assumptions of a plan about values that the data would determine; a plan reads no data and lists its assumptions."""
 
 from __future__ import annotations
 
@@ -12,17 +12,20 @@ from transformer.training._recipe import Recipe
 from transformer.training._tasks import TASKS
 
 ASSUMED_LENGTH = 64
-"""tokens of a source or target where the recipe leaves that to the data"""
+"""assumed length of a source or target in tokens, if the recipe leaves it to the data"""
 ASSUMED_VOCABULARY = {"char": 128, "byte": 259, "bpe": 8192}
-"""tokens of a vocabulary by the kind of tokenizer, where the recipe leaves that to the data"""
+"""assumed vocabulary size by kind of tokenizer, if the recipe leaves it to the data"""
 
 
 def without_data(recipe: Recipe) -> tuple[Recipe, list[str]]:
-    """The recipe with what the data would decide filled in, and a sentence for each of these.
+    """Fill in the fields of a recipe that the data would determine.
+
+    Returns:
+        the completed recipe, and a phrase for each assumption.
 
     Raises:
-        ConfigError: a vocabulary that nothing but the data can tell, batches too small for their rows, or packed
-            pairs, which no plan knows yet.
+        ConfigError: the vocabulary size can't be known without the data, batch_tokens is too small for a row, or the
+            data is packed pairs, which a plan does not support yet.
     """
     assumed, data = [], recipe.data
     task = TASKS[recipe.task]
@@ -33,7 +36,8 @@ def without_data(recipe: Recipe) -> tuple[Recipe, list[str]]:
         )
         if not size:
             raise ConfigError(
-                f"the {kind} vocabulary follows from the data, which is not read. Give --model.vocab-size."
+                f"the size of the {kind} vocabulary depends on the data, which a plan does not read. Pass "
+                f"--model.vocab-size."
             )
         recipe = dataclasses.replace(recipe, model=recipe.model.replace(vocab_size=size))
         assumed.append(f"a vocabulary of {size:,} (--model.vocab-size)")
@@ -44,6 +48,7 @@ def without_data(recipe: Recipe) -> tuple[Recipe, list[str]]:
     free = [field for field in data.open_lengths if getattr(data, field) is None]
     length = min(ASSUMED_LENGTH, recipe.model.max_length or ASSUMED_LENGTH)
     recipe = dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, **dict.fromkeys(free, length)))
+    # f[4:10] is "source" or "target" of "max_source_length" and "max_target_length".
     assumed += [f"{f[4:10]}s of {length} tokens (--data.{f.replace('_', '-')})" for f in free]
     if batch_field(recipe.data) == "batch_tokens":
         assumed.append(_widest_bucket(recipe.data))
@@ -51,14 +56,20 @@ def without_data(recipe: Recipe) -> tuple[Recipe, list[str]]:
 
 
 def _widest_bucket(data: PairConfig) -> str:
-    """A sentence on batches by tokens. ConfigError: packed ones, or no room for their rows."""
+    """Return the assumption about the shape of batches with data.batch_tokens.
+
+    Raises:
+        ConfigError: packed pairs, or no row fits into a batch.
+    """
     if data.packed_length is not None:
-        raise ConfigError("a plan knows no packed pairs yet. Leave --data.packed-length out: buckets are planned.")
+        raise ConfigError(
+            "a plan does not support packed pairs yet. Remove --data.packed-length to plan batches of similar lengths."
+        )
     width, rows = max(data.max_source_length, data.max_target_length), batch_rows(data)
     if not rows:
         raise ConfigError(
-            f"batch_tokens ({data.batch_tokens:,}) has no room for row_multiple ({data.row_multiple}) pairs of {width} "
-            f"tokens. Give at least {width * data.row_multiple:,}, or a smaller --data.max-source-length and "
+            f"data.batch_tokens ({data.batch_tokens:,}) is too small for row_multiple ({data.row_multiple}) pairs of "
+            f"{width} tokens. Pass at least {width * data.row_multiple:,}, or a smaller --data.max-source-length and "
             "--data.max-target-length."
         )
-    return f"every batch as the widest: {rows} pairs of {width} tokens (--data.batch-tokens)"
+    return f"batches of the longest pairs: {rows} pairs of {width} tokens (--data.batch-tokens)"

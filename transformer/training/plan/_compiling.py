@@ -1,4 +1,4 @@
-"""Whether a program fits a device, by the compiler's word, and what it does."""
+"""Compile a program for a topology, and read its memory and its text from the compiler."""
 
 from __future__ import annotations
 
@@ -16,43 +16,51 @@ from transformer.training.plan._topologies import CompilerError, Topology
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """Memory of a compiled program. Bytes are those of one device."""
+    """Memory of a compiled program, in bytes per device."""
 
     fits: bool
-    """whether the compiler found room for it; where no compiler tells (a CPU), whether a device has as much"""
+    """whether the program fits, as reported by the compiler; for a CPU, whose compiler has no limit, whether the needed
+    bytes are available"""
     memory: dict[str, int]
     """bytes by kind"""
     needed_bytes: int
-    """in all"""
+    """total"""
     available_bytes: int
-    """that the compiler may use; where it fits, the HBM of a device"""
+    """bytes that the compiler may use; if the program fits, the HBM of a device"""
 
 
 def compile_program(lowered: jax.stages.Lowered, held: Mapping[str, int], topology: Topology) -> tuple[Fit, str | None]:
-    """Compiles for devices of a topology: memory, and the program's text (None: not available, or it does not fit).
+    """Compile a program for devices of a topology.
 
-    `held` are bytes by kind of what is there before.
+    Args:
+        lowered: the program.
+        held: bytes per device of the program's inputs, by kind.
+        topology: the topology that it is lowered for.
+
+    Returns:
+        the memory of the program, and its text (HLO), which is None if it is not available or the program does not fit.
 
     Raises:
-        CompilerError: the compiler refuses the program, and not because a device has too little memory.
+        CompilerError: the compiler rejects the program for another reason than too little memory.
     """
     available, state = round(topology.hbm * GIB), sum(held.values())
     with tempfile.TemporaryDirectory() as folder:
         try:
             compiled = lowered.compile(compiler_options={"xla_dump_to": folder, "xla_dump_hlo_as_text": True})
         except jax.errors.JaxRuntimeError as error:
-            told = memory_in_error(str(error))
-            if told is None:
+            reported = memory_in_error(str(error))
+            if reported is None:
                 raise CompilerError(
-                    "the compiler refuses this program, for another reason than the memory of a device. Most often "
-                    "that is the attention kernel: try another, --execution.attention blockwise or reference. It says: "
+                    "the compiler rejects this program, but not for lack of memory. The most common cause is the "
+                    "attention kernel: try --execution.attention blockwise or reference. The compiler's message: "
                     + str(error).partition("\n")[0]
                 ) from error
-            needed, available = max(told[0], state), told[1]
+            needed, available = max(reported[0], state), reported[1]
             memory = {**held, "temporaries and the rest": needed - state}
             return Fit(fits=False, memory=memory, needed_bytes=needed, available_bytes=available), None
         text = _text(compiled, Path(folder))
     stats = compiled.memory_analysis()
+    # Outputs that reuse the memory of donated inputs (aliases) need no memory of their own.
     own = stats.output_size_in_bytes - stats.alias_size_in_bytes
     memory = {
         **held,
@@ -61,14 +69,14 @@ def compile_program(lowered: jax.stages.Lowered, held: Mapping[str, int], topolo
         "code": stats.generated_code_size_in_bytes,
     }
     needed = sum(memory.values())
-    fits = topology.chip in CHIPS.values() or needed <= available  # compilers of other devices never refuse
+    fits = topology.chip in CHIPS.values() or needed <= available  # other compilers don't check the memory
     return Fit(fits=fits, memory=memory, needed_bytes=needed, available_bytes=available), text if fits else None
 
 
 def _text(compiled: jax.stages.Compiled, folder: Path) -> str | None:
-    """The program, as JAX prints it, or as the compiler wrote it into a folder."""
+    """Return the text of the program from JAX, or from the compiler's dump in `folder` if JAX can't read it."""
     try:
         return compiled.as_text()
-    except jax.errors.JaxRuntimeError:  # JAX can't read some asynchronous programs of a newer compiler
+    except jax.errors.JaxRuntimeError:  # JAX can't parse some asynchronous operations of newer compilers
         written = sorted(folder.glob("*after_optimizations.txt"), key=lambda path: path.stat().st_size)
         return written[-1].read_text() if written else None

@@ -1,4 +1,4 @@
-"""Generation over a mesh, compiled for a topology: the program that `generate` runs, without running it."""
+"""Plan text generation over a mesh: compile the program of `generate` for a topology, without running it."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ from transformer.training.plan._roofline import Estimate, estimate
 from transformer.training.plan._topologies import Topology
 
 USUAL_ROWS = 8
-"""rows of a generation that is not told"""
+"""default number of rows of a generation"""
 
 LOOP = f"jit({decode.__name__})/while"
-"""what JAX calls the loop over new tokens in the compiled program"""
+"""JAX's name of the loop over new tokens in the compiled program"""
 
 
 @dataclass(frozen=True)
 class Generation:
-    """What is to be written: `rows` texts at once, each of `prompt` tokens that are read and `new` that are written."""
+    """Sizes of a generation: batch size, length of the prompts and number of new tokens per prompt."""
 
     rows: int
     prompt: int
@@ -57,18 +57,22 @@ class Generation:
 
 
 def parse_generation(text: str | None, recipe: Recipe) -> Generation:
-    """The generation of "8:1024:256"; None: the lengths that the recipe trains on, an even share of running text.
+    """Parse a generation such as "8:1024:256" (ROWS:PROMPT:NEW).
+
+    For None the lengths are those that the recipe trains on: of sources and targets or, for a language model, half of
+    the sequence length each.
 
     Raises:
-        ConfigError: a model that writes no text, not three whole numbers, or more tokens than the model has positions.
+        ConfigError: the model does not generate text, the text is not three positive integers, or there are more tokens
+            than the model has positions.
     """
     data = recipe.data
     _check_writes(recipe)
     if text is not None:
         if not re.fullmatch(r"[1-9]\d*(:[1-9]\d*){2}", text):
             raise ConfigError(
-                f"--decode takes ROWS:PROMPT:NEW, how many texts at once, tokens of each that are read and that are "
-                f"written, such as 8:1024:256, got {text!r}."
+                f"--decode must be ROWS:PROMPT:NEW (batch size, prompt tokens and new tokens per row), such as "
+                f"8:1024:256, got {text!r}."
             )
         wanted = Generation(*map(int, text.split(":")))
     elif TASKS[recipe.task].source:
@@ -83,59 +87,60 @@ def parse_generation(text: str | None, recipe: Recipe) -> Generation:
     ):
         if longest is not None and length > longest:
             raise ConfigError(
-                f"--decode {wanted}: the model has {longest} positions (model.max_length, and of sources "
-                f"model.embedding.source_max_length). Give fewer tokens."
+                f"--decode {wanted}: the model has only {longest} positions (model.max_length, and for sources "
+                f"model.embedding.source_max_length). Pass fewer tokens."
             )
     return wanted
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecodePlan:
-    """What compiling a generation for a topology tells. Bytes are those of one device."""
+    """Memory and estimated speed of a generation on a topology. Bytes are per device."""
 
     fits: bool
-    """whether the compiler found room for it"""
+    """whether the program fits into the memory of a device"""
     mesh: str
-    """the axes that split something"""
+    """mesh axes larger than 1"""
     generation: Generation
     num_parameters: int
-    """numbers in them"""
+    """number of parameters of the model"""
     memory: dict[str, int]
     """bytes by kind"""
     cache_bytes: int
-    """of keys and values, inside the temporaries"""
+    """bytes of the KV cache, which are part of the temporaries"""
     needed_bytes: int
-    """in all"""
+    """total"""
     available_bytes: int
-    """that the compiler may use; where it fits, the HBM of a device"""
+    """bytes that the compiler may use; if the program fits, the HBM of a device"""
     prefill: Estimate | None
-    """reading the prompts; None: does not fit, or not available"""
+    """estimate of the prefill (reading the prompts); None if it does not fit or is not available"""
     token: Estimate | None
-    """one more token of every row"""
+    """estimate of one decoding step, which adds a token to every row"""
     collectives: list[Collective] | None
-    """of one more token; None: not available"""
+    """collectives of one decoding step; None if not available"""
     loops_known: bool
-    """whether all is counted as often as the loops turn; else loops over experts count as often as they can turn"""
+    """whether the number of iterations of every loop is known; otherwise loops over experts count at their maximum"""
     unavailable: str
-    """why there is no estimate though it fits, or an empty text"""
+    """why there is no estimate although the program fits; otherwise empty"""
     remedies: list[str]
-    """what would help where it does not fit"""
+    """changes that would help if the program does not fit"""
     seconds: float
-    """that lowering and compiling took"""
+    """time for lowering and compilation"""
 
     @property
     def tokens_per_second(self) -> float:
-        """New tokens of all rows, prompts read; 0 where there is no estimate."""
+        """New tokens per second of all rows, without the prefill; 0 without an estimate."""
         return self.generation.rows / self.token.seconds if self.token else 0.0
 
 
 def make_decode_plan(recipe: Recipe, generation: Generation, topology: Topology, devices: list[Any]) -> DecodePlan:
-    """Compiles the reading of prompts and the loop over new tokens for devices of a topology.
+    """Compile the prefill and the loop over new tokens for devices of a topology.
 
-    Parameters lie as in training, rows are split over data, fsdp and expert, heads of the cache over tensor.
+    Parameters are sharded as in training. Rows are split over the mesh axes data, fsdp and expert; the heads of the KV
+    cache are split over tensor.
 
     Raises:
-        ConfigError: pmap, or a model or rows that do not fit the mesh.
+        ConfigError: parallel.kind is pmap, or the model or the rows do not fit the mesh.
     """
     begun = time.perf_counter()
     recipe = dataclasses.replace(recipe, lora=None)  # generation uses the merged parameters
@@ -147,6 +152,7 @@ def make_decode_plan(recipe: Recipe, generation: Generation, topology: Topology,
     prefill = token = None
     if costs is not None:
         prefill = _estimate(topology, len(devices), costs[0], 0)
+        # Every row multiplies all matrices once per new token, in whatever operations the compiler has put this.
         token = _estimate(topology, len(devices), costs[1], matrix_flops(recipe, generation.rows, 0))
     split = told_sizes(sizes)
     return DecodePlan(
@@ -166,17 +172,18 @@ def make_decode_plan(recipe: Recipe, generation: Generation, topology: Topology,
 
 
 def _checked_sizes(recipe: Recipe, generation: Generation, num_devices: int) -> dict[str, int]:
-    """Sizes of the mesh axes that a generation runs over."""
+    """Return the sizes of the mesh axes of a generation; raise ConfigError if something does not fit the mesh."""
     if recipe.parallel.kind != "mesh":
-        raise ConfigError("generation is planned over a mesh. Leave --parallel.kind out.")
+        raise ConfigError("a plan of generation needs a mesh. Remove --parallel.kind.")
     _check_writes(recipe)
     sizes = mesh_sizes(recipe.parallel.sizes, num_devices)
     check_model(recipe.model, sizes)
     ways = row_ways(sizes)
     if generation.rows % ways:
         raise ConfigError(
-            f"--decode {generation}: rows must be a multiple of the {ways} parts that they are split into (data x fsdp "
-            f"x expert). Give {-(-generation.rows // ways) * ways} rows, or --parallel.tensor {num_devices}."
+            f"--decode {generation}: the number of rows must be a multiple of {ways}, because they are split over the "
+            f"mesh (data x fsdp x expert). Pass {-(-generation.rows // ways) * ways} rows, or --parallel.tensor "
+            f"{num_devices}."
         )
     return sizes
 
@@ -184,11 +191,11 @@ def _checked_sizes(recipe: Recipe, generation: Generation, num_devices: int) -> 
 def _check_writes(recipe: Recipe) -> None:
     task = TASKS[recipe.task]
     if not task.writes:
-        raise ConfigError(f"a {task.model.__name__} writes no text. Leave --decode out.")
+        raise ConfigError(f"a {task.model.__name__} does not generate text. Remove --decode.")
 
 
 def _lowered(recipe: Recipe, generation: Generation, mesh: Mesh) -> tuple[jax.stages.Lowered, Any]:
-    """The program before it is compiled, and shapes of the parameters as they lie on the mesh."""
+    """Lower the program for a mesh; return it with the shapes and shardings of the parameters."""
     shapes = abstract_state(recipe).params
     params = jax.tree.map(lambda leaf, place: leaf.update(sharding=place), shapes, state_shardings(shapes, mesh))
     rows = NamedSharding(mesh, PartitionSpec(BATCH_AXES if row_ways(mesh.shape) > 1 else None))
@@ -201,7 +208,7 @@ def _lowered(recipe: Recipe, generation: Generation, mesh: Mesh) -> tuple[jax.st
     batch, pairs = generation.rows, TASKS[recipe.task].source
     read = Batch(array(batch, generation.prompt), array(batch))
     model = decoding_model(build_model(recipe))
-    # Real arrays, so made here: in the mesh below they would be put on devices that are not there.
+    # Concrete arrays, so created outside the mesh below, which would place them on devices that don't exist.
     keys, choice = jax.random.key(0).dtype, SamplerParams.of(Sampling(temperature=0.0), model.config.vocab_size)
     with jax.set_mesh(mesh):
         lowered = decode.lower(
@@ -220,29 +227,38 @@ def _lowered(recipe: Recipe, generation: Generation, mesh: Mesh) -> tuple[jax.st
 
 
 def _slots(recipe: Recipe, generation: Generation) -> int:
-    """Positions of the cache; of a translation one stands before what is written."""
+    """Return the number of positions of the cache; in a translation the begin token takes one."""
     return generation.new + (1 if TASKS[recipe.task].source else generation.prompt)
 
 
 def _costs(text: str | None, num_devices: int) -> tuple[tuple[Cost, Cost] | None, str]:
-    """What a device does to read the prompts, and for a token of each row; or None, and why."""
+    """Return the costs per device of the prefill and of one decoding step, or None and the reason."""
     if text is None:
         return None, "the compiler can't print this program"
     program = Program(text)
     loop = program.loop(LOOP)
     if loop is None:
-        return None, "the loop over new tokens is not to be found in the compiled program"
+        return None, "the compiled program has no recognizable loop over new tokens"
+    # The prefill is the whole program without this loop; a decoding step is one iteration of the loop.
     costs = tuple(
         program.cost(num_devices, begin=begin, without=loop if begin is None else None, at_most=True)
         for begin in (None, loop)
     )
     if not all(cost.loops_bounded for cost in costs):
-        return None, "the turns of a loop are not known"
+        return None, "the number of iterations of a loop is not known"
     return costs, ""
 
 
 def _estimate(topology: Topology, num_devices: int, cost: Cost, at_least: int) -> Estimate:
-    """Of a cost on one device; `at_least`: FLOPs of all devices, some of which may not be written as products."""
+    """Estimate the time of a cost per device.
+
+    Args:
+        topology: topology that the program runs on.
+        num_devices: number of its devices.
+        cost: cost per device.
+        at_least: lower bound of the FLOPs of all devices, for multiplications that the compiler turned into other
+            operations than dot.
+    """
     flops = max(cost.flops, at_least // num_devices)
     return estimate(
         topology.chip,
@@ -255,27 +271,30 @@ def _estimate(topology: Topology, num_devices: int, cost: Cost, at_least: int) -
 
 
 def _cache_bytes(recipe: Recipe, generation: Generation, sizes: Mapping[str, int]) -> int:
-    """Bytes of one device of keys and values, of a source's too, where rows and heads are split."""
+    """Return the bytes per device of the KV cache, for translations including the keys and values of the source."""
     model = build_model(recipe)
     cache = jax.eval_shape(lambda: model.init_cache(generation.rows, _slots(recipe, generation)))
     whole = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
     config = recipe.model
     if TASKS[recipe.task].source:
+        # Cross-attention: keys (G, H) and values (G, Hv) of every source token, in every layer of the decoder.
         size = config.kv_heads * (config.size_of_head + config.size_of_value) * jnp.dtype(config.dtype).itemsize
         whole += generation.rows * generation.prompt * size * config.decoder_layers
-    # A latent is one head, which is whole on every device.
+    # MLA caches one latent per token, which all heads share; it can't be split by heads.
     heads = sizes["tensor"] if config.attention.mla is None and config.kv_heads % sizes["tensor"] == 0 else 1
     return whole // (row_ways(sizes) * heads)
 
 
 def _remedies(recipe: Recipe, generation: Generation, sizes: Mapping[str, int]) -> list[str]:
-    """Flags that lower the memory of a generation on a mesh of these sizes, each with what it does."""
+    """Return options that reduce the memory of a generation on a mesh of these sizes, each with its effect."""
     found = []
     if recipe.model.param_dtype == "float32":
-        found.append("--model.param-dtype bfloat16: parameters of half the size")
+        found.append("--model.param-dtype bfloat16: halves the size of the parameters")
     if sizes["data"] > 1 and recipe.model.num_heads % (sizes["data"] * sizes["tensor"]) == 0:
-        found.append(f"--parallel.tensor {sizes['data'] * sizes['tensor']} --parallel.data 1: parameters split as well")
+        found.append(
+            f"--parallel.tensor {sizes['data'] * sizes['tensor']} --parallel.data 1: splits the parameters too"
+        )
     if generation.rows > 1 and generation.rows // 2 % row_ways(sizes) == 0:
         fewer = dataclasses.replace(generation, rows=generation.rows // 2)
-        found.append(f"--decode {fewer}: fewer rows at once")
-    return [*found, "more chips, or a kind with more memory: another --topology"]
+        found.append(f"--decode {fewer}: smaller batch")
+    return [*found, "another --topology with more chips, or chips with more memory"]

@@ -1,4 +1,4 @@
-"""What a compiled program does, counted from its text (HLO): each loop as often as it turns."""
+"""Count the cost of a compiled program from its text (HLO); loop bodies count once per iteration."""
 
 from __future__ import annotations
 
@@ -11,51 +11,51 @@ from typing import NamedTuple
 import numpy as np
 
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
-"""operations in which devices tell each other something"""
+"""HLO operations that communicate between devices"""
 
 
 @dataclass(frozen=True)
 class Collective:
-    """All operations of a kind in a compiled step, as one device sees them."""
+    """All collectives of one kind in a compiled program, per device."""
 
     kind: str
     count: int
-    """how often in a step, loops counted as often as they run"""
+    """number of executions in a run of the program"""
     result_bytes: int
-    """of their results together"""
+    """total bytes of their results"""
     wire_bytes: int
-    """that the device sends, by the ring algorithms"""
+    """bytes that the device sends, with ring algorithms"""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What one device does in a run of a program."""
+    """Cost of one run of a program, per device."""
 
     flops: int
-    """of matrix products and convolutions, without those of `kernels`"""
+    """FLOPs of matrix multiplications and convolutions, without those inside `kernels`"""
     kernels: int
-    """calls of kernels that were not written by the compiler (Pallas)"""
+    """number of calls of custom kernels (Pallas)"""
     hbm_bytes: int
-    """read and written by operations whose arrays lie in the HBM"""
+    """bytes read from and written to the HBM"""
     collectives: list[Collective]
-    """by kind, those there are"""
+    """collectives by kind"""
     loops_known: bool
-    """whether the turns of every loop are known"""
+    """whether the number of iterations of every loop is known"""
     loops_bounded: bool
-    """whether they are known, or counted as often as they can be at most"""
+    """whether the number of iterations of every loop, or an upper bound of it, is known"""
 
     @property
     def wire_bytes(self) -> int:
-        """Sent to other devices."""
+        """Bytes that the device sends to others."""
         return sum(one.wire_bytes for one in self.collectives)
 
 
 class _Array(NamedTuple):
     shape: tuple[int, ...]
     size: int
-    """bytes"""
+    """bytes of the values"""
     bytes: int
-    """as it lies, in whole tiles"""
+    """bytes in memory, where arrays are padded to whole tiles"""
     in_hbm: bool
 
 
@@ -78,19 +78,23 @@ _CALLEES = re.compile(r"\b(?:calls|to_apply|\w+_computations?)=(\{[^}]*\}|%?[\w.
 _SILENT = ("parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "opt-barrier")
 _VIEWS = ("bitcast", "copy", "reshape")
 _SLICES = ("dynamic-slice", "slice", "gather")
-_UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # which operand is new
+_UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # index of the operand with the new values
 
 
 @functools.cache
 def _arrays(types: str) -> list[_Array]:
-    """The arrays of a type such as "(f32[4,128]{1,0:T(4,128)S(1)}, s32[])"; S(n), n > 0, is a memory on the chip."""
+    """Parse the arrays of a type such as "(f32[4,128]{1,0:T(4,128)S(1)}, s32[])".
+
+    {1,0} is the order of the axes from minor to major, T(4,128) the tile, and S(n) with n > 0 a memory space on the
+    chip; without S the array is in the HBM.
+    """
     found = []
     for dtype, sizes, layout in _TYPE.findall(types):
         shape = tuple(map(int, filter(None, sizes.split(","))))
         bits = 8 if dtype == "pred" else int(_WIDTH.search(dtype)[0])
         padded = list(shape)
         order, _, tiling = layout.partition(":")
-        if tile := re.match(r"T\(([\d,]+)\)", tiling):  # the HBM holds whole tiles
+        if tile := re.match(r"T\(([\d,]+)\)", tiling):  # the HBM stores whole tiles: round the sizes up
             for axis, size in zip(order.split(","), reversed(tile[1].split(",")), strict=False):
                 if axis:
                     padded[int(axis)] = -(-shape[int(axis)] // int(size)) * int(size)
@@ -100,10 +104,10 @@ def _arrays(types: str) -> list[_Array]:
 
 
 class Program:
-    """The text of a compiled program, parsed.
+    """A compiled program, parsed from its text.
 
     Raises:
-        ValueError: a text without a computation to begin at.
+        ValueError: the text has no ENTRY computation.
     """
 
     def __init__(self, hlo: str):
@@ -125,12 +129,12 @@ class Program:
                     self._roots[name] = own
         if not self._entry:
             raise ValueError(
-                f"the text of a compiled program has an ENTRY computation, this one has none: {hlo[:60]!r}. Give what "
-                "`compiled.as_text()` gives."
+                f"the text of a compiled program must have an ENTRY computation, but this one has none: {hlo[:60]!r}. "
+                "Pass the result of `compiled.as_text()`."
             )
 
     def loop(self, op_name: str) -> str | None:
-        """The body of the one loop that JAX calls so ("jit(f)/while"); None: there is none, or several."""
+        """Return the body of the loop that has this name in JAX ("jit(f)/while"); None if there is not exactly one."""
         own = f'op_name="{op_name}"'
         everything = (one for inside in self._inside.values() for one in inside.values())
         found = [_callee(one, "body") for one in everything if one.kind == "while" and own in one.rest]
@@ -139,24 +143,31 @@ class Program:
     def cost(
         self, num_devices: int, *, begin: str | None = None, without: str | None = None, at_most: bool = False
     ) -> Cost:
-        """What a device does in one run, or in one of the computation `begin`; the loop with the body `without` is left
-        out. A loop whose turns the text does not tell counts once, or with `at_most` as often as it can turn, if that
-        can be read. Of branches each number is that of the branch where it is largest.
+        """Count the cost per device of one run of the program or of one of its computations.
 
-        Bytes on the wire are those of ring algorithms over n devices (Thakur et al. 2005): all-reduce 2 (n - 1) / n of
-        its result, all-gather (n - 1) / n, reduce-scatter n - 1 times its result, permute all of it.
+        The bytes that a device sends in a collective over n devices are those of ring algorithms (Thakur et al. 2005),
+        as a multiple of the bytes of the result: 2 (n - 1) / n for all-reduce (n - 1 sends of 1 / n each for a
+        reduce-scatter, and as many for an all-gather), (n - 1) / n for all-gather and all-to-all, n - 1 for
+        reduce-scatter, and 1 for a permutation. For a conditional, each number is the largest of all branches.
+
+        Args:
+            num_devices: number of devices of the program.
+            begin: name of the computation to count; None: the whole program.
+            without: body of a loop to leave out.
+            at_most: count a loop whose number of iterations is unknown at its upper bound, if that is known, instead
+                of once.
         """
         known = bounded = True
 
         def visit(name: str, fused: bool) -> np.ndarray:
-            """FLOPs, kernels, bytes; then count, bytes and bytes on the wire of each kind of collective."""
+            """Return FLOPs, kernels and bytes; then count, result bytes and sent bytes of each kind of collective."""
             nonlocal known, bounded
-            total = np.zeros(3 + 3 * len(COLLECTIVES), object)  # whole numbers of any size
+            total = np.zeros(3 + 3 * len(COLLECTIVES), object)  # Python integers, which can't overflow
             for own, one in self._inside.get(name, {}).items():
                 kind = one.kind.removesuffix("-start")
                 if kind in COLLECTIVES:
                     place = 3 + 3 * COLLECTIVES.index(kind)
-                    total[place : place + 3] += np.array([1, *_told(one, kind, num_devices)], object)
+                    total[place : place + 3] += np.array([1, *_collective_bytes(one, kind, num_devices)], object)
                 if kind == "while":
                     body, turns = _callee(one, "body"), self._turns(name, one)
                     if body != without:
@@ -171,6 +182,7 @@ class Program:
                     total += (np.maximum.reduce if kind == "conditional" else sum)(parts) if parts else 0
                 total[0] += self._flops(name, one)
                 total[1] += 'custom_call_target="tpu_custom_call"' in one.rest
+                # Inside a fusion, values stay in registers: only the fusion itself reads and writes memory.
                 total[2] += 0 if fused else self._traffic(name, own, one)
             return total
 
@@ -179,9 +191,13 @@ class Program:
         return Cost(flops, kernels, hbm, [Collective(*one) for one in each if one[1]], known, bounded)
 
     def _turns(self, name: str, loop: _Operation) -> int | None:
-        """How often a loop turns: as the compiler wrote, or of a condition `i < n` with constants."""
-        if told := re.search(r'known_trip_count\\?":\{\\?"n\\?":\\?"(\d+)', loop.rest):
-            return int(told[1])
+        """Return the number of iterations of a loop; None if it is unknown.
+
+        It is the compiler's annotation, or follows from a condition `i < n` where n, the initial i and its step are
+        constants.
+        """
+        if annotation := re.search(r'known_trip_count\\?":\{\\?"n\\?":\\?"(\d+)', loop.rest):
+            return int(annotation[1])
         condition, body = _callee(loop, "condition"), _callee(loop, "body")
         tests = self._inside.get(condition, {})
         root = tests.get(self._roots.get(condition, ""))
@@ -201,10 +217,10 @@ class Program:
             added = self._inside[body][state.operands[int(place[1])]]
             constants = [self._constant(body, self._inside[body][operand]) for operand in added.operands]
             step = next((c for c in constants if c), 1) if added.kind == "add" else 1
-        return max(0, -(-(end - begin) // step))
+        return max(0, -(-(end - begin) // step))  # ceil((end - begin) / step)
 
     def _constant(self, name: str, one: _Operation, outside: str = "", loop: _Operation | None = None) -> int | None:
-        """The whole number that an operation gives, if it is a constant; also one that a loop carries in its tuple."""
+        """Return the integer value of an operation that is a constant or a constant carry of a loop; None otherwise."""
         inside = self._inside[name]
         while one.kind in ("copy", "bitcast", "copy-done", "copy-start") and one.operands[0] in inside:
             one = inside[one.operands[0]]
@@ -217,31 +233,36 @@ class Program:
         return self._constant(outside, self._inside[outside][carried.operands[int(place[1])]])
 
     def _flops(self, name: str, one: _Operation) -> int:
-        """Two for each pair of numbers that is multiplied, counted as XLA does (HloCostAnalysis)."""
+        """Count two FLOPs (multiply and add) per pair of multiplied values, as XLA's HloCostAnalysis does."""
         if one.kind not in ("dot", "convolution"):
             return 0
         result = one.arrays[0].shape
         left, right = (self._inside[name][operand].arrays[0].shape for operand in one.operands[:2])
-        if one.kind == "dot":
+        if one.kind == "dot":  # each value of the result is a sum over the contracted axes
             axes = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", one.rest)[1]
             return 2 * math.prod(result) * math.prod(left[int(axis)] for axis in filter(None, axes.split(",")))
         inputs, kernel, outputs = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", one.rest).groups()
         window = re.search(r" window=\{([^}]*)\}", one.rest)
-        told = dict(field.split("=") for field in window[1].split()) if window else {}
+        fields_given = dict(field.split("=") for field in window[1].split()) if window else {}
         groups = math.prod(map(int, re.findall(r"(?:feature|batch)_group_count=(\d+)", one.rest)))
+        # batch x input features x output features x, for each spatial axis, the pairs of kernel and input positions
+        # that meet. Padding does not count. With groups, each output feature sees 1 / groups of the input features.
         pairs = left[inputs.index("b")] * left[inputs.index("f")] * right[kernel.index("o")] // groups
         for axis in range(sum(map(str.isdigit, kernel))):
             usual = {"size": "1", "stride": "1", "pad": "0_0", "lhs_dilate": "1", "rhs_dilate": "1"}
-            fields = (int(told[f].split("x")[axis].split("_")[0]) if f in told else int(usual[f][0]) for f in usual)
+            fields = (
+                int(fields_given[f].split("x")[axis].split("_")[0]) if f in fields_given else int(usual[f][0])
+                for f in usual
+            )
             pairs *= _meetings(left[inputs.index(str(axis))], result[outputs.index(str(axis))], *fields)
         return 2 * pairs
 
     def _traffic(self, name: str, own: str, one: _Operation) -> int:
-        """Bytes that an operation reads from the HBM and writes to it; of a slice only what it takes."""
+        """Count the bytes that an operation reads from and writes to the HBM; a slice reads only its own part."""
         kind, results = one.kind, one.arrays
         if kind in _SILENT or kind.endswith(("-done", "-update")) or 'custom_call_target="AllocateBuffer"' in one.rest:
             return 0
-        if kind in ("call", "async-start", "conditional"):  # what is inside counts
+        if kind in ("call", "async-start", "conditional"):  # the operations inside are counted instead
             return 0
         inside = self._inside[name]
         sources = [inside[operand] for operand in one.operands if operand in inside]
@@ -252,7 +273,7 @@ class Program:
         if kind in (*_SLICES, "slice-start"):
             part = results[-2] if kind == "slice-start" else results[0]  # ((operand), result, context)
             return part.bytes * (_in_hbm(sources[0]) + part.in_hbm)
-        if kind in _UPDATES:
+        if kind in _UPDATES:  # in place: only the new values are read and written
             new = sources[_UPDATES[kind]].arrays[0]
             return new.bytes * (new.in_hbm + results[0].in_hbm)
         if kind == "copy-start":  # (result, operand, context)
@@ -262,16 +283,18 @@ class Program:
         return sum(array.bytes for array in results if array.in_hbm) + sum(map(_hbm_bytes, sources))
 
     def _read(self, name: str, index: int, source: _Operation) -> int:
-        """Bytes that a fusion reads of its operand."""
+        """Count the bytes that a fusion reads of its operand."""
         return min(_hbm_bytes(source), self._needed(name, index)) if _in_hbm(source) else 0
 
     def _needed(self, name: str, index: int) -> int:
+        """Count the bytes that a fused computation needs of its parameter with this index."""
         inside = self._inside[name]
         number = str(index)
         parameter = next(own for own, one in inside.items() if one.kind == "parameter" and one.operands[-1] == number)
         return self._needed_by_users(name, parameter)
 
     def _needed_by_users(self, name: str, value: str) -> int:
+        """Count the bytes that the users of a value need: those that slice it need only their slices."""
         total = 0
         for own, user in self._inside[name].items():
             if value not in user.operands:
@@ -282,15 +305,15 @@ class Program:
             elif user.kind in _SLICES and place == 0:
                 total += user.arrays[0].bytes
             elif user.kind in _UPDATES and place == 0:
-                continue  # written in place
+                continue  # updated in place; the old values are not read
             elif user.kind == "fusion":
                 total += self._needed(_callee(user, "calls"), place)
             else:
-                return 1 << 62  # all of it
+                return 1 << 62  # more than any array: `_read` takes the minimum with the array's size
         return total
 
     def _written(self, name: str, own: str, results: list[_Array]) -> int:
-        """Bytes that a fusion writes: of an update in place only what is new."""
+        """Count the bytes that a fusion writes; an update in place writes only the new values."""
         one = self._inside[name][own]
         if one.kind == "tuple":
             return sum(self._written(name, part, [result]) for part, result in zip(one.operands, results, strict=False))
@@ -310,8 +333,11 @@ def _callee(one: _Operation, role: str) -> str:
 
 
 def _turns_at_most(loop: _Operation) -> int | None:
-    """All blocks P of a loop over blocks of tokens (`nn.moe.grouped_linear`), which turns for those in use. It
-    carries their inputs and results, (P, Q, ...) both, beside kernels (E, ...). None: another loop, or not to be read.
+    """Return the largest number of iterations of a loop over blocks of tokens (`nn.moe.grouped_linear`).
+
+    The loop runs over the used blocks of P allocated ones. Its carry has the inputs and the results of the blocks, both
+    of shape (P, Q, ...), and kernels (E, ...), so P is the leading size that occurs twice. Returns None for any other
+    loop, or if P is ambiguous.
     """
     if not re.search(r'op_name="[^"]*\bfeed_forward/(?:shard_map/)?while"', loop.rest):
         return None
@@ -330,27 +356,37 @@ def _hbm_bytes(one: _Operation) -> int:
 
 @functools.cache
 def _meetings(inputs: int, outputs: int, size: int, stride: int, pad: int, dilate: int, spread: int) -> int:
-    """How often, along one axis, a number of the kernel meets one of the input that is no padding."""
+    """Count the pairs of kernel and input positions that a convolution multiplies along one axis, without padding.
+
+    Args:
+        inputs: size of the input.
+        outputs: size of the output.
+        size: size of the kernel.
+        stride: stride of the kernel.
+        pad: padding before the input.
+        dilate: dilation of the input (distance of its values after inserting zeros between them).
+        spread: dilation of the kernel.
+    """
     if size == 1 and stride == 1 and dilate == 1 and pad == 0:
         return outputs
     places = np.arange(outputs, dtype=np.int64) * stride - pad
     last = (inputs - 1) * dilate
     met = 0
     for kernel in range(size):
-        at = places + kernel * spread
+        at = places + kernel * spread  # position in the dilated input, for each output
         met += int(((at >= 0) & (at <= last) & (at % dilate == 0)).sum())
     return met
 
 
-def _told(one: _Operation, kind: str, num_devices: int) -> tuple[int, int]:
-    """Bytes of the result of a collective, and those on the wire."""
+def _collective_bytes(one: _Operation, kind: str, num_devices: int) -> tuple[int, int]:
+    """Return the bytes of the result of a collective, and the bytes that a device sends."""
     groups = re.search(r"replica_groups=(?:\[\d+,(\d+)\]|\{\{([\d,]+)\})", one.rest)
-    n = num_devices if groups is None else int(groups[1] or groups[2].count(",") + 1)
+    n = num_devices if groups is None else int(groups[1] or groups[2].count(",") + 1)  # devices per group
     sizes = [array.size for array in one.arrays]
     result = sum(sizes)
     if one.kind == "all-gather-start":  # (operands, results)
         result = result * n // (n + 1)
-    if one.kind == "collective-permute-start":  # (operand, result, two numbers)
+    if one.kind == "collective-permute-start":  # (operand, result, two integers)
         result = max(sizes)
     share = (n - 1) / n
     factor = {"all-reduce": 2 * share, "reduce-scatter": n - 1, "collective-permute": 1.0}.get(kind, share)

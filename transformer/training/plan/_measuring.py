@@ -1,4 +1,4 @@
-"""The devices that are there: what they can do, and how long a recipe's real training step takes on them."""
+"""Measure the present devices: their peak speed, and the time of a recipe's training step."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from transformer.training._tasks import TASKS
 from transformer.training.plan._topologies import Topology
 
 MATRIX = 2048
-"""width of the square matrices whose product is timed"""
+"""width of the square matrices in the matrix multiplication that is timed"""
 COPIED = 2**26
-"""float32 numbers that are read and written when bandwidth is timed"""
+"""number of float32 values that are read and written to measure the bandwidth"""
 
 
 def present_topology(devices: list[Any]) -> tuple[Topology, str]:
-    """These devices as a topology, and a sentence on where its figures come from: published, or timed now.
+    """Return the present devices as a topology, and a phrase that says whether its figures are published or measured.
 
-    Unknown devices are timed all at once, since those that are simulated share what there is.
+    Unknown devices are measured while all of them work, because simulated devices share the same hardware.
     """
     kind = devices[0].device_kind
     if kind in DEVICE_KINDS:
         chip = CHIPS[DEVICE_KINDS[kind]]
         shape = (max(1, len(devices) // chip.devices),)
-        return Topology(chip, shape), f"published figures of {chip.name}"
+        return Topology(chip, shape), f"published figures for {chip.name}"
     dtype = jnp.float32 if devices[0].platform == "cpu" else jnp.bfloat16
     flops, bandwidth = _matrix_flops(devices, dtype), _copy_bandwidth(devices)
     chip = Chip(
@@ -47,31 +47,35 @@ def present_topology(devices: list[Any]) -> tuple[Topology, str]:
         flops=flops,
         hbm=device_bytes(devices) / GIB,
         hbm_bandwidth=bandwidth,
-        ici_bandwidth=bandwidth / 2,  # what is sent is read here and written there
+        ici_bandwidth=bandwidth / 2,  # a byte sent is read from one memory and written to another
     )
-    told = (
-        f"timed now, a device of {len(devices)} at once: {flops:.3g} FLOP/s of {jnp.dtype(dtype).name} products, "
-        f"{bandwidth:.3g} bytes/s of a copy"
+    source = (
+        f"measured now, per device with {len(devices)} in use: {flops:.3g} FLOP/s in {jnp.dtype(dtype).name} matrix "
+        f"multiplications, {bandwidth:.3g} bytes/s in a copy"
     )
-    return Topology(chip, (len(devices),)), told
+    return Topology(chip, (len(devices),)), source
 
 
 def _matrix_flops(devices: list[Any], dtype: Any) -> float:
+    """Measure the FLOP/s of a device in a matrix multiplication."""
     x = np.ones((MATRIX, MATRIX), dtype)
+    # n^3 multiplications and n^3 additions. Divided by n, the result is again all ones: no overflow.
     return 2 * MATRIX**3 / _timed(lambda x: x @ x / MATRIX, x, devices)
 
 
 def _copy_bandwidth(devices: list[Any]) -> float:
+    """Measure the bytes per second that a device reads and writes in an elementwise operation."""
     numbers, times = COPIED // len(devices), 8
 
-    def rewritten(x):  # in one buffer: the first touch of a new one is slow
+    def rewritten(x):  # a loop over one buffer, because the first access to newly allocated memory is slow
         return jax.lax.fori_loop(0, times, lambda _, x: x + 1, x)
 
+    # Each pass reads and writes 4 bytes per value.
     return 2 * 4 * numbers * times / _timed(rewritten, np.ones(numbers, np.float32), devices)
 
 
 def _timed(function: Callable[[Any], Any], x: np.ndarray, devices: list[Any]) -> float:
-    """Seconds of the fastest of several runs on all devices at once."""
+    """Return the seconds of the fastest of several runs, each on all devices simultaneously."""
     run = jax.jit(function)
     parts = [jax.device_put(x, device) for device in devices]
     jax.block_until_ready([run(part) for part in parts])
@@ -85,18 +89,18 @@ def _timed(function: Callable[[Any], Any], x: np.ndarray, devices: list[Any]) ->
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """Steps that were run."""
+    """Measured time and memory of training steps."""
 
     step_seconds: float
-    """of one step, the median"""
+    """median time of a step"""
     steps: int
-    """that were timed"""
+    """number of timed steps"""
     peak_bytes: int | None
-    """most that the first device held; None: not told by it"""
+    """peak memory of the first device; None if the device does not report it"""
 
 
 def measure(recipe: Recipe, steps: int) -> Measured:
-    """Runs the recipe's training step on made-up tokens, once to compile and `steps` times."""
+    """Run the recipe's training step on random data: once for compilation, then `steps` times."""
     placement = place(recipe)
     batch = made_up_batch(recipe)
     state, metrics = placement.train_step(placement.spread(placement.new_state()), batch)
@@ -112,7 +116,7 @@ def measure(recipe: Recipe, steps: int) -> Measured:
 
 
 def made_up_batch(recipe: Recipe) -> dict[str, np.ndarray]:
-    """A batch of the recipe's shapes (B, ...): tokens or numbers drawn at random, nothing padded."""
+    """Return a batch of the recipe's shapes (B, ...) with random tokens or values, without padding."""
     random, task = np.random.default_rng(0), TASKS[recipe.task]
     batch = {}
     for name, shape in batch_shapes(recipe).items():

@@ -1,4 +1,4 @@
-"""A recipe's real training step, compiled for a topology: nothing is run and no data is read."""
+"""Plan training: compile a recipe's training step for a topology, without running it and without data."""
 
 from __future__ import annotations
 
@@ -17,55 +17,58 @@ from transformer.training.plan._programs import program
 from transformer.training.plan._roofline import Estimate, estimate
 from transformer.training.plan._topologies import Topology
 
-MORE = "more chips, or a kind with more memory: another --topology"
-"""what helps everything"""
+MORE = "another --topology with more chips, or chips with more memory"
+"""remedy that always helps"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What compiling a recipe's step for a topology tells. Bytes are those of one device."""
+    """Memory and estimated speed of a recipe's training step on a topology. Bytes are per device."""
 
     fits: bool
-    """whether the compiler found room for it"""
+    """whether the step fits into the memory of a device"""
     mesh: str
-    """the axes that split something"""
+    """mesh axes larger than 1"""
     num_parameters: int
-    """numbers in them"""
+    """number of parameters of the model"""
     memory: dict[str, int]
-    """bytes by kind; without the compiler's part where it does not fit"""
+    """bytes by kind; less detailed if the step does not fit"""
     needed_bytes: int
-    """in all"""
+    """total"""
     available_bytes: int
-    """that the compiler may use; where it fits, the HBM of a device"""
+    """bytes that the compiler may use; if the step fits, the HBM of a device"""
     counted: int
-    """in a step, by what speed is told: tokens of sources and targets, images or forecast values"""
+    """number of units in a step, which speed is measured in: tokens of sources and targets, images or forecast
+    values"""
     unit: str
-    """which of them"""
+    """name of the unit"""
     flops: Flops
+    """FLOPs of the model in a step"""
     computed_flops: int | None
-    """by all devices, with what is computed again, no less than `flops`; None: not available"""
+    """FLOPs that all devices compute in a step, including recomputation (at least `flops`); None if not available"""
     collectives: list[Collective] | None
-    """None: not available"""
+    """collectives of a step; None if not available"""
     loops_known: bool
-    """whether all is counted as often as the loops turn; else the estimate is a lower bound, some loops count once"""
+    """whether the number of iterations of every loop is known; otherwise such loops count once, and the estimate is a
+    lower bound"""
     estimate: Estimate | None
-    """None where it does not fit, or the compiler could not print the program"""
+    """estimated time of a step; None if it does not fit, or the compiler can't print the program"""
     remedies: list[str]
-    """what would help where it does not fit"""
+    """changes that would help if the step does not fit"""
     seconds: float
-    """that lowering and compiling took"""
+    """time for lowering and compilation"""
 
     @property
     def units_per_second(self) -> float:
-        """By the estimate, all devices together; 0 where it does not fit."""
+        """Estimated units per second of all devices together; 0 if the step does not fit."""
         return self.counted / self.estimate.seconds if self.estimate else 0.0
 
 
 def make_plan(recipe: Recipe, topology: Topology, devices: list[Any]) -> Plan:
-    """Compiles the recipe's training step for devices of a topology.
+    """Compile the recipe's training step for devices of a topology, and estimate its time.
 
     Raises:
-        ConfigError: a recipe that does not fit the mesh.
+        ConfigError: the recipe does not fit the mesh.
     """
     begun = time.perf_counter()
     batch, (number, unit) = batch_shapes(recipe), counted(recipe)
@@ -75,8 +78,8 @@ def make_plan(recipe: Recipe, topology: Topology, devices: list[Any]) -> Plan:
     computed = expected = None
     if text is not None:
         cost = Program(text).cost(devices_used)
-        # What kernels compute no text tells: put at the model's scores, whole. By causality they skip half of them, and
-        # they compute as many again in the backward pass.
+        # The text does not show what Pallas kernels compute, so assume the FLOPs of the model's attention (the full
+        # attention matrix). A causal kernel skips about half of it, but recomputes about as much in the backward pass.
         own = cost.flops + (flops.attention // devices_used if cost.kernels else 0)
         computed = max(own, flops.total // devices_used)
         expected = estimate(

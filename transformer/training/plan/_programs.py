@@ -1,4 +1,4 @@
-"""A recipe's real training step, lowered for devices that need not be there: nothing is run and no data is read."""
+"""Lower a recipe's training step for devices that may not be present, without running it and without data."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from transformer.training._recipe import Recipe
 from transformer.training._state import TrainState, model_params
 
 Shapes = Mapping[str, jax.ShapeDtypeStruct]
-"""a batch, without its numbers"""
+"""shapes of a batch, by name"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepProgram:
-    """A training step before it is compiled."""
+    """A lowered training step, before compilation."""
 
     lowered: jax.stages.Lowered
     devices: list[Any]
-    """that it runs on"""
+    """devices that it runs on"""
     sizes: Mapping[str, int]
-    """of the mesh axes"""
+    """sizes of the mesh axes"""
     described: str
-    """the axes that split something; "" on one device"""
+    """mesh axes larger than 1; "" on one device"""
     params: Any
-    """shapes of the model's parameters, with LoRA those of the merged ones"""
+    """shapes of the model's parameters; with LoRA, of the merged ones"""
     held: dict[str, int]
-    """bytes of one device by kind, that it holds before a step"""
+    """bytes per device of the state and the batch, by kind"""
 
 
 def program(recipe: Recipe, devices: Sequence[Any], batch: Shapes) -> StepProgram:
-    """The training step of a recipe on a batch of shapes (B, ...), lowered for these devices.
+    """Lower the training step of a recipe for these devices and a batch of shapes (B, ...).
 
     Raises:
-        ConfigError: a recipe that does not fit the devices.
+        ConfigError: the recipe does not fit the devices.
     """
     return {"mesh": _mesh, "pmap": _pmap}[recipe.parallel.kind](recipe, devices, batch)
 

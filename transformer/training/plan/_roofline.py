@@ -1,4 +1,4 @@
-"""A roofline of a program's time: what it would take if everything ran at its peak."""
+"""Roofline estimate of a program's run time: a lower bound from the peak speeds of the hardware."""
 
 from __future__ import annotations
 
@@ -9,32 +9,41 @@ from transformer.training._chips import Chip
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a run of a program may take, seconds, and what that is made of."""
+    """Estimated run time of a program and its parts, in seconds."""
 
     seconds: float
+    """estimated total"""
     compute_seconds: float
-    """products alone"""
+    """time for the matrix multiplications alone"""
     memory_seconds: float
-    """bytes to and from the HBM alone"""
+    """time for reading and writing the HBM alone"""
     collective_seconds: float
-    """what devices tell each other alone"""
+    """time for the communication between devices alone"""
     mfu: float
-    """model FLOPs utilization: share of all devices' peak"""
+    """model FLOPs utilization: fraction of the peak FLOP/s of all devices"""
 
 
 def estimate(
     chip: Chip, num_devices: int, *, model_flops: int, flops: int, hbm_bytes: int, wire_bytes: int
 ) -> Estimate:
-    """A roofline, an estimate and not a measurement: max(F / P, M / W) + C / I seconds (Williams et al. 2009).
+    """Estimate the run time of a program as max(F / P, M / W) + C / I seconds (roofline model, Williams et al. 2009).
 
-    Of one device, F: FLOPs that it computes; P: its peak in bfloat16. M: bytes it reads and writes; W: bandwidth of its
-    HBM. C: bytes it sends; I: its share of the links of its chip. As if collectives never ran beside products, and
-    everything at its peak: no latencies, no work that is not counted. `model_flops` are those of the model over all
-    devices, without what is computed again: the MFU is about them.
+    The estimate assumes that everything runs at its peak, without latencies, and that collectives never overlap with
+    computation.
+
+    Args:
+        chip: hardware of the devices. Its figures are divided among its devices: P, the peak FLOP/s in bfloat16; W, the
+            bandwidth of the HBM; I, the bandwidth of the links between chips.
+        num_devices: number of devices.
+        model_flops: FLOPs of the model on all devices, without recomputation; MFU is relative to these.
+        flops: F, FLOPs that one device computes.
+        hbm_bytes: M, bytes that one device reads from and writes to the HBM.
+        wire_bytes: C, bytes that one device sends.
     """
     peak = chip.flops / chip.devices
     compute = flops / peak
     memory = hbm_bytes / (chip.hbm_bandwidth / chip.devices)
     collective = wire_bytes / (chip.ici_bandwidth / chip.devices)
+    # Computation and memory traffic overlap, so the slower one determines the time.
     seconds = max(compute, memory) + collective
     return Estimate(seconds, compute, memory, collective, model_flops / (num_devices * peak * seconds))

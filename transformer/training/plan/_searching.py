@@ -1,4 +1,7 @@
-"""Meshes, batch sizes and remat policies of a recipe tried on a topology: what a thought rules out is not compiled."""
+"""Search for the fastest mesh, batch size and remat policy of a recipe on a topology.
+
+A coarse estimate orders the candidates and excludes those that can't fit; the others are compiled.
+"""
 
 from __future__ import annotations
 
@@ -27,42 +30,41 @@ from transformer.training.plan._roofline import estimate
 from transformer.training.plan._topologies import Topology
 
 REMATS: tuple[str, ...] = Remat.__args__
-"""what may be computed again in the backward pass"""
+"""policies of what to recompute in the backward pass"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """One way to run the recipe, and what a thought says of it."""
+    """One way to run the recipe, with a coarse estimate of its time and memory."""
 
     recipe: Recipe
     sizes: Mapping[str, int]
-    """of the mesh axes"""
+    """sizes of the mesh axes"""
     seconds: float
-    """of a step, guessed before compiling"""
+    """time of a step, estimated before compilation"""
     needed_bytes: int
-    """that a device holds at least"""
+    """memory of a device, estimated before compilation"""
     flags: str
-    """to be added to the command that gave the recipe: they come last, and so hold"""
+    """options to append to the command of the recipe; the last value of an option takes effect"""
 
 
 @dataclass(frozen=True)
 class Tried:
-    """A candidate that was compiled: its plan, or why there is none."""
+    """A candidate that was compiled, with its plan or an error."""
 
     candidate: Candidate
     plan: Plan | None
     error: str
-    """why there is no plan, or an empty text"""
+    """why there is no plan; otherwise empty"""
     seconds: float
-    """that it took"""
+    """time for compilation"""
 
 
 def candidates(recipe: Recipe, topology: Topology, num_devices: int) -> list[Candidate]:
-    """All that can be, the most promising first: what may fit, by speed, then what asks for least; batches of half,
-    once and twice the rows.
+    """Return all candidates, the most promising first: those that may fit by speed, then the others by memory.
 
-    Left out are meshes that do not divide model or batch, and those whose parameters and optimizer state alone are more
-    than a device holds.
+    The batch sizes are half, once and twice that of the recipe. Excluded are meshes that do not divide the model or the
+    batch, and those for which the parameters and the optimizer state alone exceed the memory of a device.
     """
     state, flops, found = abstract_state(recipe), step_flops(recipe), []
     available = topology.hbm * GIB
@@ -94,7 +96,7 @@ def candidates(recipe: Recipe, topology: Topology, num_devices: int) -> list[Can
 
 
 def _held(state: Any, sizes: Mapping[str, int]) -> int:
-    """Bytes that a device holds of a training state over a mesh of these sizes."""
+    """Return the bytes per device of a training state on a mesh of these sizes."""
     total = 0
     for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
         spec = parameter_spec(jax.tree_util.keystr(path, simple=True, separator="/"), leaf.shape, sizes)
@@ -103,7 +105,7 @@ def _held(state: Any, sizes: Mapping[str, int]) -> int:
 
 
 def meshes(recipe: Recipe, num_devices: int) -> Iterator[dict[str, int]]:
-    """Sizes of the mesh axes that multiply to the devices, of axes that the model has something for."""
+    """Yield all sizes of the mesh axes whose product is the number of devices, for the axes that the model can use."""
     axes = ["fsdp", "tensor"]
     if TASKS[recipe.task].context_axis:
         axes.append("context")
@@ -117,18 +119,27 @@ def meshes(recipe: Recipe, num_devices: int) -> Iterator[dict[str, int]]:
 
 
 def _guessed(recipe: Recipe, before: Recipe, held: int, work: int, topology: Topology) -> Candidate:
-    """A coarse guess, only to order what is compiled (Korthikanti et al. 2022, arXiv 2205.05198, section 4).
+    """Estimate the time and memory of a candidate coarsely, only to order the candidates.
 
-    `before`: the recipe that flags are put to; `held`: bytes of state a device; `work`: FLOPs of the step.
+    The activations follow Korthikanti et al. 2022, arXiv 2205.05198, section 4.
+
+    Args:
+        recipe: recipe of the candidate.
+        before: recipe to which the flags are appended.
+        held: bytes per device of the training state.
+        work: FLOPs of the step.
+        topology: topology to run on.
     """
     sizes = recipe.parallel.sizes
     model, remat = recipe.model, recipe.execution.remat
     width = jnp.dtype(model.dtype).itemsize
     layers = TASKS[recipe.task].layers(model)
-    own = step_tokens(recipe) // (row_ways(sizes) * sizes["context"])
+    own = step_tokens(recipe) // (row_ways(sizes) * sizes["context"])  # tokens per device
     tensor, fsdp, num_devices = sizes["tensor"], sizes["fsdp"], math.prod(sizes.values())
 
-    # Bytes of one device: the residual stream and the inner width of a layer, and what is kept of all and of one layer.
+    # Bytes per device of the residual stream (tokens, D) and of the hidden values of a feed-forward layer (tokens, F).
+    # `inside`: all activations of one layer. `kept`: activations per layer that stay until the backward pass, which
+    # are the input of the layer and what the remat policy saves.
     stream, inner = own * model.d_model * width, own * model.feed_forward_width * width // tensor
     inside = 8 * stream + 4 * inner
     kept = (
@@ -140,9 +151,15 @@ def _guessed(recipe: Recipe, before: Recipe, held: int, work: int, topology: Top
             "none": inside,
         }[remat]
     )
-    gradients = held * fsdp // 3  # of parameters that fsdp does not split
+    # The state is the parameters and two moments of Adam, so a third of it has the size of the gradients. Multiplied by
+    # fsdp: the size that is communicated is that before the split. data: an all-reduce sends 2 x the device's shard of
+    # the gradients; fsdp: two all-gathers (forward and backward pass) and a reduce-scatter send 3 x the gradients;
+    # tensor and context: collectives of the residual stream in every layer.
+    gradients = held * fsdp // 3
     wire = 2 * gradients // fsdp * (sizes["data"] > 1) + 3 * gradients * (fsdp > 1)
     wire += layers * stream * (8 * (tensor > 1) + 4 * (sizes["context"] > 1))
+    # FLOPs including recomputation, relative to the model's. "full": a second forward pass is one more third, since the
+    # backward pass takes twice as much as the forward pass.
     again = {"none": 1.0, "dots": 1.05, "names": 1.15, "full": 4 / 3}[remat]
     guess = estimate(
         topology.chip,
@@ -152,54 +169,58 @@ def _guessed(recipe: Recipe, before: Recipe, held: int, work: int, topology: Top
         hbm_bytes=3 * held + round(again * 2 * layers * (9 * stream + 4 * inner)),
         wire_bytes=wire,
     )
-    parts = recipe.training.accumulation
+    parts = recipe.training.accumulation  # only the activations of one micro-batch are in memory
     needed = held + (layers * kept + inside) // parts + logit_bytes(recipe, own // parts, tensor, "tpu")
-    told = [axis for axis, size in sizes.items() if size > 1 or axis == "data" or before.parallel.sizes[axis] != 1]
+    named = [axis for axis, size in sizes.items() if size > 1 or axis == "data" or before.parallel.sizes[axis] != 1]
     kind = "" if before.parallel.kind == "mesh" else "--parallel.kind mesh "
-    mesh = kind + " ".join(f"--parallel.{axis} {sizes[axis]}" for axis in told)
+    mesh = kind + " ".join(f"--parallel.{axis} {sizes[axis]}" for axis in named)
     field = batch_field(recipe.data)
     flags = f"{mesh} --data.{field.replace('_', '-')} {getattr(recipe.data, field)} --execution.remat {remat}"
     return Candidate(recipe=recipe, sizes=sizes, seconds=guess.seconds, needed_bytes=needed, flags=flags)
 
 
 def search(recipe: Recipe, topology: Topology, devices: list[Any], limit: int) -> Iterator[Tried]:
-    """Compiles the most promising candidates, at most `limit`, and gives each as it is done.
+    """Compile the most promising candidates, at most `limit`, and yield each one when it is compiled.
 
-    One that asks for more than one that did not fit is passed over: the same mesh, no fewer rows, no less kept.
-    What recipe or compiler refuse of a candidate is its result, never the end.
+    A candidate is skipped if it needs more memory than one that did not fit: the same mesh, at least as many rows, and
+    at least as many saved activations. Errors of a candidate are its result and do not end the search.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there are no candidates.
     """
     too_large: list[Candidate] = []
     tried, num_devices = 0, len(recipe.parallel.choose(devices))
     found = candidates(recipe, topology, num_devices)
     if not found:
         why = _why_none(recipe, topology, num_devices)
-        raise ConfigError(f"--search finds no mesh of {num_devices} {topology.unit}s: {why}")
+        raise ConfigError(f"--search found no mesh for {num_devices} {topology.unit}s: {why}")
     for candidate in found:
         if tried == limit:
             return
         if any(_asks_more(candidate, other) for other in too_large):
             continue
         tried += 1
-        begun, plan, told = time.perf_counter(), None, ""
+        begun, plan, message = time.perf_counter(), None, ""
         try:
             plan = make_plan(candidate.recipe, topology, devices)
-        except (ValueError, RuntimeError) as error:  # of the recipe or the compiler; a fault of this program ends it
-            told = f"{type(error).__name__}: {error}".partition("\n")[0]
+        except (
+            ValueError,
+            RuntimeError,
+        ) as error:  # errors of the recipe or the compiler, but not bugs of this program
+            message = f"{type(error).__name__}: {error}".partition("\n")[0]
         if plan is not None and not plan.fits:
             too_large.append(candidate)
-        yield Tried(candidate, plan, told, time.perf_counter() - begun)
+        yield Tried(candidate, plan, message, time.perf_counter() - begun)
 
 
 def _why_none(recipe: Recipe, topology: Topology, num_devices: int) -> str:
-    """What no mesh of so many devices divides, or holds, and what to do."""
+    """Return why no mesh of this number of devices is possible, and what to do."""
     state = abstract_state(recipe)
     if all(_held(state, sizes) >= topology.hbm * GIB for sizes in meshes(recipe, num_devices)):
         return (
-            f"parameters and optimizer state alone are more than the {topology.hbm:.4g} GiB of a {topology.unit}, "
-            "however they are split. Give more chips, or a kind with more memory: another --topology."
+            f"the parameters and the optimizer state alone need more than the {topology.hbm:.4g} GiB of a "
+            f"{topology.unit}, however they are split. Pass another --topology with more chips, or chips with more "
+            "memory."
         )
     model, accumulation = recipe.model, recipe.training.accumulation
     field, rows = shared_rows(recipe.data)
@@ -208,20 +229,21 @@ def _why_none(recipe: Recipe, topology: Topology, num_devices: int) -> str:
         ("--model.d-model", model.d_model, num_devices),
         ("--model.num-heads", model.num_heads, num_devices),
     ]
-    uneven = [f"{flag} {size} is no multiple of {ways}" for flag, size, ways in parts if size % ways]
+    uneven = [f"{flag} {size} is not a multiple of {ways}" for flag, size, ways in parts if size % ways]
     return (
-        f"{', '.join(uneven) or 'rows, width and heads do not divide together'}. Change one of them, at best the rows; "
-        "or let another number of devices share them, by --topology or --parallel.devices."
+        f"{', '.join(uneven) or 'no split divides rows, width and heads'}. Change one of them, preferably the rows, or "
+        "use another number of devices (--topology or --parallel.devices)."
     )
 
 
 def _asks_more(candidate: Candidate, other: Candidate) -> bool:
+    """Return whether a candidate needs at least as much memory as the other one."""
     mine, theirs = candidate.recipe, other.recipe
     keeps = mine.execution.remat in ("none", theirs.execution.remat) or theirs.execution.remat == "full"
     return candidate.sizes == other.sizes and batch_rows(mine.data) >= batch_rows(theirs.data) and keeps
 
 
 def ranked(tried: Sequence[Tried]) -> list[Tried]:
-    """Those that fit, the fastest by the estimate first."""
+    """Return the candidates that fit, the fastest by the estimate first."""
     fitting = [one for one in tried if one.plan is not None and one.plan.estimate is not None]
     return sorted(fitting, key=lambda one: -one.plan.units_per_second)

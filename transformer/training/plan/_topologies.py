@@ -1,4 +1,4 @@
-"""Topologies of TPUs, for the compiler."""
+"""TPU topologies, and their devices for the compiler."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ device = topologies.get_topology_desc(platform="tpu", **json.loads(sys.argv[1]))
 x = jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=SingleDeviceSharding(device))
 jax.jit(lambda x: x @ x).lower(x).compile().memory_analysis()
 """
-"""compiles one matrix multiplication for a topology, whose options are its argument"""
+"""program that compiles one matrix multiplication for a topology, whose options are its argument"""
 
 CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL}
-"""signals that end a process whose compiler does not fit JAX"""
+"""signals that end a process whose libtpu is incompatible with JAX"""
 
 
 class CompilerError(RuntimeError):
-    """The TPU compiler is not installed, does not work with this JAX, or refuses a topology or a program."""
+    """The TPU compiler is not installed, does not work with this JAX, or rejects a topology or a program."""
 
 
 @dataclass(frozen=True)
 class Topology:
-    """Chips of a kind in a grid; its shape is how many there are along each axis."""
+    """A grid of chips of one kind; `shape` is the number of chips along each axis."""
 
     chip: Chip
     shape: tuple[int, ...]
@@ -53,25 +53,25 @@ class Topology:
 
     @property
     def num_chips(self) -> int:
-        """Chips in all."""
+        """Total number of chips."""
         return math.prod(self.shape)
 
     @property
     def unit(self) -> str:
-        """What JAX's devices are here: chips, or cores of them."""
+        """Hardware unit that is a device in JAX, such as "chip" or "core"."""
         return self.chip.unit
 
     @property
     def hbm(self) -> float:
-        """High-bandwidth memory of a device, GiB."""
+        """High-bandwidth memory of a device, in GiB."""
         return self.chip.hbm / self.chip.devices
 
 
 def parse_topology(text: str) -> Topology:
-    """The topology of "v5e:4x4".
+    """Parse a topology such as "v5e:4x4".
 
     Raises:
-        ConfigError: an unknown chip, or sizes that are none or more than a pod; names what there is.
+        ConfigError: the chip is unknown, or the sizes are invalid or larger than a pod; the message lists the chips.
     """
     examples = ", ".join(f"{name}:{chip.example}" for name, chip in CHIPS.items())
     name, _, sizes = text.partition(":")
@@ -81,31 +81,34 @@ def parse_topology(text: str) -> Topology:
         close = next((known for known in CHIPS if f"'{known}'" in near), None)
         hint = f" Did you mean {f'{close}:{CHIPS[close].example}'!r}?" if close else ""
         raise ConfigError(
-            f"there is no TPU {name!r} in --topology {text!r}.{hint} Known, with a usual size: {examples}."
+            f"unknown TPU {name!r} in --topology {text!r}.{hint} Known TPUs, each with a typical size: {examples}."
         )
     if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", sizes) or sizes.count("x") + 1 != chip.axes:
         wanted = "x".join("ABC"[: chip.axes])
         raise ConfigError(
-            f"a topology of {chip.name} is {chip.name}:{wanted}, chips along each of {chip.axes} axes, got {text!r}. "
-            f"Did you mean '{chip.name}:{chip.example}'?"
+            f"a topology of {chip.name} must be {chip.name}:{wanted}, with the number of chips along {chip.axes} axes, "
+            f"got {text!r}. Did you mean '{chip.name}:{chip.example}'?"
         )
     topology = Topology(chip, tuple(map(int, sizes.split("x"))))
     if topology.num_chips > chip.pod:
         raise ConfigError(
-            f"{topology} is {topology.num_chips:,} chips, but a pod of {name} has {chip.pod:,}. Give fewer."
+            f"{topology} has {topology.num_chips:,} chips, but a pod of {name} has only {chip.pod:,}. Pass a smaller "
+            f"topology."
         )
     return topology
 
 
 def topology_devices(topology: Topology) -> list[Any]:
-    """Devices to put into a mesh and to compile for. Flags for CPUs and GPUs are removed from `XLA_FLAGS`.
+    """Return the devices of a topology, to make a mesh of and compile for.
+
+    Removes the flags for CPUs and GPUs from the environment variable `XLA_FLAGS`.
 
     Raises:
-        CompilerError: libtpu is not installed, crashes with this JAX, or does not offer such a topology.
+        CompilerError: libtpu is not installed, crashes with this JAX, or does not support the topology.
     """
     if importlib.util.find_spec("libtpu") is None:
         raise CompilerError('planning needs the TPU compiler, libtpu. Install it: pip install "libtpu>=0.0.51"')
-    # libtpu reads these at its first program, and at a flag that it does not know it ends the process.
+    # libtpu reads XLA_FLAGS at its first program, and ends the process if it finds an unknown flag.
     flags = os.environ.get("XLA_FLAGS", "").split()
     os.environ["XLA_FLAGS"] = " ".join(flag for flag in flags if not re.match("--xla_(cpu|gpu)_", flag))
     bounds = [min(2, size) if size % 2 == 0 else 1 for size in topology.shape[:2]] + [1]
@@ -117,26 +120,26 @@ def topology_devices(topology: Topology) -> list[Any]:
         devices = topologies.get_topology_desc(platform="tpu", **options).devices
     except jax.errors.JaxRuntimeError as error:
         raise CompilerError(
-            f"the TPU compiler gives no topology {topology}. A usual one is {topology.chip.name}:"
-            f"{topology.chip.example}. It says: {str(error).partition(chr(10))[0]}"
+            f"the TPU compiler does not support the topology {topology}. Try {topology.chip.name}:"
+            f"{topology.chip.example}. The compiler's message: {str(error).partition(chr(10))[0]}"
         ) from error
     return list(devices)
 
 
 @functools.cache
 def check_compiler(options: str) -> None:
-    """Compile a tiny program in a process of its own: an unsuitable libtpu ends its process by a segmentation fault.
+    """Compile a tiny program in a child process, because an incompatible libtpu crashes its process.
 
     Args:
-        options: of `topologies.get_topology_desc`, as JSON.
+        options: options of `topologies.get_topology_desc`, as JSON.
 
     Raises:
-        CompilerError: the process crashed; names the libtpu that fits. Any other error is left to the caller, who meets
-            it again.
+        CompilerError: the child process crashed; the message names the compatible libtpu. Other errors are ignored,
+            because they occur again in the caller.
     """
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
-        "TPU_SKIP_MDS_QUERY": "1",  # which asks Google Cloud's metadata server
+        "TPU_SKIP_MDS_QUERY": "1",  # don't query Google Cloud's metadata server
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
         "PYTHONPATH": os.pathsep.join(sys.path),
     }
