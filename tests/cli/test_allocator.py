@@ -1,4 +1,4 @@
-"""The programs start themselves once more with an allocator that keeps what is freed, unless told otherwise."""
+"""Tests of the restart with an allocator that keeps freed memory."""
 
 import os
 import platform
@@ -21,7 +21,7 @@ keep_freed_memory()
 """
 
 
-with_glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="its allocator is another")
+with_glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs the allocator of glibc")
 
 
 def write(folder):
@@ -31,7 +31,7 @@ def write(folder):
 
 
 def outputs(command, environment):
-    """The lines that a command prints: one each time it starts."""
+    """Return the lines that a command prints, one per start of the program."""
     ours = {name: value for name, value in os.environ.items() if name != VARIABLE and not name.startswith("MALLOC_")}
     ours |= {"PYTHONPATH": str(ROOT)} | environment
     return subprocess.run(command, env=ours, capture_output=True, text=True, check=True).stdout.splitlines()
@@ -49,7 +49,7 @@ def test_a_program_is_started_once_more_with_the_same_words(chosen, tmp_path):
 
 @with_glibc
 def test_a_program_inside_another_one_is_not_started_again(tmp_path):
-    """As a notebook runs it with %run, or another program with runpy: a restart would end that program."""
+    """A notebook runs it with %run, another program with runpy: a restart would end the calling program."""
     inside = f"import runpy; runpy.run_path({write(tmp_path)!r}, run_name='__main__')"
     assert len(outputs([sys.executable, "-c", inside], {})) == 1
 

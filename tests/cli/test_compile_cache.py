@@ -1,4 +1,4 @@
-"""What was compiled is kept, where the program says, unless told otherwise."""
+"""Tests of the persistent compilation cache."""
 
 import os
 import re
@@ -29,7 +29,7 @@ print("hits", sum("cache_hits" in event for event in compiled))
 
 
 def call(folder, first="", outs=None, **variables):
-    """Hits of the cache in a program that compiles two large functions, and the files that there are."""
+    """Run a program that compiles two large functions; return the number of cache hits and of files in the cache."""
     environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
     small = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "XDG_CACHE_HOME": str(folder)}
     words = [sys.executable, "-c", PROGRAM.format(first=first)]
@@ -50,7 +50,7 @@ def test_the_second_time_nothing_is_compiled(tmp_path, first):
 
 
 def test_damaged_files_are_compiled_anew(tmp_path):
-    """Cut off by a power cut, say: JAX warns of each."""
+    """Files may be truncated, for example by a power failure; JAX warns about each."""
     _, kept = call(tmp_path)
     files = list(tmp_path.glob("transformer-zoo/compiled/*/*-cache"))
     for file in files:
@@ -84,25 +84,25 @@ def test_damaged_files_are_replaced_and_reported_once(tmp_path, how):
     first = "from transformer.cli._errors import one_line_warnings; shown = one_line_warnings(); shown.__enter__()"
     outs = []
     assert call(tmp_path, first, outs=outs) == (0, count)
-    assert call(tmp_path, first, outs=outs) == (count, count), "all of them are intact"
-    warned = [
-        out.count("warning: a damaged file of the compile cache was deleted and is compiled anew") for out in outs
-    ]
+    assert call(tmp_path, first, outs=outs) == (count, count), "all files are intact again"
+    warned = [out.count("warning: a damaged file of the compilation cache was deleted") for out in outs]
     assert warned == [1, 0]
-    assert all("persistent compilation cache" not in out for out in outs), "JAX's own words"
+    assert all("persistent compilation cache" not in out for out in outs), "JAX's own warning is replaced"
 
 
 def test_in_a_folder_that_the_user_chose_nothing_is_deleted(tmp_path):
     (tmp_path / "x-cache").write_bytes(b"")
     text = f"{compile_cache.WARNINGS[0]} entry for 'jit_f': error: Error -5"
-    told = compile_cache.repair_cache(text, {VARIABLE: str(tmp_path)})
-    assert told == f"the compile cache {tmp_path} can't be used: error: Error -5. Delete it, or set {VARIABLE}= ."
-    assert compile_cache.repair_cache(text, {VARIABLE: str(tmp_path)}) is None, "said once"
+    message = compile_cache.repair_cache(text, {VARIABLE: str(tmp_path)})
+    assert (
+        message == f"the compilation cache {tmp_path} can't be used: error: Error -5. Delete it, or set {VARIABLE}= ."
+    )
+    assert compile_cache.repair_cache(text, {VARIABLE: str(tmp_path)}) is None, "reported once"
     assert (tmp_path / "x-cache").exists()
 
 
 def test_a_file_that_the_system_refuses_is_deleted(tmp_path, configured):
-    """A file of another user, say; its error names it."""
+    """For example a file of another user; the error names the file."""
     keep_compiled(environment := {"XDG_CACHE_HOME": str(tmp_path)})
     folder = Path(environment[VARIABLE])
     for name in ("a-cache", "a-atime", "b-cache", "b-atime"):
@@ -111,12 +111,12 @@ def test_a_file_that_the_system_refuses_is_deleted(tmp_path, configured):
     assert "was deleted" in compile_cache.repair_cache(f"{text}'{folder}/a-cache'", environment)
     assert sorted(path.name for path in folder.iterdir()) == ["b-atime", "b-cache"]
     text = text.replace("reading", "writing")
-    assert compile_cache.repair_cache(f"{text}'{folder}/b-atime'", environment) is None, "said before"
+    assert compile_cache.repair_cache(f"{text}'{folder}/b-atime'", environment) is None, "already reported"
     assert not list(folder.iterdir())
-    told = compile_cache.repair_cache(
+    message = compile_cache.repair_cache(
         f"{compile_cache.WARNINGS[1]} entry for 'jit_f': OSError: [Errno 28] Full", environment
     )
-    assert f"the compile cache {folder} can't be used: OSError: [Errno 28] Full" in told
+    assert f"the compilation cache {folder} can't be used: OSError: [Errno 28] Full" in message
 
 
 def test_it_can_be_turned_off(tmp_path):
@@ -125,7 +125,7 @@ def test_it_can_be_turned_off(tmp_path):
 
 @pytest.fixture
 def configured():
-    """JAX is afterwards as it was."""
+    """Restore the JAX configuration after the test."""
     names = ("jax_compilation_cache_dir", "jax_compilation_cache_max_size")
     before = {name: getattr(jax.config, name) for name in (*names, "jax_persistent_cache_min_compile_time_secs")}
     yield
@@ -155,8 +155,8 @@ def test_a_run_says_where(tmp_path, configured):
     jax.config.update("jax_compilation_cache_dir", None)
     assert cache_line() == ""
     keep_compiled({"XDG_CACHE_HOME": str(tmp_path)})
-    assert f"are kept in {tmp_path}/transformer-zoo/compiled/" in cache_line()
-    assert cache_line().endswith("(JAX_COMPILATION_CACHE_DIR= turns that off)")
+    assert f"are cached in {tmp_path}/transformer-zoo/compiled/" in cache_line()
+    assert cache_line().endswith("(JAX_COMPILATION_CACHE_DIR= turns this off)")
     jax.config.update("jax_enable_compilation_cache", False)
     try:
         assert cache_line() == ""

@@ -1,4 +1,4 @@
-"""Which accelerator a machine has, told from fake machines; and what is said of one that is not used."""
+"""Tests of accelerator detection, with simulated machines, and of the warning about an unused accelerator."""
 
 import json
 import subprocess
@@ -14,7 +14,7 @@ SOURCE = Path(devices.__file__)
 
 
 def machine(root: Path, *files: str) -> Path:
-    """A file system with these empty files."""
+    """Create a file system with these empty files."""
     for name in files:
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -23,7 +23,7 @@ def machine(root: Path, *files: str) -> Path:
 
 
 def pci(root: Path, vendor: str, device: str) -> Path:
-    """A file system of a machine with one PCI device."""
+    """Create the file system of a machine with one PCI device."""
     folder = root / "sys/bus/pci/devices/0000:00:05.0"
     folder.mkdir(parents=True)
     (folder / "vendor").write_text(f"{vendor}\n")
@@ -76,12 +76,10 @@ def test_a_gpu_counts_when_nvidia_smi_lists_it(tmp_path, script, found):
 def test_an_unused_accelerator_is_said_aloud():
     assert unused_warning("cpu", "cpu", {}) is None
     assert unused_warning("gpu", "gpu", {}) is None
-    said = unused_warning("gpu", "cpu", {})
-    assert said.startswith(
-        "this machine has a GPU, which is not used: JAX computes on CPU. `make setup ACCELERATOR=gpu`"
-    )
-    said = unused_warning("tpu", "cpu", {"JAX_PLATFORMS": "cpu"})
-    assert said.endswith("JAX_PLATFORMS=cpu is set: unset it to use the TPU.")
+    message = unused_warning("gpu", "cpu", {})
+    assert message.startswith("this machine has a GPU, but JAX uses the CPU. Run `make setup ACCELERATOR=gpu`")
+    message = unused_warning("tpu", "cpu", {"JAX_PLATFORMS": "cpu"})
+    assert message.endswith("JAX_PLATFORMS=cpu is set: unset it to use the TPU.")
 
 
 def test_verb_names_the_device(capsys, monkeypatch):
@@ -89,7 +87,7 @@ def test_verb_names_the_device(capsys, monkeypatch):
     assert devices.main([]) == 0
     printed = capsys.readouterr()
     assert printed.out.startswith("device: 8 x cpu, jax ")
-    assert printed.err.startswith("warning: this machine has a GPU, which is not used")
+    assert printed.err.startswith("warning: this machine has a GPU, but JAX uses the CPU")
     assert devices.main(["--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert (printed["present"], printed["used"], printed["count"]) == ("gpu", "cpu", 8)
@@ -105,7 +103,7 @@ def test_a_backend_that_does_not_start_is_a_fault(capsys, monkeypatch):
 
 
 def test_it_runs_by_path_before_anything_is_installed():
-    """As the Makefile does: no site-packages, and no sibling of the file in the place of a standard module."""
+    """The Makefile runs it so: without site-packages, and without importing a neighboring file as a standard module."""
     done = subprocess.run(
         [sys.executable, "-I", "-S", str(SOURCE), "--present"], capture_output=True, text=True, check=True
     )

@@ -1,4 +1,4 @@
-"""A DIR that is no model, or not one for the verb, is answered with what the user may have meant."""
+"""Tests of the errors for a DIR that is not a model, or not a suitable one; they suggest what to pass instead."""
 
 import pytest
 from inference_parts import write_models
@@ -23,14 +23,14 @@ def error(capsys):
 
 
 def test_a_misspelled_variant(error):
-    assert "there is no directory gpt3. Did you mean 'gpt2'? Give" in error("generate", "gpt3", "--prompt", "x")
+    assert "directory gpt3 not found. Did you mean 'gpt2'? Pass" in error("generate", "gpt3", "--prompt", "x")
 
 
 def test_a_misspelled_workdir(error, tmp_path):
     (tmp_path / "number_words").mkdir()
     (tmp_path / "number_word.txt").touch()
     message = error("score", tmp_path / "number_word", "--text", "x")
-    assert f"there is no directory {tmp_path}/number_word. Did you mean '{tmp_path}/number_words'? Give" in message
+    assert f"directory {tmp_path}/number_word not found. Did you mean '{tmp_path}/number_words'? Pass" in message
     assert "Did you mean" not in error("score", tmp_path / "no" / "such" / "place", "--text", "x")
 
 
@@ -40,7 +40,10 @@ def test_a_checkpoint_instead_of_its_run(error, tmp_path, name, step):
     (run / name).mkdir(parents=True)
     (run / "recipe.json").write_text("{}")
     message = error("generate", run / name, "--prompt", "x")
-    assert message == f"error: {run / name} holds checkpoints of a run. Give the run instead: {run}{step}\n"
+    assert (
+        message
+        == f"error: {run / name} contains checkpoints of a run. Pass the workdir of the run instead: {run}{step}\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -48,6 +51,6 @@ def test_a_checkpoint_instead_of_its_run(error, tmp_path, name, step):
 )
 def test_a_model_that_generates_nothing_points_to_the_verb_for_it(models, error, name, kind, verb):
     message = error("generate", models[name], "--prompt", "the cat")
-    assert f"{models[name]} holds a model of the kind {kind}" in message
-    assert "which reads no prompt: expected a causal model or an encoder-decoder for text. Use " in message
+    assert f"{models[name]} contains a model of type {kind}. Use " in message
+    assert "this verb needs a causal model or an encoder-decoder for text; " in message
     assert f" {verb} {models[name]} --text ..." in message

@@ -1,4 +1,4 @@
-"""Paths on the command line that are empty."""
+"""Tests of empty paths on the command line."""
 
 import pytest
 
@@ -18,7 +18,7 @@ OPTIONS = {
 
 @pytest.mark.parametrize("words", OPTIONS.values(), ids=OPTIONS)
 def test_an_empty_option_is_an_error(words, capsys):
-    """An empty path would be the current directory, or silently the default."""
+    """An empty path would mean the current directory, or silently select the default."""
     assert main(words) == 2
     option = next(word for word in words if word.startswith("--") and word != "--prompt").rstrip("=")
     (line,) = capsys.readouterr().err.splitlines()
@@ -33,5 +33,5 @@ def test_an_empty_directory_is_an_error(words, capsys):
 
 
 def test_a_text_may_be_empty():
-    """Only paths may not."""
+    """Only paths must not be empty."""
     assert parse(ScoreTexts, "score", ["run", "--text", "a", "--text", ""]).text == ("a", "")

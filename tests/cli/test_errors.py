@@ -1,4 +1,4 @@
-"""How a command ends: exit codes and one line on stderr, whatever it raises."""
+"""Tests of exit codes and of the error line on stderr."""
 
 import errno
 import sys
@@ -13,7 +13,7 @@ from transformer.training._lock import WorkdirInUseError
 
 
 class TestRunCommand:
-    """Exit codes and the line on stderr, whatever a command raises."""
+    """Exit code and line on stderr for each kind of exception."""
 
     def raising(self, error, capsys, debug=False):
         def command():

@@ -1,4 +1,4 @@
-"""`generate` by other ways to the same text (slots, a draft, weights in 8 bits), and what is refused before loading."""
+"""Tests of `generate` with slots, a draft model and 8-bit weights, and of options that are invalid with any model."""
 
 import json
 
@@ -10,7 +10,7 @@ from transformer.__main__ import main
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Two runs on the same text: `large`, and `small` with other parameters."""
+    """Two runs on the same text, `large` and `small`, with different parameters."""
     root = tmp_path_factory.mktemp("runs")
     recipe = text_recipe(root, model={"dropout_rate": 0.0})
     for seed, name in enumerate(("large", "small")):
@@ -20,14 +20,14 @@ def runs(tmp_path_factory):
 
 @pytest.fixture
 def written(runs, capsys):
-    """What `generate` writes with these options, and what it says on stderr."""
+    """Return the texts of `generate` with these options, and its stderr."""
 
     def call(*words):
         prompts = ("--prompt", "line", "--prompt", "no more", "--prompt", "of 4")
         options = ("--json", "--step", "newest", "--max-new-tokens", "7")
         assert main(["generate", str(runs / "large"), *prompts, *options, *words]) == 0
-        said = capsys.readouterr()
-        return [one["output"] for one in json.loads(said.out)["results"]], said.err
+        printed = capsys.readouterr()
+        return [one["output"] for one in json.loads(printed.out)["results"]], printed.err
 
     return call
 
@@ -39,9 +39,9 @@ def test_slots_and_a_draft_change_no_text(written, runs):
 
 
 def test_what_8_bits_save_is_told(written):
-    _, said = written("--int8")
-    assert "embedding/embedding: 1 arrays" in said
-    assert "relative error" in said
+    _, printed = written("--int8")
+    assert "embedding/embedding: 1 arrays" in printed
+    assert "relative error" in printed
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_what_8_bits_save_is_told(written):
     [
         (("--slots", "0"), "--slots must be at least 1, got 0"),
         (("--draft", "x", "--draft-tokens", "0"), "--draft-tokens must be at least 1, got 0"),
-        (("--draft", "x", "--slots", "2"), "--slots and --draft can't be used together: leave one of them out"),
+        (("--draft", "x", "--slots", "2"), "--slots and --draft can't be used together. Remove one of them"),
     ],
 )
 def test_what_can_not_be_is_said_before_anything_is_loaded(words, message, capsys):

@@ -1,4 +1,4 @@
-"""`inspect --html`: the page of a model by its command, what the model writes, two checkpoints, and every mistake."""
+"""Tests of `inspect --html`: the page of a model, generated text, comparison of two checkpoints, and errors."""
 
 import json
 import shlex
@@ -27,7 +27,7 @@ SIZES = {"d_model": 8, "num_heads": 2, "num_layers": 1, "d_ff": 8}
 
 
 def opened(kind, tokenizer=LETTERS, *, seed=0, step=7, directory="runs/tiny", attention="blockwise", **changes):
-    """A run of random parameters, made for a kernel that gives no weights."""
+    """Return a run with random parameters, trained with a kernel that does not store attention weights."""
     config = TransformerConfig(vocab_size=tokenizer.vocab_size, **SIZES | changes)
     model = kind(config, Execution(scan=False, attention=attention))
     tokens = [jnp.zeros((1, 2), jnp.int32)] * (2 if kind is Seq2Seq else 1)
@@ -38,22 +38,22 @@ def opened(kind, tokenizer=LETTERS, *, seed=0, step=7, directory="runs/tiny", at
 
 @pytest.fixture
 def runs(monkeypatch):
-    """Runs by directory and step, as commands load them."""
-    there = {}
+    """Runs by directory and step, which commands load instead of files."""
+    available = {}
 
     def load(command, **options):
-        found = there.get((str(command.directory), command.step), there.get(str(command.directory)))
+        found = available.get((str(command.directory), command.step), available.get(str(command.directory)))
         if found is None:
             raise FileNotFoundError(f"no checkpoint of step {command.step}")
         return found
 
     monkeypatch.setattr(ModelCommand, "load", load)
-    return there
+    return available
 
 
 @pytest.fixture
 def inspect(capsys, tmp_path):
-    """Writes a page; returns what it holds and the JSON on stdout."""
+    """Write a page; return its data and the JSON on stdout."""
 
     def call(*words):
         path = tmp_path / "new" / "page.html"
@@ -69,7 +69,7 @@ def inspect(capsys, tmp_path):
 
 @pytest.fixture
 def fails(capsys):
-    """Runs `inspect` with words that must fail with one line; returns that line."""
+    """Run `inspect` with arguments that must fail with one line; return that line."""
 
     def call(*words):
         code = main(["inspect", *words])
@@ -81,21 +81,21 @@ def fails(capsys):
 
 
 def weights_when_read(run, *rows):
-    """What a model's attention weighs, by its own formula's kernel."""
+    """Return the attention weights of a model, computed with the reference kernel."""
     model = run.model.clone(execution=Execution(scan=False, attention="reference", sow_weights=True))
     tokens = [jnp.asarray([row]) for row in rows]
     return model.apply({"params": run.params}, *tokens, mutable=["intermediates"])[1]["intermediates"]
 
 
 def test_a_prompt_and_what_the_model_writes(runs, inspect):
-    """With whatever kernel it was trained; the words that it wrote are told from those it was given."""
+    """Works with any training kernel; generated tokens are distinguished from the prompt."""
     run = runs["runs/tiny"] = opened(CausalLM)
     data, found = inspect("runs/tiny", "--prompt", "ab <$>", "--max-new-tokens", "4")
     ids = LETTERS.encode("ab <$>")
     (new,) = generate(run.model, run.params, [ids], max_new_tokens=4, sampling=Sampling(temperature=0.0), eos_id=2)
     assert data["words"] == {"encoder": [], "decoder": LETTERS.tokens([*ids, *new])}
     assert data["writtenFrom"] == len(ids)
-    assert dict(data["texts"]) == {"Prompt": "ab <$>", "Written": LETTERS.decode(new)}
+    assert dict(data["texts"]) == {"Prompt": "ab <$>", "Generated": LETTERS.decode(new)}
     assert (found["prompt"], found["target"], found["paths"]) == ("ab <$>", LETTERS.decode(new), [])
     sown = weights_when_read(run, [*ids, *new])["decoder"]["layers"]["slot_0"]["self_attention"]["weights"][0]
     shown = np.nan_to_num(weights_of(data, "decoder", "self", 0))
@@ -107,7 +107,7 @@ def test_a_prompt_and_what_the_model_writes(runs, inspect):
     words = shlex.split(facts["Command"])
     assert words[:6] == [*shlex.split(program("inspect")), "runs/tiny", "--prompt"]
     assert words[6] == "ab <$>"
-    assert data["title"] == "Where tiny looks"
+    assert data["title"] == "Attention of tiny"
 
 
 def test_two_checkpoints(runs, inspect, fails, monkeypatch, tmp_path):
@@ -121,21 +121,21 @@ def test_two_checkpoints(runs, inspect, fails, monkeypatch, tmp_path):
     shown = np.nan_to_num(weights_of(data, "decoder", "self", 0, panel=1))
     np.testing.assert_allclose(shown, sown[0][0, 0], atol=1 / 400)
     facts = dict(data["facts"])
-    assert "heads: 2, of keys and values 1" in facts["Model"]
-    assert facts["Beside it"].startswith("tiny, step 500: ")
+    assert "heads: 2, key-value heads: 1" in facts["Model"]
+    assert facts["Compared with"].startswith("tiny, step 500: ")
     data, _ = inspect("runs/tiny", "--prompt", "abc", "--compare", "else")
     assert [panel["name"] for panel in data["panels"]] == ["tiny, step 7 (runs/tiny)", "tiny, step 7 (else)"]
     assert group_of(data, "decoder", "self", panel=1)["layers"][0]["heads"] == 4
 
     page = ("--html", "page.html", "--prompt", "abc", "--compare")
-    assert "is what is shown anyway, tiny, step 7: name another step" in fails("runs/tiny", *page, "best")
+    assert "is the same model as the first one, tiny, step 7. Pass another step" in fails("runs/tiny", *page, "best")
     assert "no checkpoint of step 3" in fails("runs/tiny", *page, "3")
     runs["other"] = opened(CausalLM, OTHERS, directory="other")
     message = fails("runs/tiny", *page, "other")
-    assert "other reads this text as other tokens than the first model" in message
-    assert "Compare models of one tokenizer, or write a page for each." in message
+    assert "other splits this text into other tokens than the first model" in message
+    assert "Pass a model with the same tokenizer, or write one page per model." in message
     runs["pairs"] = opened(Seq2Seq, directory="pairs")
-    assert "a CausalLM and a Seq2Seq don't read the same" in fails("runs/tiny", *page, "pairs")
+    assert "models of the same kind, got a CausalLM and a Seq2Seq" in fails("runs/tiny", *page, "pairs")
 
 
 @pytest.mark.slow
@@ -163,23 +163,26 @@ def test_an_encoder(runs, inspect, fails):
     data, found = inspect("runs/tiny", "--prompt", "abc d")
     assert data["words"] == {"encoder": ["a", "b", "c", "␣", "d"], "decoder": []}
     assert found["target"] is None
-    assert "rows sum to less than 1" in dict(data["facts"])["Sinks"]
-    assert "a MaskedLM writes no text" in fails("runs/tiny", "--prompt", "abc", "--max-new-tokens", "3")
-    assert "--target is for an encoder-decoder" in fails("runs/tiny", "--prompt", "abc", "--target", "x")
+    assert "the weights of a query sum to less than 1" in dict(data["facts"])["Sinks"]
+    assert "a model that generates text, got MaskedLM" in fails("runs/tiny", "--prompt", "abc", "--max-new-tokens", "3")
+    assert "--target needs an encoder-decoder" in fails("runs/tiny", "--prompt", "abc", "--target", "x")
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--compare", "500"), "--compare puts two models onto one page: give its file too, such as --html"),
-        (("--html", "page"), "--html takes the file to write, such as attention.html, got page."),
-        (("--html", "."), "--html takes the file to write"),
+        (
+            ("--compare", "500"),
+            "--compare shows two models on one HTML page and needs --html. Pass a file, such as --html",
+        ),
+        (("--html", "page"), "--html must name the HTML file to write, such as attention.html, got page."),
+        (("--html", "."), "--html must name the HTML file to write"),
         (("--max-new-tokens", "0"), "--max-new-tokens must be at least 1, got 0."),
-        (("--max-new-tokens", "3", "--target", "x"), "leave --max-new-tokens out, or --target"),
+        (("--max-new-tokens", "3", "--target", "x"), "--target and --max-new-tokens can't be used together"),
     ],
 )
 def test_options_that_do_not_go_together(words, message, fails):
-    """Said before anything is loaded: there is no such directory."""
+    """Reported before the model is loaded: the directory does not exist."""
     assert message in fails("nowhere", "--prompt", "a", *words)
 
 
@@ -192,16 +195,18 @@ def test_what_cannot_be_shown(runs, fails, monkeypatch, tmp_path):
     runs["runs/tiny"] = LoadedModel(model, shapes, Path("runs/tiny"), tokenizer, 12, 1, run=run)
     prompt = ("runs/tiny", "--prompt", "abc de")
     message = fails(*prompt, "--max-new-tokens", "7")
-    assert "reads 12 tokens at once; the prompt has 6, so that 7 new ones don't fit." in message
-    assert "Give at most --max-new-tokens 6, or shorten the prompt." in message
-    assert "Leave --max-new-tokens out" in fails(*prompt[:2], "abc" * 4, "--max-new-tokens", "1")
+    assert "context of 12 tokens, got 6 prompt tokens and 7 new tokens." in message
+    assert "Pass at most --max-new-tokens 6, or shorten the prompt." in message
+    assert "Remove --max-new-tokens" in fails(*prompt[:2], "abc" * 4, "--max-new-tokens", "1")
     monkeypatch.setattr(attention_page, "MOST_WEIGHTS", 71)
     message = fails(*prompt, "--html", "page.html")
-    assert "can hold 71 attention weights, but these texts give 72" in message, "and nothing was computed"
+    assert "too many attention weights for a page: expected at most 71, got 72" in message, "nothing was computed"
     vision = VisionClassifier(
         TransformerConfig(
             output=OutputOptions(num_classes=2), input=Patches(image_height=4, image_width=4, patch_size=2), **SIZES
         )
     )
     runs["seen"] = LoadedModel(vision, {}, Path("seen"), None, None, None, run=run)
-    assert "seen holds a VisionClassifier, which reads no text. From Python" in fails("seen", "--prompt", "a")
+    assert "seen contains a model of type VisionClassifier. Draw its attention maps from Python" in fails(
+        "seen", "--prompt", "a"
+    )

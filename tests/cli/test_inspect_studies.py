@@ -1,4 +1,4 @@
-"""`inspect --scale`, `--positions` and `--memory`: tables, JSON, pictures, and one line for every mistake."""
+"""Tests of `inspect --scale`, `--positions` and `--memory`: tables, JSON, plots, and error messages."""
 
 import functools
 import json
@@ -14,7 +14,7 @@ from transformer.viz.studies import _memory, _padding, _positions, _scale
 
 @pytest.fixture
 def run(capsys):
-    """Runs `inspect` with these words; returns its exit code, stdout and stderr."""
+    """Run `inspect` with these arguments; return its exit code, stdout and stderr."""
 
     def call(*words):
         code = main(["inspect", *(str(word) for word in words)])
@@ -25,7 +25,7 @@ def run(capsys):
 
 @pytest.fixture
 def fails(run):
-    """Runs `inspect` with words that must fail with one line on stderr; returns that line."""
+    """Run `inspect` with arguments that must fail with one line on stderr; return that line."""
 
     def call(*words):
         code, out, err = run(*words)
@@ -38,7 +38,7 @@ def fails(run):
 
 @pytest.fixture
 def small(monkeypatch, tmp_path):
-    """Studies of a few small sizes, in an empty folder."""
+    """Limit the studies to a few small sizes, in an empty directory."""
     monkeypatch.chdir(tmp_path)
     sizes = {
         (_scale, "scale_study"): ((4, 1_024), 2),
@@ -52,7 +52,7 @@ def small(monkeypatch, tmp_path):
 
 
 def tables(out):
-    """The aligned tables of a text: lists of rows of cells."""
+    """Return the aligned tables of a text as lists of rows of cells."""
     blocks = [block.splitlines() for block in out.split("\n\n") if re.search(r"\S {2,}\S", block)]
     assert all(len(set(map(len, lines))) == 1 for lines in blocks), "columns are aligned"
     return [[re.split(r" {2,}", line.strip()) for line in lines] for lines in blocks]
@@ -121,22 +121,25 @@ class TestMistakes:
     @pytest.mark.parametrize(
         ("words", "message"),
         [
-            (("--scale", "--memory"), "--scale and --memory are studies of their own: ask for one at a time."),
-            (("--scale", "runs/x"), "--scale reads no model: leave runs/x out, or leave --scale out to draw"),
-            (("runs/x", "--memory"), "--memory reads no model: leave runs/x out"),
-            (("--scale", "--prompt", "one"), "--scale reads no model: leave --prompt out"),
-            (("--scale", "--step=3"), "--scale reads no model: leave --step out"),
-            (("--scale", "--output=a.png", "b"), "--scale reads no model: leave b out"),
-            (("--scale", "--lengths-of", "x"), "--lengths-of belongs to --memory: leave it out, or ask for --memory"),
+            (("--scale", "--memory"), "--scale and --memory can't be used together. Pass one of them."),
+            (("--scale", "runs/x"), "--scale does not load a model, got runs/x. Remove it, or remove --scale to draw"),
+            (("runs/x", "--memory"), "--memory does not load a model, got runs/x."),
+            (("--scale", "--prompt", "one"), "--scale does not load a model, got --prompt."),
+            (("--scale", "--step=3"), "--scale does not load a model, got --step."),
+            (("--scale", "--output=a.png", "b"), "--scale does not load a model, got b."),
+            (
+                ("--scale", "--lengths-of", "x"),
+                "--lengths-of is an option of --memory, not of --scale. Remove it, or pass --memory",
+            ),
             (("--scale", "--outptu", "x"), "inspect --scale has no option --outptu. Did you mean '--output'?"),
             (("--scale", "--zzzz"), "inspect --scale has no option --zzzz. --help lists all options."),
-            (("--scale", "--positions=1"), "--positions takes no value: give it alone."),
-            (("--scale=1",), "--scale takes no value: give it alone."),
+            (("--scale", "--positions=1"), "--positions takes no value. Remove the value."),
+            (("--scale=1",), "--scale takes no value. Remove the value."),
             (("--scal",), "inspect has no option --scal. Did you mean '--scale'?"),
             (("--posiitons", "--json"), "inspect has no option --posiitons. Did you mean '--positions'?"),
             (("x", "--promt", "y"), "inspect has no option --promt. Did you mean '--prompt'?"),
             (("x", "--prompt", "--qqq"), "starts with dashes as --prompt='--qqq'"),
-            (("x", "--prompt=--scale"), "there is no directory x."),
+            (("x", "--prompt=--scale"), "directory x not found."),
             (("--scale", "--output"), "--output"),
             ((), "DIR is missing"),
         ],
@@ -162,7 +165,7 @@ class TestHelp:
             main(["inspect", "--help"])
         out, err = capsys.readouterr()
         assert (stop.value.code or 0, err) == (0, "")
-        assert "WORKDIR" in out
+        assert "DIR" in out
         assert "--prompt" in out
         for flag, study in STUDIES.items():
             assert any(line.split(maxsplit=1) == [flag, study.help] for line in out.splitlines())
@@ -176,4 +179,4 @@ class TestHelp:
         assert (stop.value.code or 0, err) == (0, "")
         assert f"inspect-{flag[2:]}.png" in out
         assert ("--lengths-of" in out) == bool(own)
-        assert "WORKDIR" not in out
+        assert "DIR" not in out

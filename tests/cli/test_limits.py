@@ -1,4 +1,4 @@
-"""Input that would take hours is refused with one line that names the way out."""
+"""Tests of the limits for input that would take hours; the errors name an alternative."""
 
 import pytest
 from inference_parts import write_models
@@ -18,8 +18,8 @@ def test_a_very_long_source(models, words, monkeypatch, capsys):
     words = [word.format(models["translator"]) for word in words]
     assert main([*words, "--prompt", "the cat sat on the mat"]) == 2
     assert capsys.readouterr().err == (
-        "error: the prompt is too long: 7 tokens, but at most 5 of a source are read at once, because time grows with "
-        "the square of them. Shorten it, or pipe it line by line into `translate`.\n"
+        "error: the prompt is too long: expected at most 5 source tokens, because the time grows with the square of "
+        "the length, got 7. Shorten it, or pipe it line by line into `translate`.\n"
     )
 
 
@@ -27,8 +27,8 @@ def test_very_many_sources(models, monkeypatch, capsys):
     monkeypatch.setattr(texts, "MOST_PROMPTS", 1)
     assert main(["generate", str(models["translator"]), "--prompt", "the cat", "--prompt", "a dog"]) == 2
     assert capsys.readouterr().err == (
-        "error: 2 prompts are too many for one batch: expected at most 1. Pipe the lines into `translate`, which reads "
-        "them chunk by chunk.\n"
+        "error: too many prompts: expected at most 1, got 2. Pipe them as lines into `translate`, which reads them in "
+        "chunks.\n"
     )
 
 
@@ -37,5 +37,5 @@ def test_pictures_of_very_many_weights(models, monkeypatch, capsys, tmp_path):
     assert (
         main(["inspect", str(models["writer"]), "--prompt", "the cat sat on", "--output", str(tmp_path / "new")]) == 2
     )
-    assert "error: a page can hold 10 attention weights, but these texts give " in capsys.readouterr().err
+    assert "error: too many attention weights for a page: expected at most 10, got " in capsys.readouterr().err
     assert not (tmp_path / "new").exists()

@@ -1,4 +1,4 @@
-"""An output option replaces files that the program wrote, and no others."""
+"""Tests that output options replace only files that the program wrote."""
 
 import pytest
 from inference_parts import write_models
@@ -8,7 +8,7 @@ from transformer.viz import _style as style
 from transformer.viz._output_files import check_replaceable, is_replaceable
 from transformer.viz._report_page import RunReport, save_report
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:matplotlib")  # between it and pyparsing
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:matplotlib")  # a conflict with pyparsing
 
 THEIRS = "my notes, kept for years\n"
 
@@ -29,7 +29,7 @@ def run(capsys):
 
 def refused(path):
     return 2, (
-        f"error: {path} already exists, and this program did not write it. Name another file, or pass --overwrite to "
+        f"error: {path} already exists, and this program did not write it. Pass another file, or pass --overwrite to "
         "replace it.\n"
     )
 

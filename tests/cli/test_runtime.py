@@ -1,4 +1,4 @@
-"""What is checked before a notebook runs: each problem is one line with what to do about it."""
+"""Tests of the checks at the start of a notebook; each problem is reported in one line with its remedy."""
 
 import errno
 import json
@@ -24,13 +24,13 @@ NOWHERE = {"PATH": ""}  # no nvidia-smi
 
 
 def versions(**changes):
-    """What is installed: enough of everything, but for these."""
+    """Return the installed versions: new enough, except for the given packages."""
     return (dict.fromkeys(("jax", "jaxlib", "numpy", "flax"), "99.0") | changes).get
 
 
 @pytest.fixture(autouse=True)
 def undemanding_jax(monkeypatch):
-    """A JAX that asks for a jaxlib of this century, as `versions` are made up."""
+    """Replace the requirements of JAX, because `versions` are invented."""
     monkeypatch.setattr(runtime, "_required_by_jax", lambda: [Requirement("jaxlib>=0.5"), Requirement("ml_dtypes")])
 
 
@@ -67,7 +67,9 @@ def test_a_package_replaced_after_its_import_needs_a_restart(name):
 @pytest.mark.parametrize(("name", "version"), [("jax", "0.7.1"), ("jax", "0.4.30"), ("numpy", "1.26.4")])
 def test_a_machine_that_is_too_old(name, version, monkeypatch):
     monkeypatch.setattr(runtime, "_requirements", lambda: [Requirement("jax>=0.7.2"), Requirement("numpy>=2.0")])
-    message = rf"^{name} {version} does not fit transformer-zoo, which needs {name}>=.*latest runtime version.*%pip"
+    message = (
+        rf"^{name} {version} is incompatible with transformer-zoo, which needs {name}>=.*latest runtime version.*%pip"
+    )
     with pytest.raises(RuntimeProblem, match=message):
         runtime.check_versions({}, versions(**{name: version}), NOWHERE)
     runtime.check_versions({}, versions(jax="0.7.2", numpy="2.0.0"), NOWHERE)
@@ -76,7 +78,9 @@ def test_a_machine_that_is_too_old(name, version, monkeypatch):
 def test_a_jaxlib_of_another_release(monkeypatch):
     monkeypatch.setattr(runtime, "_required_by_jax", lambda: [Requirement("jaxlib<=99.0,>=99.0")])
     runtime.check_versions({}, versions(), NOWHERE)
-    with pytest.raises(RuntimeProblem, match=r"^jaxlib 98\.0 does not fit jax 99\.0, which needs jaxlib.*\. Choose"):
+    with pytest.raises(
+        RuntimeProblem, match=r"^jaxlib 98\.0 is incompatible with jax 99\.0, which needs jaxlib.*\. Choose"
+    ):
         runtime.check_versions({}, versions(jaxlib="98.0"), NOWHERE)
 
 
@@ -123,7 +127,7 @@ def test_an_accelerator_that_jax_does_not_use(monkeypatch, capsys):
         runtime.check_devices(environment=NOWHERE)
     with pytest.raises(RuntimeProblem, match="This is a GPU runtime"):
         runtime.check_devices(environment=NOWHERE | {"JAX_PLATFORMS": "cuda,cpu"})
-    runtime.check_devices(environment=NOWHERE | {"JAX_PLATFORMS": "cpu"})  # as somebody wants it
+    runtime.check_devices(environment=NOWHERE | {"JAX_PLATFORMS": "cpu"})  # intended by the user
 
 
 def test_a_tpu_runtime_without_its_tpu(tmp_path):
@@ -146,8 +150,11 @@ def test_jax_that_does_not_start(monkeypatch):
 def test_a_libtpu_of_another_release(monkeypatch):
     monkeypatch.setattr(metadata, "requires", lambda name: ['libtpu==0.0.23; extra == "tpu"', "numpy"])
     assert runtime._libtpu_difference({"libtpu": "0.0.23"}.get) is None
-    told = runtime._libtpu_difference({"libtpu": "0.0.21.1"}.get)
-    assert told == f"libtpu 0.0.21.1 is not the version that jax {jax.__version__} was released with (libtpu==0.0.23)"
+    difference = runtime._libtpu_difference({"libtpu": "0.0.21.1"}.get)
+    assert (
+        difference
+        == f"libtpu 0.0.21.1 is not the version that jax {jax.__version__} was released with (libtpu==0.0.23)"
+    )
     assert '%pip install "libtpu==0.0.23" and restart' in runtime._remedy("tpu", {"libtpu": "0.0.21.1"}.get)
     assert "Another process may use it" in runtime._remedy("tpu", {"libtpu": "0.0.23"}.get)
 
@@ -172,7 +179,7 @@ def test_what_helps_where_a_gpu_is_not_used(plugins, words):
 
 @pytest.fixture
 def colab(monkeypatch):
-    """Colab's module, with a mount that succeeds or fails as the test asks."""
+    """A simulated module of Colab, whose mount succeeds unless the test replaces it."""
     fake = types.ModuleType("google.colab")
     fake.drive = types.SimpleNamespace(mount=lambda path: os.makedirs(os.path.join(path, "MyDrive")))
     monkeypatch.setitem(sys.modules, "google.colab", fake)
@@ -182,7 +189,7 @@ def colab(monkeypatch):
 def test_runs_are_kept_on_the_drive_in_colab(colab, tmp_path):
     folder = runtime.storage(str(tmp_path / "drive"), room=1)
     assert folder == tmp_path / "drive" / "MyDrive" / "transformer-zoo"
-    assert list(folder.iterdir()) == []  # nothing of the check stays
+    assert list(folder.iterdir()) == []  # the check leaves no file
     assert runtime.storage("", local=tmp_path / "runs", room=1) == tmp_path / "runs"
 
 
@@ -212,7 +219,7 @@ def test_a_drive_that_is_not_mounted(colab, tmp_path):
 
 
 def test_a_full_drive(tmp_path, monkeypatch):
-    with pytest.raises(RuntimeProblem, match=r"cannot be used: \d+ MiB are free, a run needs \d+ MiB\. Free some"):
+    with pytest.raises(RuntimeProblem, match=r"cannot be used: \d+ MiB are free, but a run needs \d+ MiB\. Free some"):
         runtime.storage("", local=tmp_path, room=2**62)
 
     def full(self, content):
@@ -250,9 +257,9 @@ def test_errors_that_the_message_explains():
     assert runtime._is_explained(*caught(in_use))
     assert runtime._is_explained(*caught(lambda: load_recipe("/nowhere")))
     assert runtime._is_explained(*caught(lambda: read_metrics("/nowhere")))
-    assert not runtime._is_explained(*caught(lambda: json.loads("{")))  # of the reader's own cell
+    assert not runtime._is_explained(*caught(lambda: json.loads("{")))  # raised by the user's own cell
     assert not runtime._is_explained(*caught(lambda: os.stat("/nowhere")))
-    assert not runtime._is_explained(*caught(lambda: runtime._requirements(3)))  # a fault of the package itself
+    assert not runtime._is_explained(*caught(lambda: runtime._requirements(3)))  # a bug in the package
 
 
 def test_the_shell_shows_one_line_or_the_traceback():

@@ -1,4 +1,4 @@
-"""Standard streams of the command line in a foreign locale, a narrow terminal and with closed descriptors."""
+"""Tests of the standard streams in any locale, in a narrow terminal and with closed descriptors."""
 
 import os
 import subprocess
@@ -25,7 +25,7 @@ sys.exit(run_command(say, debug=False))
 
 
 def call(words, *, shell="", stdin=b"", **variables):
-    """Exit code, stdout and stderr of a Python process, as bytes."""
+    """Run a Python process; return its exit code, and stdout and stderr as bytes."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("LC_", "LANG", "PYTHON"))}
     environment |= {"GLIBC_TUNABLES": "", "PYTHONDONTWRITEBYTECODE": "1"} | variables
     command = ["bash", "-c", f'"$@" {shell}', "bash", sys.executable, *words]
@@ -120,6 +120,6 @@ def test_a_platform_that_is_missing_is_one_sentence():
     program += "sys.exit(run_command(lambda: jax.devices() and None, debug=False))"
     code, out, err = call(["-c", program], JAX_PLATFORMS="cuda")
     assert (code, out) == (1, b"")
-    assert err.startswith(b"error: JAX finds no device for JAX_PLATFORMS=cuda")
+    assert err.startswith(b"error: JAX found no device for JAX_PLATFORMS=cuda")
     assert err.endswith(b" devices lists the devices of this machine.\n")
     assert err.count(b"\n") == 1

@@ -1,4 +1,4 @@
-"""The verb translate: a line out for every line in, whatever is in it; the same as beam search of each line alone."""
+"""Tests of the verb translate: one output line per input line, equal to beam search of that line alone."""
 
 import contextlib
 import dataclasses
@@ -29,12 +29,12 @@ ROOT = Path(__file__).resolve().parents[2]
 WORDS = ["the", "a", "cat", "dog", "sat", "ran", "on", "under"]
 TWO = Beam(size=2, length_extra=1)
 AS_TWO = ("--beam-size", 2, "--max-extra", 1)
-SPEED = re.compile(r"(\d+) lines in [\d.]+ s, [\d.]+ a second(; \d+ cut at their longest length)?\n$")
+SPEED = re.compile(r"(\d+) lines in [\d.]+ s, [\d.]+ lines/s(; \d+ truncated at the maximum length)?\n$")
 
 
 @pytest.fixture(scope="module")
 def workdir(tmp_path_factory):
-    """What a short run left."""
+    """Workdir of a short run."""
     root = tmp_path_factory.mktemp("runs")
     recipe = short_recipe(
         "pairs",
@@ -52,7 +52,7 @@ def workdir(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory):
-    """BART, tiny, with a table of positions for so many tokens; and a tokenizer of words that ends a text by [SEP]."""
+    """Weights of a tiny BART with a learned position table, and a word tokenizer that ends a text with [SEP]."""
     record = golden_case.golden("bart")[next(iter(golden_case.cases("bart")))]
     directory = ours.write(tmp_path_factory.mktemp("weights") / "bart", record)
     special = ["[CLS]", "[PAD]", "[SEP]", "[UNK]"]
@@ -71,7 +71,7 @@ def weights(tmp_path_factory):
 
 @pytest.fixture
 def translate(capsys, monkeypatch):
-    """Runs the verb on these bytes; its exit code, stdout and stderr."""
+    """Run the verb with these bytes on stdin; return its exit code, stdout and stderr."""
 
     def call(directory, content, *words, terminal=False):
         stdin = io.TextIOWrapper(io.BytesIO(content))
@@ -86,7 +86,7 @@ def translate(capsys, monkeypatch):
 
 
 def alone(directory, text, beam=TWO):
-    """The best translation of a text, by beam search of its ids."""
+    """Return the best translation of a text, by beam search of its ids."""
     opened = open_model(directory)
     [[best, *_]] = beam_search(
         opened.model,
@@ -101,7 +101,7 @@ def alone(directory, text, beam=TWO):
 
 
 def test_a_line_for_every_line(translate, weights):
-    """Whatever its length and its place among chunks and batches; blank ones stay blank."""
+    """For any length and any position in chunks and batches; blank lines stay blank."""
     content = b"\xef\xbb\xbfthe cat sat\n\na dog\r\n   \nran\n\nunder the dog"
     code, out, err = translate(weights, content, *AS_TWO)
     assert code == 0
@@ -163,10 +163,13 @@ def test_a_line_too_long_for_the_table_is_cut_aloud(translate, weights):
     long = " ".join((WORDS * room)[: room + 3])
     code, out, err = translate(weights, f"the cat\n{long}\na dog ran\n".encode(), *AS_TWO, "--batch-tokens", 1)
     assert code == 0, err
-    assert f"warning: line 2 has {room + 5} tokens and is cut to {room}, the rows of the model's position table" in err
+    assert (
+        f"warning: line 2 has {room + 5} tokens and is truncated to {room}, the size of the model's position table"
+        in err
+    )
     lines = out.split("\n")
     assert len(lines) == 4
-    assert lines[1] == alone(weights, " ".join((WORDS * room)[: room - 2]))  # between [CLS] and [SEP], which stays
+    assert lines[1] == alone(weights, " ".join((WORDS * room)[: room - 2]))  # [CLS] and [SEP] remain
 
 
 @pytest.mark.slow
@@ -179,17 +182,19 @@ def test_what_is_not_as_it_should_be_is_said_and_keeps_its_line(translate, workd
     assert lines[0] == alone(workdir, "two")
     assert lines[1] == lines[2] == ""
     assert len(lines[3].split()) <= 5
-    said = err.splitlines()
-    assert said[0].startswith("warning: line 2 can't be read, and its translation is empty: the text has word 'sevn'")
-    assert said[1].startswith("warning: nothing of line 3 is left as the model reads it")
-    assert said[2].startswith("warning: line 4 has 4 tokens, but the model was trained on at most 3")
-    assert SPEED.match(said[3] + "\n")[1] == "4"
+    messages = err.splitlines()
+    assert messages[0].startswith(
+        "warning: line 2 can't be encoded, so its translation is empty: the text has word 'sevn'"
+    )
+    assert messages[1].startswith("warning: line 3 has no tokens after preprocessing")
+    assert messages[2].startswith("warning: line 4 has 4 tokens, but the model was trained on at most 3")
+    assert SPEED.match(messages[3] + "\n")[1] == "4"
     assert translate(workdir, content, *options, "--step", "newest")[1] == out
 
 
 @pytest.fixture
 def echoed(monkeypatch):
-    """The search finds every source itself."""
+    """Replace beam search by a function that returns each source as its translation."""
 
     def found(model, params, sources, **options):
         return [[Hypothesis(ids, 0.0, 0.0, ended=True)] for ids in sources]
@@ -199,14 +204,16 @@ def echoed(monkeypatch):
 
 @pytest.mark.usefixtures("echoed")
 def test_a_line_that_is_no_text_and_one_that_is_too_long(translate, weights):
-    """Both keep their lines, aloud, and the others are translated."""
+    """Both keep their lines, with a warning, and the other lines are translated."""
     content = b"a dog\nthr\xc3\xa9\xe9e\n" + b"cat " * 8 + b"\nran\n"
     code, out, err = translate(weights, content, "--max-source-tokens", 5)
     assert (code, out) == (0, "a dog\n\ncat cat cat\nran\n")
-    said = err.splitlines()
-    assert said[0].startswith("warning: line 2 is not UTF-8 text, and its translation is empty: byte 5 of it can't be")
-    assert said[1].startswith("warning: line 3 has 10 tokens and is cut to 5, as max_source_tokens says: give more")
-    assert SPEED.match(said[2] + "\n")[1] == "4"
+    messages = err.splitlines()
+    assert messages[0].startswith("warning: line 2 is not valid UTF-8 at byte 5, so its translation is empty. Convert")
+    assert messages[1].startswith(
+        "warning: line 3 has 10 tokens and is truncated to 5, the value of max_source_tokens: increase it"
+    )
+    assert SPEED.match(messages[2] + "\n")[1] == "4"
     found = [json.loads(line) for line in translate(weights, content, "--json")[1].splitlines()]
     assert [one["translations"][0]["text"] for one in found] == ["a dog", "", "cat " * 7 + "cat", "ran"]
 
@@ -217,13 +224,17 @@ def test_what_is_read_of_a_line_at_most(weights, trained, most):
     opened = dataclasses.replace(open_model(weights), context=trained)
     plain = opened.model.config.replace(position="sinusoidal", max_length=None, **{"embedding.source_max_length": None})
     opened = dataclasses.replace(opened, model=opened.model.clone(config=plain))
-    with pytest.warns(UserWarning, match=rf"line 1 has 3002 tokens and is cut to {most}, as max_source_tokens says"):
+    with pytest.warns(
+        UserWarning, match=rf"line 1 has 3002 tokens and is truncated to {most}, the value of max_source_tokens"
+    ):
         [[line]] = translate_lines(opened, ["cat " * 3000])
     assert line.best[0].text.count("cat") == most - 2
 
 
 def test_wrong_input(translate, weights, tmp_path):
-    assert translate(weights, b"", terminal=True)[2].startswith("error: there is nothing to translate. Pipe lines")
+    assert translate(weights, b"", terminal=True)[2].startswith(
+        "error: stdin is a terminal, so that there is nothing to translate. Pipe lines"
+    )
     code, _, err = translate(weights, b"", "--n-best", 5)
     assert (code, err) == (2, "error: --n-best must be an integer from 1 to --beam-size (4), got 5.\n")
     code, _, err = translate(weights, b"", "--max-ratio", 0, "--max-extra", 0)
@@ -236,12 +247,12 @@ def test_wrong_input(translate, weights, tmp_path):
     writer = ours.write(tmp_path / "gpt2", golden_case.golden("gpt2")["lm"])
     code, _, err = translate(writer, b"two\n")
     assert code == 2
-    assert "holds a CausalLM, which translates no text" in err
+    assert "contains a CausalLM, which does not translate text" in err
 
 
 @pytest.mark.slow
 def test_a_reader_that_goes_away(workdir):
-    """No traceback, no message: the exit code of SIGPIPE."""
+    """There is no traceback and no message, only the exit code of SIGPIPE."""
     read, write = os.pipe()
     os.close(read)
     with os.fdopen(write, "wb") as nobody:

@@ -1,4 +1,4 @@
-"""The verbs report, once, what the tokenizer does not know of the input."""
+"""Tests of the warning about words and characters that the tokenizer does not know."""
 
 import io
 import sys
@@ -16,8 +16,8 @@ pytestmark = pytest.mark.filterwarnings("always")
 KNOWN = "the cat sat"
 ODD = "the zebra sat on 😀 zebra"
 WARNING = (
-    "warning: the tokenizer does not know 3 words or characters of the input, which the model reads as an unknown "
-    "token or not at all: 'zebra' (2 times), '😀'.\n"
+    "warning: the tokenizer does not know 3 words or characters of the input; each is replaced by the unknown token or "
+    "removed: 'zebra' (2 times), '😀'.\n"
 )
 
 

@@ -1,4 +1,4 @@
-"""The command line: what verbs print, what they return, and one line for every mistake."""
+"""Tests of the command line: output, exit codes and error messages of the verbs."""
 
 import contextlib
 import dataclasses
@@ -31,7 +31,7 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 @pytest.fixture(scope="session")
 def workdirs(tmp_path_factory):
-    """What two short runs left: translation of number words, and a causal model of characters."""
+    """Workdirs of two short runs: translation of number words, and a causal character model."""
     root = tmp_path_factory.mktemp("runs")
     (root / "text.txt").write_text(LINE * 40)
     common = {
@@ -41,7 +41,7 @@ def workdirs(tmp_path_factory):
         "logging": LoggingConfig(tensorboard=False, progress="none"),
     }
     pairs = few_number_words(root / "prepared", eval_batch_size=10)
-    common["execution"], common["parallel"] = Execution(scan=False), ParallelConfig(devices=1)  # quick to compile
+    common["execution"], common["parallel"] = Execution(scan=False), ParallelConfig(devices=1)  # fast to compile
     text = TextFile(path=str(root / "text.txt"), sequence_length=24, batch_size=8, eval_batch_size=4)
     sizes = {"d_model": 8, "num_heads": 2, "num_layers": 1, "d_ff": 8}
     learned = TransformerConfig(position="learned", max_length=24, **sizes)
@@ -66,7 +66,7 @@ def text(workdirs):
 
 @pytest.fixture
 def run(capsys):
-    """Runs a command line; returns its exit code, stdout and stderr."""
+    """Run a command line; return its exit code, stdout and stderr."""
 
     def call(*words):
         code = main([str(word) for word in words])
@@ -77,7 +77,7 @@ def run(capsys):
 
 @pytest.fixture
 def fails(run):
-    """Runs a command line that must fail with one line on stderr and nothing on stdout; returns that line."""
+    """Run a command line that must fail with one line on stderr and no stdout; return that line."""
 
     def call(*words, code=2):
         got, out, err = run(*words)
@@ -91,7 +91,7 @@ def fails(run):
 
 
 def pipe(monkeypatch, content, *, terminal=False):
-    """Makes stdin a pipe with these bytes."""
+    """Replace stdin by a pipe with these bytes."""
     stdin = io.TextIOWrapper(io.BytesIO(content))
     stdin.isatty = lambda: terminal
     monkeypatch.setattr(sys, "stdin", stdin)
@@ -139,9 +139,9 @@ class TestVerbs:
     def test_a_place_that_is_no_workdir(self, verb, fails, tmp_path, workdirs):
         prompt = ("--prompt", "one") if verb != "evaluate" else ()
         missing, empty, bare = tmp_path / "missing", tmp_path / "empty", tmp_path / "bare"
-        assert f"there is no directory {missing}. Give the workdir" in fails(verb, missing, *prompt)
+        assert f"directory {missing} not found. Pass the workdir" in fails(verb, missing, *prompt)
         empty.mkdir()
-        assert "holds neither a run (recipe.json) nor weights (config.json)" in fails(verb, empty, *prompt)
+        assert "contains neither a run (recipe.json) nor weights (config.json)" in fails(verb, empty, *prompt)
         bare.mkdir()
         shutil.copy(workdirs / "pairs" / "recipe.json", bare)
         shutil.copytree(workdirs / "pairs" / "tokenizer", bare / "tokenizer")
@@ -152,7 +152,7 @@ class TestVerbs:
         assert "recipe.json is damaged" in fails("generate", tmp_path, "--prompt", "one")
 
     def test_help_imports_no_verb(self):
-        """Listing the verbs must not wait for what they need."""
+        """Listing the verbs must not wait for their imports."""
         code = (
             "import sys; from transformer.__main__ import main; main(['--help'])\n"
             "print(sorted({'tyro', 'orbax', 'matplotlib', 'grain', 'optax'} & set(sys.modules)), file=sys.stderr)"
@@ -222,7 +222,7 @@ class TestGenerate:
         assert len(out) == len("ROMEO:\nBut") + 4 + 1
 
     def test_a_text_grows_beyond_the_context(self, run, text):
-        """70 tokens by a model of 24 with a learned table; a part of it is the same as a shorter text."""
+        """A model with a learned table of 24 positions generates 70 tokens; a shorter text is a prefix of them."""
         words = ("generate", text, "--prompt", "soft", "--prompt", "what light for", "--json", "--max-new-tokens")
         long, short = (json.loads(run(*words, wanted)[1])["results"] for wanted in (70, 9))
         for one, part in zip(long, short, strict=True):
@@ -231,7 +231,7 @@ class TestGenerate:
             assert one["output"].startswith(part["output"])
 
     def test_a_text_alone_is_the_same(self, run, text):
-        """The first of several texts is what it is alone."""
+        """The first of several texts equals the text generated alone."""
         words = ("generate", text, "--json", "--max-new-tokens", 40, "--prompt", "soft")
         alone, first = (
             json.loads(run(*words, *more)[1])["results"][0]["output"] for more in ((), ("--prompt", "what light for"))
@@ -244,24 +244,21 @@ class TestGenerate:
             code, out, err = run("generate", text, "--prompt", LINE[:24], "--max-new-tokens", 3)
         assert code == 0
         assert out.startswith(LINE[:24])
-        assert err == (
-            "warning: a prompt fills the 24 tokens that the model was trained to read at once: only its last 12 tokens "
-            "are read.\n"
-        )
+        assert err == ("warning: a prompt fills the model's context of 24 tokens: only its last 12 tokens are used.\n")
 
     def test_wrong_prompts(self, fails, pairs, text, monkeypatch):
-        assert fails("generate", pairs, "--prompt", "").startswith("the prompt is empty: give at least one word")
-        assert "nothing of ',-' is left" in fails("generate", pairs, "--prompt", ",-")
+        assert fails("generate", pairs, "--prompt", "").startswith("the prompt is empty. Pass at least one word")
+        assert "nothing is left of ',-'" in fails("generate", pairs, "--prompt", ",-")
         message = fails("generate", pairs, "--prompt", "sevn")
-        assert message.startswith("the prompt can't be read: the text has word 'sevn'")
+        assert message.startswith("the prompt can't be encoded: the text has word 'sevn'")
         assert "Did you mean 'seven'?" in message
         assert "character 'é' that this tokenizer does not know" in fails("generate", text, "--prompt", "é")
         message = fails("generate", text, "--prompt", LINE[:25])
-        assert message.startswith("the prompt is too long: 25 tokens, but the model's learned position table has 24")
+        assert message.startswith("the prompt is too long: expected at most 24 tokens, the size of the model's learned")
         pipe(monkeypatch, b"", terminal=True)
-        assert fails("generate", pairs).startswith('there is no prompt. Give --prompt "..."')
+        assert fails("generate", pairs).startswith('--prompt is missing. Pass --prompt "..."')
         pipe(monkeypatch, b"\n")
-        assert fails("generate", pairs).startswith("the prompt is empty: nothing came from stdin")
+        assert fails("generate", pairs).startswith("the prompt from stdin is empty")
         pipe(monkeypatch, b"caf\xe9")
         assert fails("generate", pairs).startswith("stdin is not UTF-8 text: byte 3")
 
@@ -271,7 +268,7 @@ class TestGenerate:
         assert "No checkpoint of step 7" in fails(*words, 7)
 
     def test_a_reader_that_goes_away(self, text):
-        """No traceback, no message: the exit code of SIGPIPE."""
+        """There is no traceback and no message, only the exit code of SIGPIPE."""
         read, write = os.pipe()
         os.close(read)
         with os.fdopen(write, "wb") as nobody:
@@ -348,7 +345,7 @@ class TestInspect:
         found = json.loads(run("inspect", text, "--prompt", "what $5", "--json")[1])
         assert [Path(path).name for path in found["paths"]] == ["decoder_self_layer1.png"]
         assert found["target"] is None
-        assert "--target is for an encoder-decoder" in fails("inspect", text, "--prompt", "what", "--target", "x")
+        assert "--target needs an encoder-decoder" in fails("inspect", text, "--prompt", "what", "--target", "x")
 
     def test_sizes(self, run, pairs, tmp_path):
         words = ("inspect", pairs, "--prompt", "one", "--target", "uno", "--sizes", "--output", tmp_path)
@@ -361,15 +358,15 @@ class TestInspect:
         assert [size["shape"] for size in found if size["axes"] == "B N T S"][-1] == [1, 2, 2, 1]
 
     def test_a_model_without_attention(self, run, fails, text, tmp_path):
-        """There is nothing to draw, but there are sizes."""
+        """There are no attention maps to draw, but sizes can be printed."""
         recipe = load_recipe(text)
         model = recipe.model.replace(**{"stack.period": (LayerKind(self_attention=False),)}, vocab_size=None)
         with contextlib.redirect_stdout(io.StringIO()):
             brief = {"training": TrainingConfig(steps=2), "optimizer": OptimizerConfig(warmup_steps=1)}
             train(dataclasses.replace(recipe, model=model, **brief), tmp_path / "blind")
         message = fails("inspect", tmp_path / "blind", "--prompt", "what")
-        assert "no layer of the model" in message
-        assert "--sizes shows what it computes" in message
+        assert "has no attention layer" in message
+        assert "Use --sizes to print the shapes" in message
         code, out, _ = run("inspect", tmp_path / "blind", "--prompt", "what", "--sizes")
         assert code == 0
         assert "x W_1" in out
@@ -377,5 +374,5 @@ class TestInspect:
 
     def test_wrong_texts(self, fails, pairs, text):
         assert "the prompt is empty" in fails("inspect", pairs, "--prompt", " ")
-        assert "the target can't be read" in fails("inspect", pairs, "--prompt", "one", "--target", "uno zwei")
-        assert "the prompt is too long: 25 tokens" in fails("inspect", text, "--prompt", LINE[:25])
+        assert "the target can't be encoded" in fails("inspect", pairs, "--prompt", "one", "--target", "uno zwei")
+        assert "(model.max_length), got 25" in fails("inspect", text, "--prompt", LINE[:25])

@@ -1,4 +1,4 @@
-"""Texts in, vectors, classes and scores out; and the verbs that print them, of weights and of runs."""
+"""Embeddings, classification and scores of texts, for pretrained weights and runs, and their commands."""
 
 import dataclasses
 import json
@@ -26,12 +26,12 @@ LONG, SHORT = "the big cat sat on the small mat under a tree", "a dog ran"
 
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory):
-    """Tiny models with a tokenizer: a writer, an encoder-decoder, a classifier, an encoder."""
+    """Tiny models with tokenizers: language model, encoder-decoder, classifier, encoder."""
     return write_models(tmp_path_factory.mktemp("weights"))
 
 
 def changed(directory, tmp_path, file, values):
-    """A copy of a directory with these fields, or this array, in one of its JSON files."""
+    """Copy a directory, and change fields (or replace the array) of one of its JSON files."""
     copy = shutil.copytree(directory, tmp_path / "changed")
     (copy / file).parent.mkdir(exist_ok=True)
     old = json.loads((copy / file).read_text()) if (copy / file).exists() else {}
@@ -41,7 +41,7 @@ def changed(directory, tmp_path, file, values):
 
 @pytest.fixture
 def run(capsys):
-    """Runs a command line; its exit code, lines of stdout, and stderr."""
+    """Run a command line; return its exit code, lines of stdout, and stderr."""
 
     def call(*words):
         code = main([str(word) for word in words])
@@ -52,7 +52,7 @@ def run(capsys):
 
 
 def hidden(directory, text):
-    """Hidden states of one text alone, (T, D)."""
+    """Return the hidden states (T, D) of a single text."""
     loaded = load_pretrained(directory)
     tokens = jnp.asarray([loaded.tokenizer.encode_source(text)])
     apply = jax.jit(lambda params: loaded.model.apply({"params": params}, tokens, method=type(loaded.model).hidden))
@@ -82,7 +82,9 @@ class TestEmbed:
         assert len(vectors) == 2
         code, lines, err = run("embed", directories["encoder"], "--text", SHORT, "--json")
         found = json.loads("\n".join(lines))
-        np.testing.assert_allclose(found["results"][0]["vector"], vectors[1], atol=2e-6)  # other texts in its row
+        np.testing.assert_allclose(
+            found["results"][0]["vector"], vectors[1], atol=2e-6
+        )  # the row contains other texts, too
         assert found["pooling"] == "mean"
 
     def test_as_the_directory_s_own_files_ask(self, directories, run, tmp_path):
@@ -100,9 +102,9 @@ class TestEmbed:
         (directory / "sentence_bert_config.json").write_text('{"max_seq_length": 5, "do_lower_case": true}')
         settings = sentence_settings(directory)
         assert settings == SentenceSettings("first", True, 5, True)
-        with pytest.warns(UserWarning, match="is cut to 5"):
+        with pytest.warns(UserWarning, match="is truncated to 5"):
             (vector,) = embed(open_model(directory), [LONG.upper()], settings)
-        export(open_model(directory), tmp_path / "again")  # which keeps what the authors asked for
+        export(open_model(directory), tmp_path / "again")  # keeps the settings of the authors
         assert sentence_settings(tmp_path / "again") == settings
         first = hidden(directories["encoder"], "the big cat")[0]
         np.testing.assert_allclose(vector, first / np.linalg.norm(first), atol=2e-5)
@@ -111,18 +113,18 @@ class TestEmbed:
         (directory / "modules.json").write_text(json.dumps(modules))
         code, _, err = run("embed", directory, "--text", SHORT)
         assert code == 2
-        assert "asks for a module Dense" in err
+        assert "requires a module Dense" in err
         (directory / "1_Pooling" / "config.json").write_text('{"pooling_mode_max_tokens": true}')
         code, _, err = run("embed", directory, "--text", SHORT)
-        assert "asks for pooling by pooling_mode_max_tokens" in err
+        assert "requires pooling by pooling_mode_max_tokens" in err
 
     @pytest.mark.parametrize(
         ("file", "values", "message"),
         [
-            ("modules.json", [3], "must hold objects with a type and a path, got 3"),
-            ("modules.json", [{"type": "a.Pooling", "path": [1]}], "must hold objects with a type and a path"),
+            ("modules.json", [3], "must contain objects with a type and a path, got 3"),
+            ("modules.json", [{"type": "a.Pooling", "path": [1]}], "must contain objects with a type and a path"),
             ("sentence_bert_config.json", {"max_seq_length": 0}, "must be an integer of at least 1, got 0"),
-            ("1/config.json", {"pooling_mode": [1]}, "asks for pooling by [1]: there are cls, mean"),
+            ("1/config.json", {"pooling_mode": [1]}, "requires pooling by [1]: expected exactly one of cls, mean"),
             (
                 "1/config.json",
                 {"pooling_mode": "mean", "include_prompt": False},
@@ -173,16 +175,16 @@ class TestClassify:
     def test_only_classifiers_know_classes(self, directories, run):
         code, _, err = run("classify", directories["writer"], "--text", SHORT)
         assert code == 2
-        assert "holds a model of the kind CausalLM, which knows no classes" in err
+        assert "contains a model of the class CausalLM, which is not a classifier" in err
 
     @pytest.mark.parametrize(
         ("changes", "message"),
         [
-            ({"id2label": {"0": "a", "1": "a", "2": "b"}}, "must give each of the classes 0 to 2 a name of its own"),
-            ({"id2label": {"0": "a", "1": "b", "7": "c"}}, "must give each of the classes 0 to 2 a name of its own"),
-            ({"id2label": ["a", "b", "c"]}, "must give each of the classes 0 to 2 a name of its own, got ['a', "),
+            ({"id2label": {"0": "a", "1": "a", "2": "b"}}, "must give each of the classes 0 to 2 a unique name"),
+            ({"id2label": {"0": "a", "1": "b", "7": "c"}}, "must give each of the classes 0 to 2 a unique name"),
+            ({"id2label": ["a", "b", "c"]}, "must give each of the classes 0 to 2 a unique name, got ['a', "),
             ({"problem_type": "multi_label_classification"}, "does not choose one of several classes: it has 3 "),
-            ({"problem_type": "regression"}, "outputs (problem_type regression), each for itself"),
+            ({"problem_type": "regression"}, "independent outputs (problem_type regression)"),
         ],
     )
     def test_names_and_purpose_are_those_of_classes(self, directories, run, tmp_path, changes, message):
@@ -198,7 +200,7 @@ class TestClassify:
         directory = changed(directories["classifier"], tmp_path, "tokenizer.json", tokenizer)
         code, _, err = run("classify", directory, "--text", SHORT)
         assert code == 2
-        assert "text 0 has the token type 2, but the model knows 2" in err
+        assert "text 0 has the token type 2, but the model has only 2 types" in err
 
 
 class TestScore:
@@ -216,7 +218,7 @@ class TestScore:
         np.testing.assert_allclose(result["perplexity"], np.exp(-found.log_likelihood / 3))
 
     def test_a_long_text_is_read_in_windows(self, directories):
-        """Each token once, with at least half of what the model reads before it."""
+        """Each token is scored once, with at least half of the context before it."""
         opened = open_model(directories["writer"])
         text = " ".join([LONG] * 9)
         ids = opened.tokenizer.encode_source(text)
@@ -229,7 +231,7 @@ class TestScore:
         opened = open_model(directories["translator"])
         (found,) = score(opened, [SHORT], [LONG])
         (other,) = score(opened, [SHORT], [SHORT])
-        assert found.tokens == other.tokens == 4  # with the end
+        assert found.tokens == other.tokens == 4  # including the end token
         assert found.log_likelihood != other.log_likelihood
         code, _, err = run("score", directories["translator"], "--text", SHORT)
         assert code == 2
@@ -249,7 +251,7 @@ class TestGenerate:
         assert found["results"][0]["prompt"] == SHORT
 
     def test_a_blank_between_prompt_and_what_follows(self, directories):
-        """Decoders such as Metaspace take the first blank of a text away."""
+        """Decoders such as Metaspace remove the first space of a text."""
         library = tokenizers.Tokenizer(models.WordLevel({"<unk>": 0, "▁the": 1, "▁cat": 2}, unk_token="<unk>"))
         library.pre_tokenizer, library.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
         tokenizer = PretrainedTokenizer({"tokenizer.json": library.to_str().encode()}, 37)
@@ -258,7 +260,7 @@ class TestGenerate:
         table = params["embedding"]["embedding"]
         params["embedding"]["embedding"] = table.at[2].set(1.0)
         params["decoder"]["final_norm"]["bias"] = jnp.ones_like(params["decoder"]["final_norm"]["bias"])
-        opened = dataclasses.replace(opened, params=params)  # always the token 2
+        opened = dataclasses.replace(opened, params=params)  # always predicts token 2
         (found,) = continue_texts(opened, ["the cat"], max_new_tokens=2, sampling=Sampling(temperature=0.0), seed=0)
         assert found.output == " cat cat"
 
@@ -266,10 +268,10 @@ class TestGenerate:
         directory = changed(directories["translator"], tmp_path, "config.json", {"decoder_start_token_id": None})
         code, _, err = run("generate", directory, "--prompt", SHORT)
         assert code == 2
-        assert "names no decoder_start_token_id, with which a target begins. Add it." in err
+        assert "has no decoder_start_token_id, the first token of a target. Add it." in err
 
     def test_as_the_authors_want_it_to_write(self, directories, run, tmp_path):
-        """Every target begins with the forced token; a bad word is never written."""
+        """Every target starts with the forced token, and bad words are never generated."""
         words = ("--prompt", SHORT, "--max-new-tokens", 5, "--temperature", 0, "--json")
         plain = open_model(directories["translator"])
         directory = changed(directories["translator"], tmp_path, "config.json", {"forced_bos_token_id": 7})
@@ -290,8 +292,8 @@ class TestGenerate:
         [
             ({"forced_bos_token_id": "7"}, "forced_bos_token_id in"),
             ({"suppress_tokens": [-1]}, "suppress_tokens in"),
-            ({"bad_words_ids": 5}, "must give lists of tokens, got 5"),
-            ({"bad_words_ids": [[10**6]]}, "must give tokens, numbers from 0 to 36"),
+            ({"bad_words_ids": 5}, "must contain lists of token ids, got 5"),
+            ({"bad_words_ids": [[10**6]]}, "must contain token ids from 0 to 36"),
         ],
     )
     def test_what_is_no_token_is_said(self, directories, run, tmp_path, values, message):
@@ -303,7 +305,7 @@ class TestGenerate:
     def test_an_encoder_writes_nothing(self, directories, run):
         code, _, err = run("generate", directories["encoder"], "--prompt", SHORT)
         assert code == 2
-        assert "holds a model of the kind Embedder, which reads no prompt" in err
+        assert "contains a Embedder." in err
 
 
 class TestConvert:
@@ -328,7 +330,7 @@ class TestConvert:
         params = jax.tree.map(lambda leaf: leaf, opened.params)
         params["embedding"]["embedding"] = params["embedding"]["embedding"] * 1e6
         opened = dataclasses.replace(opened, params=params)
-        with pytest.raises(ValueError, match="numbers of embedding/embedding are larger than float16 can hold"):
+        with pytest.raises(ValueError, match="values of embedding/embedding are outside the range of float16"):
             export(opened, directories["encoder"].with_name("narrow"), dtype="float16")
         assert not directories["encoder"].with_name("narrow").exists()
 
@@ -352,7 +354,7 @@ class TestList:
 def test_numbers_that_are_not_finite_are_no_result(directories, name, use):
     opened = open_model(directories[name])
     opened = dataclasses.replace(opened, params=jax.tree.map(lambda leaf: jnp.full_like(leaf, jnp.inf), opened.params))
-    with pytest.raises(ValueError, match=r"numbers of text 0 that are not finite: .* holds float32"):
+    with pytest.raises(ValueError, match=r"numbers of text 0 that are not finite: .* are float32"):
         use(opened, [SHORT])
 
 

@@ -157,7 +157,7 @@ def test_jax_upgraded_before_a_restart(tmp_path, folder):
     assert name == "versions"
     (line,) = lines
     assert re.fullmatch(
-        r"jax \S+ is loaded, but 99\.0 is installed, which takes effect after a restart: restart the session "
+        r"jax \S+ is loaded, but 99\.0 is installed and takes effect only after a restart: restart the session "
         r"\(Runtime > Restart session\), then Run all\.",
         line,
     )
@@ -167,7 +167,7 @@ def test_a_jax_that_is_too_old(tmp_path, folder):
     claim(tmp_path / "modules", "jax", "0.4.30")
     name, (line,) = stopped(until(read(TRAINING), "versions"), tmp_path, folder)
     assert name == "versions"
-    assert line.startswith("jax 0.4.30 does not fit transformer-zoo, which needs jax>=")
+    assert line.startswith("jax 0.4.30 is incompatible with transformer-zoo, which needs jax>=")
     assert line.endswith("then Run all.")
 
 

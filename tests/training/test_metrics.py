@@ -102,7 +102,7 @@ def test_a_torn_last_line_is_left_out_another_bad_one_is_named(tmp_path):
     for bad in ("oops", "[1]", '{"x": 1}', '{"step": 2, "x": NaN}'):
         path.write_text(f'{{"step": 1}}\n{bad}\n{{"step": 3}}\n')
         with pytest.raises(
-            ValueError, match=r"metrics\.jsonl, line 2: expected a JSON object with a whole 'step', got"
+            ValueError, match=r"metrics\.jsonl, line 2: expected a JSON object with an integer 'step', got"
         ):
             read_metrics(path)
     with pytest.raises(FileNotFoundError):

@@ -1,6 +1,6 @@
-"""The command line: `python -m transformer VERB`, one verb a file; and what notebooks need of it.
+"""Command line `python -m transformer VERB`, with one file per verb, and the functions that the notebooks call.
 
-A name is imported when it is asked for: a verb starts with what it needs itself.
+Public names are imported on first use, so that each verb imports only the modules that it needs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _EXPORTS = {
     "_compile_cache": ("keep_compiled",),
     "_devices": ("accelerator_present",),
 }
-"""file -> the public names that it defines"""
+"""public names by the file that defines them"""
 
 _MODULES = ("runtime",)
 

@@ -1,4 +1,7 @@
-"""Memory that was freed stays with the process: on CPU the next step asks for the same again, and pages cost time."""
+"""Memory allocator settings for training on CPU: the process keeps freed memory for the next step.
+
+The operating system clears every page that it hands out, which costs time at each step.
+"""
 
 from __future__ import annotations
 
@@ -16,29 +19,33 @@ KEEP = (
     "glibc.malloc.hugetlb=1:glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=100000000000:"
     "glibc.malloc.top_pad=268435456:glibc.malloc.arena_max=4"
 )
-"""nothing is given back, pages are large where the system has such, and the threads share four heaps: of eight a core,
-each would come to keep as much as its threads ever had (glibc manual, "Memory Allocation Tunables")"""
+"""never return memory to the system, use huge pages if the system has them, and share four heaps between all threads;
+with glibc's default of eight heaps per core, each heap would keep the peak memory of its threads (glibc manual, "Memory
+Allocation Tunables")"""
 
 
 def keep_freed_memory(environment: Mapping[str, str] = os.environ) -> None:
-    """Starts this program once more, as the same process, with an allocator that keeps what is freed: a training step
-    frees and takes hundreds of megabytes, whose pages the system would clear each time. docs/benchmarks.md has what it
-    saves. The C library reads its settings only when a program starts.
+    """Restart this program in the same process, with an allocator that keeps freed memory.
 
-    Does nothing if `GLIBC_TUNABLES` or a `MALLOC_` variable is set (`GLIBC_TUNABLES= python ...` turns it off), if JAX
-    will compute on a TPU or GPU, in a process that another program started (a notebook), without glibc, or if the
-    system refuses the restart: then only the speed-up is missing. Call it before JAX is imported.
+    A training step frees and allocates hundreds of megabytes; without this setting the system clears these pages at
+    every step. docs/benchmarks.md reports the time saved. The restart is necessary because the C library reads its
+    settings only when a program starts. Call this function before importing JAX.
+
+    It does nothing if `GLIBC_TUNABLES` or a `MALLOC_` variable is set (`GLIBC_TUNABLES= python ...` disables it), if
+    JAX will use a TPU or GPU, in a process that another program started (a notebook), or without glibc. If the system
+    refuses the restart, the program continues without the speed-up.
     """
     chosen = any(name == VARIABLE or name.startswith("MALLOC_") for name in environment)
     if chosen or platform.libc_ver()[0] != "glibc" or not _owns_process() or not _computes_on_cpu(environment):
         return
-    with contextlib.suppress(OSError):  # an interpreter that this user may not execute, or that is gone
+    with contextlib.suppress(OSError):  # the interpreter was deleted, or this user may not execute it
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**environment, VARIABLE: KEEP})
 
 
 def _owns_process() -> bool:
-    """Whether the program that runs is the one that the command line of this process names. In a notebook, `%run
-    train.py` runs another file than the one that Python was started with: a restart would end the notebook's kernel.
+    """Return whether the running program is the one that the command line of this process names.
+
+    It is not in a notebook: `%run train.py` runs inside the notebook's kernel, and a restart would end that kernel.
     """
     main = sys.modules.get("__main__")
     spec = getattr(main, "__spec__", None)
@@ -47,7 +54,7 @@ def _owns_process() -> bool:
 
 
 def _computes_on_cpu(environment: Mapping[str, str]) -> bool:
-    """Whether JAX will compute on the CPU, as far as can be seen without importing it."""
+    """Return whether JAX will use the CPU, estimated without importing JAX."""
     if platforms := environment.get("JAX_PLATFORMS"):
         return platforms.split(",")[0] == "cpu"
     return accelerator_present(environment=environment) == "cpu"

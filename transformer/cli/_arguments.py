@@ -18,7 +18,7 @@ Command = TypeVar("Command")
 
 
 def parse(command: type[Command], verb: str, arguments: Sequence[str]) -> Command:
-    """Parse arguments into a command. --help shows the docstrings of the class and its fields.
+    """Parse arguments into a command; `--help` prints the docstrings of the class and its fields.
 
     Raises:
         ConfigError: an unknown option (the error suggests the nearest one), or a missing or wrong value.
@@ -62,8 +62,12 @@ def _refuse_empty_paths(command: type, verb: str, arguments: Sequence[str]) -> N
 
 
 @contextlib.contextmanager
-def told_as_options(**options: str) -> Iterator[None]:
-    """Replace field names in a ConfigError by the options that set them: `size="beam_size"`, --beam-size."""
+def option_names_in_errors(**options: str) -> Iterator[None]:
+    """Replace field names in the message of a ConfigError with the options that set them.
+
+    Args:
+        options: field name -> option name with underscores; `size="beam_size"` replaces `size` with `--beam-size`.
+    """
     try:
         yield
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""`python -m transformer average`: the mean of a run's last checkpoints, as a model of its own."""
+"""`python -m transformer average`: average the last checkpoints of a run into a new model."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ class Average:
     workdir: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="WORKDIR")]
     """workdir of a training run, such as runs/number_words"""
     last: int
-    """number of checkpoints; a run keeps the newest --checkpoint.keep-last checkpoints"""
+    """number of checkpoints to average; a run keeps its newest --checkpoint.keep-last checkpoints"""
     to: Path | None = None
-    """directory to write; None: WORKDIR-average-LAST. Only an earlier average is replaced"""
+    """directory to write; None: WORKDIR-average-LAST. An existing average is replaced; any other existing directory is
+    an error"""
     json: bool = False
     """print JSON"""
     debug: bool = False
@@ -35,17 +36,17 @@ class Average:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Prints which steps were averaged, and where the mean is."""
+    """Average the checkpoints; print their steps and the new workdir."""
     command = parse(Average, "average", arguments)
     if command.last < 1:
         raise ConfigError(f"--last must be at least 1, got {command.last}.")
 
     from transformer.training._averaging import average
 
-    logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax tells of every file it reads
+    logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax logs every file that it reads
     done = average(command.workdir, command.last, command.to)
     if command.json:
         print(json.dumps({"workdir": str(done.workdir), "of": str(command.workdir), "steps": done.steps}, indent=2))
         return
     steps = ", ".join(map(str, done.steps))
-    print(f"the mean of {len(done.steps)} checkpoints of {command.workdir}, steps {steps}: {done.workdir}")
+    print(f"averaged {len(done.steps)} checkpoints of {command.workdir} (steps {steps}): {done.workdir}")

@@ -1,4 +1,4 @@
-"""`python -m transformer classify`: the likeliest class of each text."""
+"""`python -m transformer classify`: the most likely class of each text."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Classify(TextsCommand):
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Prints the classes."""
+    """Print the most likely class of each text."""
     command = parse(Classify, "classify", arguments)
     from transformer.cli._texts import shown
     from transformer.inference._reading import classify

@@ -1,4 +1,4 @@
-"""Compiled programs are kept on disk: what was compiled once need not be compiled the next time."""
+"""Persistent compilation cache: compiled programs are stored on disk, so that later runs start faster."""
 
 from __future__ import annotations
 
@@ -15,56 +15,60 @@ from pathlib import Path
 
 VARIABLE = "JAX_COMPILATION_CACHE_DIR"
 MOST = 2 * 1024**3
-"""bytes that are kept; beyond them what was used longest ago goes"""
+"""maximum size of the cache in bytes; beyond it, JAX deletes the least recently used programs"""
 LEAST_SECONDS = 0.3
-"""a program that compiles sooner is not worth a file"""
+"""minimum compile time of a stored program, in seconds"""
 WARNINGS = "Error reading persistent compilation cache", "Error writing persistent compilation cache"
-"""how JAX's warnings begin"""
+"""beginnings of JAX's warnings about the cache"""
 ENTRY, LAST_READ = "-cache", "-atime"
-"""how the names of JAX's files end: a compiled program, and when it was used last"""
+"""suffixes of the names of JAX's files: a compiled program, and the time when it was last used"""
 
-_said: set[tuple[bool, str]] = set()
+_reported: set[tuple[bool, str]] = set()
 
 
 def keep_compiled(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Has JAX keep what it compiles, in `transformer-zoo/compiled` of the user's folder for caches (`XDG_CACHE_HOME`,
-    or ~/.cache), a folder for each kind of processor: what is compiled for one may not run on another. JAX finds a
-    program again by what it computes, its versions, devices and flags; of a damaged file it warns, and compiles anew,
-    until somebody deletes the folder.
+    """Enable JAX's persistent compilation cache.
 
-    Does nothing where `JAX_COMPILATION_CACHE_DIR` says what the user wants (`JAX_COMPILATION_CACHE_DIR= python ...`
-    turns it off), or where that folder can't be read and written. Call it before JAX compiles anything.
+    The cache is in `transformer-zoo/compiled` in the user's cache folder (`XDG_CACHE_HOME`, or ~/.cache), with one
+    subfolder per kind of processor, because a program compiled for one processor may not run on another. JAX's cache
+    key covers the computation, the library versions, the devices and the flags. If a file is damaged, JAX warns and
+    recompiles, at every start, until the file is deleted; see `repair_cache`.
+
+    The function does nothing if `JAX_COMPILATION_CACHE_DIR` is set (`JAX_COMPILATION_CACHE_DIR= python ...` disables
+    the cache), or if the folder can't be read and written. Call it before JAX compiles anything.
     """
     if VARIABLE in environment:
         return
     try:
         folder = _folder(environment)
         folder.mkdir(parents=True, exist_ok=True)
-    except (OSError, RuntimeError):  # no home, or none to write into
+    except (OSError, RuntimeError):  # no home directory, or it is not writable
         return
     if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
         return
     settings = {VARIABLE: str(folder), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": LEAST_SECONDS}
-    if importlib.util.find_spec("filelock"):  # which JAX counts the bytes by
+    if importlib.util.find_spec("filelock"):  # JAX needs it to limit the size
         settings["JAX_COMPILATION_CACHE_MAX_SIZE"] = MOST
     chosen = {name: value for name, value in settings.items() if name not in environment}
     environment.update({name: str(value) for name, value in chosen.items()})
-    if jax := sys.modules.get("jax"):  # it has read its variables already
+    if jax := sys.modules.get("jax"):  # JAX read the environment when it was imported
         for name, value in chosen.items():
             jax.config.update(name.lower(), value)
 
 
 def is_cache_warning(text: str) -> bool:
-    """Whether a warning of JAX says that it could not read or write what is kept."""
+    """Return whether this is a warning of JAX about reading or writing the cache."""
     return text.startswith(WARNINGS)
 
 
 def repair_cache(text: str, environment: Mapping[str, str] = os.environ) -> str | None:
-    """Deletes the file of the cache that a warning of JAX is about: JAX compiles anew, but keeps the damaged file and
-    would warn of it at every start. In a folder that the user chose nothing is deleted.
+    """Delete the damaged cache file that a warning of JAX reports.
+
+    JAX recompiles the program, but it does not replace the damaged file, and would warn at every start. Nothing is
+    deleted in a folder that the user chose.
 
     Returns:
-        what to say instead of the warning; None where this process has said it before.
+        The message to print instead of the warning; None if this process has already printed it.
     """
     folder = environment.get(VARIABLE, "")
     try:
@@ -72,28 +76,28 @@ def repair_cache(text: str, environment: Mapping[str, str] = os.environ) -> str 
         deleted = ours and (_delete_named(Path(folder), text) or _delete_damaged(Path(folder), text))
     except (OSError, RuntimeError):
         deleted = False
-    if (deleted, folder) in _said:
+    if (deleted, folder) in _reported:
         return None
-    _said.add((deleted, folder))
+    _reported.add((deleted, folder))
     if deleted:
-        return f"a damaged file of the compile cache was deleted and is compiled anew ({folder})."
-    return f"the compile cache {folder} can't be used: {text.partition(': ')[2]}. Delete it, or set {VARIABLE}= ."
+        return f"a damaged file of the compilation cache was deleted; its program is compiled again ({folder})."
+    return f"the compilation cache {folder} can't be used: {text.partition(': ')[2]}. Delete it, or set {VARIABLE}= ."
 
 
 def _delete_named(folder: Path, text: str) -> bool:
-    """Deletes the file that an error of the system names, such as one that this user may not read."""
+    """Delete the file that an operating system error names, such as one that this user may not read."""
     if found := re.search(rf"\[Errno \d+\] .*'({re.escape(str(folder))}/[^/']+)'", text):
         _delete(Path(found[1]))
     return bool(found)
 
 
 def _delete_damaged(folder: Path, text: str) -> bool:
-    """Deletes the damaged file that JAX has read, which is mostly the one that was read last."""
+    """Delete the damaged file that JAX has read, which is usually the most recently read one."""
     if not text.startswith(WARNINGS[0]):
         return False
     entries = sorted(folder.glob(f"*{ENTRY}"), key=_last_read, reverse=True)
     damaged = next((entry for entry in entries if not _is_whole(entry)), None)
-    if damaged is None and entries and _last_read(entries[0]):  # whole, and yet not to be loaded
+    if damaged is None and entries and _last_read(entries[0]):  # JAX can't load it, although it is not truncated
         damaged = entries[0]
     if damaged is not None:
         _delete(damaged)
@@ -105,12 +109,12 @@ def _delete(entry: Path) -> None:
         shutil.rmtree(entry)
     else:
         entry.unlink(missing_ok=True)
-    for suffix in (ENTRY, LAST_READ):  # the time of an entry is nothing without it, and the other way around
+    for suffix in (ENTRY, LAST_READ):  # a program and its time of last use belong together
         entry.with_name(re.sub(f"({ENTRY}|{LAST_READ})$", suffix, entry.name)).unlink(missing_ok=True)
 
 
 def _last_read(entry: Path) -> float:
-    """When an entry was read, of which JAX keeps a file where it counts the bytes; else 0."""
+    """Return when an entry was last read, or 0. JAX stores this time only if it limits the size of the cache."""
     try:
         return entry.with_name(entry.name.removesuffix(ENTRY) + LAST_READ).stat().st_mtime
     except OSError:
@@ -118,8 +122,9 @@ def _last_read(entry: Path) -> float:
 
 
 def _is_whole(entry: Path) -> bool:
-    """Whether the compression of an entry is intact, its checksum included. Only zlib is checked here: JAX uses
-    zstandard where that is installed.
+    """Return whether the compressed data of an entry is intact, including its checksum.
+
+    Only zlib data is checked. JAX uses zstandard if that is installed; then the result is always True.
     """
     if importlib.util.find_spec("zstandard"):
         return True
@@ -136,7 +141,7 @@ def _folder(environment: Mapping[str, str]) -> Path:
 
 
 def _processor() -> str:
-    """A name for processors that run the same programs."""
+    """Return a name that is the same for all processors that can run the same compiled programs."""
     facts = [platform.machine()]
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()

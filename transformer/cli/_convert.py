@@ -1,4 +1,4 @@
-"""`python -m transformer convert`: a model as the files that everybody reads."""
+"""`python -m transformer convert`: export a model to Hugging Face format."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from transformer.config._checks import ConfigError
 @dataclass(frozen=True, kw_only=True)
 class Convert(ModelCommand):
     """Export a model to Hugging Face format: write config.json, safetensors and the tokenizer into a new directory.
-    A training run is exported as the family that its model equals; a directory of weights in another dtype or with
-    other shards.
+
+    A training run is exported as a model family that can represent it. A directory of weights is rewritten with another
+    dtype or shard size.
     """
 
     output: Annotated[tyro.conf.Positional[Path | None], tyro.conf.arg(metavar="OUT")] = None
-    """directory to write; it must not exist, or be empty. Omit it with --verify to check DIR"""
+    """directory to write; it must be new or empty. Omit it, and pass --verify, to check DIR"""
     family: str | None = None
     """model family to export as; None: its own family, or the first one that can represent the model"""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
@@ -36,19 +37,23 @@ class Convert(ModelCommand):
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Prints the files that were written."""
+    """Export the model; print the files that were written."""
     command = parse(Convert, "convert", arguments)
     if not 0 < command.max_shard_gib < math.inf:
         raise ConfigError(f"--max-shard-gib must be a number above 0, got {command.max_shard_gib}.")
     if command.output is None:
         if not command.verify:
-            raise ConfigError("OUT is missing, the directory to write. To check an exported DIR, pass --verify.")
+            raise ConfigError(
+                "OUT is missing: pass the directory to write. To check an exported DIR instead, pass --verify."
+            )
         _verify(command, command.directory)
         return
     from transformer.inference._loading import export
 
-    if command.output.is_dir() and any(command.output.iterdir()):  # before a model is read
-        raise ConfigError(f"{command.output} is not empty: nothing is overwritten. Name a new directory, or empty it.")
+    if command.output.is_dir() and any(command.output.iterdir()):  # check before the model is loaded, which takes time
+        raise ConfigError(
+            f"OUT must be a new or empty directory; {command.output} is not empty. Pass another directory, or empty it."
+        )
     opened = command.load()
     chosen = export(
         opened,
@@ -69,13 +74,13 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _verify(command: Convert, directory: Path) -> None:
-    """Prints how well an exported directory reproduces its expected logits."""
+    """Print the largest difference between the logits of an exported directory and the expected logits."""
     from transformer.zoo._pretrained import verify
 
     if not directory.is_dir():
-        raise FileNotFoundError(f"there is no directory {directory}. Name one that `convert` wrote.")
+        raise FileNotFoundError(f"directory {directory} not found. Pass a directory that `convert` wrote.")
     difference = verify(directory)
     if not command.json:
-        print(f"{directory}: files unchanged, logits within {difference:.1g} of the expected ones")
+        print(f"{directory}: files unchanged, logits within {difference:.1g} of the expected values")
     elif command.output is None:
         print(json.dumps({"directory": str(directory), "difference": difference}, indent=2))

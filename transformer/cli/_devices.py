@@ -1,7 +1,7 @@
-"""`python -m transformer devices`: the accelerators of this machine, and what JAX computes on.
+"""`python -m transformer devices`: the accelerators of this machine, and the devices that JAX uses.
 
-The Makefile runs this file by path before anything is installed (`--present`), so only the standard library may be
-imported at its top.
+The Makefile runs this file by its path (`--present`) before anything is installed. Therefore the top of the file may
+import only the standard library.
 """
 
 import argparse
@@ -12,19 +12,22 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-# The chips known to JAX's own detection (jax/_src/hardware_utils.py). Google's network card has the same vendor.
+# The chips that JAX itself detects (jax/_src/hardware_utils.py). The vendor id alone is not enough: Google's network
+# card has the same one.
 GOOGLE_PCI_VENDOR = "0x1ae0"
 TPU_PCI_DEVICES = {"0x0027", "0x0056", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076"}
 """PCI device ids of TPUs"""
-# What Cloud TPU virtual machines, Colab and Kubernetes set where there is a TPU.
+# Variables that Cloud TPU virtual machines, Colab and Kubernetes set on machines with a TPU.
 TPU_VARIABLES = ("TPU_ACCELERATOR_TYPE", "TPU_NAME", "TPU_WORKER_ID", "COLAB_TPU_ADDR", "COLAB_TPU_1VM")
 
 
 def accelerator_present(root: Path = Path("/"), environment: Mapping[str, str] = os.environ) -> str:
-    """Returns "tpu", "gpu" or "cpu": what this machine has, whether or not JAX can use it.
+    """Return the accelerator of this machine, whether or not JAX can use it: "tpu", "gpu" or "cpu" (none).
 
-    `root` is the file system to look at. An NVIDIA card counts when `nvidia-smi` can list it: a card without a driver
-    is of no use.
+    Args:
+        root: root of the file system to search.
+        environment: environment variables. A GPU counts only if `nvidia-smi` lists it: without a driver it can't be
+            used.
     """
     if _tpu_present(root, environment):
         return "tpu"
@@ -60,25 +63,27 @@ def _gpu_present(environment: Mapping[str, str]) -> bool:
 
 
 def unused_warning(present: str, used: str, environment: Mapping[str, str] = os.environ) -> str | None:
-    """Returns the sentence to say when an accelerator is present but JAX computes elsewhere, else None."""
+    """Return a warning if an accelerator is present but JAX uses another device, otherwise None."""
     if present in ("cpu", used):
         return None
     if platforms := environment.get("JAX_PLATFORMS"):
         remedy = f"JAX_PLATFORMS={platforms} is set: unset it to use the {present.upper()}."
     else:
         remedy = (
-            f"`make setup ACCELERATOR={present}` installs what it needs; if that is done, another process may hold it, "
-            "or its driver may be too old."
+            f"Run `make setup ACCELERATOR={present}` to install its packages. If they are installed, another process "
+            "may be using it, or its driver may be too old."
         )
-    return f"this machine has a {present.upper()}, which is not used: JAX computes on {used.upper()}. {remedy}"
+    return f"this machine has a {present.upper()}, but JAX uses the {used.upper()}. {remedy}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints what JAX computes on; returns 0, or 1 when JAX cannot start its backend."""
+    """Print the devices that JAX uses; return 0, or 1 if JAX cannot start its backend."""
     parser = argparse.ArgumentParser(
-        prog=_called(), description="Which accelerators this machine has, and which JAX uses."
+        prog=_called(), description="List the accelerators of this machine and the devices that JAX uses."
     )
-    parser.add_argument("--present", action="store_true", help="print only tpu, gpu or cpu: what the machine has")
+    parser.add_argument(
+        "--present", action="store_true", help="print only the accelerator of the machine: tpu, gpu or cpu"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args(arguments)
     present = accelerator_present()
@@ -107,7 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _called() -> str:
-    """The command, for --help. There is no package to import from when the Makefile runs this file by its path."""
+    """Return the command for --help. If the Makefile runs this file by its path, the package can't be imported."""
     if not __package__:
         return "devices.py"
     from transformer.config._invocation import program

@@ -1,4 +1,4 @@
-"""`python -m transformer embed`: one vector a text."""
+"""`python -m transformer embed`: text embeddings."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from transformer.cli._models import TextsCommand
 class Embed(TextsCommand):
     """Print the embedding of each text as a JSON array, one per line.
 
-    Pooling and normalization follow the sentence-transformers files in the directory; without such files, an embedding
+    Pooling and normalization follow the sentence-transformers files in the directory. Without such files, the embedding
     is the mean over the tokens of the text.
     """
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Prints the vectors."""
+    """Print the embedding of each text."""
     command = parse(Embed, "embed", arguments)
     from transformer.inference._reading import embed
     from transformer.inference._sentences import SentenceSettings, sentence_settings

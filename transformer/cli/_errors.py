@@ -47,8 +47,8 @@ def run_command(main: Callable[[], int | None], debug: bool) -> int:
     """Run a command and return the exit code of the process: the result of `main` (None: 0), or that of its error.
 
     Exit codes: 2 for bad input (ValueError, file not found), 1 for an environment problem or a bug of this program, 130
-    for Ctrl-C, 141 if the reader of stdout is gone. An error is one line on stderr, after its traceback with `debug`; a
-    warning is one line too. SystemExit passes through (argparse and tyro raise it after --help).
+    for Ctrl-C, 141 if the reader of stdout was closed. An error is printed as one line on stderr, after its traceback
+    with `debug`; a warning is one line too. SystemExit passes through (argparse and tyro raise it after --help).
     """
     try:
         with one_line_warnings():
@@ -80,7 +80,7 @@ def exit_code(error: BaseException) -> int:
 
 
 def describe(error: BaseException) -> str:
-    """Describe an error in one line: "error: what is wrong. What to do.", without control characters.
+    """Describe an error in one line without control characters: "error: what is wrong. What to do."
 
     The length is limited, because an error may quote an argument of a million characters.
     """
@@ -141,7 +141,7 @@ def _not_installed(package: str) -> str:
 
 
 def _shortage(error: BaseException, text: str) -> str | None:
-    """Describe an error that means too little memory or too few threads; None for other errors."""
+    """Describe an error that is caused by a lack of memory or threads; None for other errors."""
     first = _first_line(text)
     if isinstance(error, ImportError) and any(sign in text for sign in _UNMAPPED):
         remedy = "Free some memory, or raise the limit: ulimit -v unlimited"
@@ -167,8 +167,9 @@ def _joined(text: str) -> str:
 
 
 def _in_start_of_jax(error: BaseException) -> bool:
-    """Return whether JAX failed while listing its devices. If a platform is missing, it fails in many ways, for example
-    with an assertion without a message.
+    """Return whether JAX failed while listing its devices.
+
+    If a platform is missing, JAX fails in many ways, for example with an assertion without a message.
     """
     trace = error.__traceback__
     while trace is not None:
@@ -181,7 +182,7 @@ def _in_start_of_jax(error: BaseException) -> bool:
 
 def _no_device(reason: str) -> str:
     platforms = os.environ.get("JAX_PLATFORMS", "")
-    what = f"JAX finds no device for JAX_PLATFORMS={platforms}" if platforms else "JAX cannot start its devices"
+    what = f"JAX found no device for JAX_PLATFORMS={platforms}" if platforms else "JAX cannot start its devices"
     remedy = "Unset JAX_PLATFORMS, or set it to cpu" if platforms else "Set JAX_PLATFORMS=cpu to use the CPU"
     return f"{what}{reason and f' ({reason})'}. {remedy}; {program('devices')} lists the devices of this machine."
 
@@ -213,7 +214,7 @@ def _first_line(text: str) -> str:
 
 
 def _say(line: str) -> None:
-    with contextlib.suppress(BrokenPipeError, ValueError):  # the reader of stderr is gone, or stderr is closed
+    with contextlib.suppress(BrokenPipeError, ValueError):  # the reader of stderr was closed, or stderr is closed
         print(line, file=sys.stderr, flush=True)
 
 
@@ -229,7 +230,7 @@ def _flush_stdout() -> None:
 
 
 def _abandon_stdout() -> None:
-    """Let the interpreter's last flush of stdout succeed."""
+    """Redirect stdout to the null device, so that the interpreter's flush at exit succeeds."""
     try:
         descriptor = sys.stdout.fileno()
     except (OSError, ValueError, AttributeError):

@@ -1,4 +1,4 @@
-"""`python -m transformer evaluate`: how good a trained model is on data it never saw."""
+"""`python -m transformer evaluate`: evaluate a trained model on held-out data."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from transformer.cli._arguments import parse, told_as_options
+from transformer.cli._arguments import option_names_in_errors, parse
 from transformer.cli._models import ModelCommand
 from transformer.config._checks import ConfigError
 
@@ -21,9 +21,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluate(ModelCommand):
-    """Measure loss and perplexity, or the forecast error, on a split of the run's data. For translation, also translate
-    the sources and compare: number words by exact match, other pairs by BLEU and chrF. The translations are written to
-    DIR/hypotheses.SPLIT.txt, one per line in the order of the data, the references to DIR/references.SPLIT.txt.
+    """Measure loss and perplexity, or the forecast error, on a split of the run's data.
+
+    For translation, also translate the sources and compare them with the references: number words by exact match, other
+    pairs by BLEU and chrF. The translations are written to DIR/hypotheses.SPLIT.txt, one per line in the order of the
+    data; the references are written to DIR/references.SPLIT.txt.
 
     The data is read from the path in the run's recipe.
     """
@@ -36,11 +38,11 @@ class Evaluate(ModelCommand):
     """beam size; 1 is greedy decoding; None: the value in the run's recipe"""
     alpha: float | None = None
     """length penalty of beam search: log-probabilities are divided by ((5 + length) / 6)^alpha; None: the value in the
-    recipe"""
+    run's recipe"""
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Prints the measures."""
+    """Evaluate the model and print the results."""
     command = parse(Evaluate, "evaluate", arguments)
     if command.examples is not None and command.examples < 0:
         raise ConfigError(f"--examples must be at least 0, got {command.examples}.")
@@ -48,8 +50,8 @@ def main(arguments: Sequence[str]) -> None:
     run = opened.run
     if run is None:
         raise ConfigError(
-            f"{command.directory} holds weights and no recipe: there is no data to evaluate on. `score` gives the "
-            f"perplexity of a text of yours."
+            f"{command.directory} contains weights but no recipe, so that there is no data to evaluate on. Pass the "
+            f"workdir of a training run, or use `score` to compute the perplexity of your own text."
         )
 
     from transformer.data._pipeline import prepare
@@ -60,33 +62,34 @@ def main(arguments: Sequence[str]) -> None:
     translates = TASKS[run.recipe.task].source
     if not translates and (command.examples, command.beam_size, command.alpha) != (None, None, None):
         raise ConfigError(
-            f"{command.directory} translates nothing: --examples, --beam-size and --alpha are for pairs. Leave them "
-            f"out."
+            f"--examples, --beam-size and --alpha need a translation model, but {command.directory} does not "
+            f"translate. Remove them."
         )
     beam = _beam(command, run)
     dataset = prepare(run.recipe.data, tokenizer=run.tokenizer)
     same = run.fingerprint is None or dataset.is_known_as(run.fingerprint)
     if not same:
         warnings.warn(
-            f"the data is not what {command.directory} was trained on (fingerprint {run.fingerprint[:12]}, now "
-            f"{dataset.fingerprint[:12]}): what is held out now may have been trained on then.",
+            f"the data differs from the training data of {command.directory} (expected fingerprint "
+            f"{run.fingerprint[:12]}, got {dataset.fingerprint[:12]}): the held-out set may contain training examples.",
             stacklevel=1,
         )
     split = command.split or ("test" if "test" in dataset.splits else "validation")
-    recipe = dataclasses.replace(run.recipe, execution=portable(run.recipe.execution))  # of training's, maybe elsewhere
+    # The run may have been trained on another accelerator, whose kernels this machine lacks.
+    recipe = dataclasses.replace(run.recipe, execution=portable(run.recipe.execution))
     result = evaluate_loss(compiled_eval_step(recipe), run.params, dataset.eval_batches(split))
     values, lines = {"exact_match": {}}, []
     if translates and command.examples != 0:
         values, lines = _translations(command, run, dataset, split, beam)
-    measures, told = result.measures, str(result)
+    measures, summary = result.measures, str(result)
     if result.accuracy is not None:
         measures["perplexity"] = perplexity = math.exp(min(result.loss, 700.0))
-        told = f"loss: {result.loss:.4f} nats, perplexity {perplexity:.4g}, accuracy {100 * result.accuracy:.2f} %"
+        summary = f"loss: {result.loss:.4f} nats, perplexity {perplexity:.4g}, accuracy {100 * result.accuracy:.2f} %"
     if command.json:
         command.print_json(opened, split=split, **measures, targets=int(result.targets), same_data=same, **values)
         return
     print(f"{command.directory}, step {run.step}, split {split}: {int(result.targets):,} targets")
-    print(told)
+    print(summary)
     for line in lines:
         print(line)
 
@@ -97,15 +100,18 @@ def _beam(command: Evaluate, run: Run) -> Beam | None:
     wanted = run.recipe.evaluation
     size = wanted.beam_size if command.beam_size is None else command.beam_size
     if size == 1 and command.alpha is not None:
-        raise ConfigError("--alpha is the length penalty of a beam, and one hypothesis is none. Give --beam-size, too.")
-    with told_as_options(size="beam_size", alpha="alpha"):
+        raise ConfigError(
+            "--alpha is the length penalty of beam search, but the beam size is 1 (greedy). Pass --beam-size, or "
+            "remove --alpha."
+        )
+    with option_names_in_errors(size="beam_size", alpha="alpha"):
         return make_beam(size, wanted.beam_alpha if command.alpha is None else command.alpha)
 
 
 def _translations(
     command: Evaluate, run: Run, dataset: Dataset, split: str, beam: Beam | None
 ) -> tuple[dict[str, Any], list[str]]:
-    """What came of translating, as values and in words."""
+    """Translate examples of a split; return the results as JSON values and as lines to print."""
     from transformer.training._translating import Translation, corpus_score, scores, translate, write_lines
 
     data, directory = run.recipe.data, command.directory
@@ -135,8 +141,8 @@ def _translations(
     try:
         write_lines(written["hypotheses"], outputs)
         write_lines(written["references"], (example.target for example in examples))
-    except OSError as error:  # the measures are what was asked for
-        warnings.warn(f"the translations are not written: {error}", stacklevel=1)
+    except OSError as error:  # the results are still printed
+        warnings.warn(f"the translations could not be written: {error}", stacklevel=1)
         written = dict.fromkeys(written)
     else:
         lines += [f"{name}: {path}" for name, path in written.items()]

@@ -11,10 +11,10 @@ from transformer.cli._arguments import parse
 
 @dataclass(frozen=True, kw_only=True)
 class List:
-    """Prints families, what their models are for, and named variants with their numbers of parameters."""
+    """List the supported families of pretrained models, their classes, and their variants with parameter counts."""
 
     markdown: bool = False
-    """print the table of the README"""
+    """print the table in README.md"""
     json: bool = False
     """print one JSON object"""
     debug: bool = False
@@ -22,7 +22,7 @@ class List:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Prints the list."""
+    """Print the families."""
     command = parse(List, "list", arguments)
     from transformer.zoo._entries import ENTRIES
 
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def markdown() -> str:
-    """The table of the README: families, what their models are for, variants with their sizes."""
+    """Return the table in README.md: families, their model classes, and their variants with parameter counts."""
     from transformer.zoo._entries import ENTRIES
 
     lines = ["| family | models | variants |", "| --- | --- | --- |"]
@@ -66,5 +66,5 @@ def markdown() -> str:
 
 
 def size(parameters: int) -> str:
-    """124_439_808 -> "124M", 8_030_261_248 -> "8.03B"."""
+    """Format a number of parameters: 124_439_808 -> "124M", 8_030_261_248 -> "8.03B"."""
     return f"{parameters / 1e9:.3g}B" if parameters >= 999.5e6 else f"{parameters / 1e6:.3g}M"

@@ -1,4 +1,4 @@
-"""`python -m transformer generate`: translate or continue texts."""
+"""`python -m transformer generate`: generate translations or continuations."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import tyro
 
-from transformer.cli._arguments import parse, told_as_options
+from transformer.cli._arguments import option_names_in_errors, parse
 from transformer.cli._models import ModelCommand
 from transformer.config._checks import ConfigError
 
@@ -25,20 +25,20 @@ FILTERS = ("top_k", "top_p", "min_p")
 
 @dataclass(frozen=True, kw_only=True)
 class Generate(ModelCommand):
-    """Generate text: translate each prompt (encoder-decoder, one line of output per prompt), or continue it (causal
-    model).
+    """Generate text: an encoder-decoder translates each prompt (one line of output per prompt), a causal model
+    continues it.
 
-    Without --prompt, the program reads stdin: each line is a sentence to translate, or the whole text is one prompt to
-    continue.
+    Without --prompt, the prompts are read from stdin: each line is a sentence to translate, or the whole text is one
+    prompt to continue.
     """
 
     prompt: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """prompt; repeat the option for more prompts; - reads stdin"""
+    """prompt; repeat the option to pass several; - reads stdin"""
     max_new_tokens: int | None = None
     """maximum new tokens per prompt; None: 128 for a translation, 200 for a continuation"""
     temperature: float | None = None
-    """sampling temperature; 0 is greedy; None: 0 for a translation, 0.8 for a continuation, 1 with top-k, top-p or
-    min-p"""
+    """sampling temperature; 0 is greedy; None: 0 for a translation, 0.8 for a continuation, or 1 with --top-k, --top-p
+    or --min-p"""
     top_k: int | None = None
     """sample from the k most likely tokens"""
     top_p: float | None = None
@@ -46,21 +46,21 @@ class Generate(ModelCommand):
     min_p: float | None = None
     """sample from tokens with at least this fraction of the probability of the most likely token"""
     seed: int = 0
-    """random seed of sampling; the same seed gives the same text"""
+    """random seed for sampling; the same seed gives the same text"""
     slots: int | None = None
-    """continuation: number of prompts in the batch; when one ends, the next one takes its place. None: all prompts at
-    once"""
+    """continuation: number of prompts in the batch (continuous batching); when one ends, the next one takes its slot;
+    None: all prompts in one batch"""
     draft: str | None = None
     """continuation: draft model for speculative decoding, a smaller model with the same tokenizer; it does not change
     the text"""
     draft_tokens: int | None = None
-    """tokens that the draft model proposes at a time; None: 4"""
+    """number of tokens that the draft model proposes per step; None: 4"""
     int8: bool = False
-    """store the weights in 8 bits, a quarter of the memory; savings and error are reported on stderr"""
+    """quantize the weights to 8 bits, a quarter of the memory of float32; savings and errors are printed on stderr"""
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Prints what the model writes."""
+    """Print the generated texts."""
     command = parse(Generate, "generate", arguments)
     _check(command)
     from transformer.cli import _texts as texts
@@ -90,7 +90,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _check(command: Generate) -> None:
-    """Raises ConfigError for option values and combinations that are invalid with any model."""
+    """Raise ConfigError for option values and combinations that are invalid with any model."""
     if command.max_new_tokens is not None and command.max_new_tokens < 1:
         raise ConfigError(f"--max-new-tokens must be at least 1, got {command.max_new_tokens}.")
     if not 0 <= command.seed < 2**32:
@@ -98,7 +98,7 @@ def _check(command: Generate) -> None:
     if command.slots is not None and command.slots < 1:
         raise ConfigError(f"--slots must be at least 1, got {command.slots}.")
     if command.slots is not None and command.draft is not None:
-        raise ConfigError("--slots and --draft can't be used together: leave one of them out.")
+        raise ConfigError("--slots and --draft can't be used together. Remove one of them.")
     if command.draft_tokens is not None and command.draft_tokens < 1:
         raise ConfigError(f"--draft-tokens must be at least 1, got {command.draft_tokens}.")
     if command.draft_tokens is not None and command.draft is None:
@@ -106,13 +106,13 @@ def _check(command: Generate) -> None:
 
 
 def _check_sampling(command: Generate) -> None:
-    """Raises ConfigError, naming the option, for sampling parameters that are invalid with any model."""
-    with told_as_options(**{name: name for name in ("temperature", *FILTERS)}):
+    """Raise ConfigError, naming the option, for sampling parameters that are invalid with any model."""
+    with option_names_in_errors(**{name: name for name in ("temperature", *FILTERS)}):
         _sampling(command, greedy=False)
 
 
 def _sampling(command: Generate, *, greedy: bool) -> Sampling:
-    """The sampling parameters; without a temperature or a filter, `greedy` selects the default temperature."""
+    """Return the sampling parameters; without a temperature or a filter, `greedy` selects the default temperature."""
     from transformer.generate._sampling import Sampling
 
     filters = {name: getattr(command, name) for name in FILTERS}
@@ -124,7 +124,7 @@ def _sampling(command: Generate, *, greedy: bool) -> Sampling:
 
 
 def _print(written: Sequence[GeneratedText], translates: bool) -> None:
-    """Prints one line for each translation, or each prompt with its continuation."""
+    """Print one line for each translation, or each prompt with its continuation."""
     from transformer.cli._texts import shown
 
     if translates:
@@ -135,9 +135,9 @@ def _print(written: Sequence[GeneratedText], translates: bool) -> None:
 
 
 def _decoding_options(command: Generate, translates: bool) -> dict[str, Any]:
-    """Keyword arguments of `generate` for continuous batching (--slots) and speculative decoding (--draft)."""
+    """Return keyword arguments of `generate` for continuous batching (--slots) and speculative decoding (--draft)."""
     if translates and (command.slots is not None or command.draft is not None):
-        raise ConfigError("--slots and --draft are for a model that goes on with a text. Leave them out.")
+        raise ConfigError("--slots and --draft need a causal model, but this model is an encoder-decoder. Remove them.")
     options: dict[str, Any] = {} if command.slots is None else {"slots": command.slots}
     if command.draft is not None:
         from transformer.generate._speculative import Draft

@@ -1,4 +1,4 @@
-"""`python -m transformer inspect`: where a trained model looks. (A file inspect.py would hide Python's own.)"""
+"""`python -m transformer inspect`: attention maps of a trained model."""
 
 from __future__ import annotations
 
@@ -20,36 +20,36 @@ if TYPE_CHECKING:
 
 
 ROW_SUM = 0.99
-"""rows of weights that sum to less than this have a sink; 1 less the rounding of weights in bfloat16"""
+"""attention weights of a query that sum to less than this have a sink; 1 minus the rounding error of bfloat16"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Inspect(ModelCommand):
-    """Draw the attention weights of every layer and head for one text, with the words on both axes: as PNG files, or
-    with --html as one page to explore in a browser.
+    """Draw the attention weights of every layer and head for one text, with the tokens on both axes: as PNG files, or
+    as one interactive HTML page with --html.
     """
 
     prompt: str
-    """text to read; - reads stdin"""
+    """input text of the model; - reads stdin"""
     target: str | None = None
     """encoder-decoder: target text; None: the text that the model generates"""
     max_new_tokens: int | None = None
-    """maximum tokens to generate, greedily, and to show; None: 128 for a translation, 0 after a prompt"""
+    """maximum new tokens to generate (greedily) and to show; None: 128 for a translation, 0 for a causal model"""
     html: Path | None = None
-    """write one self-contained HTML page instead of pictures, such as attention.html"""
+    """write one self-contained HTML file instead of PNG files, such as attention.html"""
     compare: str | None = None
-    """with --html: show a second model that reads the same tokens: a step of the same workdir (500, best or newest), or
-    another DIR"""
+    """with --html: also show a second model with the same tokenizer: a step of the same workdir (500, best or newest),
+    or another DIR"""
     sizes: bool = False
     """also print the shape of every array from the tokens to the logits"""
     output: Path | None = None
-    """directory for the pictures; None: DIR/attention"""
+    """directory for the PNG files; None: DIR/attention"""
     overwrite: bool = False
     """replace files at --html and --output that this program did not write"""
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Prints the paths of the pictures or of the page, after the sizes where they are wanted."""
+    """Draw the attention maps; print the array shapes with --sizes, then the paths of the files."""
     command = parse(Inspect, "inspect", arguments)
     _check(command)
     run = command.load()
@@ -58,11 +58,11 @@ def main(arguments: Sequence[str]) -> None:
     shown = {_name(run): run}
     if command.compare is not None:
         shown = _side_by_side(command, run, text, labels)
-    sown = [_watch(one, text) for one in shown.values()]
+    sown = [_capture(one, text) for one in shown.values()]
     if not sown[0] and (command.html is not None or not command.sizes):
         raise ConfigError(
-            f"no layer of the model in {command.directory} attends to anything: there is nothing to draw. "
-            f"--sizes shows what it computes instead."
+            f"the model in {command.directory} has no attention layer, so that there are no attention maps to draw. "
+            f"Use --sizes to print the shapes of its arrays instead."
         )
     paths = []
     if sown[0] and (command.html is None or command.output is not None):
@@ -70,7 +70,7 @@ def main(arguments: Sequence[str]) -> None:
         from transformer.viz._attention_weights import attention_maps
 
         directory = command.directory / "attention" if command.output is None else command.output
-        overwrite = command.overwrite or command.output is None  # names in a workdir are the program's
+        overwrite = command.overwrite or command.output is None  # this program owns the file names in a workdir
         paths = save_attention_maps(attention_maps(sown[0], run.model.config), directory, overwrite=overwrite, **labels)
     if command.html is not None:
         _save_page(command, arguments, shown, sown, text, labels)
@@ -78,15 +78,20 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _check(command: Inspect) -> None:
-    """Raises ConfigError for options that don't go together, before anything is loaded."""
+    """Raise ConfigError for option combinations that are invalid with any model, before a model is loaded."""
     if command.max_new_tokens is not None and command.max_new_tokens < 1:
         raise ConfigError(f"--max-new-tokens must be at least 1, got {command.max_new_tokens}.")
     if command.max_new_tokens is not None and command.target is not None:
-        raise ConfigError("--target gives what the model would write: leave --max-new-tokens out, or --target.")
+        raise ConfigError(
+            "--target and --max-new-tokens can't be used together: --target replaces the generated text. Remove one "
+            "of them."
+        )
     if command.compare is not None and command.html is None:
-        raise ConfigError("--compare puts two models onto one page: give its file too, such as --html attention.html.")
+        raise ConfigError(
+            "--compare shows two models on one HTML page and needs --html. Pass a file, such as --html attention.html."
+        )
     if command.html is not None and (command.html.is_dir() or command.html.suffix not in (".html", ".htm")):
-        raise ConfigError(f"--html takes the file to write, such as attention.html, got {command.html}.")
+        raise ConfigError(f"--html must name the HTML file to write, such as attention.html, got {command.html}.")
     if command.html is not None and not command.overwrite:
         from transformer.viz._output_files import check_replaceable
 
@@ -95,14 +100,14 @@ def _check(command: Inspect) -> None:
 
 @dataclass(frozen=True)
 class _Text:
-    """What a model reads: token ids of each side, "source" before "target"."""
+    """Input of a model: token ids by name ("source" before "target"), and the texts that they encode."""
 
     prompt: str
     rows: dict[str, list[int]]
     target: str | None = None
-    """of an encoder-decoder the text on its decoder's side; of a causal model what it wrote behind the prompt"""
+    """encoder-decoder: target text; causal model: the continuation that it generated"""
     written_from: int | None = None
-    """the first token on the decoder's side that the model wrote itself"""
+    """index of the first generated token in the target; None: no token was generated"""
 
 
 def _read(command: Inspect, run: LoadedModel) -> _Text:
@@ -112,19 +117,21 @@ def _read(command: Inspect, run: LoadedModel) -> _Text:
     from transformer.nn.models._seq2seq import Seq2Seq
 
     _check_reader(command, run)
-    (prompt,) = texts.read_prompts([command.prompt], lines=False)  # of stdin, all is one text
+    (prompt,) = texts.read_prompts([command.prompt], lines=False)  # with "-", all of stdin is one text
     target = None if command.target is None else decode_argument(command.target)
     texts.warn_of_unknown(run, [prompt])
     ids, new = texts.encode_prompt(run, prompt), command.max_new_tokens
     if not isinstance(run.model, Seq2Seq):
         if target is not None:
             raise ConfigError(
-                "--target is for an encoder-decoder; a model of one stack reads one text: put it into --prompt."
+                "--target needs an encoder-decoder; this model has one stack and reads one text. Pass it as --prompt."
             )
         if isinstance(run.model, CausalLM):
-            return _Text(prompt, {"target": ids}) if new is None else _written(run, prompt, ids, new)
+            return _Text(prompt, {"target": ids}) if new is None else _continued(run, prompt, ids, new)
         if new is not None:
-            raise ConfigError(f"a {type(run.model).__name__} writes no text: leave --max-new-tokens out.")
+            raise ConfigError(
+                f"--max-new-tokens needs a model that generates text, got {type(run.model).__name__}. Remove it."
+            )
         return _Text(prompt, {"source": ids})
     texts.warn_of_unknown(run, [] if target is None else [target], normalize=False)
     if target is None:
@@ -136,7 +143,7 @@ def _read(command: Inspect, run: LoadedModel) -> _Text:
 
 
 def _check_reader(command: Inspect, run: LoadedModel) -> None:
-    """Raises ConfigError for a model that reads no text."""
+    """Raise ConfigError for a model that does not read text."""
     from transformer.nn.models._base import TokenEncoder
     from transformer.nn.models._causal_lm import CausalLM
     from transformer.nn.models._seq2seq import Seq2Seq
@@ -144,39 +151,47 @@ def _check_reader(command: Inspect, run: LoadedModel) -> None:
 
     if not isinstance(run.model, CausalLM | Seq2Seq | TokenEncoder) or isinstance(run.model, SpeechToText):
         raise ConfigError(
-            f"{command.directory} holds a {type(run.model).__name__}, which reads no text. From Python its maps are "
-            f"drawn all the same: docs/inspect.md."
+            f"`inspect` needs a model that reads text; {command.directory} contains a model of type "
+            f"{type(run.model).__name__}. Draw its attention maps from Python instead: see docs/inspect.md."
         )
 
 
-def _written(run: LoadedModel, prompt: str, ids: list[int], new: int) -> _Text:
-    """A prompt and what a causal model writes behind it, all of which it must be able to read at once."""
+def _continued(run: LoadedModel, prompt: str, ids: list[int], new: int) -> _Text:
+    """Return a prompt with its greedy continuation by a causal model.
+
+    Raises:
+        ConfigError: prompt and continuation together are longer than the context of the model.
+    """
     from transformer.cli import _texts as texts
     from transformer.generate._generation import generate
     from transformer.generate._sampling import Sampling
 
     if run.context is not None and len(ids) + new > run.context:
         room = run.context - len(ids)
-        remedy = f"Give at most --max-new-tokens {room}" if room > 0 else "Leave --max-new-tokens out"
+        remedy = f"Pass at most --max-new-tokens {room}" if room > 0 else "Remove --max-new-tokens"
         raise ConfigError(
-            f"the model reads {run.context} tokens at once; the prompt has {len(ids)}, so that {new} new ones don't "
-            f"fit. {remedy}, or shorten the prompt."
+            f"the prompt and the new tokens must fit the model's context of {run.context} tokens, got {len(ids)} "
+            f"prompt tokens and {new} new tokens. {remedy}, or shorten the prompt."
         )
     greedy = Sampling(temperature=0.0, suppress=run.suppressed)
     (row,) = generate(run.model, run.params, [ids], max_new_tokens=new, eos_id=run.eos_ids, sampling=greedy)
     ids = [*ids, *row]
-    return _Text(prompt, {"target": ids}, texts.went_on(run.tokenizer, ids, len(row)), len(ids) - len(row))
+    return _Text(prompt, {"target": ids}, texts.continuation(run.tokenizer, ids, len(row)), len(ids) - len(row))
 
 
 def _name(run: LoadedModel) -> str:
-    """What a model is called on a page."""
+    """Return the name of a model on the page."""
     return str(run.directory) if run.run is None else f"{run.run.recipe.name}, step {run.run.step}"
 
 
 def _side_by_side(
     command: Inspect, run: LoadedModel, text: _Text, labels: dict[str, list[str]]
 ) -> dict[str, LoadedModel]:
-    """The model and the one of --compare, by name. ConfigError: it is the same, or can't read the same tokens."""
+    """Return the model and the model of --compare, by name.
+
+    Raises:
+        ConfigError: both are the same model, are of different kinds, or tokenize the text differently.
+    """
     if command.compare.isdecimal() or command.compare in ("best", "newest"):
         step = int(command.compare) if command.compare.isdecimal() else command.compare
         command = dataclasses.replace(command, step=step)
@@ -186,12 +201,12 @@ def _side_by_side(
     _check_reader(command, other)
     if other.place() == run.place():
         raise ConfigError(
-            f"--compare {command.compare} is what is shown anyway, {_name(run)}: name another step, or another DIR."
+            f"--compare {command.compare} is the same model as the first one, {_name(run)}. Pass another step or DIR."
         )
     sides = _read_sides(run), _read_sides(other)
     if sides[0] != sides[1]:
         kinds = f"a {type(run.model).__name__} and a {type(other.model).__name__}"
-        raise ConfigError(f"{kinds} don't read the same: --compare needs two models of one kind.")
+        raise ConfigError(f"--compare needs two models of the same kind, got {kinds}. Pass another DIR.")
     _check_same_tokens(command, other, text, labels)
     names = [_name(run), _name(other)]
     if names[0] == names[1]:
@@ -207,7 +222,9 @@ def _read_sides(run: LoadedModel) -> str:
 
 
 def _check_same_tokens(command: Inspect, other: LoadedModel, text: _Text, labels: dict[str, list[str]]) -> None:
-    """Raises ConfigError unless another model's tokenizer cuts the prompt alike and means the same by every id."""
+    """Raise ConfigError unless the other model's tokenizer gives the same ids for the prompt and maps them to the same
+    tokens.
+    """
     from transformer.cli import _texts as texts
 
     given = text.rows["source"] if "source" in text.rows else text.rows["target"][: text.written_from]
@@ -215,24 +232,26 @@ def _check_same_tokens(command: Inspect, other: LoadedModel, text: _Text, labels
         same = texts.encode_prompt(other, text.prompt) == given and all(
             other.tokenizer.tokens(row) == labels[name] for name, row in text.rows.items()
         )
-    except ValueError:  # an id that it doesn't have
+    except ValueError:  # an id that is not in its vocabulary
         same = False
     if not same:
         raise ConfigError(
-            f"{command.directory} reads this text as other tokens than the first model, so that its maps can't stand "
-            f"beside it. Compare models of one tokenizer, or write a page for each."
+            f"--compare needs a model with the same tokenizer, but {command.directory} splits this text into other "
+            f"tokens than the first model. Pass a model with the same tokenizer, or write one page per model."
         )
 
 
 def _reference(run: LoadedModel) -> Any:
-    """The model with the kernel that can always give its weights, whatever it was trained with."""
+    """Return the model with the reference kernel, which is the only one that stores its attention weights."""
     execution = dataclasses.replace(run.model.execution, attention="reference", sow_weights=True)
     return run.model.clone(execution=execution)
 
 
-def _watch(run: LoadedModel, text: _Text) -> Any:
-    """What attention sows when a model reads the text's rows (1, T); nothing when no layer attends. ValueError: more
-    than a page can hold, before it is computed.
+def _capture(run: LoadedModel, text: _Text) -> Any:
+    """Return the attention weights that the model sows for the text; empty if no layer attends.
+
+    Raises:
+        ValueError: the weights are more than a page can hold. This is checked by tracing, before they are computed.
     """
     import jax
     import jax.numpy as jnp
@@ -243,11 +262,11 @@ def _watch(run: LoadedModel, text: _Text) -> Any:
     tokens = [jnp.asarray([ids], jnp.int32) for ids in text.rows.values()]
 
     @jax.jit
-    def watch(params, *tokens):
+    def capture(params, *tokens):
         return model.apply({"params": params}, *tokens, mutable=["intermediates"])[1].get("intermediates", {})
 
-    check_weights(sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(watch, run.params, *tokens))))
-    return jax.device_get(watch(run.params, *tokens))
+    check_weights(sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(capture, run.params, *tokens))))
+    return jax.device_get(capture(run.params, *tokens))
 
 
 def _save_page(
@@ -265,27 +284,29 @@ def _save_page(
     for (name, run), seen in zip(shown.items(), sown, strict=True):
         config = run.model.config
         if not seen:
-            raise ConfigError(f"no layer of {name} attends to anything: there is nothing to draw beside the other.")
+            raise ConfigError(f"{name} has no attention layer, so that there is nothing to compare. Remove --compare.")
         layers = {"encoder": config.num_layers, "decoder": config.num_layers}
         if len(text.rows) == 2:
             layers = {"encoder": config.encoder_layers, "decoder": config.decoder_layers}
         panels.append(Panel(name=name, maps=attention_maps(seen, config), layers=layers))
-        facts["Model" if not facts else "Beside it"] = _described(name, run, len(text.rows) == 2)
+        facts["Model" if not facts else "Compared with"] = _described(name, run, len(text.rows) == 2)
     (first, *_) = shown.values()
     asked = first.model.execution.attention
-    kernel = "reference: all weights of a layer at once, as the formula is written."
+    kernel = "reference: computes the full attention matrix of each layer."
     if asked not in ("auto", "reference"):
-        kernel += f" The model's own kernel, {asked}, computes the same and keeps no weights."
+        kernel += f" The model's own kernel, {asked}, computes the same result without storing the weights."
     facts["Kernel"] = kernel
     if any(one.weights.sum(-1).min() < ROW_SUM for panel in panels for one in panel.maps):
-        facts["Sinks"] = "Each head has a sink, which takes weight and is not drawn: rows sum to less than 1."
+        facts["Sinks"] = (
+            "Each head has an attention sink, which is not drawn: the weights of a query sum to less than 1."
+        )
     facts["Tokens"] = ", ".join(f"{len(row)} ({name})" for name, row in text.rows.items())
     facts["Command"] = f"{program('inspect')} {shlex.join(arguments)}"
     texts = {"Prompt": text.prompt}
     if text.target is not None:
-        texts["Target" if text.written_from is None else "Written"] = text.target
+        texts["Target" if text.written_from is None else "Generated"] = text.target
     names = list(dict.fromkeys(_name(run).partition(", step")[0] for run in shown.values()))
-    title = f"Where {' and '.join(names)} {'looks' if len(names) == 1 else 'look'}"
+    title = f"Attention of {' and '.join(names)}"
     save_attention_page(
         command.html, panels, title=title, written_from=text.written_from, texts=texts, facts=facts, **labels
     )
@@ -300,7 +321,7 @@ def _described(name: str, run: LoadedModel, two_stacks: bool) -> str:
         layers = f"layers: {config.encoder_layers} + {config.decoder_layers}"
     heads = f"heads: {config.num_heads}"
     if config.num_kv_heads not in (None, config.num_heads):
-        heads += f", of keys and values {config.num_kv_heads}"
+        heads += f", key-value heads: {config.num_kv_heads}"
     windows = sorted({kind.window for kind in config.kinds if kind.window})
     seen = f", windows: {' and '.join(map(str, windows))}" if windows else ""
     count = sum(leaf.size for leaf in jax.tree.leaves(run.params))

@@ -1,4 +1,4 @@
-"""`python -m transformer inspect --scale | --positions | --memory`: what a formula does, in numbers and a picture."""
+"""`python -m transformer inspect --scale | --positions | --memory`: measure a formula, as a table and a plot."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from transformer.config._invocation import program
 from transformer.viz._output_files import check_replaceable
 
 Table = Sequence[Sequence[str]]
-"""rows of cells; the first names the columns"""
+"""rows of cells; the first row contains the column names"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StudyCommand:
-    """A study: it reads no model."""
+    """Options of every study. A study does not load a model."""
 
     output: Path
-    """the picture"""
+    """PNG file to write"""
     overwrite: bool = False
     """replace a file at --output that this program did not write"""
     json: bool = False
@@ -37,34 +37,37 @@ class StudyCommand:
 
 @dataclass(frozen=True, kw_only=True)
 class Scale(StudyCommand):
-    """Why scores are divided by sqrt(d_k): their variance, and what is left of softmax's gradient, with and without.
-    Queries and keys are independent N(0, 1) numbers; each softmax is over 64 keys (Vaswani et al. 2017, section 3.2.1).
+    """Show why attention scores are divided by sqrt(d_k): their variance and the gradient of the softmax, with and
+    without the division. Queries and keys have independent N(0, 1) entries; each softmax is over 64 keys (Vaswani et
+    al. 2017, section 3.2.1).
     """
 
     output: Path = Path("inspect-scale.png")
-    """the picture"""
+    """PNG file to write"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Positions(StudyCommand):
-    """How alike two positions are by their distance, up to 100,000, for each position scheme, and where sinusoids come
-    back, so that a late position looks like an early one (Vaswani et al. 2017, section 3.5).
+    """Show the similarity of two positions as a function of their distance, up to 100,000, for each position scheme,
+    and where sinusoids repeat, so that a distant position has almost the same encoding (Vaswani et al. 2017, section
+    3.5).
     """
 
     output: Path = Path("inspect-positions.png")
-    """the picture"""
+    """PNG file to write"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Memory(StudyCommand):
-    """Temporary memory of attention over length for each kernel, asked of the compiler, and the share of padding in
-    batches: padded, sorted into length buckets, packed.
+    """Show the temporary memory of each attention kernel as a function of the sequence length, as reported by the
+    compiler, and the fraction of padding for each batching strategy: padding, length buckets, packing.
     """
 
     output: Path = Path("inspect-memory.png")
-    """the picture"""
+    """PNG file to write"""
     lengths_of: Path | None = None
-    """text in UTF-8, one sequence a line, counted in words; None: English numbers in words, counted in characters"""
+    """UTF-8 text file with one sequence per line, whose lengths are counted in words; None: number words, counted in
+    characters"""
 
 
 def _scale(command: Scale) -> tuple[dict[str, Any], str]:
@@ -72,10 +75,10 @@ def _scale(command: Scale) -> tuple[dict[str, Any], str]:
     from transformer.viz.studies._scale import scale_study
 
     rows = scale_study()
-    ways = {"q·k": False, "q·k / sqrt(d_k)": True}
+    variants = {"q·k": False, "q·k / sqrt(d_k)": True}
     sizes = [row.d_k for row in rows if row.scaled]
-    variances = {label: [row.variance for row in rows if row.scaled == scaled] for label, scaled in ways.items()}
-    gradients = {label: [row.gradient for row in rows if row.scaled == scaled] for label, scaled in ways.items()}
+    variances = {label: [row.variance for row in rows if row.scaled == scaled] for label, scaled in variants.items()}
+    gradients = {label: [row.gradient for row in rows if row.scaled == scaled] for label, scaled in variants.items()}
     scale_picture(sizes, variances, gradients, command.output)
     table = [("d_k", "scale", "mean", "variance", "largest weight", "gradient")]
     for row in rows:
@@ -83,8 +86,9 @@ def _scale(command: Scale) -> tuple[dict[str, Any], str]:
         numbers = (f"{row.mean:z.2f}", f"{row.variance:,.2f}", f"{row.largest_weight:.3f}", f"{row.gradient:.3f}")
         table.append((f"{row.d_k:,}", scale, *numbers))
     text = (
-        "Scores scale x q.k of N(0, 1) entries: mean and variance; softmax over 64 of them: its largest weight, and\n"
-        "the Frobenius norm of its derivative by the scores (means over the queries).\n\n"
+        "Mean and variance of the scores, scale x q.k with N(0, 1) entries. Softmax over 64 scores: largest weight, "
+        "and\n"
+        "Frobenius norm of the Jacobian, as means over the queries.\n\n"
     )
     return {"rows": _plain(rows)}, text + _text(table)
 
@@ -111,9 +115,11 @@ def _positions(command: Positions) -> tuple[dict[str, Any], str]:
     )
     similarities = [("similarity at distance", *(f"{distance:,}" for distance in study.distances))]
     similarities += [(row.scheme, *(f"{value:.3f}" for value in row.similarity)) for row in study.similarities]
-    codes = [("scheme", "codes", "one each below", "all alike from")]
+    codes = [("scheme", "distinct", "unique below", "shared from")]
     codes += [(row.scheme, f"{row.codes:,}", f"{row.single_below:,}", f"{row.alike_from:,}") for row in study.codes]
-    repeats = [("width", "shortest wave", "longest wave", f"back at {ALIKE}", f"highest from {LATE:,}", "at distance")]
+    repeats = [
+        ("width", "shortest wave", "longest wave", f"returns to {ALIKE}", f"maximum from {LATE:,}", "at distance")
+    ]
     repeats += [
         (
             f"{row.features}",
@@ -126,14 +132,14 @@ def _positions(command: Positions) -> tuple[dict[str, Any], str]:
         for row in study.repeats
     ]
     text = (
-        "Similarity of two positions: cosine of their encodings (sinusoidal), score of an equal query and key over\n"
-        "their norms (rotary, none), factor on the attention weight (ALiBi). Only the distance matters.\n\n"
+        "Similarity of two positions: cosine of their encodings (sinusoidal), normalized score of an equal query and\n"
+        "key (rotary, none), factor on the attention weight (ALiBi). It depends only on the distance.\n\n"
         f"{_text(similarities)}\n\n"
-        "Schemes that number distances (learned: positions): those that have a number of their own, and where all\n"
-        "that follow share one, or have none.\n\n"
+        "Schemes that assign an index to each distance (learned: to each position): number of distinct indices,\n"
+        "distance below which each index is unique, and distance from which all share one index or have none.\n\n"
         f"{_text(codes)}\n\n"
-        f"Where sinusoids repeat, base 10,000, by width (d_model; rotary: size of a head): wavelengths, the first\n"
-        f"distance after the first trough with a similarity of at least {ALIKE}, and the highest one.\n\n"
+        f"Where sinusoids with base 10,000 repeat, by width (d_model; rotary: head size): wavelengths, the first\n"
+        f"distance after the first minimum with a similarity of at least {ALIKE}, and the maximum similarity.\n\n"
         f"{_text(repeats)}"
     )
     values = {name: _plain(getattr(study, name)) for name in ("similarities", "codes", "repeats")}
@@ -146,7 +152,10 @@ def _memory(command: Memory) -> tuple[dict[str, Any], str]:
     from transformer.viz.studies._padding import BATCH_ROWS, number_word_lengths, padding_study, text_lengths
 
     if command.lengths_of is None:
-        lengths, origin = number_word_lengths(), "English numbers below a million in words, counted in characters"
+        lengths, origin = (
+            number_word_lengths(),
+            "number words of English numbers below a million, counted in characters",
+        )
     else:
         lengths, origin = text_lengths(command.lengths_of), f"lines of {command.lengths_of}, counted in words"
     padding = padding_study(lengths)
@@ -161,12 +170,13 @@ def _memory(command: Memory) -> tuple[dict[str, Any], str]:
         command.output,
     )
     text = (
-        f"Temporary memory of causal attention, forward and backward, beside inputs and gradients: 1 sequence,\n"
-        f"{HEADS} heads of {HEAD_DIM}, float32, as compiled for CPU; nothing was run. Growth is per doubling.\n\n"
+        f"Temporary memory of causal attention, forward and backward pass, without inputs and gradients: 1 sequence,\n"
+        f"{HEADS} heads of size {HEAD_DIM}, float32, compiled for CPU but not run. Growth: per doubling of the "
+        f"length.\n\n"
         f"{_text(_memory_table(kernels))}\n\n"
         f"Padding of {len(lengths):,} sequences: {origin}\n"
-        f"(mean {lengths.mean():,.1f}, longest {lengths.max():,}). "
-        f"No batch has more places than {BATCH_ROWS} rows of the longest.\n\n"
+        f"(mean length {lengths.mean():,.1f}, longest {lengths.max():,}). No batch has more positions than "
+        f"{BATCH_ROWS} rows of the longest sequence.\n\n"
         f"{_text(_padding_table(padding))}"
     )
     sequences = {"count": len(lengths), "mean": float(lengths.mean()), "longest": int(lengths.max())}
@@ -174,7 +184,7 @@ def _memory(command: Memory) -> tuple[dict[str, Any], str]:
 
 
 def _memory_table(kernels: Mapping[str, Sequence[Any]]) -> Table:
-    """Temporary memory of each kernel by length, its growth, and how many times less it is than that of the first."""
+    """Return temporary memory and growth of each kernel by length, and the ratio of the first kernel to the others."""
     first, *others = kernels
     columns = [part for kernel in kernels for part in (f"{kernel} MiB", "growth")]
     table = [("length", *columns, *(f"{first} / {other}" for other in others))]
@@ -186,8 +196,8 @@ def _memory_table(kernels: Mapping[str, Sequence[Any]]) -> Table:
 
 
 def _padding_table(padding: Sequence[Any]) -> Table:
-    """Padding of each batching strategy."""
-    table = [("strategy", "batches", "rows", "places", "padding", "share", "shapes")]
+    """Return the padding of each batching strategy."""
+    table = [("strategy", "batches", "rows", "positions", "padding", "share", "shapes")]
     for row in padding:
         counts = (f"{n:,}" for n in (row.batches, row.rows, row.places, row.padding))
         table.append((row.strategy, *counts, f"{row.share:.1%}", f"{row.shapes}"))
@@ -196,26 +206,26 @@ def _padding_table(padding: Sequence[Any]) -> Table:
 
 @dataclass(frozen=True)
 class Study:
-    """One study."""
+    """A study: its options, its function, and its line in --help."""
 
     command: type[StudyCommand]
-    """its command line"""
+    """options"""
     run: Callable[[Any], tuple[dict[str, Any], str]]
-    """draws the picture of a command, returns what its JSON holds, and its text"""
+    """draws the plot; returns the JSON values and the text to print"""
     help: str
-    """one line of --help"""
+    """line in --help"""
 
 
 STUDIES = {
     "--scale": Study(Scale, _scale, "why scores are divided by sqrt(d_k)"),
-    "--positions": Study(Positions, _positions, "how alike near and far positions are, by scheme"),
-    "--memory": Study(Memory, _memory, "memory of attention over length, and padding of batches"),
+    "--positions": Study(Positions, _positions, "similarity of positions by distance, for each position scheme"),
+    "--memory": Study(Memory, _memory, "memory of attention by length, and padding of batches"),
 }
 """studies by their flag"""
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Prints a study and the path of its picture; without the flag of one, draws attention maps."""
+    """Run a study and print its table and the path of its plot; without a study flag, draw attention maps."""
     asked = [flag for flag in STUDIES if flag in arguments]
     if not asked:
         if {"-h", "--help"} & set(arguments):
@@ -224,7 +234,7 @@ def main(arguments: Sequence[str]) -> None:
         inspect_attention.main(arguments)
         return
     if len(asked) > 1:
-        raise ConfigError(f"{' and '.join(asked)} are studies of their own: ask for one at a time.")
+        raise ConfigError(f"{' and '.join(asked)} can't be used together. Pass one of them.")
     (flag,) = asked
     study = STUDIES[flag]
     words = [word for word in arguments if word != flag]
@@ -240,22 +250,22 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _print_both_uses() -> NoReturn:
-    """--help without a study."""
+    """Print the --help text for both uses: attention maps of a model, and studies."""
     with contextlib.suppress(SystemExit):
         parse(inspect_attention.Inspect, "inspect", ["--help"])
     width = max(map(len, STUDIES))
     studies = "\n".join(f"  {flag:{width}}  {study.help}" for flag, study in STUDIES.items())
     print(
         f"\nusage: {program('inspect')} STUDY [OPTIONS]\n\n"
-        "Without a WORKDIR: what a formula does, as a table (or --json) and a picture (--output FILE.png).\n\n"
+        "Without DIR: measure a formula; print a table (or --json) and write a plot (--output FILE.png).\n\n"
         f"{studies}\n\n"
-        f"{program('inspect')} STUDY --help says what a study shows and takes."
+        f"{program('inspect')} STUDY --help describes a study and its options."
     )
     raise SystemExit(0)
 
 
 def _options(command: type) -> dict[str, bool]:
-    """The options of a command, and whether they take a value."""
+    """Return the options of a command, and whether each takes a value."""
     fields = dataclasses.fields(command)
     return {f"--{field.name.replace('_', '-')}": field.type not in (bool, "bool") for field in fields}
 
@@ -265,11 +275,11 @@ def _named(word: str) -> str:
 
 
 def _check_no_flag_was_meant(words: Sequence[str]) -> None:
-    """Raises ConfigError for an option that is more like a study's flag than like an option for a WORKDIR."""
+    """Raise ConfigError for a misspelled option that is closer to a study flag than to an option for DIR."""
     known = [*_options(inspect_attention.Inspect), "--help"]
     for option in map(_named, words):
         if option in STUDIES:
-            raise ConfigError(f"{option} takes no value: give it alone.")
+            raise ConfigError(f"{option} takes no value. Remove the value.")
         if option.startswith("--") and option not in known:
             hint = nearest(option, [*known, *STUDIES])
             if hint != nearest(option, known):
@@ -277,23 +287,24 @@ def _check_no_flag_was_meant(words: Sequence[str]) -> None:
 
 
 def _check_words(flag: str, words: Sequence[str]) -> None:
-    """Raises ConfigError for a word that this study does not take."""
+    """Raise ConfigError for an argument that this study does not accept."""
     known = _options(STUDIES[flag].command)
-    alone = f"{flag} reads no model: leave {{}} out, or leave {flag} out to draw where the model of a WORKDIR looks."
+    alone = f"{flag} does not load a model, got {{}}. Remove it, or remove {flag} to draw attention maps of a model."
     for before, word in itertools.pairwise(["", *words]):
         option = _named(word)
         if not word.startswith("-"):
             if not known.get(_named(before), False) or "=" in before:
                 raise ConfigError(alone.format(word))
         elif option in STUDIES:
-            raise ConfigError(f"{option} takes no value: give it alone.")
+            raise ConfigError(f"{option} takes no value. Remove the value.")
         elif option.startswith("--") and option not in (*known, "--help"):
             if option in _options(inspect_attention.Inspect):
                 raise ConfigError(alone.format(option))
             for other, study in STUDIES.items():
                 if option in _options(study.command):
                     raise ConfigError(
-                        f"{option} belongs to {other}: leave it out, or ask for {other} instead of {flag}."
+                        f"{option} is an option of {other}, not of {flag}. Remove it, or pass {other} instead of "
+                        f"{flag}."
                     )
             hint = nearest(option, [*known, *STUDIES, "--help"])
             raise ConfigError(f"inspect {flag} has no option {option}.{hint} --help lists all options.")
@@ -308,7 +319,7 @@ def _times(growth: float | None) -> str:
 
 
 def _text(table: Table) -> str:
-    """The table with its columns aligned, the first to the left and numbers to the right."""
+    """Format a table with aligned columns: the first one to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = []
     for first, *others in table:

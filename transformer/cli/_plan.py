@@ -1,4 +1,4 @@
-"""`python -m transformer plan RECIPE --topology v5e:4x4`: whether a recipe fits a TPU that is not there."""
+"""`python -m transformer plan RECIPE --topology v5e:4x4`: estimate memory and speed on a TPU you don't have."""
 
 from __future__ import annotations
 
@@ -23,39 +23,42 @@ if TYPE_CHECKING:
     from transformer.training.plan._topologies import Topology
 
 SEARCHED = 12
-"""candidates that a search compiles, where it is not told how many"""
+"""default number of candidates that a search compiles"""
 STEPS = 10
-"""steps that --here measures"""
+"""number of steps that --here measures"""
 USAGE = """\
 usage: {program} RECIPE --topology v5e:4x4 [--decode [ROWS:PROMPT:NEW]] [--search [N]] [--json]
        {program} RECIPE --here
 
-Compiles the training step of a recipe for a TPU that need not be there: whether it fits, memory by kind, what chips
-tell each other, and an estimate of the time of a step. No data is read. Exit code 1: it does not fit.
-  --topology NAME:SIZES       chips along each axis: v5e:4x4, v5p:2x2x2
-  --decode [ROWS:PROMPT:NEW]  generation instead: texts at once, tokens of each that are read, and that are written
-  --search [N]                the N (12) most promising meshes, batch sizes and remat policies compiled, and ranked
-  --here                      compiles for the devices of this machine, runs steps and compares
-  --json                      one JSON object
-  --debug                     a traceback with an error, and what the compiler writes to stderr
-The recipe's fields (RECIPE --help lists them) are set as for `train`: --parallel.fsdp 4 --data.batch-size 64.
+Compile the training step of a recipe for a TPU, which this machine does not need to have. Print whether the step fits,
+its memory by kind, the collectives between the chips, and an estimate of the step time. No data is read. The exit code
+is 1 if the step does not fit.
+  --topology NAME:SIZES       TPU type and number of chips along each axis: v5e:4x4, v5p:2x2x2
+  --decode [ROWS:PROMPT:NEW]  plan generation instead of training: batch size, prompt tokens and new tokens per row
+  --search [N]                compile and rank the N (12) most promising meshes, batch sizes and remat policies
+  --here                      compile for the devices of this machine, run steps and compare with the estimate
+  --json                      print one JSON object
+  --debug                     show the traceback of an error, and the compiler's output on stderr
+Override the recipe's fields (RECIPE --help lists them) as for `train`: --parallel.fsdp 4 --data.batch-size 64.
 """
 
 
 def usage() -> str:
-    """What --help prints without a recipe."""
+    """Return the text that --help prints without a recipe."""
     return USAGE.format(program=program("plan"))
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Prints the plan; returns 0 where the recipe fits, 1 where it does not."""
+    """Print the plan; return 0 if the recipe fits, 1 if it does not."""
     own, rest = _parsed(arguments)
     if rest and rest[0] in ("-h", "--help"):
         print(usage(), end="")
         return DONE
     if not rest or rest[0].startswith("-"):
         got = f"got {rest[0]}" if rest else "got nothing"
-        raise ConfigError(f"a recipe comes first, {got}. Try: plan configs/number_words.py --topology v5e:1x1")
+        raise ConfigError(
+            f"the first argument must be a recipe, {got}. Try: {program('plan')} number_words --topology v5e:1x1"
+        )
     _check(own)
     if not own.here:
         _without_devices()
@@ -66,12 +69,14 @@ def main(arguments: Sequence[str]) -> int:
     recipe, about = load_recipe_file(find_recipe(rest[0]))
     recipe = override(recipe, rest[1:], program=f"{program('plan')} {rest[0]}", description=f"{about}\n\n{usage()}")
     if own.topology is None and not own.here:
-        raise ConfigError("--topology is missing: which TPU to plan for, such as --topology v5e:4x4, or --here.")
+        raise ConfigError(
+            "--topology is missing. Pass the TPU to plan for, such as --topology v5e:4x4, or pass --here."
+        )
     recipe, assumed = without_data(recipe)
     answer = _here(recipe, assumed) if own.here else _there(own, recipe, assumed)
     if own.json:
-        told = {"recipe": recipe.name, "topology": str(answer.topology), "assumed": assumed, **answer.values}
-        print(json.dumps(told, indent=2))
+        values = {"recipe": recipe.name, "topology": str(answer.topology), "assumed": assumed, **answer.values}
+        print(json.dumps(values, indent=2))
     else:
         print("\n".join(answer.lines))
     return DONE if answer.fits else FAULT
@@ -87,22 +92,28 @@ def _parsed(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     try:
         return parser.parse_known_args(arguments)
     except argparse.ArgumentError as error:
-        raise ConfigError(f"{error}. --topology takes chips along each axis, such as v5e:4x4.") from None
+        raise ConfigError(
+            f"{error}. --topology takes a TPU type and its chips along each axis, such as v5e:4x4."
+        ) from None
 
 
 def _check(own: argparse.Namespace) -> None:
     chosen = [flag for flag in ("--here", "--decode", "--search") if getattr(own, flag[2:]) not in (None, False)]
     if len(chosen) > 1:
-        raise ConfigError(f"{' and '.join(chosen)} are plans of their own. Give one of them.")
+        raise ConfigError(f"{' and '.join(chosen)} can't be used together. Pass one of them.")
     if own.search is not None and not (own.search.isdecimal() and int(own.search)):
-        raise ConfigError(f"--search takes how many to compile, an integer of at least 1, got {own.search!r}.")
+        raise ConfigError(
+            f"--search takes the number of candidates to compile, an integer of at least 1, got {own.search!r}."
+        )
     if own.here and own.topology is not None:
-        raise ConfigError("--here is about this machine. Leave --topology out, or --here.")
+        raise ConfigError(
+            "--here and --topology can't be used together: --here plans for this machine. Remove one of them."
+        )
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What is printed of a plan, of any kind: `values` as JSON, or `lines`; and whether anything `fits` `topology`."""
+    """Output of a plan of any kind: `values` for JSON, `lines` for text, and whether anything `fits` the `topology`."""
 
     topology: Topology
     values: dict[str, Any]
@@ -111,13 +122,13 @@ class Answer:
 
 
 def _without_devices() -> None:
-    """libtpu is not to look for a TPU, nor JAX to compute on one: this is about another."""
+    """Prevent libtpu and JAX from using a TPU of this machine: the plan is for another topology."""
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["TPU_SKIP_MDS_QUERY"] = "1"
-    os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # its lock is for processes that use the chips
+    os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # libtpu's lock protects chips, which are not used here
     import jax
 
-    jax.config.update("jax_platforms", "cpu")  # where JAX was imported before
+    jax.config.update("jax_platforms", "cpu")  # if JAX is already imported, it has read its variables
 
 
 def _values(plan: Any) -> dict[str, Any]:
@@ -134,7 +145,7 @@ def _there(own: argparse.Namespace, recipe: Recipe, assumed: Sequence[str]) -> A
 
     topology = parse_topology(own.topology)
     generation = None if own.decode is None else parse_generation(own.decode or None, recipe)
-    terminal = os.fdopen(os.dup(2), "w")  # stays what it is while stderr is quiet
+    terminal = os.fdopen(os.dup(2), "w")  # the terminal, for the progress bar, while stderr is silenced
     with terminal, contextlib.nullcontext() if own.debug else quiet_stderr():
         devices = topology_devices(topology)
         if own.search is not None:
@@ -183,7 +194,7 @@ def _search(
 
 @contextlib.contextmanager
 def quiet_stderr() -> Iterator[None]:
-    """Inside, what compiled code writes to stderr is dropped: libtpu warns of workers that are not to be there."""
+    """Discard what native code writes to stderr inside the context: libtpu warns about missing workers."""
     sys.stderr.flush()
     kept = os.dup(2)
     try:

@@ -1,4 +1,4 @@
-"""What `plan` prints: lines of a plan, of a generation, of a search and of a comparison with what is measured."""
+"""Text output of `plan`: training, generation, search, and the comparison with a measurement."""
 
 from __future__ import annotations
 
@@ -18,63 +18,63 @@ UNPRINTED = "the compiler can't print this program"
 
 
 def train_lines(name: str, topology: Topology, assumed: Sequence[str], plan: Plan) -> Iterator[str]:
-    """Of a training step."""
+    """Yield the lines of a plan of a training step."""
     yield _title(name, topology, plan.mesh)
     yield from (f"assumed: {assumption}" for assumption in assumed)
     yield from _memory(plan, topology)
-    flops, each = plan.flops, ("an " if plan.unit == "images" else "a ") + plan.unit.removesuffix("s")
+    flops, each = plan.flops, f"per {plan.unit.removesuffix('s')}"
     yield (
-        f"work: {flops.total:.3g} FLOPs a step, {flops.total / plan.counted:.3g} {each}, {plan.num_parameters:,} "
-        f"parameters; {100 * flops.attention / flops.total:.1f} % in scores (counted whole)"
+        f"work: {flops.total:.3g} FLOPs per step, {flops.total / plan.counted:.3g} {each}, {plan.num_parameters:,} "
+        f"parameters; {100 * flops.attention / flops.total:.1f} % in attention scores (full matrix)"
     )
     if plan.computed_flops and plan.computed_flops > 1.02 * flops.total:
-        yield f"  {plan.computed_flops / flops.total:.2f} times that, with what is computed again"
+        yield f"  {plan.computed_flops / flops.total:.2f} times as many with recomputation"
     if plan.fits:
-        yield from _talk(plan.collectives, "a step", UNPRINTED)
+        yield from _collectives(plan.collectives, "per step", UNPRINTED)
     if plan.estimate is not None:
         one = plan.estimate
         yield (
-            f"estimate, not a measurement: {duration(one.seconds)} a step, MFU {percent(one.mfu)} %, "
+            f"estimate, not a measurement: {duration(one.seconds)} per step, MFU {percent(one.mfu)} %, "
             f"{plan.units_per_second:,.0f} {plan.unit}/s"
         )
         yield f"  {_parts(one)}"
         if not plan.loops_known:
-            yield "  a lower bound: how often a loop turns is not known, it counts once"
+            yield "  a lower bound: a loop with an unknown number of iterations counts as one iteration"
     elif plan.fits:
         yield f"no estimate: {UNPRINTED}"
     yield f"planned in {plan.seconds:.1f} s"
 
 
 def decode_lines(name: str, topology: Topology, assumed: Sequence[str], plan: DecodePlan) -> Iterator[str]:
-    """Of a generation."""
+    """Yield the lines of a plan of generation."""
     wanted = plan.generation
     yield _title(name, topology, plan.mesh)
     yield from (f"assumed: {assumption}" for assumption in assumed)
     yield (
-        f"generation (--decode {wanted}): {wanted.rows} rows, {wanted.prompt:,} tokens of each read, {wanted.new:,} "
-        f"written; {plan.num_parameters:,} parameters"
+        f"generation (--decode {wanted}): {wanted.rows} rows, {wanted.prompt:,} prompt tokens and {wanted.new:,} "
+        f"new tokens per row; {plan.num_parameters:,} parameters"
     )
     yield from _memory(plan, topology)
-    yield f"  keys and values kept: {size(plan.cache_bytes)}, inside the temporaries"
+    yield f"  KV cache: {size(plan.cache_bytes)}, included in the temporaries"
     if plan.fits:
-        yield from _talk(plan.collectives, "a token", plan.unavailable)
+        yield from _collectives(plan.collectives, "per token", plan.unavailable)
     if plan.prefill is not None and plan.token is not None:
         whole = plan.prefill.seconds + wanted.new * plan.token.seconds
         yield (
-            f"estimate, not a measurement: {duration(whole)} in all; once prompts are read, "
+            f"estimate, not a measurement: {duration(whole)} in total; after the prefill, "
             f"{plan.tokens_per_second:,.0f} new tokens/s"
         )
-        yield f"  prompts {duration(plan.prefill.seconds)}: {_parts(plan.prefill)}"
-        yield f"  a token of each row {duration(plan.token.seconds)}: {_parts(plan.token)}"
+        yield f"  prefill {duration(plan.prefill.seconds)}: {_parts(plan.prefill)}"
+        yield f"  one token per row {duration(plan.token.seconds)}: {_parts(plan.token)}"
         if not plan.loops_known:
-            yield "  an upper bound: a loop over experts counts as often as it can turn"
+            yield "  an upper bound: a loop over experts counts with its maximum number of iterations"
     elif plan.fits:
         yield f"no estimate: {plan.unavailable}"
     yield f"planned in {plan.seconds:.1f} s"
 
 
 def search_line(one: Tried) -> str:
-    """Of a candidate, as soon as it is compiled."""
+    """Return the line of a candidate, which is printed as soon as it is compiled."""
     if one.plan is None:
         return f"{one.candidate.flags}: {one.error}"
     if not one.plan.fits:
@@ -87,12 +87,12 @@ def search_line(one: Tried) -> str:
 def search_lines(
     name: str, topology: Topology, assumed: Sequence[str], tried: Sequence[Tried], best: Sequence[Tried]
 ) -> Iterator[str]:
-    """Of a search: what fits, best first, with the flags to add to the same command."""
-    yield _title(name, topology, f"{len(tried)} ways compiled in {sum(one.seconds for one in tried):.0f} s")
+    """Yield the lines of a search: the candidates that fit, fastest first, with the flags to add to the command."""
+    yield _title(name, topology, f"{len(tried)} configurations compiled in {sum(one.seconds for one in tried):.0f} s")
     yield from (f"assumed: {assumption}" for assumption in assumed)
     speeds = f"{best[0].plan.unit}/s".rjust(11) if best else ""
     if best:
-        yield f"rank  {speeds}  ms a step  MFU %  GiB a {topology.unit}  flags to add to this command"
+        yield f"rank  {speeds}  ms / step  MFU %  GiB / {topology.unit}  flags to add to this command"
     for place, one in enumerate(best, 1):
         plan = one.plan
         yield (
@@ -102,17 +102,17 @@ def search_lines(
         )
     failed = [one for one in tried if one.plan is None]
     fitting = [one for one in tried if one.plan is not None and one.plan.fits]
-    yield f"{len(fitting)} fit, {len(tried) - len(fitting) - len(failed)} do not, {len(failed)} failed"
+    yield f"{len(fitting)} fit, {len(tried) - len(fitting) - len(failed)} do not fit, {len(failed)} failed"
     yield from (f"  not ranked, {search_line(one)}" for one in fitting if one.plan.estimate is None)
     yield from (f"  failed: {one.candidate.flags}: {one.error}" for one in failed)
-    yield "Ranked by estimates, not by measurements. Another batch size is another recipe; the rest changes no result."
+    yield "Ranked by estimates, not measurements. The batch size changes the training result; the other flags do not."
 
 
-def here_lines(plan: Plan, measured: Measured, told: str) -> Iterator[str]:
-    """Of steps that were run, beside the estimate."""
-    yield f"figures of a device: {told}"
-    peak = "" if measured.peak_bytes is None else f", at most {size(measured.peak_bytes)} held"
-    yield f"measured: {duration(measured.step_seconds)} a step, the median of {measured.steps}{peak}"
+def here_lines(plan: Plan, measured: Measured, figures: str) -> Iterator[str]:
+    """Yield the lines that compare measured steps with the estimate; `figures` describes the peak rates of a device."""
+    yield f"device figures: {figures}"
+    peak = "" if measured.peak_bytes is None else f", peak memory {size(measured.peak_bytes)}"
+    yield f"measured: {duration(measured.step_seconds)} per step, median of {measured.steps} steps{peak}"
     if plan.estimate is not None:
         yield f"measured / estimated: {measured.step_seconds / plan.estimate.seconds:.2f}"
 
@@ -120,14 +120,14 @@ def here_lines(plan: Plan, measured: Measured, told: str) -> Iterator[str]:
 def _title(name: str, topology: Topology, mesh: str) -> str:
     count = topology.num_chips
     there = f"{count} {'chip' if topology.unit == 'core' else topology.unit}{'' if count == 1 else 's'}"
-    return f"{name} on {topology}: {there}, {topology.hbm:.4g} GiB a {topology.unit}; {mesh}"
+    return f"{name} on {topology}: {there}, {topology.hbm:.4g} GiB per {topology.unit}; {mesh}"
 
 
 def _memory(plan: Plan | DecodePlan, topology: Topology) -> Iterator[str]:
     if plan.fits:
-        yield f"fits: {size(plan.needed_bytes)} of {topology.hbm:.4g} GiB a {topology.unit}"
+        yield f"fits: {size(plan.needed_bytes)} of {topology.hbm:.4g} GiB per {topology.unit}"
     else:
-        yield f"does not fit: it needs {size(plan.needed_bytes)} of {size(plan.available_bytes)} a {topology.unit}"
+        yield f"does not fit: it needs {size(plan.needed_bytes)} of {size(plan.available_bytes)} per {topology.unit}"
     memory: Mapping[str, int] = plan.memory
     for kind, number in memory.items():
         if number:
@@ -143,7 +143,7 @@ def _parts(one: Estimate) -> str:
     )
 
 
-def _talk(collectives: Sequence | None, of: str, unavailable: str) -> Iterator[str]:
+def _collectives(collectives: Sequence | None, of: str, unavailable: str) -> Iterator[str]:
     if collectives is None:
         yield f"collectives: not available, {unavailable}"
     elif not collectives:
@@ -154,7 +154,7 @@ def _talk(collectives: Sequence | None, of: str, unavailable: str) -> Iterator[s
 
 
 def size(number: int) -> str:
-    """Bytes in the largest unit of which there is one."""
+    """Format a number of bytes in the largest unit (GiB, MiB, KiB or B) that gives at least 1."""
     for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if number >= scale:
             return f"{number / scale:.2f} {unit}" if number < 100 * scale else f"{number / scale:.0f} {unit}"
@@ -162,10 +162,10 @@ def size(number: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds, in milliseconds below one."""
+    """Format seconds; values below one second in milliseconds."""
     return f"{seconds:.3g} s" if seconds >= 0.9995 else f"{seconds * 1e3:.3g} ms"
 
 
 def percent(share: float) -> str:
-    """A share in whole percent; with a decimal below ten."""
+    """Format a fraction as percent without decimals; below ten percent with two significant digits."""
     return f"{100 * share:.0f}" if share >= 0.0995 else f"{100 * share:.2g}"

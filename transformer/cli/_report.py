@@ -1,4 +1,4 @@
-"""`python -m transformer report`: what came of a run, or of several beside each other, as one page."""
+"""`python -m transformer report`: an HTML report of one run, or a comparison of several runs."""
 
 from __future__ import annotations
 
@@ -26,16 +26,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """Write an HTML report of a run: curves of loss, learning rate, gradient norm and speed, samples over time, the
-    resolved recipe, versions, and the commands to repeat the run. Several runs are compared on one page. Each figure is
-    also written as a PNG file. The runs are not changed and may still be training.
+    """Write an HTML report of a run: curves of loss, learning rate, gradient norm and throughput, samples over time,
+    the resolved recipe, versions, and the commands that reproduce the run.
+
+    Several runs are compared on one page. Each plot is also written as a PNG file. The runs are not changed and may
+    still be training.
     """
 
     workdirs: Annotated[tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="WORKDIR [WORKDIR ...]")]
     """workdirs of runs, such as runs/number_words"""
     output: Path | None = None
-    """HTML file to write, with the PNG files beside it; None: report.html in the workdir, or comparison.html in the
-    first workdir for several runs"""
+    """HTML file to write; the PNG files are written to the same directory; None: report.html in the workdir, or
+    comparison.html in the first workdir for several runs"""
     overwrite: bool = False
     """replace files at --output that this program did not write"""
     json: bool = False
@@ -45,21 +47,21 @@ class Report:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Prints the paths of the page and of the pictures."""
+    """Write the report; print the paths of the page and of the PNG files."""
     command = parse(Report, "report", arguments)
     workdirs = [*dict.fromkeys(Path(os.path.normpath(path)) for path in command.workdirs)]
     if not workdirs:
-        raise ConfigError("there is no run to report on. Name a workdir, such as runs/number_words.")
-    output, ours = command.output, command.output is None  # names in a workdir are the program's
+        raise ConfigError("WORKDIR is missing. Pass the workdir of a run, such as runs/number_words.")
+    output, ours = command.output, command.output is None  # this program owns the file names in a workdir
     if output is None:
         output = workdirs[0] / ("report.html" if len(workdirs) == 1 else "comparison.html")
     if output.is_dir() or output.suffix not in (".html", ".htm"):
-        raise ConfigError(f"--output takes the HTML file to write, such as report.html, got {output}.")
+        raise ConfigError(f"--output must name the HTML file to write, such as report.html, got {output}.")
 
     from transformer.viz._output_files import check_replaceable
     from transformer.viz._report_page import save_report
 
-    if not (ours or command.overwrite):  # before runs are read
+    if not (ours or command.overwrite):  # check before the runs are read
         check_replaceable([output])
     again = shlex.join([*map(str, workdirs), *(["--output", str(output)] if command.output else [])])
     now = datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
@@ -77,24 +79,24 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _json(runs: Sequence[RunReport], paths: Sequence[Path]) -> str:
-    """The paths of the report and the facts of each run, as a JSON object."""
+    """Return the paths of the report and the facts of each run as a JSON object."""
     facts = [{"name": run.name, "status": run.status, **run.facts} for run in runs]
     page, *pictures = map(str, paths)
     return json.dumps({"page": page, "pictures": pictures, "runs": facts}, indent=2)
 
 
 def names_of(workdirs: Sequence[Path]) -> list[str]:
-    """The last part of each path; the whole of all where two would be alike."""
+    """Return the last part of each path, or the full paths if two last parts are equal."""
     short = [path.resolve().name for path in workdirs]
     return short if len(set(short)) == len(short) else [str(path) for path in workdirs]
 
 
 def read_run(workdir: Path, name: str) -> RunReport:
-    """What a workdir tells of its run.
+    """Read the report data of a run from its workdir.
 
     Raises:
-        FileNotFoundError: it is no workdir.
-        ValueError: a file of it that can't be read; the message names it.
+        FileNotFoundError: the directory is not a workdir.
+        ValueError: a file can't be read; the message names it.
     """
     from transformer.training._invocations import read_calls
     from transformer.training._metrics import FILE
@@ -112,7 +114,7 @@ def read_run(workdir: Path, name: str) -> RunReport:
     step = max((record["step"] for record in records), default=0)
     summary = read_summary(workdir)
     if summary is not None and summary.step < step:
-        summary = None  # of before the run went on
+        summary = None  # written before the run was resumed
     calls = read_calls(workdir)
     return RunReport(
         name=name,
@@ -125,13 +127,13 @@ def read_run(workdir: Path, name: str) -> RunReport:
         samples=read_samples(workdir),
         recipe=flatten(recipe),
         versions=calls[-1]["versions"] if calls else {},
-        calls=[_told(call) for call in calls],
+        calls=[_call_text(call) for call in calls],
         commands=_commands(workdir, recipe, summary, calls),
     )
 
 
 def status_of(workdir: Path, recipe: Recipe, step: int, summary: Summary | None) -> str:
-    """How far a run is that has logged up to `step`."""
+    """Return the status of a run whose last logged step is `step`."""
     from transformer.training._lock import in_use
     from transformer.training._runs import is_average
 
@@ -139,33 +141,33 @@ def status_of(workdir: Path, recipe: Recipe, step: int, summary: Summary | None)
     if is_average(workdir):
         return "an average of checkpoints of another run"
     if in_use(workdir):
-        return f"under way, step {step:,} of {steps:,}"
+        return f"running, step {step:,} of {steps:,}"
     if summary is not None and summary.step >= steps:
         return f"finished, {summary.step:,} steps"
-    return f"stopped at step {step:,} of {steps:,}, or later" if step else "nothing logged yet"
+    return f"stopped at or after step {step:,} of {steps:,}" if step else "nothing logged yet"
 
 
 def _facts(recipe: Recipe, records: Sequence[dict], summary: Summary | None, calls: Sequence[dict]) -> dict[str, str]:
     from transformer.training._tasks import TASKS
 
-    told = {"recipe": recipe.name, "task": recipe.task}
+    facts = {"recipe": recipe.name, "task": recipe.task}
     if calls:
-        told["device"] = calls[-1]["device"].removeprefix("device: ")
+        facts["device"] = calls[-1]["device"].removeprefix("device: ")
     if summary is not None:
-        told["parameters"] = f"{summary.parameters:,}"
-        told["time"] = f"{summary.seconds / 60:,.1f} minutes, with evaluation and compilation"
-        told["speed"] = f"{summary.tokens_per_s:,.0f} {TASKS[recipe.task].targets}/s while training"
+        facts["parameters"] = f"{summary.parameters:,}"
+        facts["time"] = f"{summary.seconds / 60:,.1f} minutes, including evaluation and compilation"
+        facts["speed"] = f"{summary.tokens_per_s:,.0f} {TASKS[recipe.task].targets}/s while training"
     losses = [(record["eval/loss"], record["step"]) for record in records if "eval/loss" in record]
     if losses:
         best, at = min((pair for pair in losses if pair[0] == pair[0]), default=losses[-1])
-        told["held-out loss"] = f"{losses[-1][0]:.4f} {TASKS[recipe.task].unit}, best {best:.4f} at step {at:,}"
+        facts["held-out loss"] = f"{losses[-1][0]:.4f} {TASKS[recipe.task].unit}, best {best:.4f} at step {at:,}"
     compiling = sum(record.get("perf/compile_s", 0.0) for record in records)
     if compiling:
-        told["compilation"] = f"{compiling:,.1f} s"
-    return told
+        facts["compilation"] = f"{compiling:,.1f} s"
+    return facts
 
 
-def _told(call: dict[str, Any]) -> str:
+def _call_text(call: dict[str, Any]) -> str:
     shown = ", ".join(f"{name} {version}" for name, version in call["versions"].items())
     return f"{call['time']} from step {call['step']:,}: {call['command']}\n  {call['device']}; {shown}"
 
@@ -174,23 +176,23 @@ def _commands(workdir: Path, recipe: Recipe, summary: Summary | None, calls: Seq
     from transformer.training._tasks import TASKS
 
     command = calls[0]["command"] if calls else "" if summary is None else summary.command
-    told = {}
+    commands = {}
     if command:
-        told["the same run again, in a workdir of its own:"] = in_another_workdir(command, f"{workdir}-again")
+        commands["Repeat the run in a new workdir:"] = in_another_workdir(command, f"{workdir}-again")
     versions = calls[-1]["versions"] if calls else {}
     pins = [f"{name}=={version}" for name, version in versions.items() if name not in ("python", "transformer-zoo")]
     if pins:
-        told["with the same versions:"] = f"pip install {' '.join(pins)}"
+        commands["Install the same versions:"] = f"pip install {' '.join(pins)}"
     where = shlex.quote(str(workdir))
-    told["how good it is, on held-out data:"] = f"{program('evaluate')} {where}"
+    commands["Evaluate it on held-out data:"] = f"{program('evaluate')} {where}"
     if TASKS[recipe.task].writes:
         prompt = summary.prompt if summary is not None and summary.prompt else "..."
-        told["what it writes:"] = f"{program('generate')} {where} --prompt {shlex.quote(prompt)}"
-    return told
+        commands["Generate text:"] = f"{program('generate')} {where} --prompt {shlex.quote(prompt)}"
+    return commands
 
 
 def in_another_workdir(command: str, workdir: str) -> str:
-    """The command line with another --workdir; as it is where it has none, or is no command line."""
+    """Return the command line with another --workdir; unchanged if it has no --workdir or can't be parsed."""
     try:
         words = shlex.split(command)
     except ValueError:

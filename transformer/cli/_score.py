@@ -1,4 +1,4 @@
-"""`python -m transformer score`: how likely texts are."""
+"""`python -m transformer score`: log-likelihood and perplexity of texts."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from transformer.cli._streams import decode_argument
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreTexts(ModelCommand):
-    """Print perplexity, log-likelihood (nats), number of tokens and the text for each text, separated by tabs.
+    """Print the perplexity, log-likelihood (nats) and number of tokens of each text, and the text, separated by tabs.
 
     An encoder-decoder scores a text given its source: pass one --source for each --text.
     """
 
     text: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """text to score; repeat the option for more texts; - reads lines from stdin"""
+    """text to score; repeat the option to pass several; - reads one text per line from stdin"""
     source: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """encoder-decoder: source of the text; one per text"""
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Prints the scores."""
+    """Print the scores of each text."""
     command = parse(ScoreTexts, "score", arguments)
     from transformer.cli._texts import read_prompts, shown, warn_of_unknown
     from transformer.inference._reading import score

@@ -1,4 +1,4 @@
-"""Standard streams and terminal width: UTF-8 in every locale, and a clear answer where stdout is closed."""
+"""Standard streams and terminal width: UTF-8 in every locale, and a clear error if stdout is closed."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import shutil
 import sys
 
 NARROWEST = 20
-"""columns that are assumed at least: below that the layout of `--help` would not end"""
+"""minimum terminal width in columns; with fewer, formatting the `--help` text would not terminate"""
 
 
 def prepare_streams() -> None:
-    """Make stdin, stdout and stderr UTF-8, whatever the locale and PYTHONIOENCODING say, and assume `NARROWEST` columns
-    at least. A stderr that is closed becomes the null device.
+    """Set stdin, stdout and stderr to UTF-8, regardless of the locale and of PYTHONIOENCODING, and the terminal width
+    to at least `NARROWEST` columns. A closed stderr is replaced by the null device.
 
     Raises:
-        OSError: stdout is closed. The next file that the program opens would take its descriptor, and everything that a
+        OSError: stdout is closed. The next file that the program opens would get its descriptor, and everything that a
             C library prints would be written into that file.
     """
     for stream, errors in ((sys.stdin, None), (sys.stdout, "backslashreplace"), (sys.stderr, "backslashreplace")):
@@ -30,14 +30,15 @@ def prepare_streams() -> None:
             errno.EBADF, "stdout is closed, so the output has nowhere to go. Redirect it: > FILE, or > /dev/null"
         )
     if os.environ.get("COLUMNS", "").isdigit() and int(os.environ["COLUMNS"]) == 0:
-        del os.environ["COLUMNS"]  # which Python takes as unknown, and rich as no columns
+        del os.environ["COLUMNS"]  # Python interprets 0 as unknown, but rich as a width of zero columns
     if shutil.get_terminal_size().columns < NARROWEST:
-        os.environ["COLUMNS"] = str(NARROWEST)  # read by all that lays out text: tyro, rich, argparse
+        os.environ["COLUMNS"] = str(NARROWEST)  # tyro, rich and argparse read this variable
 
 
 def decode_argument(text: str) -> str:
-    """The text of a command-line argument as UTF-8: in the C locale Python reads other bytes than ASCII as lone
-    surrogates. An argument that is not UTF-8 stays as it is.
+    """Decode a command-line argument as UTF-8. An argument that is not UTF-8 is returned unchanged.
+
+    In the C locale, Python decodes non-ASCII bytes of arguments as lone surrogates.
     """
     try:
         return os.fsencode(text).decode("utf-8")
@@ -50,4 +51,4 @@ def _open_null_as_stderr() -> None:
     if null != 2:
         os.dup2(null, 2)
         os.close(null)
-    sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115  for good
+    sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115  stays open until the process exits

@@ -1,4 +1,4 @@
-"""Texts for a model, from the command line or stdin, and texts by it."""
+"""Read prompts from the command line or stdin, encode them, and generate translations and continuations."""
 
 from __future__ import annotations
 
@@ -22,31 +22,37 @@ if TYPE_CHECKING:
 
 
 UNBOUNDED = 2**30
-"""context of a model that reads any number of tokens"""
+"""context length of a model without a limit"""
 
 MOST_SOURCE_TOKENS = 16_384
-"""tokens of a source that is translated whole: a tiny model takes 15 s for them on two cores"""
+"""maximum number of source tokens; a tiny model takes 15 s for such a source on two cores"""
 MOST_PROMPTS = 10_000
-"""prompts that are translated as one batch"""
+"""maximum number of prompts in one call of `translate`"""
 MOST_NAMED = 5
-"""words or characters that a warning names"""
+"""maximum number of words or characters that a warning lists"""
 
 
 @dataclass(frozen=True)
 class GeneratedText:
-    """What a model made of a prompt: `output` is the text it wrote."""
+    """A prompt, and the text that the model generated for it (`output`)."""
 
     prompt: str
     output: str
     ended: bool
-    """it ended by itself, rather than at max_new_tokens"""
+    """the model generated an end token; False: it reached max_new_tokens"""
 
 
 def read_prompts(given: Sequence[str], *, lines: bool, option: str = "--prompt") -> list[str]:
-    """The prompts given; "-" stands for stdin, and so does nothing when stdin is no terminal.
+    """Return the prompts of the command line and of stdin.
 
-    Of stdin every line is a prompt where `lines` (a translation), and all of it (but for its last line end) is one
-    prompt else. ConfigError when there is none, ValueError when stdin is no text.
+    Args:
+        given: prompts of the command line; "-" reads stdin. If there are none, stdin is read, unless it is a terminal.
+        lines: each non-empty line of stdin is a prompt; False: all of stdin, without its last line end, is one prompt.
+        option: name of the option, for error messages.
+
+    Raises:
+        ConfigError: there is no prompt.
+        ValueError: stdin is empty, or is not UTF-8.
     """
     check_prompts(given, option)
     prompts: list[str] = []
@@ -56,9 +62,9 @@ def read_prompts(given: Sequence[str], *, lines: bool, option: str = "--prompt")
 
 
 def check_prompts(given: Sequence[str], option: str = "--prompt") -> None:
-    """ConfigError where there is neither a prompt nor a stdin to read one from."""
+    """Raise ConfigError if there is neither a prompt nor a stdin to read one from."""
     if not given and (sys.stdin is None or sys.stdin.isatty()):
-        raise ConfigError(f'there is no {option[2:]}. Give {option} "...", or pipe a text into this command.')
+        raise ConfigError(f'{option} is missing. Pass {option} "...", or pipe a text into this command.')
 
 
 def _stdin_prompts(lines: bool, option: str) -> list[str]:
@@ -69,27 +75,27 @@ def _stdin_prompts(lines: bool, option: str) -> list[str]:
     text = text.replace("\r\n", "\n").removesuffix("\n")
     if not text.strip():
         what = option[2:]
-        raise ValueError(f'the {what} is empty: nothing came from stdin. Give {option} "...", or pipe a text.')
+        raise ValueError(f'the {what} from stdin is empty. Pass {option} "...", or pipe a text into this command.')
     return [line for line in text.split("\n") if line.strip()] if lines else [text]
 
 
 class UnknownParts:
-    """The words and characters of texts that a model's tokenizer does not know, collected for one warning."""
+    """Collect the words and characters of texts that a model's tokenizer does not know, for one warning."""
 
     def __init__(self, run: LoadedModel):
         self._run = run
         self.counts: Counter[str] = Counter()
 
     def add(self, text: str, *, normalize: bool = True) -> None:
-        """Look at one more text, which the model reads as a source or prompt, or as it is."""
+        """Add the unknown parts of a text; `normalize` applies the tokenizer's normalization of sources and prompts."""
         try:
             text = self._run.tokenizer.normalize(text) if normalize else text
             self.counts.update(self._run.tokenizer.unknown_parts(text))
-        except ValueError:  # said when it is encoded
+        except ValueError:  # encoding the text reports the error
             return
 
     def warn(self) -> None:
-        """Warn of what was found: at most `MOST_NAMED` of it by name."""
+        """Warn about the unknown parts, if any; list at most `MOST_NAMED` of them."""
         if not self.counts:
             return
         named = [f"{part!r:.40}{f' ({n:,} times)' if n > 1 else ''}" for part, n in self.counts.most_common(MOST_NAMED)]
@@ -97,14 +103,14 @@ class UnknownParts:
         total = self.counts.total()
         what = f"{total:,} words or characters" if total > 1 else "a word or character"
         warnings.warn(
-            f"the tokenizer does not know {what} of the input, which the model reads as an unknown token or not at "
-            f"all: {', '.join(named)}{more}.",
+            f"the tokenizer does not know {what} of the input; each is replaced by the unknown token or removed: "
+            f"{', '.join(named)}{more}.",
             stacklevel=2,
         )
 
 
 def warn_of_unknown(run: LoadedModel, texts: Iterable[str], *, normalize: bool = True) -> None:
-    """Warn once of all that the tokenizer does not know in the texts."""
+    """Warn once about all words and characters of the texts that the tokenizer does not know."""
     found = UnknownParts(run)
     for text in texts:
         found.add(text, normalize=normalize)
@@ -112,36 +118,45 @@ def warn_of_unknown(run: LoadedModel, texts: Iterable[str], *, normalize: bool =
 
 
 def encode_prompt(run: LoadedModel, prompt: str) -> list[int]:
-    """Token ids of a prompt.
+    """Return the token ids of a prompt.
 
     Raises:
-        ValueError: nothing in it, text that the tokenizer doesn't know, or more than a learned position table holds.
+        ValueError: the prompt is empty, the tokenizer can't encode it, or it is too long for the model.
     """
     ids = encode(run, prompt, "prompt")
     if not ids:
-        left = "" if not prompt.strip() else f" (nothing of {prompt!r} is left as the model reads it)"
-        raise ValueError(f"the prompt is empty{left}: give at least one word or character.")
+        left = "" if not prompt.strip() else f" (nothing is left of {prompt!r} after normalization)"
+        raise ValueError(f"the prompt is empty{left}. Pass at least one word or character.")
     return ids
 
 
 def encode(run: LoadedModel, text: str, what: str) -> list[int]:
-    """Token ids of a text; `what` names it in errors. ValueError as `encode_prompt`, but an empty text is fine."""
+    """Return the token ids of a text, which may be empty.
+
+    Args:
+        run: the model and its tokenizer.
+        text: the text.
+        what: name of the text in error messages; "prompt" encodes it as a source.
+
+    Raises:
+        ValueError: the tokenizer can't encode the text, or it is too long for the model.
+    """
     tokenizer = run.tokenizer
     try:
         ids = tokenizer.encode_source(text) if what == "prompt" else tokenizer.encode(text)
     except ValueError as error:
-        raise ValueError(f"the {what} can't be read: {error}") from error
+        raise ValueError(f"the {what} can't be encoded: {error}") from error
     config = run.model.config
     if what == "prompt" and isinstance(run.model, Seq2Seq) and len(ids) > MOST_SOURCE_TOKENS:
         raise ValueError(
-            f"the prompt is too long: {len(ids):,} tokens, but at most {MOST_SOURCE_TOKENS:,} of a source are read at "
-            "once, because time grows with the square of them. Shorten it, or pipe it line by line into `translate`."
+            f"the prompt is too long: expected at most {MOST_SOURCE_TOKENS:,} source tokens, because the time grows "
+            f"with the square of the length, got {len(ids):,}. Shorten it, or pipe it line by line into `translate`."
         )
     limit = config.longest_source if what == "prompt" and isinstance(run.model, Seq2Seq) else config.max_length
     if limit is not None and len(ids) > limit:
         raise ValueError(
-            f"the {what} is too long: {len(ids)} tokens, but the model's learned position table has {limit} "
-            f"(model.max_length). Shorten it."
+            f"the {what} is too long: expected at most {limit} tokens, the size of the model's learned position table "
+            f"(model.max_length), got {len(ids)}. Shorten it."
         )
     return ids
 
@@ -149,16 +164,16 @@ def encode(run: LoadedModel, text: str, what: str) -> list[int]:
 def translate(
     run: LoadedModel, prompts: Sequence[str], *, max_new_tokens: int, sampling: Sampling, seed: int
 ) -> list[GeneratedText]:
-    """The target that an encoder-decoder writes for each source.
+    """Translate each prompt with an encoder-decoder.
 
     Raises:
-        ConfigError: nothing says what a target begins with.
-        ValueError: a source that can't be read, or more than `MOST_PROMPTS`.
+        ConfigError: the model defines no start token of targets.
+        ValueError: a source can't be encoded, or there are more than `MOST_PROMPTS` prompts.
     """
     if len(prompts) > MOST_PROMPTS:
         raise ValueError(
-            f"{len(prompts):,} prompts are too many for one batch: expected at most {MOST_PROMPTS:,}. Pipe the lines "
-            "into `translate`, which reads them chunk by chunk."
+            f"too many prompts: expected at most {MOST_PROMPTS:,}, got {len(prompts):,}. Pipe them as lines into "
+            "`translate`, which reads them in chunks."
         )
     begin = run.target_start
     tokenizer, limit = run.tokenizer, run.model.config.max_length
@@ -181,17 +196,20 @@ def translate(
 
 @dataclass(frozen=True)
 class _Text:
-    """A text that grows."""
+    """A prompt and its continuation so far."""
 
     prompt: str
     ids: list[int]
     left: int
-    """tokens still to be written"""
+    """number of tokens still to generate"""
     new: list[int] = dataclasses.field(default_factory=list)
     ended: bool = False
 
     def piece(self, context: int) -> tuple[list[int], int]:
-        """What the model is shown next, and how many tokens it writes after that."""
+        """Return the token ids of the model's next input, and the number of tokens to generate after it.
+
+        If the text fills the context, the input is its last half context, so that there is room for new tokens.
+        """
         if len(self.ids) < context:
             return self.ids, min(self.left, context - len(self.ids))
         half = max(context // 2, 1)
@@ -204,23 +222,23 @@ class _Text:
 
 
 def continue_texts(
-    run: LoadedModel, prompts: Sequence[str], *, max_new_tokens: int, sampling: Sampling, seed: int, **ways: Any
+    run: LoadedModel, prompts: Sequence[str], *, max_new_tokens: int, sampling: Sampling, seed: int, **options: Any
 ) -> list[GeneratedText]:
-    """How a causal model goes on with each prompt; `ways` are the `draft` or `slots` of `generate`.
+    """Continue each prompt with a causal model; `options` are the `draft` or `slots` of `generate`.
 
-    A model trained on windows of n tokens doesn't know later positions: what doesn't fit one window is written in
-    pieces, each after the last half window of the text so far. A prompt longer than a window is read from its end,
-    with a warning.
+    A model with a context of n tokens can't use later positions. A longer text is generated in pieces, each from the
+    last half context of the text so far. If a prompt fills the context, only its end is used, with a warning.
     """
     context, tokenizer = run.context or UNBOUNDED, run.tokenizer
     texts = [_Text(prompt, encode_prompt(run, prompt), max_new_tokens) for prompt in prompts]
     if any(len(text.ids) >= context for text in texts):
         warnings.warn(
-            f"a prompt fills the {context} tokens that the model was trained to read at once: only its last "
-            f"{max(context // 2, 1)} tokens are read.",
+            f"a prompt fills the model's context of {context} tokens: only its last {max(context // 2, 1)} tokens are "
+            f"used.",
             stacklevel=2,
         )
     while any(text.left for text in texts):
+        # Texts that generate the same number of tokens next form one batch.
         groups: dict[int, list[int]] = defaultdict(list)
         for number, text in enumerate(texts):
             if text.left:
@@ -233,26 +251,29 @@ def continue_texts(
                 eos_id=run.eos_ids,
                 max_new_tokens=wanted,
                 sampling=dataclasses.replace(sampling, suppress=run.suppressed),
+                # Distinct primes give each text, and each of its pieces, another seed.
                 seed=[(seed + 7919 * number + 104_729 * len(texts[number].new)) % 2**32 for number in numbers],
-                **ways,
+                **options,
             )
             for number, row in zip(numbers, rows, strict=True):
                 texts[number] = texts[number].grown(row, wanted)
-    return [GeneratedText(text.prompt, went_on(tokenizer, text.ids, len(text.new)), text.ended) for text in texts]
+    return [GeneratedText(text.prompt, continuation(tokenizer, text.ids, len(text.new)), text.ended) for text in texts]
 
 
-def went_on(tokenizer: Tokenizer, ids: Sequence[int], new: int) -> str:
-    """The text of the last `new` ids, as it stands behind the others: of a text alone some decoders take the first
-    blank away.
+def continuation(tokenizer: Tokenizer, ids: Sequence[int], new: int) -> str:
+    """Return the text of the last `new` ids.
+
+    The whole sequence is decoded and the text of the prompt is removed. Decoding only the new ids would be wrong: some
+    tokenizers remove the first space of a text.
     """
     prompt = len(ids) - new
     before, whole = tokenizer.decode(ids[:prompt]), tokenizer.decode(ids)
-    # Where the prompt ends within a character, the two don't begin alike.
+    # If the prompt ends within a multi-byte character, `whole` does not start with `before`.
     return whole[len(before) :] if whole.startswith(before) else tokenizer.decode(ids[prompt:])
 
 
 def shown(text: str) -> str:
-    """The text, on a terminal without codes that it would obey."""
+    """Return the text as it is printed: on a terminal, control characters are escaped."""
     if not sys.stdout.isatty():
         return text
     return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)

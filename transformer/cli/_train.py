@@ -17,7 +17,7 @@ from transformer.config._recipe_files import find_recipe, recipe_files
 USAGE = """\
 usage: {program} RECIPE [--workdir DIR] [--init DIR] [--profile START:STOP] [--fast] [--debug]
        {blank} [--restart] [--take-over] [--GROUP.FIELD VALUE ...]
-       {program} RECIPE --help     show every field of a recipe, with its meaning and default
+       {program} RECIPE --help     show all fields of a recipe with their meanings and defaults
        {program} --list            list all recipes
 
 RECIPE is the name of a recipe (number_words) or the path of a file (configs/number_words.py). Recipes in ./configs
@@ -41,7 +41,7 @@ def usage() -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Load a recipe, override and run it; return the exit code: 0 when finished, 128 + signal when stopped."""
+    """Load a recipe, override its fields and train; return the exit code: 0 if finished, 128 + signal if stopped."""
     own, rest = _parsed(arguments)
     if own.list:
         return list_recipes()

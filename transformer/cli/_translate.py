@@ -1,4 +1,4 @@
-"""`python -m transformer translate`: a stream of lines into a stream of translations."""
+"""`python -m transformer translate`: translate the lines of stdin."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from transformer.cli._arguments import parse, told_as_options
+from transformer.cli._arguments import option_names_in_errors, parse
 from transformer.cli._models import ModelCommand
 from transformer.config._checks import ConfigError
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 class Translate(ModelCommand):
     """Translate stdin with beam search: line n of the output is the translation of line n.
 
-    An empty line stays empty; a line that can't be read becomes empty. The program reports unreadable lines, truncated
-    lines, unknown words and the speed on stderr.
+    The translation of an empty line, or of a line that can't be encoded, is an empty line. Unreadable lines, truncated
+    lines, unknown words and the throughput are reported on stderr.
     """
 
     beam_size: int = 4
@@ -35,33 +35,36 @@ class Translate(ModelCommand):
     """translations per line; with more than one, each is printed on its own line: line number, score and text,
     separated by tabs"""
     exact: bool = False
-    """continue the search until no hypothesis can exceed the best finished ones; slower"""
+    """continue the search until no hypothesis can exceed the score of the best finished ones; slower"""
     max_ratio: float = 1.0
-    """maximum length of a translation, in target tokens per source token"""
+    """maximum length of a translation: MAX_RATIO x source tokens + MAX_EXTRA, in target tokens"""
     max_extra: int = 50
-    """tokens that a translation may be longer than that"""
+    """constant term of the maximum length; see --max-ratio"""
     max_source_tokens: int | None = None
-    """maximum source tokens per line; longer lines are truncated, because the time grows with the square of the length;
+    """maximum source tokens per line; longer lines are truncated, because the time grows with the square of the length.
     None: 1024, or the training length if that is larger"""
     batch_tokens: int = 1024
     """source tokens per batch, including padding"""
     chunk_lines: int = 2000
-    """lines to read before their translations are printed; 1 prints each translation at once"""
+    """lines to read before their translations are printed; 1 prints each translation immediately"""
     json: bool = False
     """print one JSON object per line"""
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Prints the translations."""
+    """Print the translations."""
     command = parse(Translate, "translate", arguments)
     if sys.stdin is None or sys.stdin.isatty():
-        raise ConfigError("there is nothing to translate. Pipe lines of text into this command, or < FILE.")
+        raise ConfigError(
+            "stdin is a terminal, so that there is nothing to translate. Pipe lines of text into this command, or use "
+            "< FILE."
+        )
     from transformer.cli._texts import UnknownParts, shown
     from transformer.generate._beam import Beam
     from transformer.inference._translating import translate_lines
 
-    typed = {"size": "beam_size", "length_ratio": "max_ratio", "length_extra": "max_extra"}
-    with told_as_options(**typed, n_best="n_best", alpha="alpha"):
+    renamed = {"size": "beam_size", "length_ratio": "max_ratio", "length_extra": "max_extra"}
+    with option_names_in_errors(**renamed, n_best="n_best", alpha="alpha"):
         beam = Beam(
             size=command.beam_size,
             alpha=command.alpha,
@@ -71,9 +74,9 @@ def main(arguments: Sequence[str]) -> None:
             length_extra=command.max_extra,
         )
     opened = command.load()
-    begun, lines, cut, unknown = time.monotonic(), 0, 0, UnknownParts(opened)
+    start, lines, cut, unknown = time.monotonic(), 0, 0, UnknownParts(opened)
     sizes = {name: getattr(command, name) for name in ("max_source_tokens", "batch_tokens", "chunk_lines")}
-    with told_as_options(**{name: name for name in sizes}):
+    with option_names_in_errors(**{name: name for name in sizes}):
         chunks = translate_lines(opened, _lines(unknown), beam=beam, **sizes)
     for chunk in chunks:
         for line in chunk:
@@ -89,14 +92,15 @@ def main(arguments: Sequence[str]) -> None:
         lines += len(chunk)
         sys.stdout.flush()
     unknown.warn()
-    took = time.monotonic() - begun
-    also = f"; {cut:,} cut at their longest length" if cut else ""
-    print(f"{lines:,} lines in {took:.1f} s, {lines / max(took, 1e-9):.1f} a second{also}", file=sys.stderr)
+    took = time.monotonic() - start
+    also = f"; {cut:,} truncated at the maximum length" if cut else ""
+    print(f"{lines:,} lines in {took:.1f} s, {lines / max(took, 1e-9):.1f} lines/s{also}", file=sys.stderr)
 
 
 def _lines(unknown: UnknownParts) -> Iterator[str]:
-    """The lines of stdin, as they come; bytes that are no UTF-8 as lone surrogates. `unknown` collects what the
-    tokenizer does not know.
+    """Yield the lines of stdin; `unknown` collects the words that the tokenizer does not know.
+
+    Bytes that are not UTF-8 become lone surrogates, so that only their line fails.
     """
     for number, line in enumerate(sys.stdin.buffer):
         text = line.decode("utf-8" if number else "utf-8-sig", errors="surrogateescape")

@@ -1,7 +1,7 @@
-"""Checks of a notebook's runtime: versions, accelerator, storage. A problem is one line that says what to do.
+"""Checks of a notebook's runtime: versions, accelerator, storage. Each problem is reported in one line with its remedy.
 
-The notebooks call these functions before JAX is imported, and before all requirements are installed: the top of this
-file imports the standard library alone.
+The notebooks call these functions before JAX is imported and before all requirements are installed. Therefore the top
+of this file imports only the standard library and modules that import nothing else.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ __all__ = ["RuntimeProblem", "check_devices", "check_versions", "missing", "one_
 
 _PROJECT = "transformer-zoo"
 _SOURCE = Path(__file__).resolve().parents[2]
-"""the checkout, unless the package is installed"""
+"""root of the checkout, unless the package is installed"""
 
 _MACHINE = ("jax", "jaxlib", "numpy")
-"""packages that the machine provides, in versions that fit its accelerator; only the user may replace them"""
+"""packages that the machine provides in versions for its accelerator; only the user may replace them"""
 
 _LOADED = (*_MACHINE, "flax", "ml_dtypes", "optax")
 """packages that cannot be replaced after their import"""
 
 _ROOM = 2**28
-"""bytes that a small run needs: checkpoints of some million parameters"""
+"""free bytes that a small run needs, for checkpoints of a few million parameters"""
 
 _RESTART = "restart the session (Runtime > Restart session), then Run all"
 _NEW_MACHINE = "Runtime > Disconnect and delete runtime, then Run all"
@@ -44,7 +44,7 @@ class RuntimeProblem(RuntimeError):
     """The runtime cannot run the notebook. A notebook shows the message without a traceback."""
 
     def _render_traceback_(self) -> list[str]:
-        """What IPython prints instead of a traceback."""
+        """Return the lines that IPython prints instead of a traceback."""
         return [str(self)]
 
 
@@ -53,18 +53,19 @@ def check_versions(
     installed: Callable[[str], str | None] | None = None,
     environment: Mapping[str, str] = os.environ,
 ) -> None:
-    """Checks the packages that the machine provides.
+    """Check the packages that the machine provides.
 
     Raises:
-        RuntimeProblem: a package was replaced after its import, which needs a restart; JAX or NumPy are too old; or
-            jaxlib or NumPy do not fit JAX.
+        RuntimeProblem: a package was replaced after its import, which requires a restart; JAX or NumPy is too old; or
+            jaxlib or NumPy is incompatible with JAX.
     """
     installed = installed or _installed
     for name in _LOADED:
         loaded, found = getattr(modules.get(name), "__version__", None), installed(name)
         if None not in (loaded, found) and loaded != found:
             raise RuntimeProblem(
-                f"{name} {loaded} is loaded, but {found} is installed, which takes effect after a restart: {_RESTART}."
+                f"{name} {loaded} is loaded, but {found} is installed and takes effect only after a restart: "
+                f"{_RESTART}."
             )
     owners = [(_PROJECT, requirement) for requirement in _requirements()]
     owners += [(f"jax {installed('jax')}", requirement) for requirement in _required_by_jax()]
@@ -73,13 +74,14 @@ def check_versions(
         if name in _MACHINE and found is not None and not requirement.specifier.contains(found, prereleases=True):
             extra = {"tpu": "jax[tpu]", "gpu": "jax[cuda12]"}.get(accelerator_present(environment=environment), "jax")
             raise RuntimeProblem(
-                f"{name} {found} does not fit {owner}, which needs {requirement}. Choose the latest runtime version "
+                f"{name} {found} is incompatible with {owner}, which needs {requirement}. Choose the latest runtime "
+                f"version "
                 f'(Runtime > Change runtime type), or run %pip install -U "{extra}" and {_RESTART}.'
             )
 
 
 def _required_by_jax() -> list[Any]:
-    """What the installed JAX itself requires, without extras."""
+    """Return the requirements of the installed JAX, without extras."""
     from packaging.requirements import Requirement
 
     found = [Requirement(line) for line in metadata.requires("jax") or ()] if _installed("jax") else []
@@ -87,7 +89,7 @@ def _required_by_jax() -> list[Any]:
 
 
 def _requirements(*extras: str) -> list[Any]:
-    """Requirements of this project with extras ("train", "zoo"), as `packaging.requirements.Requirement`."""
+    """Return the requirements of this project with extras ("train", "zoo"), as `packaging.requirements.Requirement`."""
     from packaging.requirements import Requirement  # ipykernel depends on it: every notebook has it
 
     found, groups = [], _groups()
@@ -101,7 +103,7 @@ def _requirements(*extras: str) -> list[Any]:
 
 
 def missing(*extras: str, installed: Callable[[str], str | None] | None = None) -> list[str]:
-    """What pip has to install for these extras: requirements that no installed package satisfies."""
+    """Return the requirements of these extras that no installed package satisfies, for pip."""
     installed, needed = installed or _installed, {}
     for requirement in _requirements(*extras):
         found = installed(requirement.name)
@@ -111,7 +113,7 @@ def missing(*extras: str, installed: Callable[[str], str | None] | None = None) 
 
 
 def _groups() -> dict[str, list[str]]:
-    """Requirements by extra, "" for the base: of the checkout's pyproject.toml, or of the installed package."""
+    """Return the requirements by extra ("" is the base), from the checkout's pyproject.toml or installed package."""
     file = _SOURCE / "pyproject.toml"
     if file.is_file():
         project = tomllib.loads(file.read_text(encoding="utf-8"))["project"]
@@ -135,11 +137,11 @@ def _installed(name: str) -> str | None:
 
 
 def check_devices(root: Path = Path("/"), environment: Mapping[str, str] = os.environ) -> None:
-    """Prints the devices that JAX uses, with their memory.
+    """Print the devices that JAX uses, with their memory.
 
     Raises:
-        RuntimeProblem: the machine has a TPU or a GPU, or its runtime is for TPUs, and JAX does not use it.
-            `JAX_PLATFORMS` without that platform says that this is intended.
+        RuntimeProblem: the machine has a TPU or a GPU, or its runtime is for TPUs, but JAX does not use it. This is not
+            an error if `JAX_PLATFORMS` excludes the platform.
     """
     expected = accelerator_present(root, environment)
     if expected == "cpu" and any(environment.get(name) for name in TPU_VARIABLES):
@@ -166,7 +168,7 @@ def check_devices(root: Path = Path("/"), environment: Mapping[str, str] = os.en
 
 
 def _libtpu_difference(installed: Callable[[str], str | None] | None = None) -> str | None:
-    """How the installed libtpu differs from the one that this JAX was released with; None if it does not."""
+    """Describe how the installed libtpu differs from the version that this JAX was released with, or return None."""
     from packaging.specifiers import SpecifierSet
 
     found, jax = (installed or _installed)("libtpu"), metadata.version("jax")
@@ -179,7 +181,7 @@ def _libtpu_difference(installed: Callable[[str], str | None] | None = None) -> 
 
 
 def _libtpu_of_jax() -> str:
-    """The version of libtpu that the installed JAX asks for ("==0.0.23"), "" if it does not say."""
+    """Return the version of libtpu that the installed JAX requires ("==0.0.23"), or "" if it requires none."""
     found = (re.match(r"libtpu\s*([^;\s]*)", line) for line in metadata.requires("jax") or ())
     return next((match[1] for match in found if match), "")
 
@@ -189,7 +191,7 @@ def _matching_libtpu() -> str:
 
 
 def _remedy(accelerator: str, installed: Callable[[str], str | None] | None = None) -> str:
-    """What to do when JAX does not use the machine's "tpu" or "gpu"."""
+    """Return what to do if JAX does not use the machine's "tpu" or "gpu"."""
     installed = installed or _installed
     if accelerator == "tpu" and (difference := _libtpu_difference(installed)):
         return f"The reason may be that {difference}: {_matching_libtpu()}."
@@ -203,15 +205,15 @@ def _remedy(accelerator: str, installed: Callable[[str], str | None] | None = No
 
 
 def storage(drive: str, local: str | os.PathLike = "runs", room: int = _ROOM) -> Path:
-    """The folder for runs: in Colab one on Google Drive, which is mounted at `drive`, and elsewhere `local`.
+    """Return the folder for runs: in Colab a folder on Google Drive, otherwise `local`.
 
     Args:
-        drive: where to mount Google Drive; "" uses `local` in Colab, too.
-        local: a folder of this machine.
-        room: bytes that must be free.
+        drive: mount point of Google Drive; "" uses `local` in Colab, too.
+        local: a folder on this machine.
+        room: number of bytes that must be free.
 
     Raises:
-        RuntimeProblem: Google Drive was not mounted, or the folder is full or cannot be written.
+        RuntimeProblem: Google Drive could not be mounted, or the folder is full or not writable.
     """
     try:
         from google.colab import drive as colab
@@ -238,7 +240,7 @@ def _check_room(folder: Path, room: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(folder).free
         if free < room:
-            raise OSError(errno.ENOSPC, f"{free / 2**20:.0f} MiB are free, a run needs {room / 2**20:.0f} MiB")
+            raise OSError(errno.ENOSPC, f"{free / 2**20:.0f} MiB are free, but a run needs {room / 2**20:.0f} MiB")
         probe.write_bytes(b"0" * 2**16)
         probe.unlink()
     except OSError as error:
@@ -251,10 +253,10 @@ def _check_room(folder: Path, room: int) -> None:
 
 
 def one_line_errors(shell: Any = None) -> None:
-    """From now on the notebook shows errors of this package as one line; `%tb` shows the traceback of the last one.
+    """Show errors of this package as one line in the notebook; `%tb` shows the traceback of the last one.
 
     Args:
-        shell: the IPython shell; None: the running one. Outside IPython nothing changes.
+        shell: the IPython shell; None: the running shell. Outside IPython, the function does nothing.
     """
     if shell is None:
         from IPython import get_ipython
@@ -273,7 +275,10 @@ def _show(shell: Any, kind: type, error: Exception, trace: TracebackType, tb_off
 
 
 def _is_explained(error: BaseException, trace: TracebackType | None) -> bool:
-    """Whether the message says it all: an error that this package defines, or a ValueError or OSError raised in it."""
+    """Return whether the message of an error is sufficient without a traceback.
+
+    This is the case for an error class of this package, and for a ValueError or OSError raised in this package.
+    """
     if type(error).__module__.partition(".")[0] == "transformer" and not isinstance(error, RuntimeProblem):
         return True
     files: Iterable[str] = ()

@@ -93,9 +93,9 @@ def test_text_from_frames_is_what_the_uncached_model_would_write(variables):
     ("model", "frames", "message"),
     [
         (MODEL, FRAMES[0], r"of shape \(batch, 14, 5\): batch, frames, mel bins; got float32 of shape \(14, 5\)"),
-        (MODEL, FRAMES[:, :12], r"got float32 of shape \(2, 12, 5\). Pad the sound with silence"),
+        (MODEL, FRAMES[:, :12], r"got float32 of shape \(2, 12, 5\). Pad the audio with silence"),
         (MODEL, FRAMES.swapaxes(1, 2), r"got float32 of shape \(2, 5, 14\). .* swap the two axes"),
-        (MODEL, FRAMES.astype(int), r"frames must be floating numbers .* got int32"),
+        (MODEL, FRAMES.astype(int), r"frames must be floating-point .* got int32"),
         (SpeechToText(CONFIG), FRAMES[:, :, :3], r"of shape \(batch, any, 5\)"),
         (
             SpeechToText(CONFIG.replace(input=None)),
@@ -118,7 +118,7 @@ def test_what_cannot_be_heard_says_so(model, frames, message):
     ("sources", "message"),
     [
         ([[3, 4], [5]], r"sources of a SpeechToText must be frames, an array \(batch, frames, mel bins\)"),
-        ([[3, 4], [5, 6]], r"frames must be floating numbers of shape \(batch, 14, 5\)"),
+        ([[3, 4], [5, 6]], r"frames must be floating-point of shape \(batch, 14, 5\)"),
         (FRAMES[:1], r"as many prompts as sources, got 2 and 1"),
         (None, r"sources is missing"),
     ],
@@ -134,7 +134,7 @@ def test_it_reads_no_texts(tmp_path, capsys):
         embed(opened, ["one"])
     directory = ours.write(tmp_path / "speech", golden_case.golden("whisper")["lm"])
     assert main(["generate", str(directory), "--prompt", "one"]) == 2
-    assert "holds a model of the kind SpeechToText, which reads no prompt" in capsys.readouterr().err
+    assert "contains a SpeechToText." in capsys.readouterr().err
 
 
 def test_every_parameter_has_its_place():

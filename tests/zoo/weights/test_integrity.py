@@ -1,4 +1,4 @@
-"""Saved directories: whatever is changed in them later is one error, and what computes them otherwise, too."""
+"""Integrity of saved directories: errors for changed files and for changed logits."""
 
 import json
 import shutil
@@ -24,7 +24,7 @@ SQUARE = "transformer.h.0.attn.c_proj.weight"
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A tiny GPT-2 in two shards, with a tokenizer, as `save_pretrained` leaves it."""
+    """A tiny GPT-2 in two shards with a tokenizer, written by `save_pretrained`."""
     place = tmp_path_factory.mktemp("saved")
     loaded = load_pretrained(ours.write(place / "theirs", golden_case.golden("gpt2")["lm"]))
     tokenizer = letters(loaded.model.config.vocab_size)
@@ -33,7 +33,7 @@ def saved(tmp_path_factory):
 
 
 def letters(size):
-    """A tokenizer of this many entries."""
+    """Return a tokenizer with this many entries."""
     from transformer.data._tokenizer_files import as_pretrained
     from transformer.data._vocabularies import CharTokenizer
 
@@ -46,7 +46,7 @@ def directory(saved, tmp_path):
 
 
 def transpose(directory):
-    """The bytes of a square matrix, in their place."""
+    """Transpose a square matrix in its file."""
     files = WeightFiles(directory)
     info, matrix = files.tensors[SQUARE], files.read(SQUARE)
     assert matrix.shape[0] == matrix.shape[1]
@@ -100,12 +100,12 @@ def test_what_was_changed_is_one_error_that_names_the_file(directory, name):
     change(directory)
     with pytest.raises(WeightsError, match=message) as error:
         load(directory)
-    assert f"delete {directory / INTEGRITY_FILE} to accept them as they are" in str(error.value)
+    assert f"delete {directory / INTEGRITY_FILE} to accept them" in str(error.value)
 
 
 @pytest.mark.parametrize("name", ["a transposed matrix", "a flipped bit", "other heads"])
 def test_without_the_file_what_was_changed_loads_as_it_is(directory, name):
-    """So that each of these is found by nothing else."""
+    """No other check detects any of these changes."""
     CHANGES[name][0](directory)
     (directory / INTEGRITY_FILE).unlink()
     load(directory)
@@ -114,7 +114,7 @@ def test_without_the_file_what_was_changed_loads_as_it_is(directory, name):
 def test_what_was_not_changed_loads_in_every_way(directory):
     from transformer.nn._sharding import make_mesh
 
-    (directory / "generation_config.json").write_text("{}")  # a file more
+    (directory / "generation_config.json").write_text("{}")  # an additional file
     for options in ({}, {"dtype": "bfloat16"}, {"mesh": make_mesh({"fsdp": 2, "data": -1})}):
         load(directory, **options)
     load(directory, architecture="GPT2LMHeadModel", ignore_fields=["resid_pdrop"])
@@ -175,7 +175,7 @@ def test_other_numerics_are_found(directory, monkeypatch, capsys):
     assert "logits within 0" in capsys.readouterr().out
     monkeypatch.setitem(transformer.nn._layers.ACTIVATIONS, "gelu_tanh", jax.nn.relu)
     assert main(["convert", str(directory), "--verify"]) == 2
-    assert "differ from those in integrity.json: at place" in capsys.readouterr().err
+    assert "differ from those in integrity.json: at index" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -183,9 +183,9 @@ def test_other_numerics_are_found(directory, monkeypatch, capsys):
     [
         ({"dtype": "int8"}, "dtype must be one of float32, bfloat16, float16, got 'int8'"),
         ({"inputs": []}, r"inputs must be 1, got \[\]"),
-        ({"inputs": [{"tokens": [10**6]}]}, "tokens must be at most 8 numbers below"),
+        ({"inputs": [{"tokens": [10**6]}]}, "tokens must be at most 8 ids below"),
         ({"places": [10**9], "logits": [1.0]}, r"places must be below \d+, got 1000000000"),
-        ({"places": [-1], "logits": [1.0]}, "places must be a list of whole numbers"),
+        ({"places": [-1], "logits": [1.0]}, "places must be a list of non-negative integers"),
         ({"logits": ["a"]}, r"logits must be \d+ numbers"),
     ],
 )
@@ -203,7 +203,7 @@ def test_a_directory_without_expected_logits_can_not_be_verified(directory, tmp_
         verify(directory)
     assert main(["convert", str(tmp_path / "nowhere"), "--verify"]) == 2
     assert main(["convert", str(directory)]) == 2
-    assert "OUT is missing, the directory to write" in capsys.readouterr().err
+    assert "OUT is missing: pass the directory to write" in capsys.readouterr().err
 
 
 def test_a_large_model_is_saved_without_expected_logits():
@@ -212,7 +212,7 @@ def test_a_large_model_is_saved_without_expected_logits():
 
 
 class Sized:
-    """What is asked of a parameter: its bytes."""
+    """Minimal stand-in for a parameter, with its size in bytes."""
 
     def __init__(self, like):
         self.nbytes = like.size * like.dtype.itemsize
