@@ -1,4 +1,4 @@
-"""Attention maps of no model, and what a page of them holds, read as a browser reads it."""
+"""Random attention maps, and functions that read the data of a page as a browser reads it."""
 
 import base64
 import json
@@ -10,7 +10,7 @@ from transformer.viz._attention_weights import AttentionMap
 
 
 def random_map(stack="decoder", kind="self", *, layer=0, heads=3, queries=5, keys=5, window=None, total=1.0, seed=0):
-    """Softmax weights of random scores, sharp in some heads; each row sums to `total`."""
+    """Return softmax weights of random scores, sharp in some heads; each row sums to `total`."""
     distance = np.subtract.outer(np.arange(queries), np.arange(keys))
     hidden = np.zeros((queries, keys), bool)
     if kind == "self" and window is not None:
@@ -25,7 +25,7 @@ def random_map(stack="decoder", kind="self", *, layer=0, heads=3, queries=5, key
 
 
 def translation(source, target, *, layers=3, heads=4, seed=0):
-    """The maps of an encoder-decoder whose decoder has a window in its second layer."""
+    """Return the maps of an encoder-decoder whose second decoder layer has an attention window."""
     sizes = {"heads": heads, "seed": seed}
     maps = [random_map("encoder", layer=i, queries=source, keys=source, **sizes) for i in range(layers)]
     for i in range(layers):
@@ -36,7 +36,7 @@ def translation(source, target, *, layers=3, heads=4, seed=0):
 
 
 class Elements(HTMLParser):
-    """The elements of a page by name, each with its attributes, and the text within scripts and styles."""
+    """Parse the elements of a page with their attributes, and the text inside scripts and styles."""
 
     def __init__(self, page):
         super().__init__(convert_charrefs=True)
@@ -60,7 +60,7 @@ class Elements(HTMLParser):
 
 
 def data_of(page):
-    """What the page's program reads."""
+    """Return the JSON data that the program of the page reads."""
     (text,) = [text for attributes, text in Elements(page).named("script") if attributes.get("id") == "data"]
     return json.loads(text)
 
@@ -71,7 +71,7 @@ def group_of(data, stack, kind, panel=0):
 
 
 def weights_of(data, stack, kind, layer, panel=0, part="layers"):
-    """Weights (N, T, S) as the page has them, NaN where they are hidden."""
+    """Return the weights (N, T, S) stored in the page, NaN for masked cells."""
     (entry,) = [one for one in group_of(data, stack, kind, panel)[part] if one["layer"] == layer]
     rows, columns = len(data["words"][stack]), len(data["words"]["encoder" if kind == "cross" else stack])
     visible = np.ones(rows * columns, bool)

@@ -1,4 +1,4 @@
-"""A headless Chromium, spoken to in its DevTools protocol over two pipes: no port, no driver, no package."""
+"""Control a headless Chromium with the DevTools protocol over two pipes, without a port, driver or package."""
 
 import base64
 import contextlib
@@ -23,7 +23,7 @@ os.dup2(ends[0], 3)
 os.dup2(ends[1], 4)
 os.execv(sys.argv[3], sys.argv[3:])
 """
-PATIENCE = 120.0  # seconds for one answer: a busy machine is slow
+PATIENCE = 120.0  # timeout of one command in seconds; a busy machine is slow
 KEYS = {
     "ArrowLeft": 37,
     "ArrowUp": 38,
@@ -37,27 +37,27 @@ KEYS = {
 
 
 class Browser:
-    """One process; `page()` opens pages in it."""
+    """A browser process; `page()` opens a page in it."""
 
     def __init__(self, folder):
         program = next(filter(None, map(shutil.which, NAMES)), None)
         if program is None:
-            pytest.skip(f"there is no Chromium on this machine: none of {', '.join(NAMES)}")
+            pytest.skip(f"Chromium is not installed: none of {', '.join(NAMES)} found")
         (theirs_in, self._to), (self._from, theirs_out) = os.pipe(), os.pipe()
         words = [program, *SWITCHES, f"--user-data-dir={folder}"]
-        with (folder / "stderr").open("wb") as said:
+        with (folder / "stderr").open("wb") as stderr:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", START, str(theirs_in), str(theirs_out), *words],
                 pass_fds=(theirs_in, theirs_out),
-                stdout=said,
-                stderr=said,
+                stdout=stderr,
+                stderr=stderr,
             )
         os.close(theirs_in)
         os.close(theirs_out)
         self._number, self._rest, self.events = 0, b"", []
 
     def call(self, method, session=None, **params):
-        """The result of a command; events that come before it are kept."""
+        """Send a command and return its result; events that arrive before it are stored in `events`."""
         self._number += 1
         message = {"id": self._number, "method": method, "params": params}
         message |= {} if session is None else {"sessionId": session}
@@ -73,19 +73,19 @@ class Browser:
         end = time.monotonic() + PATIENCE
         while b"\0" not in self._rest:
             ready, _, _ = select.select([self._from], [], [], max(0.0, end - time.monotonic()))
-            assert ready, f"Chromium gave no answer in {PATIENCE:g} seconds"
+            assert ready, f"Chromium did not answer within {PATIENCE:g} seconds"
             part = os.read(self._from, 1 << 20)
-            assert part, "Chromium has ended"
+            assert part, "Chromium has exited"
             self._rest += part
         message, _, self._rest = self._rest.partition(b"\0")
         return json.loads(message)
 
     def page(self, **options):
-        """A new page."""
+        """Open a new page."""
         return Page(self, **options)
 
     def close(self):
-        """Ends the process."""
+        """End the process."""
         with contextlib.suppress(OSError, AssertionError):
             self.call("Browser.close")
         for end in (self._to, self._from):
@@ -98,7 +98,7 @@ class Browser:
 
 
 class Page:
-    """A page of a size in pixels, `dark` or light as its user prefers, on a `phone` or not."""
+    """A page with a size in pixels; `dark` is the preferred color scheme, `phone` emulates a touch screen."""
 
     def __init__(self, browser, *, width=1280, height=1000, dark=False, phone=False):
         self.browser = browser
@@ -120,26 +120,26 @@ class Page:
         return self.browser.call(method, self.session, **params)
 
     def prefer(self, scheme):
-        """What the user's system prefers, "dark" or "light"."""
+        """Set the preferred color scheme, "dark" or "light"."""
         self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
 
     def open(self, path):
-        """Loads a file; waits until its maps are drawn."""
+        """Load a file and wait until its maps are drawn."""
         self.call("Page.navigate", url=path.as_uri())
         self.wait("document.readyState === 'complete' && document.documentElement.dataset.complete")
         return self
 
     def js(self, expression):
-        """The value of an expression in the page."""
+        """Return the value of a JavaScript expression in the page."""
         found = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
 
     def wait(self, expression):
-        """Until an expression holds."""
+        """Wait until an expression is true; return its value."""
         end = time.monotonic() + PATIENCE
         while not (value := self.js(expression)):
-            assert time.monotonic() < end, f"in {PATIENCE:g} seconds it did not hold: {expression}"
+            assert time.monotonic() < end, f"not true within {PATIENCE:g} seconds: {expression}"
             time.sleep(0.05)
         return value
 
@@ -150,7 +150,7 @@ class Page:
         return self.js(f"[...document.querySelectorAll({json.dumps(selector)})].map((e) => e.textContent)")
 
     def middle(self, selector, number=0, at=(0.5, 0.5)):
-        """Where an element is, after the page was scrolled to it."""
+        """Scroll to an element and return the coordinates of a point in it."""
         return self.js(
             f"(() => {{const e = document.querySelectorAll({json.dumps(selector)})[{number}];"
             f"e.scrollIntoView({{block: 'center', inline: 'center'}}); const b = e.getBoundingClientRect();"
@@ -181,12 +181,12 @@ class Page:
         self.js(f"document.querySelector({json.dumps(selector)}).focus()")
 
     def screenshot(self, path, whole=False):
-        """A PNG of what is seen, or of the whole page."""
+        """Write a PNG of the visible part, or of the whole page."""
         found = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
         path.write_bytes(base64.b64decode(found["data"]))
 
     def _events(self, *methods):
-        self.js("0")  # what came meanwhile is read
+        self.js("0")  # reads the events that have arrived
         return [
             event["params"]
             for event in self.browser.events
@@ -194,9 +194,9 @@ class Page:
         ]
 
     def complaints(self):
-        """What the console says, errors and warnings alike."""
+        """Return the messages on the console, including errors and warnings."""
         return self._events("Runtime.consoleAPICalled", "Runtime.exceptionThrown", "Log.entryAdded")
 
     def requests(self):
-        """Addresses that the page asked for."""
+        """Return the URLs that the page requested."""
         return [event["request"]["url"] for event in self._events("Network.requestWillBeSent")]

@@ -1,7 +1,7 @@
-"""Fuzzing: inputs that nobody wrote, each read in a cage where what it opens, takes, raises and says is looked at.
+"""Fuzz tests: generated inputs are read in a sandbox that checks opened files, resources, exceptions and messages.
 
-A test calls `fuzz` with its share of 100,000 cases. The default run makes 2,000 in all and always the same ones;
-`make fuzz CASES=100000` (`reliability/fuzz.py`) as many as asked for, drawn anew by a seed.
+A test calls `fuzz` with its share of 100,000 cases. The default run generates 2,000 cases in total, always the same
+ones. `make fuzz CASES=100000` (`reliability/fuzz.py`) generates the requested number, from a seed.
 """
 
 import contextlib
@@ -24,22 +24,22 @@ from hypothesis import strategies as st
 from transformer.cli._errors import BAD_INPUT, LONGEST, describe, exit_code
 
 ALL = 100_000
-"""cases that the shares of the tests add up to"""
+"""sum of the shares of all tests"""
 CASES = int(os.environ.get("FUZZ_CASES", "2000"))
 SECONDS = 5
-"""of processor time that a case may take; waiting, of which the watchdog knows, may be the machine's fault"""
+"""maximum processor time of a case; waiting does not count, because it may be caused by the machine"""
 HANGS = 60
-"""seconds after which a case has no end"""
+"""seconds of real time after which a case counts as hanging"""
 MEMORY = 2**31
-"""bytes of address space that a case may take beside what the process has"""
+"""maximum additional address space of a case in bytes"""
 
 ROOT = Path(__file__).resolve().parents[1]
-# What Python opens by itself: modules that are imported late, and their source for a traceback.
+# Directories in which Python itself opens files: late imports, and source code for tracebacks.
 _PYTHON = tuple(
     f"{os.path.realpath(place)}{os.sep}"
     for place in {sys.prefix, sys.base_prefix, ROOT / "transformer", ROOT / "tests"}
 )
-# What reading a file has no business with, by the names of Python's audit events.
+# Audit events of Python that reading a file must never cause.
 _NEVER = {
     *("subprocess.Popen", "os.system", "os.exec", "os.fork", "os.posix_spawn", "pty.spawn", "socket.connect"),
     *("socket.getaddrinfo", "pickle.find_class", "os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.symlink"),
@@ -49,14 +49,14 @@ _LISTED = {"open", "os.listdir", "os.scandir"}
 
 
 class Cage:
-    """While `folder` is set, everything that Python opens outside of it, or does that no reader does, is noted."""
+    """Record files opened outside `folder`, and forbidden operations, while `folder` is set."""
 
     folder: str | None = None
     offences: list[str]
     installed = False
 
     def hook(self, event: str, arguments: tuple) -> None:
-        """An audit hook; it can't be taken away again, but is idle outside of the cage."""
+        """Audit hook. It can't be removed, but does nothing while `folder` is None."""
         if self.folder is None:
             return
         if event in _NEVER:
@@ -70,7 +70,7 @@ class Cage:
 
     @contextlib.contextmanager
     def closed(self, folder: Path) -> Iterator[None]:
-        """Inside, little memory can be had, and the hook looks."""
+        """Limit memory and activate the hook inside the context."""
         if not self.installed:
             sys.addaudithook(self.hook)
             self.installed = True
@@ -88,21 +88,21 @@ CAGE = Cage()
 
 
 class Watchdog:
-    """Ends the process, with a traceback, when nobody has called `alive` for a time: a case that has no end."""
+    """End the process with a traceback if `alive` is not called for `HANGS` seconds, because a case hangs."""
 
     def __init__(self):
-        self._wound = -math.inf
+        self._started = -math.inf
 
     def alive(self) -> None:
-        """Winds it again. Not at each call: it is a thread of its own, which takes longer to make than most cases."""
-        if time.monotonic() - self._wound > HANGS / 12:
+        """Restart the timer; not at each call, because it is a thread, whose start takes longer than most cases."""
+        if time.monotonic() - self._started > HANGS / 12:
             faulthandler.dump_traceback_later(HANGS, exit=True, file=sys.__stderr__)
-            self._wound = time.monotonic()
+            self._started = time.monotonic()
 
 
 @contextlib.contextmanager
 def _little_memory() -> Iterator[None]:
-    """Inside, the process gets MEMORY more and no more; only Linux knows how."""
+    """Limit the process to `MEMORY` additional bytes inside the context; only on Linux."""
     if sys.platform != "linux":
         yield
         return
@@ -119,7 +119,7 @@ def _little_memory() -> Iterator[None]:
 
 
 def _peak() -> int:
-    """Bytes of memory that the process has had at most; 0 where nobody can tell."""
+    """Return the peak memory of the process in bytes, or 0 if the system does not report it."""
     if sys.platform != "linux":
         return 0
     import resource
@@ -128,7 +128,7 @@ def _peak() -> int:
 
 
 def check_refusal(error: BaseException) -> None:
-    """What the command line makes of a refusal: exit code 2, and one line that can be printed, of bounded length."""
+    """Check that the command line reports an error with exit code 2 and one printable line of bounded length."""
     line = describe(error)
     assert exit_code(error) == BAD_INPUT
     assert line.startswith("error: ")
@@ -141,9 +141,10 @@ Fuzz = Callable[..., None]
 
 @pytest.fixture
 def fuzz(tmp_path: Path, record_property: Callable[[str, object], None]) -> Fuzz:
-    """`fuzz(kind, share, inputs, read)`: of every input, `read(folder, input)` gives something or refuses.
+    """Fixture `fuzz(kind, share, inputs, read)`: for each input, `read(folder, input)` must return or raise `refusals`.
 
-    `put(folder, input)` writes files before, outside of the cage; `folder` (None: a new one) is what may be opened.
+    `put(folder, input)` writes files before, outside the sandbox. `folder` (None: a new one) is the only directory that
+    `read` may open.
     """
 
     def run(
@@ -162,7 +163,7 @@ def fuzz(tmp_path: Path, record_property: Callable[[str, object], None]) -> Fuzz
         longest = 0.0
         watchdog = Watchdog()
 
-        # The default run makes the same cases every time.
+        # The default run generates the same cases every time.
         @settings(
             max_examples=max(4, round(CASES * share / ALL)),
             deadline=None,
@@ -194,13 +195,13 @@ def fuzz(tmp_path: Path, record_property: Callable[[str, object], None]) -> Fuzz
             faulthandler.cancel_dump_traceback_later()
         record_property("fuzz", json.dumps(counts | {"kind": kind, "longest": longest, "peak": _peak()}))
         if sum(counts.values()) >= 50:
-            assert all(counts.values()), f"all alike: {counts}; there must be inputs of both sorts"
+            assert all(counts.values()), f"all inputs had the same result: {counts}; expected valid and invalid inputs"
 
     return run
 
 
 def cleared(folder: Path) -> Path:
-    """The folder, empty."""
+    """Empty a directory and return it."""
     for path in folder.iterdir():
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -209,7 +210,7 @@ def cleared(folder: Path) -> Path:
     return folder
 
 
-# JSON. What json.dumps can't write is put in afterwards, for these words.
+# JSON that json.dumps can't write; it replaces these placeholders afterwards.
 _RAW = {
     '"@deep"': b"[" * 100_000 + b"]" * 100_000,
     '"@nested"': b'{"a":[' * 400 + b"1" + b"]}" * 400,
@@ -228,7 +229,7 @@ ODD = st.one_of(
     st.integers(-10, 10**6),
     st.text(max_size=8),
 )
-"""values of JSON that are seldom right"""
+"""JSON values that are rarely valid"""
 JSON_EDITS = st.lists(
     st.tuples(
         st.integers(0, 2000),
@@ -250,7 +251,7 @@ BYTE_EDITS = st.lists(
 
 
 def rewritten(tree: Any, edits: list) -> Any:
-    """The same tree of JSON values after edits: values changed a little, put, left out, renamed, added, there twice."""
+    """Return an edited copy of a JSON tree: values are changed, replaced, deleted, renamed, added or duplicated."""
     root = [copy.deepcopy(tree)]
     for place, action, value, name in edits:
         spots = list(_spots(root))
@@ -274,7 +275,7 @@ def rewritten(tree: Any, edits: list) -> Any:
 
 
 def _near(value: Any, step: int) -> Any:
-    """Another value of the same type, which may well be right."""
+    """Return another value of the same type, which may be valid."""
     match value:
         case bool():
             return not value
@@ -291,7 +292,7 @@ def _spots(container: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def written(tree: Any) -> bytes:
-    """JSON of a tree, with NaN, lone surrogates and what json.dumps can't write."""
+    """Return the JSON of a tree, with NaN, lone surrogates, and JSON that json.dumps can't write."""
     raw = json.dumps(tree).encode("ascii")
     for word, content in _RAW.items():
         raw = raw.replace(word.encode(), content)
@@ -299,7 +300,7 @@ def written(tree: Any) -> bytes:
 
 
 def damaged(raw: bytes, edits: list) -> bytes:
-    """The bytes after edits: flipped, cut, put in, written over, left out, swapped or there twice."""
+    """Return the bytes with edits: flipped, truncated, inserted, overwritten, deleted, swapped or duplicated."""
     for place, action, piece in edits:
         at, size = place % (len(raw) + 1), len(piece)
         before, behind = raw[:at], raw[at:]
@@ -322,7 +323,7 @@ def damaged(raw: bytes, edits: list) -> bytes:
 
 
 def files_of(trees: list[Any]) -> st.SearchStrategy[bytes]:
-    """Contents of a JSON file: a valid one with values changed, or with bytes changed, or just bytes."""
+    """Return a strategy for contents of a JSON file: a valid file with changed values or bytes, or random bytes."""
     valid = st.sampled_from(trees)
     changed = st.builds(lambda tree, edits: written(rewritten(tree, edits)), valid, JSON_EDITS)
     broken = st.builds(lambda tree, edits: damaged(written(tree), edits), valid, BYTE_EDITS)

@@ -1,4 +1,4 @@
-"""Attention maps: in real layer order, hidden cells apart from weights of 0, every word on both axes."""
+"""Tests of attention maps: order of the layers, masked cells, and labels on both axes."""
 
 import warnings
 
@@ -19,7 +19,7 @@ SIZES = {"vocab_size": 11, "d_model": 6, "num_heads": 3, "d_ff": 5}
 
 @pytest.fixture
 def figures(monkeypatch):
-    """Figures by file name, as they were drawn."""
+    """The drawn figures by file name."""
     drawn = {}
 
     class Canvas(module.FigureCanvasAgg):
@@ -36,14 +36,14 @@ def start(model, *rows):
 
 
 def watch(model, params, *rows):
-    """What a model sows when it reads these rows."""
+    """Return what a model sows for these inputs."""
     model = model.clone(execution=Execution(sow_weights=True))
     run = jax.jit(lambda params, *rows: model.apply({"params": params}, *rows, mutable=["intermediates"]))
     return run(params, *rows)[1]["intermediates"]
 
 
 def heads_of(figure):
-    """Axes of the heads, without the color bar."""
+    """Return the axes of the heads, without the color bar."""
     return [axes for axes in figure.axes if axes.get_title(loc="left").startswith("head")]
 
 
@@ -59,7 +59,7 @@ def random_map(stack="decoder", kind="self", *, layer=0, heads=3, queries=5, key
 
 
 def test_layers_come_in_the_order_data_flows():
-    """Each kind of layer has its own window, and the second pass over the period attends evenly."""
+    """Each kind of layer has its own window, and the second repetition of the period attends uniformly."""
     kinds = {"stack.prefix": (1,), "stack.period": (2, 3), "stack.suffix": (4,)}
     pattern = {name: tuple(LayerKind(window=size) for size in sizes) for name, sizes in kinds.items()}
     model = CausalLM(TransformerConfig(num_layers=6, **SIZES, **pattern))
@@ -130,7 +130,7 @@ def test_every_head_has_its_words_on_both_axes(tmp_path, figures):
                 ["one", "␣", "two⏎"] if rows == "encoder" else ["<bos>", "<eos>", "$5$", "∅", "a␣b\\x1b"]
             )
             assert axes.images[0].get_clim() == (0, 1)
-            assert axes.yaxis_inverted()  # the first query is on top
+            assert axes.yaxis_inverted()  # the first query is at the top
     texts = [text.get_text() for text in figures["decoder_cross_layer1.png"].texts]
     assert texts[0] == "decoder, layer 1 of 1: cross-attention"
     assert "rows: queries (decoder), columns: keys (encoder)" in texts
@@ -146,7 +146,7 @@ def test_cells_show_their_weight(tmp_path, figures):
 
 
 def test_hidden_cells_look_unlike_weight_0(tmp_path):
-    """The same weights, hidden or merely 0: only one picture has the color of what is hidden."""
+    """With equal weights, masked or zero, only the image with masked cells has the color of masked cells."""
     weights = np.eye(4, dtype=np.float32)[None]
     pictures = {}
     for name, hidden in (("hidden", ~np.tri(4, dtype=bool)), ("zero", np.zeros((4, 4), bool))):
@@ -179,7 +179,7 @@ def test_words_that_do_not_fit_get_pages_of_their_own(tmp_path, figures, length,
 
 
 def test_every_character_can_be_drawn(tmp_path, figures):
-    """No formula, no box in place of a character, no warning."""
+    """There is no formula, no placeholder for a character, and no warning."""
     words = ["$x", "$\\frac$", "你好", "ё", "ñ", "\U0001f9d9", "\t", "é" * 30]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -194,7 +194,7 @@ def test_every_character_can_be_drawn(tmp_path, figures):
 def test_very_many_pictures_are_refused_before_one_is_drawn(tmp_path, figures):
     words = [f"w{i}" for i in range(200)]
     maps = [random_map(heads=2, queries=200, keys=200)] * 10
-    message = r"30 pictures of \d+ million pixels together are too many to draw: expected at most 200 million.*--html"
+    message = r"too large: expected at most 200 million pixels in total, got \d+ million in 30 images.*--html"
     with pytest.raises(ValueError, match=message):
         save_attention_maps(maps, tmp_path / "new", target=words)
     assert not figures
@@ -202,5 +202,5 @@ def test_very_many_pictures_are_refused_before_one_is_drawn(tmp_path, figures):
 
 
 def test_too_few_words_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="has 5 queries and 5 keys, but there are 2 and 2 words"):
+    with pytest.raises(ValueError, match="each of the 5 queries and 5 keys of the decoder self-attention, got 2 and 2"):
         save_attention_maps([random_map()], tmp_path, target=["a", "b"])

@@ -1,4 +1,4 @@
-"""The page of attention maps: it holds the model's weights, nothing of it can run or fetch, and it stays small."""
+"""Tests of the attention page: weights, safety against injected text, network access, and size."""
 
 import base64
 import hashlib
@@ -32,13 +32,13 @@ def words(count):
 
 
 def page_of(*panels, source=0, target=0, **options):
-    """A page of panels of these maps."""
+    """Return a page with one panel per list of maps."""
     named = [Panel(name=f"panel {i}", maps=maps) for i, maps in enumerate(panels)]
     return attention_page(named, title="A page", source=words(source), target=words(target), **options)
 
 
 def watch(model, *inputs, params=None):
-    """What a model sows when it reads these inputs, with the kernel that gives its weights."""
+    """Return what a model sows for these inputs, computed with the reference kernel."""
     params = jax.jit(model.init)(jax.random.key(0), *inputs)["params"] if params is None else params
     model = model.clone(execution=Execution(sow_weights=True))
     run = jax.jit(lambda params, *inputs: model.apply({"params": params}, *inputs, mutable=["intermediates"]))
@@ -46,7 +46,7 @@ def watch(model, *inputs, params=None):
 
 
 def check_same(data, maps):
-    """The page has these weights to within 1/510 of the largest of each row, and hides what they hide."""
+    """Check that the page has these weights, within 1/510 of the largest weight of each row, and the same mask."""
     for one in maps:
         shown = weights_of(data, one.stack, one.kind, one.layer)
         np.testing.assert_array_equal(np.isnan(shown), np.broadcast_to(one.hidden, shown.shape))
@@ -60,11 +60,11 @@ class TestData:
         data = data_of(page_of(maps, source=6, target=7))
         check_same(data, maps)
         assert data["words"] == {"encoder": words(6), "decoder": words(7)}
-        assert len(data["masks"]) == 2, "causal, and causal with a window: each is kept once"
+        assert len(data["masks"]) == 2, "causal, and causal with a window: each pattern is stored once"
 
     @pytest.mark.parametrize("largest", [1.0, 0.3, 1e-3, 1e-9])
     def test_small_weights_keep_their_digits(self, largest):
-        """A scale for each row: what is spread over many keys is not rounded to a few steps."""
+        """Each row has its own scale, so that small weights over many keys are not rounded to a few levels."""
         weights = np.random.default_rng(0).random((2, 3, 400)).astype(np.float32) * largest
         scales, levels = quantize(weights)
         off = np.abs(scales[..., None] / 65535 * (levels / 255) - weights)
@@ -92,7 +92,7 @@ class TestData:
             np.testing.assert_allclose(shown, one.weights, atol=1 / 400)
 
     def test_what_is_said_about_it(self):
-        texts, facts = {"Prompt": "a b", "Written": "c"}, {"Command": "python -m transformer inspect x"}
+        texts, facts = {"Prompt": "a b", "Generated": "c"}, {"Command": "python -m transformer inspect x"}
         data = data_of(page_of([random_map()], target=5, written_from=3, texts=texts, facts=facts))
         assert (data["title"], dict(data["texts"]), dict(data["facts"])) == ("A page", texts, facts)
         assert data["writtenFrom"] == 3
@@ -114,7 +114,7 @@ class TestRollout:
 
     @pytest.mark.parametrize("total", [1.0, 0.4])
     def test_rows_sum_to_one(self, total):
-        """Also where a sink takes part of each row; and as the page keeps them."""
+        """This also holds with attention sinks, and for the stored weights."""
         maps = [random_map("encoder", layer=i, queries=7, keys=7, total=total) for i in range(4)]
         for one in attention_rollout(maps):
             np.testing.assert_allclose(one.weights.sum(-1), 1.0, atol=1e-5)
@@ -131,10 +131,10 @@ class TestRollout:
 
     def test_goes_through_one_stack(self):
         maps = translation(source=3, target=4)
-        with pytest.raises(ValueError, match="a rollout goes through one stack"):
+        with pytest.raises(ValueError, match="a rollout needs the maps of one stack"):
             attention_rollout(maps)
         decoder = [one for one in maps if one.stack == "decoder"]
-        assert [one.layer for one in attention_rollout(decoder)] == [0, 1, 2], "cross-attention is left out"
+        assert [one.layer for one in attention_rollout(decoder)] == [0, 1, 2], "cross-attention is ignored"
 
 
 class TestPage:
@@ -149,7 +149,7 @@ class TestPage:
         assert set(ids) <= {attributes.get("id") for _, attributes, _ in elements.found}
 
     def test_fetches_nothing(self):
-        """No address of another place, and a policy that forbids even what a later change might add."""
+        """There is no external URL, and the policy forbids requests that a later change might add."""
         page = page_of(translation(3, 4), source=3, target=4)
         elements = Elements(page)
         for tag, attributes, _ in elements.found:
@@ -165,7 +165,7 @@ class TestPage:
             assert directives[directive] == f"'sha256-{digest}'"
 
     def test_texts_stay_texts(self):
-        """Wherever a user's text goes, it neither ends an element nor is taken for a part of the page."""
+        """A text of the user never ends an element and is never interpreted as part of the page."""
         panel = Panel(name=HOSTILE, maps=[random_map(queries=2, keys=2)])
         page = attention_page(
             [panel], title=HOSTILE, target=[HOSTILE, "ok"], texts={"Prompt": HOSTILE}, facts={HOSTILE: HOSTILE}
@@ -178,19 +178,21 @@ class TestPage:
         data = data_of(page)
         assert data["title"] == data["texts"][0][1] == data["facts"][0][0] == data["panels"][0]["name"] == HOSTILE
         spelled = HOSTILE.replace("\u2028", "\\u2028").replace(" ", "␣")
-        assert data["words"]["decoder"] == [spelled, "ok"], "what can't be seen is spelled"
+        assert data["words"]["decoder"] == [spelled, "ok"], "invisible characters are escaped"
         assert page.count(page.split("<script>")[1][:200]) == 1, "a placeholder in a text is not filled in"
 
     def test_60_tokens_of_12_layers_and_12_heads_are_small(self):
-        """Encoder, decoder and cross-attention of two checkpoints together."""
+        """Encoder, decoder and cross-attention of two checkpoints fit into one page."""
         maps = translation(60, 60, layers=12, heads=12)
         page = page_of(maps, maps, source=60, target=60)
         assert len(page) < 5_000_000
         decoder = [one for one in maps if (one.stack, one.kind) == ("decoder", "self")]
-        assert len(page_of(decoder, target=60)) < 500_000, "what is hidden takes no room"
+        assert len(page_of(decoder, target=60)) < 500_000, "masked cells are not stored"
 
     def test_colors_go_one_way(self):
-        """From light to dark or back in even steps, so that a print and every eye see the order."""
+        """The lightness changes monotonically in even steps, so that the order is visible in print and to color-blind
+        readers.
+        """
         for theme in re.findall(r"--map: ([^;]+);", Path(module.__file__).with_name("attention_page.css").read_text()):
             stops = [[int(stop.strip()[i : i + 2], 16) / 255 for i in (1, 3, 5)] for stop in theme.split(",")]
             linear = np.where(
@@ -218,13 +220,13 @@ class TestRefusals:
                 attention_page(panels, title="t")
 
     def test_words_of_another_number(self):
-        with pytest.raises(ValueError, match="has 5 queries and 5 keys, but there are 4 and 4 words"):
+        with pytest.raises(ValueError, match="5 queries and 5 keys of the decoder self-attention, got 4 and 4"):
             page_of([random_map()], target=4)
-        with pytest.raises(ValueError, match="cross-attention has 5 queries and 5 keys, but there are 5 and 3 words"):
+        with pytest.raises(ValueError, match="5 queries and 5 keys of the decoder cross-attention, got 5 and 3"):
             page_of([random_map(kind="cross")], source=3, target=5)
 
     @pytest.mark.parametrize(
-        ("weight", "message"), [(np.nan, "not finite"), (1.5, "0 to 1, got 0 to 1.5"), (-0.1, "no softmax weights")]
+        ("weight", "message"), [(np.nan, "not finite"), (1.5, "0 to 1, got 0 to 1.5"), (-0.1, "Pass softmax weights")]
     )
     def test_no_weights(self, weight, message):
         weights = np.zeros((1, 2, 2), np.float32)
@@ -234,13 +236,13 @@ class TestRefusals:
 
     def test_too_many(self, monkeypatch):
         monkeypatch.setattr(module, "MOST_WEIGHTS", 74)
-        with pytest.raises(ValueError, match=r"can hold 74 attention weights, but these texts give 75: .* Shorten"):
+        with pytest.raises(ValueError, match=r"expected at most 74, got 75 .* Shorten"):
             page_of([random_map()], target=5)
 
 
 class TestModels:
     def test_grouped_heads_and_windows(self, tmp_path):
-        """Layers without attention among those with it, at each place of the pattern."""
+        """Layers without attention are mixed with layers with attention, at each position of the pattern."""
         blind, local = LayerKind(self_attention=False), LayerKind(window=3)
         pattern = {"stack.prefix": (blind, local), "stack.period": (LayerKind(), blind), "stack.suffix": (blind,)}
         model = CausalLM(TransformerConfig(num_layers=7, num_kv_heads=2, **SIZES, **pattern))
@@ -310,7 +312,7 @@ class TestModels:
     @pytest.mark.slow
     @pytest.mark.parametrize("family", golden_case.families())
     def test_every_family(self, family, tmp_path):
-        """The mask drawn is the one that the model used: what is visible has weight, what is hidden has none."""
+        """The drawn mask is the mask of the model: visible cells have positive weight, masked cells have none."""
         name = next(iter(golden_case.cases(family)))
         found = load_pretrained(ours.write(tmp_path / "theirs", golden_case.golden(family)[name]))
         inputs, _ = ours.inputs_of(found.model, golden_case.cases(family)[name], "none")

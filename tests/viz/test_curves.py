@@ -15,7 +15,7 @@ def write(path, records):
 
 
 def drawn(path, color):
-    """Number of pixels near a colour like "#3b6fb6"."""
+    """Return the number of pixels near a color like "#3b6fb6"."""
     pixels = imread(path)[..., :3]
     wanted = np.array([int(color[i : i + 2], 16) for i in (1, 3, 5)]) / 255
     return int((np.abs(pixels - wanted).max(-1) < 0.05).sum())
@@ -36,11 +36,11 @@ def test_both_losses_are_drawn(tmp_path, count):
     assert not plt.get_fignums()  # no global state
 
 
-@pytest.mark.parametrize(("name", "there", "absent"), [("train/loss", "BLUE", "RED"), ("eval/loss", "RED", "BLUE")])
-def test_one_loss_is_enough(tmp_path, name, there, absent):
+@pytest.mark.parametrize(("name", "present", "absent"), [("train/loss", "BLUE", "RED"), ("eval/loss", "RED", "BLUE")])
+def test_one_loss_is_enough(tmp_path, name, present, absent):
     records = [{"step": step, name: 3.0 / step} for step in range(1, 9)]
     loss_curve(write(tmp_path / "m.jsonl", records), tmp_path / "loss.png")
-    assert drawn(tmp_path / "loss.png", getattr(curves, there)) > 300
+    assert drawn(tmp_path / "loss.png", getattr(curves, present)) > 300
     assert drawn(tmp_path / "loss.png", getattr(curves, absent)) == 0
 
 
@@ -52,7 +52,7 @@ def test_infinite_losses_do_not_hide_the_others(tmp_path):
 
 
 def test_nothing_to_draw_is_an_error(tmp_path):
-    with pytest.raises(ValueError, match=r"holds no finite train/loss or eval/loss\. Train for at least one"):
+    with pytest.raises(ValueError, match=r"contains no finite train/loss or eval/loss\. Train for at least one"):
         loss_curve(write(tmp_path / "m.jsonl", [{"step": 1, "train/loss": "NaN"}]), tmp_path / "loss.png")
     with pytest.raises(FileNotFoundError):
         loss_curve(tmp_path / "none.jsonl", tmp_path / "loss.png")
@@ -83,7 +83,7 @@ def test_the_first_steps_do_not_hide_the_differences():
     assert low < 1.9 < 2.1 < high < 3
 
 
-@pytest.mark.parametrize(("runs", "message"), [({}, "no runs to draw"), ({"x": []}, "'x' has no losses")])
+@pytest.mark.parametrize(("runs", "message"), [({}, "no runs to plot"), ({"x": []}, "'x' has no losses")])
 def test_nothing_to_compare_is_an_error(tmp_path, runs, message):
     with pytest.raises(ValueError, match=message):
         compare_losses(runs, tmp_path / "x.png")

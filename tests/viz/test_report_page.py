@@ -1,4 +1,4 @@
-"""`python -m transformer report`: what a workdir tells of its run, as a page that nothing in it can break out of."""
+"""Tests of `python -m transformer report`: content of the page, and safety against injected text."""
 
 import base64
 import hashlib
@@ -29,7 +29,7 @@ HOSTILE = "</script><b>bold</b><img src=x onerror=alert(1)>\x1b[31m\x00\ud800 & 
 
 
 class Page(HTMLParser):
-    """What a browser would see: elements with their attributes, and the text of each kind."""
+    """Parse a page as a browser does: elements with their attributes, and texts by enclosing element."""
 
     def __init__(self, source):
         super().__init__(convert_charrefs=True)
@@ -56,13 +56,13 @@ class Page(HTMLParser):
 
     @property
     def data(self):
-        """The numbers of each picture."""
+        """The data of all plots."""
         found = [json.loads(text) for tag, text in self.texts if tag == "script" and text.startswith("[{")]
         return [line for picture in found for line in picture]
 
 
 def make_run(folder, name, *, steps=8, done=8, every=2, bad=(), **groups):
-    """A workdir as training leaves it after `done` of `steps` steps; nothing is trained."""
+    """Create a workdir like that of a run after `done` of `steps` steps; nothing is trained."""
     recipe = change(text_recipe(folder), training={"steps": steps}, **groups)
     workdir = folder / name
     workdir.mkdir()
@@ -84,7 +84,7 @@ def make_run(folder, name, *, steps=8, done=8, every=2, bad=(), **groups):
 
 @pytest.fixture
 def run(capsys):
-    """Runs the verb; returns its exit code, stdout and stderr."""
+    """Run the verb; return its exit code, stdout and stderr."""
 
     def call(*words):
         code = main(["report", *map(str, words)])
@@ -95,7 +95,7 @@ def run(capsys):
 
 @pytest.fixture
 def no_pictures(monkeypatch):
-    """PNGs take most of the time."""
+    """Skip the PNG files, which take most of the time."""
     monkeypatch.setattr("transformer.viz._report_page.save_png", lambda chart, lines, path: None)
 
 
@@ -136,7 +136,7 @@ class TestVerb:
         code, out, _ = run(one, other, "--output", tmp_path / "both" / "page.html")
         assert (code, out.splitlines()[1]) == (0, str(tmp_path / "both" / "page-loss.png"))
         page = Page((tmp_path / "both" / "page.html").read_text(encoding="utf-8"))
-        table = page.words.partition("Fields in which the recipes differ")[2].partition("Last values")[0]
+        table = page.words.partition("Differences between the recipes")[2].partition("Last values")[0]
         assert re.findall(r"[a-z]+\.[a-z_.0-9]+", table) == ["model.num_heads", "optimizer.learning_rate"]
         assert [line["label"] for line in page.data[:4]] == ["one, train", "one, eval", "other, train", "other, eval"]
         assert page.count("h1") == 1
@@ -144,19 +144,19 @@ class TestVerb:
     def test_where_the_page_of_several_lies(self, tmp_path, run, no_pictures):
         one, other = make_run(tmp_path, "one"), make_run(tmp_path, "other")
         assert run(one, other)[1].split()[0] == str(one / "comparison.html")
-        assert run(one, f"{one}/")[1].split()[0] == str(one / "report.html")  # twice the same is one
+        assert run(one, f"{one}/")[1].split()[0] == str(one / "report.html")  # the same workdir twice counts once
 
     def test_json(self, tmp_path, run, no_pictures):
-        told = json.loads(run(make_run(tmp_path, "run"), "--json")[1])
-        assert told["runs"][0]["status"] == "finished, 8 steps"
-        assert len(told["pictures"]) == 5
+        report = json.loads(run(make_run(tmp_path, "run"), "--json")[1])
+        assert report["runs"][0]["status"] == "finished, 8 steps"
+        assert len(report["pictures"]) == 5
 
     @pytest.mark.parametrize(
         ("words", "message"),
         [
-            ((), "there is no run to report on. Name a workdir"),
+            ((), "WORKDIR is missing. Pass the workdir"),
             (("nowhere",), "nowhere is not the workdir of a run"),
-            (("{run}", "--output", "{run}"), "--output takes the HTML file to write"),
+            (("{run}", "--output", "{run}"), "--output must name the HTML file to write"),
             (("{run}", "--output", "x.png"), "such as report.html, got x.png"),
             (("{run}", "--outptu", "x.html"), "Did you mean '--output'?"),
         ],
@@ -178,13 +178,13 @@ class TestStates:
         assert "nothing logged yet" in page_of(workdir).words
 
     def test_stopped(self, tmp_path):
-        assert "stopped at step 4 of 8" in page_of(make_run(tmp_path, "run", done=4)).words
+        assert "stopped at or after step 4 of 8" in page_of(make_run(tmp_path, "run", done=4)).words
 
     def test_under_way(self, tmp_path):
         workdir = make_run(tmp_path, "run", done=4)
         with WorkdirLock(workdir):
             assert in_use(workdir)
-            assert "under way, step 4 of 8" in page_of(workdir).words
+            assert "running, step 4 of 8" in page_of(workdir).words
         assert not in_use(workdir)
         (workdir / ".lock").write_text(json.dumps({"pid": 1, "host": socket.gethostname(), "started": "long ago"}))
         assert not in_use(workdir)
@@ -206,7 +206,7 @@ class TestStates:
     def test_numbers_that_are_none(self, tmp_path):
         page = page_of(make_run(tmp_path, "run", bad=(4, 6)))
         assert page.data[0]["values"] == [1.5, None, None, 0.375]
-        assert "train is not finite at 2 logged steps, the first is 4" in page.words
+        assert "train is not finite at 2 logged steps, first at step 4" in page.words
         assert sum(attributes.get("class") == "lost" for _, attributes in page.elements) == 2
 
     def test_none_of_them_finite(self, tmp_path):
@@ -214,7 +214,7 @@ class TestStates:
         lines = (workdir / "metrics.jsonl").read_text().splitlines()
         (workdir / "metrics.jsonl").write_text(lines[0] + "\n")
         page = page_of(workdir)
-        assert "train/loss" in page.words  # among the last values
+        assert "train/loss" in page.words  # in the table of last values
         assert all(line["values"] != [None] for line in page.data)
 
     def test_evaluations_alone(self, tmp_path):
@@ -228,9 +228,9 @@ class TestStates:
         assert read_run(workdir, "run").outcome
         with open(workdir / "metrics.jsonl", "a") as file:
             file.write('{"step": 9, "train/loss": 1.0}\n')
-        told = read_run(workdir, "run")
-        assert told.outcome == ""
-        assert "step 9" in told.status
+        report = read_run(workdir, "run")
+        assert report.outcome == ""
+        assert "step 9" in report.status
 
     def test_a_run_of_before_calls_were_recorded(self, tmp_path):
         workdir = make_run(tmp_path, "run")
@@ -247,7 +247,7 @@ class TestStates:
 
 class TestPage:
     def test_no_text_breaks_out(self, tmp_path, no_pictures):
-        """Whatever a model writes or a user names: it is text, and the scripts are those of the page."""
+        """Generated texts and names given by the user stay text; the page runs only its own scripts."""
         texts = {HOSTILE: HOSTILE}
         hostile = RunReport(
             name=HOSTILE,
@@ -283,7 +283,7 @@ class TestPage:
         assert "default-src 'none'" in page
 
     def test_names(self, tmp_path):
-        with pytest.raises(ValueError, match="there is no run to report on"):
+        with pytest.raises(ValueError, match="there is no run to report"):
             report_page([], title="t")
         with pytest.raises(ValueError, match="two runs are called 'a'"):
             report_page([RunReport(name="a", status="")] * 2, title="t")
@@ -312,7 +312,7 @@ class TestCurves:
         assert len({round(b - a, 9) for a, b in itertools.pairwise(found)}) == 1
 
     def test_numbers_are_short(self):
-        told = {
+        expected = {
             0.0: "0",
             1200.0: "1,200",
             52_930.4: "52,930",
@@ -321,10 +321,10 @@ class TestCurves:
             3.1e9: "3.1e+09",
             1.23456: "1.235",
         }
-        assert {number: short(number) for number in told} == told
+        assert {number: short(number) for number in expected} == expected
 
     def test_points_lie_where_they_should(self):
-        """The first and the last of a line on the edges of its frame, gaps where a value is none."""
+        """The first and last points of a line are at the edges of the frame; a non-finite value leaves a gap."""
         chart = next(chart for chart in CHARTS if chart.name == "learning-rate")
         records = [
             {"step": step, "train/learning_rate": value} for step, value in ((0, 0.0), (5, float("nan")), (10, 2.0))

@@ -7,7 +7,7 @@ from transformer.viz import _study_pictures as studies
 
 
 def drawn(path, color):
-    """Number of pixels near a color like "#3b6fb6"."""
+    """Return the number of pixels near a color like "#3b6fb6"."""
     pixels = imread(path)[..., :3]
     wanted = np.array([int(color[i : i + 2], 16) for i in (1, 3, 5)]) / 255
     return int((np.abs(pixels - wanted).max(-1) < 0.05).sum())
@@ -44,7 +44,7 @@ def test_memory(path):
 
 
 def test_a_curve_in_groups():
-    """Every distance from 1 on is in one group, each value between the group's lowest and highest."""
+    """Every distance from 1 on is in exactly one group; the mean of a group is between its minimum and maximum."""
     curve = np.random.default_rng(0).normal(size=5_003)
     places, low, mean, high = studies._thinned(curve, points=40)
     assert places[0] == 1

@@ -1,5 +1,6 @@
-"""Pictures made from arrays and metrics files only. A name is imported when it is asked for: reading metrics needs no
-matplotlib.
+"""Plots and HTML pages made from arrays and metrics files.
+
+Public names are imported on first use, so that `read_metrics` does not need matplotlib.
 """
 
 from __future__ import annotations
@@ -32,6 +33,6 @@ _EXPORTS = {
         "save_report",
     ),
 }
-"""file -> the public names that it defines"""
+"""public names by the file that defines them"""
 
 __all__, __getattr__, __dir__ = lazy_exports(__name__, _EXPORTS)

@@ -1,4 +1,4 @@
-"""Attention weights of every layer and head as pictures, with words on both axes."""
+"""Heat maps of the attention weights of every layer and head, with the tokens on both axes."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from transformer.viz._attention_weights import AttentionMap, printable
 from transformer.viz._output_files import PNG_METADATA, check_replaceable
 
 MOST_PIXELS = 200_000_000
-"""of all pictures of one text together, which take about a minute on one core"""
+"""maximum number of pixels of all images of one text together; drawing them takes about a minute on one core"""
 
 _DPI = 110
-_LONGEST_LAYER, _LONGEST_HEAD = 22.0, 36.0  # inches of a page, either way: 2,420 and 3,960 pixels
+_LONGEST_LAYER, _LONGEST_HEAD = 22.0, 36.0  # maximum width and height of a page in inches: 2,420 and 3,960 pixels
 _FONT_SIZE = 8.0
-_LINE = 0.14  # inches that one label needs
+_LINE = 0.14  # inches per label
 _COLORS, _INK, _HIDDEN, _HATCH = "Blues", "#333333", "#ececec", "#b5b5b5"
 
 
@@ -41,12 +41,23 @@ def save_attention_maps(
     target: Sequence[str] = (),
     overwrite: bool = True,
 ) -> list[Path]:
-    """Draws each map into a PNG with all its heads, and where its words can't all be read there, each head into one.
+    """Draw each attention map into a PNG file with all heads.
 
-    `source` and `target` label the encoder's and the decoder's positions, one word each. Returns the paths written:
-    `decoder_cross_layer2.png`, `decoder_cross_layer2_head1.png`. ValueError when labels and weights differ in number,
-    or for pictures of more than `MOST_PIXELS` together. Without `overwrite`, FileExistsError when
-    a file is there that this package did not draw.
+    If not all labels fit into that image, each head is also drawn into a file of its own.
+
+    Args:
+        maps: attention maps, such as those of `attention_maps`.
+        directory: directory for the files.
+        source: labels of the encoder positions, one word per position.
+        target: labels of the decoder positions.
+        overwrite: replace existing files that this package did not write.
+
+    Returns:
+        The paths of the files, such as `decoder_cross_layer2.png` and `decoder_cross_layer2_head1.png`.
+
+    Raises:
+        ValueError: the numbers of labels and positions differ, or the images have more than `MOST_PIXELS` together.
+        FileExistsError: without `overwrite`, a file exists that this package did not write.
     """
     directory = Path(directory)
     fonts, missing = _fonts([*map(printable, source), *map(printable, target)])
@@ -61,8 +72,8 @@ def save_attention_maps(
         queries, keys = words[one.stack], words["encoder" if one.kind == "cross" else one.stack]
         if (len(queries), len(keys)) != one.weights.shape[1:]:
             raise ValueError(
-                f"the {one.stack}'s {one.kind}-attention has {one.weights.shape[1]} queries and "
-                f"{one.weights.shape[2]} keys, but there are {len(queries)} and {len(keys)} words for them."
+                f"expected one label for each of the {one.weights.shape[1]} queries and {one.weights.shape[2]} keys of "
+                f"the {one.stack} {one.kind}-attention, got {len(queries)} and {len(keys)}. Pass source= and target=."
             )
         title = f"{one.stack}, layer {one.layer + 1} of {total[one.stack]}: {one.kind}-attention"
         for file, shown in _files(one, total[one.stack], queries, keys):
@@ -70,8 +81,8 @@ def save_attention_maps(
             pixels += math.prod(_Page(len(shown), queries, keys).size) * _DPI**2
     if pixels > MOST_PIXELS:
         raise ValueError(
-            f"{len(planned):,} pictures of {pixels / 1e6:,.0f} million pixels together are too many to draw: expected "
-            f"at most {MOST_PIXELS / 1e6:,.0f} million. Shorten the text, or write one page to explore: --html FILE."
+            f"the images are too large: expected at most {MOST_PIXELS / 1e6:,.0f} million pixels in total, got "
+            f"{pixels / 1e6:,.0f} million in {len(planned):,} images. Shorten the text, or write one page: --html FILE."
         )
     if not overwrite:
         check_replaceable(path for path, *_ in planned)
@@ -82,7 +93,9 @@ def save_attention_maps(
 
 
 def _files(one: AttentionMap, layers: int, queries: Sequence[str], keys: Sequence[str]) -> list[tuple[str, list[int]]]:
-    """Names of the pictures of a map and the heads that each shows: all heads, and where words are left out, each."""
+    """Return the file names of a map with the heads that each file shows: all heads, plus single heads if labels are
+    omitted.
+    """
     heads = list(range(len(one.weights)))
     name = f"{one.stack}_{one.kind}_layer{one.layer + 1:0{len(str(layers))}}"
     files = [(f"{name}.png", heads)]
@@ -92,7 +105,11 @@ def _files(one: AttentionMap, layers: int, queries: Sequence[str], keys: Sequenc
 
 
 class _Page:
-    """Where the heads go on a page, in inches: cells large enough for their words as long as the page can hold them."""
+    """Layout of the heads on a page, in inches.
+
+    The cells are as large as their labels, but shrink until the page has at most its maximum size. Then only every
+    `stride`-th label is drawn.
+    """
 
     left, right, top, bottom, gap, head = 0.42, 0.72, 0.5, 0.34, 0.3, 0.24
 
@@ -119,7 +136,7 @@ class _Page:
 
     @property
     def panel(self) -> tuple[float, float]:
-        """Width and height of one head with its words."""
+        """Width and height of one head with its labels."""
         return (
             self.rows_labels + max(self.shape[1] * self.cell, 0.5),
             self.head + self.columns_labels + self.shape[0] * self.cell,
@@ -132,7 +149,7 @@ class _Page:
         return abs(math.log(width / height / 1.5)) + 0.25 * (rows * columns - heads) + too_large
 
     def place(self, index: int) -> tuple[float, float, float, float]:
-        """Left, bottom, width and height of the cells of a head, as shares of the page."""
+        """Return left, bottom, width and height of the cells of a head, as fractions of the page."""
         width, height = self.panel
         row, column = divmod(index, self.columns)
         left = self.left + column * (width + self.gap) + self.rows_labels
@@ -155,13 +172,13 @@ def _draw(
     grid_width = page.size[0]
     note = f"rows: queries ({one.stack}), columns: keys ({'encoder' if one.kind == 'cross' else one.stack})"
     if page.stride > 1:
-        named = "one in two words is named" if page.stride == 2 else f"one in {page.stride} words is named"
-        note += f"; {named}" + (", more on the pages of single heads" if len(heads) > 1 else "")
+        named = "every 2nd word is labeled" if page.stride == 2 else f"every {page.stride}th word is labeled"
+        note += f"; {named}" + (", more on the images of single heads" if len(heads) > 1 else "")
     legend = 1.7 if one.hidden.any() else 0.0
     page.size = max(grid_width, 0.3 + 0.1 * len(title), 0.3 + legend + 0.068 * len(note)), page.size[1]
     width, height = page.size
 
-    figure = Figure(figsize=page.size, dpi=_DPI, facecolor="white")  # no pyplot: no state that others share
+    figure = Figure(figsize=page.size, dpi=_DPI, facecolor="white")  # not pyplot, which has global state
     small = {"fontsize": _FONT_SIZE, "color": "#777777"}
     figure.text(0.14 / width, 1 - 0.14 / height, title, va="top", fontsize=12, color=_INK)
     for index, head in enumerate(heads):
@@ -229,11 +246,11 @@ def _name(axis: Any, words: Sequence[str], stride: int, fonts: list[str]) -> Non
     places = range(0, len(words), stride)
     axis.set_ticks(list(places), [words[place] for place in places])
     for label in axis.get_ticklabels():
-        label.set(fontfamily=fonts, fontsize=_FONT_SIZE, parse_math=False)  # a $ in a text is no formula
+        label.set(fontfamily=fonts, fontsize=_FONT_SIZE, parse_math=False)  # a $ in a text does not start a formula
 
 
 def _runs(hidden: Bool[np.ndarray, "T S"]) -> list[list[tuple[float, float]]]:
-    """Corners of the rectangles that cover each row's stretches of hidden cells."""
+    """Return the corners of rectangles that cover each run of hidden cells in a row."""
     corners = []
     for row, cells in enumerate(hidden):
         edges = np.flatnonzero(np.diff(np.concatenate([[False], cells, [False]]).astype(np.int8)))
@@ -243,13 +260,13 @@ def _runs(hidden: Bool[np.ndarray, "T S"]) -> list[list[tuple[float, float]]]:
 
 
 def _label(word: str, missing: Set[int] = frozenset(), longest: int = 16) -> str:
-    """A word as it is drawn: characters without a font as escapes, shortened."""
+    """Return the label of a word: shortened, with characters that no font has as escapes."""
     word = "".join(ascii(c)[1:-1] if ord(c) in missing else c for c in printable(word))
     return word if _width(word) <= longest else word[: longest - 1] + "…"
 
 
 def _width(word: str) -> int:
-    """Columns of a word on a terminal: twice as many for East Asian characters."""
+    """Return the width of a word in terminal columns: two per wide East Asian character, none per combining one."""
     return sum(2 if unicodedata.east_asian_width(c) in "WF" else not unicodedata.combining(c) for c in word)
 
 
@@ -258,12 +275,12 @@ def _margin(words: Sequence[str]) -> float:
 
 
 def _fonts(words: Sequence[str]) -> tuple[list[str], set[int]]:
-    """Font families that together have every character of the words, and those that no font here has."""
+    """Return font families that cover the characters of the words, and the characters that no installed font has."""
     families = ["DejaVu Sans"]
     missing = {ord(c) for word in words for c in word} - _glyphs(font_manager.findfont(families[0]))
     for entry in font_manager.fontManager.ttflist if missing else ():
         if entry.name.startswith("Last Resort"):
-            continue  # has a box for everything
+            continue  # this font has a placeholder for every character
         if found := missing & _glyphs(entry.fname):
             families.append(entry.name)
             missing -= found

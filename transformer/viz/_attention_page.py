@@ -1,4 +1,4 @@
-"""Who looks at whom, as one HTML file to explore: all of its data, style and program within, nothing fetched."""
+"""Interactive HTML page of attention maps: one self-contained file that loads nothing from the network."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from jaxtyping import Bool, Float
 from transformer.viz._attention_weights import AttentionMap, attention_rollout, printable
 
 MOST_WEIGHTS = 60_000_000
-"""of all maps together: a page of 80 MB, which a browser still opens"""
+"""maximum number of attention weights on a page; the file then has 80 MB, which browsers can still open"""
 
 LEVELS = 255
-"""a weight is kept as a multiple of 1/255 of the largest of its row"""
+"""a weight is stored as a multiple of 1/255 of the largest weight of its query"""
 
 _STACKS = ("encoder", "decoder")
-_PROGRAM = ("_data.js", "_words.js", "_map.js", "_files.js", ".js")  # the last one begins
+_PROGRAM = ("_data.js", "_words.js", "_map.js", "_files.js", ".js")  # the last file runs first and uses the others
 _SCALES = 65535
 
 
 @dataclass(frozen=True, kw_only=True)
 class Panel:
-    """What one model looked at, under its `name`: its `maps`, as `attention_maps` gives them."""
+    """Attention maps of one model, as returned by `attention_maps`, and the name of the model."""
 
     name: str
     maps: Sequence[AttentionMap]
     layers: Mapping[str, int] = field(default_factory=dict)
-    """how many layers a stack has, where the last ones attend to nothing: "encoder", "decoder" """
+    """number of layers by stack ("encoder", "decoder"); needed only if the last layers have no attention"""
 
 
 def attention_page(
@@ -49,27 +49,30 @@ def attention_page(
     texts: Mapping[str, str] | None = None,
     facts: Mapping[str, str] | None = None,
 ) -> str:
-    """An HTML page that shows every map of each panel, the mean over its heads and the rollout of its stack; panels
-    stand side by side. It is ASCII, has all it needs within and forbids itself to fetch anything.
+    """Return an HTML page with every map of each panel, the mean over its heads and the rollout of its stack.
 
-    Weights are kept in 8 bits: as multiples of 1/255 of the largest one of their row, and of cells that the mask hides
-    none at all.
+    Several panels are shown side by side. The page is ASCII and self-contained; its content security policy forbids
+    network access. Weights are stored in 8 bits, as multiples of 1/255 of the largest weight of their query; masked
+    cells are not stored.
 
     Args:
-        panels: one, or several of models that read the same words.
-        title: the page's heading.
-        source: label of each position of the encoders; target: those of the decoders.
-        written_from: the first word of `target` that a model wrote itself; None: none.
-        texts: what stands above the maps, by its name: prompt, translation.
-        facts: what stands below, by its name: the model, how the weights were computed.
+        panels: one model, or several models that read the same tokens.
+        title: heading of the page.
+        source: labels of the encoder positions.
+        target: labels of the decoder positions.
+        written_from: index of the first generated token in `target`; None: no token was generated.
+        texts: texts shown above the maps, by name, such as the prompt and the translation.
+        facts: texts shown below the maps, by name, such as the model and its attention kernel.
 
     Raises:
-        ValueError: no maps; labels and weights that differ in number; weights that are not finite, or not from 0 to 1;
-            more than `MOST_WEIGHTS`.
+        ValueError: there are no maps; the numbers of labels and positions differ; weights are not finite or not from 0
+            to 1; or there are more than `MOST_WEIGHTS`.
     """
     words = {"encoder": [*map(printable, source)], "decoder": [*map(printable, target)]}
     if not panels or not all(panel.maps for panel in panels):
-        raise ValueError("there is nothing to show: give at least one panel, and each at least one map.")
+        raise ValueError(
+            "there is nothing to show: expected at least one panel, and at least one map per panel. Pass panels=."
+        )
     maps = [one for panel in panels for one in panel.maps]
     check_weights(sum(one.weights.size for one in maps))
     for one in maps:
@@ -85,23 +88,25 @@ def attention_page(
         "masks": masks.packed,
     }
     style, program = _part(".css"), "\n\n".join(map(_part, _PROGRAM))
-    program = f'"use strict";\n{{\n{program}\n}}'  # a block: nothing of it is seen from outside
-    # What the page may do: run this program in this style. Nothing else, and nothing from anywhere.
+    program = f'"use strict";\n{{\n{program}\n}}'  # the block keeps its names out of the global scope
+    # The policy allows exactly this program and this style sheet, and no network access.
     policy = f"default-src 'none'; img-src data:; style-src {_digest(style)}; script-src {_digest(program)}"
     parts = {
         "policy": html.escape(policy, quote=False),
         "title": html.escape(title).encode("ascii", "xmlcharrefreplace").decode(),
         "style": style,
         "program": program,
-        # Within a script element only "<" can begin anything but text.
+        # Inside a script element, only "<" can start a tag or a comment.
         "data": json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"),
     }
     return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], _part(".html"))
 
 
 def save_attention_page(path: str | os.PathLike, panels: Sequence[Panel], **options: Any) -> Path:
-    """Writes the page that `attention_page` makes of the panels and its options to `path`, whose folder is made when
-    missing. ValueError as there.
+    """Write the page of `attention_page`, with its options, to `path`; a missing directory is created.
+
+    Raises:
+        ValueError: see `attention_page`.
     """
     path, page = Path(path), attention_page(panels, **options)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -110,11 +115,11 @@ def save_attention_page(path: str | os.PathLike, panels: Sequence[Panel], **opti
 
 
 def check_weights(count: int) -> None:
-    """Raises ValueError for more weights than a page can hold."""
+    """Raise ValueError if there are more weights than a page can hold."""
     if count > MOST_WEIGHTS:
         raise ValueError(
-            f"a page can hold {MOST_WEIGHTS:,} attention weights, but these texts give {count:,}: the product of "
-            f"queries, keys and heads over all layers. Shorten the texts."
+            f"too many attention weights for a page: expected at most {MOST_WEIGHTS:,}, got {count:,} (queries x keys "
+            f"x heads, summed over the layers). Shorten the texts."
         )
 
 
@@ -122,23 +127,23 @@ def _check(one: AttentionMap, words: Mapping[str, Sequence[str]]) -> None:
     queries, keys = words[one.stack], words["encoder" if one.kind == "cross" else one.stack]
     if (len(queries), len(keys)) != one.weights.shape[1:]:
         raise ValueError(
-            f"the {one.stack}'s {one.kind}-attention has {one.weights.shape[1]} queries and {one.weights.shape[2]} "
-            f"keys, but there are {len(queries)} and {len(keys)} words for them."
+            f"expected one label for each of the {one.weights.shape[1]} queries and {one.weights.shape[2]} keys of the "
+            f"{one.stack} {one.kind}-attention, got {len(queries)} and {len(keys)}. Pass source= and target=."
         )
     if not np.isfinite(one.weights).all():
         raise ValueError(
-            f"the {one.stack}'s {one.kind}-attention of layer {one.layer + 1} has weights that are not finite: there "
-            f"is something wrong with the model's parameters, or its numbers are beyond their type."
+            f"the {one.stack} {one.kind}-attention of layer {one.layer + 1} has weights that are not finite. Check the "
+            f"parameters of the model, or compute in a dtype with a larger range."
         )
     if one.weights.size and not -1e-6 <= one.weights.min() <= one.weights.max() <= 1 + 1e-3:
         raise ValueError(
-            f"attention weights are from 0 to 1, got {one.weights.min():.3g} to {one.weights.max():.3g} in layer "
-            f"{one.layer + 1}: these are no softmax weights."
+            f"attention weights must be from 0 to 1, got {one.weights.min():.3g} to {one.weights.max():.3g} in layer "
+            f"{one.layer + 1}. Pass softmax weights."
         )
 
 
 def _groups(panel: Panel, masks: _Masks) -> list[dict[str, Any]]:
-    """Maps of one stack and kind together, layer by layer, with the rollout of what is self-attention."""
+    """Return the maps grouped by stack and kind, in the order of the layers, with the rollout of the self-attention."""
     groups = []
     for stack in _STACKS:
         ours = [one for one in panel.maps if one.stack == stack]
@@ -155,13 +160,13 @@ def _groups(panel: Panel, masks: _Masks) -> list[dict[str, Any]]:
 
 
 class _Masks:
-    """What is hidden, each pattern once, as bits."""
+    """Patterns of masked cells as bits; each distinct pattern is stored once."""
 
     def __init__(self):
         self.packed: list[str] = []
 
     def number(self, hidden: Bool[np.ndarray, "T S"]) -> int | None:
-        """Which pattern it is; None: nothing is hidden."""
+        """Return the index of a pattern, or None if no cell is masked."""
         if not hidden.any():
             return None
         bits = _text(np.packbits(hidden.ravel()))
@@ -171,7 +176,7 @@ class _Masks:
 
 
 def _packed(one: AttentionMap, masks: _Masks) -> dict[str, Any]:
-    """The weights that are not hidden, row by row: 8 bits each, and 16 for the largest one of each row."""
+    """Return the unmasked weights of a map, row by row: 8 bits per weight and a scale of 16 bits per row."""
     scales, levels = quantize(one.weights)
     return {
         "layer": one.layer,
@@ -183,11 +188,17 @@ def _packed(one: AttentionMap, masks: _Masks) -> dict[str, Any]:
 
 
 def quantize(weights: Float[np.ndarray, "N T S"]) -> tuple[np.ndarray, np.ndarray]:
-    """Scales (N, T) in 1/65535 and levels (N, T, S) in 1/255 of their row's scale, whole numbers: a weight is the
-    product, to within 1/510 of the largest one of its row, rounded up to 1/65535.
+    """Quantize attention weights to 8 bits, with one scale per query.
+
+    Returns:
+        Integer scales (N, T) in units of 1/65535, the largest weight of a query rounded up; and integer levels
+        (N, T, S) in units of 1/255 of that scale. The product of scale and level differs from the weight by at most
+        1/510 of the scale.
     """
     weights = np.clip(weights, 0.0, 1.0)
+    # Rounded up, so that no weight exceeds its scale and level 255.
     scales = np.ceil(weights.max(-1, initial=0.0).astype(np.float64) * _SCALES).astype(np.uint16)
+    # A scale of 0 would divide by zero; all weights of such a query are 0.
     largest = np.maximum(scales, 1)[..., None] / _SCALES
     return scales, np.rint(weights * (LEVELS / largest)).astype(np.uint8)
 
@@ -202,5 +213,5 @@ def _part(suffix: str) -> str:
 
 
 def _digest(text: str) -> str:
-    """How a content security policy names a piece that may stand in the page."""
+    """Return the hash by which a content security policy allows an inline script or style."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

@@ -1,4 +1,4 @@
-"""Who looks at whom, as arrays: the attention weights of every layer and head, and their rollout through a stack."""
+"""Attention weights of every layer and head as arrays, and attention rollout."""
 
 from __future__ import annotations
 
@@ -19,27 +19,33 @@ _SIGNS = {" ": "␣", "\n": "⏎", "\\n": "⏎", "\t": "⇥", "\\t": "⇥", "\r"
 
 @dataclass(frozen=True)
 class AttentionMap:
-    """The weights of one attention layer for one example: of which `stack`, and of which `kind`."""
+    """Attention weights of one layer for one example, with the stack and the kind of the attention."""
 
     stack: Literal["encoder", "decoder"]
     layer: int
-    """from 0, as data flows"""
+    """index of the layer in its stack, from 0"""
     kind: Literal["self", "cross", "rollout"]
     weights: Float[np.ndarray, "N T S"]
-    """of each head: how much query t takes from key s"""
+    """weight of key s for query t, for each of N heads"""
     hidden: Bool[np.ndarray, "T S"]
-    """which keys the mask hides from which query"""
+    """True: the mask hides key s from query t"""
 
 
 def attention_maps(
     intermediates: Mapping[str, Any], config: TransformerConfig, row: int | None = None
 ) -> list[AttentionMap]:
-    """What `MultiHeadAttention` sowed in a call on one example without padding, in the order data flows. A layer that
-    attends to nothing has no map.
+    """Return the attention maps of a call on one example without padding, in the order of computation.
 
-    `intermediates` is the collection of that name, which `model.apply(..., mutable=["intermediates"])` returns beside
-    the output of a model made with `Execution(sow_weights=True)`; `row` is the example of a batch, or the channel of a
-    series. ValueError when it holds no weights, or those of a batch without a `row`.
+    A layer without attention has no map.
+
+    Args:
+        intermediates: the collection "intermediates" that `model.apply(..., mutable=["intermediates"])` returns with
+            the output, for a model created with `Execution(sow_weights=True)`.
+        config: config of the model.
+        row: index of the example in a batch, or of the channel of a time series.
+
+    Raises:
+        ValueError: there are no attention weights, or they are those of a batch and `row` is missing.
     """
     maps = []
     for stack in ("encoder", "decoder"):
@@ -49,7 +55,8 @@ def attention_maps(
                 weights = np.asarray(weights, np.float32)
                 if weights.shape[0] != 1 and row is None:
                     raise ValueError(
-                        f"attention maps show one example, got a batch of {weights.shape[0]}. Say which with row=."
+                        f"attention maps show one example, got a batch of {weights.shape[0]}. Pass the index of one "
+                        f"with row=."
                     )
                 which = name.removesuffix("_attention")
                 mask = _mask(kind, causal=causal) if which == "self" else Mask()
@@ -57,14 +64,14 @@ def attention_maps(
                 maps.append(AttentionMap(stack, layer, which, weights[row or 0], ~visible))
     if not maps:
         raise ValueError(
-            "there are no attention weights: make the model with Execution(sow_weights=True) and call it with "
+            "there are no attention weights. Create the model with Execution(sow_weights=True) and call it with "
             "mutable=['intermediates']."
         )
     return maps
 
 
 def _layers(stack: Mapping[str, Any], config: TransformerConfig, name: str) -> list[tuple[LayerKind, dict[str, Any]]]:
-    """Kind and sown weights of each layer of a stack, in order."""
+    """Return kind and sown weights of each layer of a stack, in order."""
     if not stack:
         return []
     layers = []
@@ -78,7 +85,7 @@ def _layers(stack: Mapping[str, Any], config: TransformerConfig, name: str) -> l
 
 
 def _sown(layer: Mapping[str, Any]) -> dict[str, Any]:
-    """The weights that the parts of a layer sowed, in the order data flows."""
+    """Return the weights that the attention modules of a layer sowed, in the order of computation."""
     names = ("self_attention", "cross_attention")
     return {name: layer[name]["weights"][0] for name in names if "weights" in layer.get(name, {})}
 
@@ -89,28 +96,38 @@ def _mask(kind: LayerKind, *, causal: bool) -> Mask:
 
 
 def attention_rollout(maps: Sequence[AttentionMap]) -> list[AttentionMap]:
-    """How much of each position of a stack's input is in each position behind each of its layers, as far as its
-    self-attention alone tells (Abnar & Zuidema 2020, arXiv 2005.00928, section 3): the product of the layers' matrices
-    0.5 W + 0.5 I, where W is the mean over heads and I the way around the attention.
+    """Compute attention rollout (Abnar & Zuidema 2020, arXiv 2005.00928, section 3).
 
-    `maps` are those of one stack, in the order data flows; cross-attention among them is left out. Gives a map of one
-    head for each layer that attends, of the kind "rollout"; its rows sum to 1, also where a sink takes part of a row.
-    What is hidden is what no path through the layers reaches.
+    The rollout estimates how much each position after a layer depends on each input position of the stack, from the
+    self-attention alone. It is the product of the matrices A_l = 0.5 W_l + 0.5 I of all layers up to this one, where
+    W_l is the mean of the attention weights over the heads and I stands for the residual connection.
+
+    Args:
+        maps: maps of one stack, in the order of computation. Cross-attention maps are ignored.
+
+    Returns:
+        One map of kind "rollout" with one head per self-attention layer. Its rows sum to 1, also with attention sinks.
+        A cell is hidden if no path through the layers connects the two positions.
 
     Raises:
-        ValueError: maps of both stacks.
+        ValueError: the maps are of both stacks.
     """
     if len({one.stack for one in maps}) > 1:
-        raise ValueError("a rollout goes through one stack: give the maps of the encoder, or those of the decoder.")
+        raise ValueError(
+            "a rollout needs the maps of one stack, got maps of the encoder and the decoder. Pass those of one stack."
+        )
     result: list[AttentionMap] = []
     for one in maps:
         if one.kind != "self":
             continue
         itself = np.eye(one.weights.shape[1])
         rollout, reached = (result[-1].weights[0], ~result[-1].hidden) if result else (itself, itself > 0)
+        # A_l = 0.5 W_l + 0.5 I, (T, T), in float64: the product runs over all layers.
         step = 0.5 * one.weights.mean(0, dtype=np.float64) + 0.5 * itself
+        # Rows of W_l sum to less than 1 if the heads have sinks: divide by the sum before R_l = A_l R_(l-1).
         rollout = (step / step.sum(-1, keepdims=True)) @ rollout
-        # In floating point: NumPy multiplies matrices of other types slowly.
+        # Reachable positions, as a Boolean matrix product. Computed in float32, because NumPy multiplies Boolean
+        # matrices slowly.
         reached = (~one.hidden | (itself > 0)).astype(np.float32) @ reached.astype(np.float32) > 0
         weights = rollout[None].astype(np.float32)
         result.append(AttentionMap(one.stack, one.layer, "rollout", weights, ~reached))
@@ -118,6 +135,6 @@ def attention_rollout(maps: Sequence[AttentionMap]) -> list[AttentionMap]:
 
 
 def printable(word: str) -> str:
-    """A word with blanks as signs and unprintable characters as escapes."""
+    """Return a word with visible symbols for white space, and escapes for unprintable characters."""
     word = _SIGNS.get(word, word)
     return "".join(_SIGNS.get(c, c if c.isprintable() else ascii(c)[1:-1]) for c in word)

@@ -1,4 +1,4 @@
-"""The loss over the steps, of one run or of several."""
+"""Loss curves of one run, or of several runs."""
 
 from __future__ import annotations
 
@@ -19,20 +19,30 @@ from transformer.viz._style import BLUE, COLORS, INK, RED, dress, new_figure, sa
 def loss_curve(
     metrics_path: str | os.PathLike, png_path: str | os.PathLike, title: str = "Loss", unit: str = "nats per token"
 ) -> None:
-    """Draws train/loss and eval/loss of a metrics.jsonl over the steps into a PNG, in nats per token or another unit.
+    """Plot train/loss and eval/loss of a metrics.jsonl file by step into a PNG file.
 
-    Raises FileNotFoundError without a metrics file and ValueError when it holds no finite loss.
+    Args:
+        metrics_path: the metrics.jsonl file.
+        png_path: file to write.
+        title: title of the plot.
+        unit: unit of the loss.
+
+    Raises:
+        FileNotFoundError: the metrics file does not exist.
+        ValueError: it contains no finite loss.
     """
     records = read_metrics(metrics_path)
     train, evaluation = _series(records, "train/loss"), _series(records, "eval/loss")
     if not len(train[0]) and not len(evaluation[0]):
-        raise ValueError(f"{metrics_path} holds no finite train/loss or eval/loss. Train for at least one logged step.")
+        raise ValueError(
+            f"{metrics_path} contains no finite train/loss or eval/loss. Train for at least one logged step."
+        )
     figure = new_figure(8, 4.8, dpi=150)
     axes = _axes(figure, title, unit)
     steps, losses = train
     if len(steps):
         window = len(steps) // 40
-        if window > 1:  # many points: the trend over their scatter
+        if window > 1:  # with many points, draw a running mean over the noisy curve
             axes.plot(steps, losses, color=BLUE, alpha=0.25, linewidth=0.8)
             axes.plot(steps, smooth(losses, window), color=BLUE, linewidth=1.8, label=f"train, mean of {window} points")
         else:
@@ -54,15 +64,25 @@ def compare_losses(
     bounds: Mapping[str, float] | None = None,
     title: str = "Loss",
 ) -> None:
-    """Draws the losses of several runs, {name: [[step, nats per token], ...]}, and horizontal `bounds` into a PNG.
+    """Plot the losses of several runs into a PNG file.
 
-    Raises ValueError when there is no run, or one without points.
+    Args:
+        runs: for each run, by name, a list of [step, loss in nats per token].
+        png_path: file to write.
+        bounds: values of horizontal lines, by name.
+        title: title of the plot.
+
+    Raises:
+        ValueError: there is no run, or a run has no points.
     """
     for name, points in runs.items():
         if not len(points):
-            raise ValueError(f"the run {name!r} has no losses to draw: expected pairs (step, loss).")
+            raise ValueError(
+                f"the run {name!r} has no losses: expected at least one pair (step, loss). Remove the run, or log its "
+                f"losses."
+            )
     if not runs:
-        raise ValueError("there are no runs to draw: expected at least one.")
+        raise ValueError("there are no runs to plot: expected at least one. Pass runs=.")
     figure = new_figure(8, 4.8, dpi=150)
     axes = _axes(figure, title)
     for (name, points), color in zip(runs.items(), itertools.cycle(COLORS), strict=False):
@@ -79,8 +99,10 @@ def compare_losses(
 
 
 def _limits(runs: Mapping[str, Sequence[Sequence[float | int]]], bounds: Mapping[str, float]) -> tuple[float, float]:
-    """From a little below the lowest number to a little above what the slowest run had after a tenth of its points:
-    the first steps, all alike, would hide the differences.
+    """Return limits of the loss axis: from below the lowest value to above the highest loss after a tenth of the
+    points.
+
+    The first losses are nearly equal in all runs, but so high that the differences would not be visible.
     """
     low = min([*bounds.values(), *(loss for points in runs.values() for _, loss in points)])
     high = max([*bounds.values(), *(points[min(len(points) // 10, len(points) - 1)][1] for points in runs.values())])
@@ -103,7 +125,10 @@ def _series(records: list[dict], name: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def smooth(values: np.ndarray, window: int) -> np.ndarray:
-    """Running mean over `window` values around each; fewer at the ends, so that the curve reaches both."""
+    """Return the running mean over the `window` values around each value; at the ends over fewer values.
+
+    The result has the length of `values`. A mean is a difference of two cumulative sums, divided by their distance.
+    """
     sums = np.cumsum(np.concatenate([[0.0], values]))
     centers = np.arange(len(values))
     low = np.maximum(centers - window // 2, 0)

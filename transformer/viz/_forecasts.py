@@ -1,4 +1,4 @@
-"""Forecasts beside what came."""
+"""Plot of forecasts of a time series with the actual values."""
 
 from __future__ import annotations
 
@@ -19,16 +19,25 @@ def forecast_picture(
     png_path: str | os.PathLike,
     title: str = "Forecasts",
 ) -> None:
-    """Draws windows of a time series into a PNG, one a column, and each of its channels, named by `columns`, in a row:
-    `past` (windows, steps, channels), what came, `future` (windows, horizon, channels), and its `forecast`.
+    """Plot windows of a time series into a PNG file, with one column per window and one row per channel.
 
-    Raises ValueError where the arrays don't fit each other.
+    Args:
+        past: input of the model, (windows, steps, channels).
+        future: actual values after the input, (windows, horizon, channels).
+        forecast: forecast of these values, of the same shape.
+        columns: name of each channel.
+        png_path: file to write.
+        title: title of the plot.
+
+    Raises:
+        ValueError: the shapes of the arrays do not match.
     """
     windows, steps, channels = past.shape
     if future.shape != forecast.shape or future.shape[::2] != (windows, channels) or len(columns) != channels:
         raise ValueError(
-            f"a forecast must have the shape of what came, with as many windows and channels as the past {past.shape} "
-            f"and a name for each channel: got {forecast.shape} for {future.shape}, and {len(columns)} names."
+            f"forecast and future must have the same shape, with as many windows and channels as the past "
+            f"{past.shape}, and columns one name per channel, got {forecast.shape}, {future.shape} and {len(columns)} "
+            f"names. Check the shapes."
         )
     figure = new_figure(5 * windows, 1.5 * channels + 0.8, dpi=110)
     grid = figure.subplots(channels, windows, sharex=True, squeeze=False)
@@ -40,7 +49,7 @@ def forecast_picture(
             dress(axes, title if channel == window == 0 else "", "steps from now" if last else "", columns[channel])
             now = past[window, -1:, channel]
             axes.plot(np.arange(1 - steps, 1), past[window, :, channel], color=INK, linewidth=0.9)
-            for values, color, name in ((future, BLUE, "what came"), (forecast, RED, "forecast")):
+            for values, color, name in ((future, BLUE, "actual"), (forecast, RED, "forecast")):
                 line = np.concatenate([now, values[window, :, channel]])
                 axes.plot([0, *horizon], line, color=color, linewidth=1.3, label=name)
     grid[0, 0].legend(frameon=False, fontsize=8)

@@ -1,4 +1,4 @@
-"""Files that this package draws carry its name, so that an older one can be replaced and a file of the user is not."""
+"""Marks in the files that this package writes, so that it replaces only its own files and no file of the user."""
 
 from __future__ import annotations
 
@@ -8,25 +8,27 @@ from pathlib import Path
 
 GENERATOR = "transformer-zoo"
 PNG_METADATA = {"Software": GENERATOR}
-"""the text chunk of every PNG"""
+"""metadata of every PNG file"""
 HTML_MARK = f'<meta name="generator" content="{GENERATOR}">'
-"""the line in the head of every page"""
+"""line in the head of every HTML page"""
 _SHOWN = 5
 _MARKS = f"Software\0{GENERATOR}".encode(), HTML_MARK.encode()
 _HEAD = 4096
-"""bytes from the start of a file within which the mark is"""
+"""number of bytes at the start of a file in which the mark is searched"""
 
 
 def is_replaceable(path: str | os.PathLike) -> bool:
-    """Whether nothing of the user is lost if the file is written: it is missing, empty, or was drawn by this package.
+    """Return whether a file can be written without losing data of the user.
+
+    This is the case if the file is missing, is empty, or was written by this package.
 
     Raises:
-        OSError: it can't be read.
+        OSError: the file can't be read.
     """
     path = Path(path)
     if not os.path.lexists(path):
         return True
-    if not path.is_file():  # a directory, a device, a broken link: writing will tell
+    if not path.is_file():  # a directory, a device or a broken link: writing raises the error, if any
         return True
     with path.open("rb") as stream:
         head = stream.read(_HEAD)
@@ -34,11 +36,11 @@ def is_replaceable(path: str | os.PathLike) -> bool:
 
 
 def check_replaceable(paths: Iterable[str | os.PathLike]) -> None:
-    """Raises FileExistsError if one of the files is not replaceable; it names up to five."""
+    """Raise FileExistsError if one of the files is not replaceable; the message lists up to five of them."""
     if kept := [str(path) for path in paths if not is_replaceable(path)]:
         more = f" and {len(kept) - _SHOWN} more" if len(kept) > _SHOWN else ""
         which, others = ("it", "another file") if len(kept) == 1 else ("them", "other files")
         raise FileExistsError(
-            f"{', '.join(kept[:_SHOWN])}{more} already exists, and this program did not write {which}. Name {others}, "
+            f"{', '.join(kept[:_SHOWN])}{more} already exists, and this program did not write {which}. Pass {others}, "
             f"or pass --overwrite to replace {which}."
         )

@@ -1,4 +1,4 @@
-"""Metrics files, read."""
+"""Read metrics files."""
 
 from __future__ import annotations
 
@@ -12,15 +12,19 @@ _WORDS = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-in
 
 
 def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl, each {"step": int, name: number, ...}; "NaN", "Infinity", "-Infinity" are floats.
+    """Read the records of a metrics.jsonl file, each {"step": int, name: number, ...}.
 
-    A last line that was torn by a crash is left out. Raises FileNotFoundError, and ValueError for another bad line.
+    The strings "NaN", "Infinity" and "-Infinity" become floats. A last line that a crash truncated is ignored.
+
+    Raises:
+        FileNotFoundError: the file does not exist.
+        ValueError: any other line is invalid.
     """
     return [record for _, record in metrics_lines(path)]
 
 
 def metrics_lines(path: str | os.PathLike) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Like `read_metrics`, ValueError included, with the text of each line (without its end) beside what it says."""
+    """Yield each line, without its line end, and its record. Raises the errors of `read_metrics`."""
     lines = Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
     for number, line in enumerate(lines, start=1):
         try:
@@ -35,10 +39,10 @@ def metrics_lines(path: str | os.PathLike) -> Iterator[tuple[str, dict[str, Any]
             )
         elif number < len(lines):
             raise ValueError(
-                f"{path}, line {number}: expected a JSON object with a whole 'step', got {line[:60]!r}. "
-                "Remove that line."
+                f"{path}, line {number}: expected a JSON object with an integer 'step', got {line[:60]!r}. "
+                "Remove this line."
             )
 
 
 def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is no JSON")
+    raise ValueError(f"{constant} is not valid JSON")

@@ -1,4 +1,4 @@
-"""Curves of one or several runs: from lines of metrics to SVG for a page and to PNG."""
+"""Plots of the metrics of one or several runs, as SVG for a page and as PNG."""
 
 from __future__ import annotations
 
@@ -16,74 +16,80 @@ from transformer.viz._curves import smooth
 from transformer.viz._style import COLORS, dress, new_figure, save
 
 WIDTH, HEIGHT = 640, 300
-"""of a picture, in its own units"""
+"""size of a plot in SVG units"""
 LEFT, RIGHT, TOP, BOTTOM = 62, 24, 10, 34
-"""what its margins take of that"""
+"""margins of a plot in SVG units"""
 MOST_POINTS = 1000
-"""of a line, about: of more, the lowest and the highest of each part are drawn"""
+"""approximate maximum number of points per line; a longer line is reduced to the extrema of its sections"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """A picture of some metrics over the steps, under a `title`."""
+    """A plot of one or more metrics by step."""
 
     name: str
-    """of its PNG file"""
+    """suffix of the name of the PNG file"""
     title: str
     unit: str = ""
-    """"" is none"""
+    """unit of the values; "" if they have none"""
     metrics: tuple[str, ...]
-    """a line each: the first plain, the others with dots"""
+    """metrics, one line each: the first one solid, the others dashed with dots"""
     scale: float | int = 1.0
-    """what values are multiplied with"""
+    """factor applied to the values"""
     from_zero: bool = True
-    """the axis begins at 0"""
+    """the value axis starts at 0"""
 
 
 CHARTS = (
-    Chart(name="loss", title="Loss", unit="nats a target", metrics=("train/loss", "eval/loss"), from_zero=False),
+    Chart(name="loss", title="Loss", unit="nats per target", metrics=("train/loss", "eval/loss"), from_zero=False),
     Chart(name="accuracy", title="Held-out accuracy", unit="%", metrics=("eval/accuracy",), scale=100),
     Chart(name="mae", title="Held-out mean absolute error", metrics=("eval/mae",), from_zero=False),
     Chart(name="learning-rate", title="Learning rate", metrics=("train/learning_rate",)),
     Chart(name="gradient-norm", title="Gradient norm", metrics=("train/grad_norm",)),
-    Chart(name="router-loss", title="Loss of routers", unit="nats a target", metrics=("train/router_loss",)),
-    Chart(name="skipped", title="Batches passed over, in all", metrics=("train/skipped",)),
-    Chart(name="spikes", title="Spikes of the loss, in all", metrics=("train/spikes",)),
-    Chart(name="speed", title="Speed", unit="targets/s", metrics=("perf/tokens_per_s",)),
-    Chart(name="mfu", title="MFU", unit="% of the peak", metrics=("perf/mfu",), scale=100),
-    Chart(name="flops", title="Work of the model", unit="GFLOP/s", metrics=("perf/flops_per_s",), scale=1e-9),
-    Chart(name="memory", title="Most memory held", unit="GiB", metrics=("perf/peak_memory_bytes",), scale=2**-30),
-    Chart(name="padding", title="Padding", unit="% of the places", metrics=("data/padding",), scale=100),
-    Chart(name="data-wait", title="Waiting for data", unit="% of the time", metrics=("perf/data_wait",), scale=100),
+    Chart(name="router-loss", title="Router loss", unit="nats per target", metrics=("train/router_loss",)),
+    Chart(name="skipped", title="Skipped batches (total)", metrics=("train/skipped",)),
+    Chart(name="spikes", title="Loss spikes (total)", metrics=("train/spikes",)),
+    Chart(name="speed", title="Throughput", unit="targets/s", metrics=("perf/tokens_per_s",)),
+    Chart(name="mfu", title="MFU", unit="% of peak FLOP/s", metrics=("perf/mfu",), scale=100),
+    Chart(name="flops", title="Model FLOP/s", unit="GFLOP/s", metrics=("perf/flops_per_s",), scale=1e-9),
+    Chart(name="memory", title="Peak memory", unit="GiB", metrics=("perf/peak_memory_bytes",), scale=2**-30),
+    Chart(name="padding", title="Padding", unit="% of positions", metrics=("data/padding",), scale=100),
+    Chart(name="data-wait", title="Waiting for data", unit="% of time", metrics=("perf/data_wait",), scale=100),
 )
-"""pictures of a report, in its order; those without a value are left out"""
+"""plots of a report, in order; a plot without values is omitted"""
 
 
 @dataclass(frozen=True)
 class Line:
-    """A metric of a run over the steps: `steps` (n,) ascending and `values` (n,), which need not all be finite. Its
-    `label` is "" where there is but one; one with `dots` is of held-out data.
+    """One metric of one run: `steps` (n,), ascending, and `values` (n,), which may be NaN or infinite.
+
+    `label` is "" if the plot has only one line. `dots` marks metrics of held-out data.
     """
 
     label: str
     color: int
-    """number of the run"""
+    """index of the run, which selects the color"""
     dots: bool
     steps: np.ndarray
     values: np.ndarray
 
     @property
     def not_finite(self) -> np.ndarray:
-        """Steps (n,) whose value can't be drawn."""
+        """Steps whose value is not finite and can't be drawn."""
         return self.steps[~np.isfinite(self.values)]
 
 
 def lines_of(chart: Chart, runs: Mapping[str, Iterable[Mapping[str, Any]]]) -> list[Line]:
-    """The lines of a chart, of runs by name as `read_metrics` gives their records; those without a value left out."""
+    """Return the lines of a chart that have values.
+
+    Args:
+        chart: the chart.
+        runs: records of each run, as returned by `read_metrics`, by name.
+    """
     found = []
     for color, (name, records) in enumerate(runs.items()):
         for place, metric in enumerate(chart.metrics):
-            # Of a step that was logged twice the later line counts.
+            # A resumed run may log a step twice; the later record replaces the earlier one.
             points = {record["step"]: record[metric] for record in records if _is_number(record.get(metric))}
             if points:
                 label = metric.rpartition("/")[0] if len(chart.metrics) > 1 else ""
@@ -100,24 +106,25 @@ def _is_number(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class Frame:
-    """What part of the plane is drawn: steps up to `right`, values from `low` to `high`."""
+    """Visible range of a plot: steps from 0 to `right`, values from `low` to `high`."""
 
     right: float
     low: float
     high: float
 
     def x(self, step: float | int | np.integer) -> float:
-        """Where a step is, in units of the picture."""
+        """Return the x coordinate of a step in SVG units."""
         return LEFT + (WIDTH - LEFT - RIGHT) * step / self.right
 
     def y(self, value: float | int | np.floating) -> float:
-        """Where a value is, likewise."""
+        """Return the y coordinate of a value in SVG units."""
         return TOP + (HEIGHT - TOP - BOTTOM) * (self.high - value) / (self.high - self.low)
 
 
 def frame_of(chart: Chart, lines: Sequence[Line]) -> Frame | None:
-    """The frame of all lines; None where no value is finite. A loss falls out of it at the top: its first steps, all
-    alike, would hide the differences.
+    """Return the visible range of all lines; None if no value is finite.
+
+    The first values of a loss are cut off at the top: they are so high that later differences would not be visible.
     """
     finite = [line.values[np.isfinite(line.values)] for line in lines]
     finite = [values for values in finite if len(values)]
@@ -133,13 +140,20 @@ def frame_of(chart: Chart, lines: Sequence[Line]) -> Frame | None:
 
 
 def svg(chart: Chart, lines: Sequence[Line], key: str) -> str:
-    """A picture of the lines as an SVG element, colored by the page's style; `key` is the name of its parts.
-    ValueError where no value is finite.
+    """Return a plot of the lines as an SVG element, which the style sheet of the page colors.
+
+    Args:
+        chart: the chart.
+        lines: its lines.
+        key: unique id of the element's clip path.
+
+    Raises:
+        ValueError: no value is finite.
     """
     frame = frame_of(chart, lines)
     if frame is None:
-        raise ValueError(f"{chart.title} has no finite value to draw.")
-    title = escaped(f"{chart.title}: {'; '.join(map(told, lines))}")
+        raise ValueError(f"{chart.title} has no finite value to plot. Remove the chart.")
+    title = escaped(f"{chart.title}: {'; '.join(map(last_value, lines))}")
     parts = [
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{title}">',
         f'<clipPath id="{key}"><rect x="{LEFT}" y="{TOP}" width="{WIDTH - LEFT - RIGHT}" '
@@ -159,7 +173,7 @@ def svg(chart: Chart, lines: Sequence[Line], key: str) -> str:
 
 
 def escaped(value: Any) -> str:
-    """As text of HTML, without control characters other than line ends and tabs."""
+    """Escape a value as HTML text; control characters other than line ends and tabs are replaced."""
     bad = {c for c in str(value) if unicodedata.category(c) in ("Cc", "Cs")} - {"\n", "\t"}
     return html.escape(str(value).translate({ord(c): "\ufffd" for c in bad}))
 
@@ -192,8 +206,10 @@ def _path(steps: np.ndarray, values: np.ndarray, frame: Frame) -> str:
 
 
 def kept_points(values: np.ndarray, most: int = MOST_POINTS) -> list[int]:
-    """Places in `values` (n,) that are enough for a picture: of each part the lowest, the highest and one that is not
-    finite.
+    """Return indices of the points of `values` (n,) to draw: at most about `most`.
+
+    Each section of a longer line keeps its lowest value, its highest value and the first one that is not finite, so
+    that no spike disappears.
     """
     count = len(values)
     if count <= most:
@@ -208,7 +224,8 @@ def kept_points(values: np.ndarray, most: int = MOST_POINTS) -> list[int]:
 
 
 def ticks(low: float | int, high: float | int, wanted: int = 5) -> list[float]:
-    """Round numbers from `low` to `high`, about as many as wanted."""
+    """Return about `wanted` round numbers from `low` to `high`."""
+    # The smallest of 1, 2, 5 and 10 times a power of ten that gives at most `wanted` intervals.
     rough = (high - low) / wanted
     scale = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * scale for factor in (1, 2, 5, 10) if factor * scale >= rough * 0.999)
@@ -218,7 +235,7 @@ def ticks(low: float | int, high: float | int, wanted: int = 5) -> list[float]:
 
 
 def short(value: float | int) -> str:
-    """A number in few characters: 1,200, 0.25, 2e-05, 3.1e+09."""
+    """Format a number with few characters: 1,200, 0.25, 2e-05, 3.1e+09."""
     if not math.isfinite(value):
         return str(value)
     if value == int(value) and abs(value) < 1e6:
@@ -228,24 +245,24 @@ def short(value: float | int) -> str:
     return f"{value:.4g}" if 1e-3 <= abs(value) < 1e3 else f"{value:.3g}"
 
 
-def told(line: Line) -> str:
-    """What a line ends with, in words."""
+def last_value(line: Line) -> str:
+    """Return the label and the last finite value of a line."""
     finite = line.values[np.isfinite(line.values)]
     last = short(float(finite[-1])) if len(finite) else "no finite value"
     return f"{line.label or 'last'} {last}"
 
 
 def save_png(chart: Chart, lines: Sequence[Line], png_path: str | os.PathLike) -> None:
-    """Draws the lines into a PNG. ValueError where no value is finite."""
+    """Plot the lines into a PNG file; raise ValueError if no value is finite."""
     frame = frame_of(chart, lines)
     if frame is None:
-        raise ValueError(f"{chart.title} has no finite value to draw.")
+        raise ValueError(f"{chart.title} has no finite value to plot. Remove the chart.")
     figure = new_figure(8, 4.2, dpi=130)
     axes = figure.add_subplot()
     dress(axes, chart.title, "step", chart.unit)
     for line in lines:
         color, window = COLORS[line.color % len(COLORS)], len(line.steps) // 40
-        style: dict[str, Any] = {"color": color, "linewidth": 1.8, "label": told(line)}
+        style: dict[str, Any] = {"color": color, "linewidth": 1.8, "label": last_value(line)}
         if line.dots or len(line.steps) == 1:
             style |= {"marker": "o", "markersize": 4, "linestyle": (0, (5, 2))}
         if line.dots or window < 2 or len(line.not_finite):

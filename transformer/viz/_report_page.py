@@ -1,4 +1,4 @@
-"""What came of one or several runs, as one HTML file: all of its data, style and program within, nothing fetched."""
+"""HTML report of one or several runs: one self-contained file that loads nothing from the network."""
 
 from __future__ import annotations
 
@@ -23,53 +23,59 @@ from transformer.viz._report_curves import (
     escaped,
     frame_of,
     kept_points,
+    last_value,
     lines_of,
     save_png,
     short,
     svg,
-    told,
 )
 from transformer.viz._style import COLORS
 
 MOST_SAMPLES = 50
-"""evaluations whose texts are on the page: the first, and the newest of the others"""
+"""maximum number of evaluations whose samples are shown: the first one, and the newest of the others"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunReport:
-    """What is known of a run, under its `name`, as plain values. Texts may hold anything: the page escapes them."""
+    """Report data of one run, as plain values. The page escapes all texts."""
 
     name: str
     status: str
-    """how far it is"""
+    """progress of the run: running, finished, stopped"""
     facts: Mapping[str, str] = field(default_factory=dict)
-    """short lines on it, by what they tell"""
+    """short texts by name, such as the device and the number of parameters"""
     records: Sequence[Mapping[str, Any]] = ()
-    """of metrics.jsonl, as `read_metrics` gives them"""
+    """records of metrics.jsonl, as returned by `read_metrics`"""
     unit: str = "nats per token"
-    """of the loss"""
+    """unit of the loss"""
     targets: str = "targets"
-    """what the speed counts"""
+    """unit counted by the throughput"""
     outcome: str = ""
-    """what the run said at its end"""
+    """summary that the run printed at its end"""
     samples: Sequence[tuple[int, str]] = ()
-    """step, and what the model wrote then"""
+    """generated samples by step"""
     recipe: Mapping[str, Any] = field(default_factory=dict)
-    """the resolved recipe, values by dotted name"""
+    """resolved recipe: values by dotted field name"""
     versions: Mapping[str, str] = field(default_factory=dict)
-    """of what it ran with, by package"""
+    """versions of the packages that the run used, by name"""
     calls: Sequence[str] = ()
-    """a line for each call of the training that made it"""
+    """one text per invocation of the training command"""
     commands: Mapping[str, str] = field(default_factory=dict)
-    """what repeats it and uses it, by what they do"""
+    """commands that reproduce or use the run, by description"""
 
 
 def report_page(runs: Sequence[RunReport], *, title: str, made: str = "") -> str:
-    """An HTML page of runs, with curves in the same pictures and, of several, the fields in which their recipes differ.
-    It forbids itself to fetch anything. `made` says by whom and when.
+    """Return an HTML page of one or several runs. Its content security policy forbids network access.
+
+    Several runs share the plots, and the page lists the fields in which their recipes differ.
+
+    Args:
+        runs: the runs.
+        title: heading of the page.
+        made: time and command that created the page.
 
     Raises:
-        ValueError: no run, or two of one name.
+        ValueError: there is no run, or two runs have the same name.
     """
     return _page(runs, charts_of(runs), title, made)
 
@@ -104,11 +110,14 @@ def _page(runs: Sequence[RunReport], charts: Sequence[tuple[Chart, list[Line]]],
 def save_report(
     runs: Sequence[RunReport], html_path: str | os.PathLike, *, title: str, made: str = "", overwrite: bool = True
 ) -> list[Path]:
-    """Writes the page, and beside it a PNG of each picture, named NAME-loss.png and so on; gives their paths.
+    """Write the page of `report_page`, and each plot as a PNG file (NAME-loss.png) in the same directory.
+
+    Returns:
+        The path of the page, then the paths of the PNG files.
 
     Raises:
-        ValueError: as `report_page`.
-        FileExistsError: without `overwrite`, a file is there that this package did not draw.
+        ValueError: see `report_page`.
+        FileExistsError: without `overwrite`, a file exists that this package did not write.
     """
     path, charts = Path(html_path), charts_of(runs)
     if not overwrite:
@@ -130,10 +139,12 @@ def _picture(page: Path, chart: Chart) -> Path:
 
 
 def charts_of(runs: Sequence[RunReport]) -> list[tuple[Chart, list[Line]]]:
-    """The pictures for which there is a finite value, in the units of the runs; lines with none at all stay in.
+    """Return the charts that have a finite value, with the units of the runs, and their lines.
+
+    A line without a finite value stays in its chart.
 
     Raises:
-        ValueError: no run, or two of one name.
+        ValueError: there is no run, or two runs have the same name.
     """
     _check(runs)
     records, found = {run.name: run.records for run in runs}, []
@@ -153,10 +164,10 @@ def charts_of(runs: Sequence[RunReport]) -> list[tuple[Chart, list[Line]]]:
 def _check(runs: Sequence[RunReport]) -> None:
     names = [run.name for run in runs]
     if not names:
-        raise ValueError("there is no run to report on: expected at least one.")
+        raise ValueError("there is no run to report: expected at least one. Pass runs=.")
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
-        raise ValueError(f"two runs are called {twice!r}: each needs a name of its own.")
+        raise ValueError(f"two runs are called {twice!r}: expected unique names. Rename one of them.")
 
 
 def _part(name: str) -> str:
@@ -164,7 +175,7 @@ def _part(name: str) -> str:
 
 
 def _table(head: Iterable[Any], rows: Iterable[Iterable[Any]]) -> str:
-    """Cells are HTML."""
+    """Return an HTML table; the cells are HTML."""
     top = "".join(f'<th scope="col">{cell}</th>' for cell in head)
     lines = []
     for row in rows:
@@ -175,7 +186,7 @@ def _table(head: Iterable[Any], rows: Iterable[Iterable[Any]]) -> str:
 
 
 def _by_run(runs: Sequence[RunReport], what: str, values: Sequence[Mapping[str, Any]], missing: str = "") -> str:
-    """A table with a row for each name and a column for each run."""
+    """Return a table with one row per name and one column per run."""
     names = dict.fromkeys(name for one in values for name in one)
     rows = [[escaped(name), *(escaped(one.get(name, missing)) for one in values)] for name in names]
     return _table([what, *(_name(runs, place) for place in range(len(runs)))], rows)
@@ -192,10 +203,12 @@ def _overview(runs: Sequence[RunReport]) -> str:
 
 def _curves(charts: Sequence[tuple[Chart, list[Line]]]) -> str:
     if not charts:
-        return "<h2>Curves</h2><p>Nothing is logged yet: the first line comes after --logging.every steps.</p>"
-    hint = "Point at a picture, or use the arrow keys in it, to read its values."
+        return (
+            "<h2>Curves</h2><p>No metrics are logged yet; the first record is logged after --logging.every steps.</p>"
+        )
+    hint = "Point at a plot, or select it and use the arrow keys, to read its values."
     if any(line.dots for _, lines in charts for line in lines):
-        hint += " Dashed lines with dots are of held-out data."
+        hint += " Dashed lines with dots show held-out data."
     drawn = "".join(_figure(chart, lines, f"chart{place}") for place, (chart, lines) in enumerate(charts))
     return f'<h2>Curves</h2><p class="quiet">{hint}</p><div class="charts">{drawn}</div>'
 
@@ -214,7 +227,7 @@ def _figure(chart: Chart, lines: Sequence[Line], key: str) -> str:
             }
         )
     lost = [
-        f"{line.label or chart.title} is not finite at {len(line.not_finite)} logged steps, the first is "
+        f"{line.label or chart.title} is not finite at {len(line.not_finite)} logged steps, first at step "
         f"{short(float(line.not_finite[0]))}"
         for line in lines
         if len(line.not_finite)
@@ -223,13 +236,13 @@ def _figure(chart: Chart, lines: Sequence[Line], key: str) -> str:
     return (
         f'<figure tabindex="0" data-right="{frame.right:g}" data-left="{LEFT}" data-width="{WIDTH - LEFT - RIGHT}">'
         f"<figcaption><b>{escaped(chart.title)}</b>{unit}{escaped(''.join(f'. {one}' for one in lost))}</figcaption>"
-        f"{svg(chart, lines, key)}<output>{escaped('; '.join(map(told, lines)))}</output>"
+        f"{svg(chart, lines, key)}<output>{escaped('; '.join(map(last_value, lines)))}</output>"
         f'<script type="application/json">{_json(points)}</script></figure>'
     )
 
 
 def _json(value: Any) -> str:
-    """JSON that ends no script element and begins no comment, whatever texts it holds."""
+    """Return JSON that is safe inside a script element: its texts can't end the element or start a comment."""
     return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c").replace(">", "\\u003e")
 
 
@@ -237,14 +250,14 @@ def _differences(runs: Sequence[RunReport]) -> str:
     if len(runs) < 2:
         return ""
     names = dict.fromkeys(name for run in runs for name in run.recipe)
-    unlike = [name for name in names if len({repr(run.recipe.get(name, name)) for run in runs}) > 1]
-    values = [{name: _value(run.recipe[name]) for name in unlike if name in run.recipe} for run in runs]
+    different = [name for name in names if len({repr(run.recipe.get(name, name)) for run in runs}) > 1]
+    values = [{name: _value(run.recipe[name]) for name in different if name in run.recipe} for run in runs]
     table = (
-        _by_run(runs, "field", values, missing="no such field")
-        if unlike
-        else "<p>None: these are runs of one recipe.</p>"
+        _by_run(runs, "field", values, missing="not in this recipe")
+        if different
+        else "<p>None: the runs have the same recipe.</p>"
     )
-    return f"<h2>Fields in which the recipes differ</h2>{table}"
+    return f"<h2>Differences between the recipes</h2>{table}"
 
 
 def _value(value: Any) -> str:
@@ -272,15 +285,15 @@ def _texts(run: RunReport, several: bool) -> str:
     of = f" of {escaped(run.name)}" if several else ""
     if run.outcome:
         opened = "" if several else " open"
-        parts.append(
-            f"<details{opened}><summary>What came of it{of}</summary><pre>{escaped(run.outcome)}</pre></details>"
-        )
+        parts.append(f"<details{opened}><summary>Summary{of}</summary><pre>{escaped(run.outcome)}</pre></details>")
     shown = [*run.samples[:1], *run.samples[1:][-(MOST_SAMPLES - 1) :]]
     if shown:
         parts.append(f"<h2>Samples over time{of}</h2>")
     if len(shown) < len(run.samples):
         left = len(run.samples) - len(shown)
-        parts.append(f'<p class="quiet">{left} of {len(run.samples)} are left out; samples.txt has them all.</p>')
+        parts.append(
+            f'<p class="quiet">{left} of {len(run.samples)} are omitted; samples.txt contains all of them.</p>'
+        )
     for place, (step, text) in enumerate(shown):
         opened = " open" if place == len(shown) - 1 else ""
         parts.append(f"<details{opened}><summary>step {step:,}</summary><pre>{escaped(text.rstrip())}</pre></details>")
@@ -294,10 +307,8 @@ def _repeat(runs: Sequence[RunReport]) -> str:
         parts += [f"<p>{escaped(what)}</p><pre>{escaped(command)}</pre>" for what, command in run.commands.items()]
         if run.calls:
             calls = escaped("\n".join(run.calls))
-            parts.append(
-                f"<details><summary>Calls that made it: {len(run.calls)}</summary><pre>{calls}</pre></details>"
-            )
-    return f"<h2>To repeat it</h2>{''.join(parts)}" if any(parts) else ""
+            parts.append(f"<details><summary>Training commands: {len(run.calls)}</summary><pre>{calls}</pre></details>")
+    return f"<h2>Reproduce and use</h2>{''.join(parts)}" if any(parts) else ""
 
 
 def _versions(runs: Sequence[RunReport]) -> str:
@@ -311,5 +322,5 @@ def _recipes(runs: Sequence[RunReport]) -> str:
     if not any(values):
         return ""
     count = max(map(len, values))
-    table = _by_run(runs, "field", values, missing="no such field")
-    return f"<h2>Recipe</h2><details><summary>all {count} fields, as resolved</summary>{table}</details>"
+    table = _by_run(runs, "field", values, missing="not in this recipe")
+    return f"<h2>Recipe</h2><details><summary>All {count} fields of the resolved recipe</summary>{table}</details>"

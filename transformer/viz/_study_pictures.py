@@ -1,4 +1,4 @@
-"""Pictures of what a formula does: scores and their scale, positions and their distance, memory and padding."""
+"""Plots of the studies: score scaling, position similarity, attention memory and padding."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from transformer.viz._style import BLUE, COLORS, INK, RED, dress, new_figure, save
 
 Numbers = Sequence[int | float]
-"""along an axis"""
+"""values along an axis"""
 
 
 def scale_picture(
@@ -21,7 +21,7 @@ def scale_picture(
     gradients: Mapping[str, Numbers],
     png_path: str | os.PathLike,
 ) -> None:
-    """Draws the variance of the scores and the size of softmax's gradient over d_k, a line for each way, into a PNG."""
+    """Plot the variance of the scores and the norm of the softmax gradient by d_k, one line per variant, into a PNG."""
     figure = new_figure(10, 4.4)
     left, right = figure.subplots(1, 2)
     for axes, series in ((left, variances), (right, gradients)):
@@ -29,15 +29,15 @@ def scale_picture(
             axes.plot(sizes, values, color=color, linewidth=1.8, marker="o", markersize=4, label=label)
         _numbers(axes, "x", sizes)
         axes.set_yscale("log")
-        dress(axes, "", "d_k (entries of a query and of a key)")
+        dress(axes, "", "d_k (size of queries and keys)")
         axes.legend(frameon=False)
     _numbers(left, "y", [1, 10, 100, 1_000])
     _numbers(right, "y", [0.03, 0.1, 0.3])
     right.set_ylim(0.02, 0.5)
     left.set_title("Variance of the scores q·k", loc="left", color=INK)
     left.set_ylabel("variance", color=INK)
-    right.set_title("What softmax passes back", loc="left", color=INK)
-    right.set_ylabel("Frobenius norm of softmax's Jacobian", color=INK)
+    right.set_title("Gradient of the softmax", loc="left", color=INK)
+    right.set_ylabel("Frobenius norm of the softmax Jacobian", color=INK)
     save(figure, png_path)
 
 
@@ -47,14 +47,15 @@ def positions_picture(
     alike: float,
     png_path: str | os.PathLike,
 ) -> None:
-    """Draws similarity over distance into a PNG: a panel for each group of schemes, and one of what looks alike.
+    """Plot similarity by distance into a PNG: one panel per group of schemes, and one for repetitions of sinusoids.
 
-    A line is the mean around a distance, the band about it goes from the lowest to the highest.
+    A line is the mean over neighboring distances; the band around it reaches from the minimum to the maximum.
 
     Args:
         panels: title -> scheme -> similarity at distances 0, 1, 2, ... (n,); three titles.
-        widths: width of sinusoids -> the same.
-        alike: the similarity from which a late position looks like an early one.
+        widths: width of sinusoids -> similarity at distances 0, 1, 2, ... (n,).
+        alike: similarity from which two positions count as almost equal.
+        png_path: file to write.
     """
     figure = new_figure(12, 8)
     grid = figure.subplots(2, 2)
@@ -67,13 +68,14 @@ def positions_picture(
         axes.legend(frameon=False, fontsize=9)
     axes = grid[1, 1]
     for color, (width, curve) in zip(COLORS, widths.items(), strict=False):
+        # Maximum of the similarity over this distance and all larger ones.
         beyond = np.maximum.accumulate(curve[::-1])[::-1]
-        near = slice(1, len(curve) // 2)  # further on there is little left to be alike
+        near = slice(1, len(curve) // 2)  # the maximum over the few distances near the end would be too low
         axes.plot(np.arange(len(curve))[near], beyond[near], color=color, linewidth=1.8, label=f"width {width}")
-    right = axes.get_yaxis_transform()  # x from 0 to 1 over the panel
+    right = axes.get_yaxis_transform()  # x in axes coordinates, y in data coordinates
     axes.axhline(alike, color=INK, linewidth=1, linestyle="--")
-    axes.text(1, alike, f"looks the same: {alike} ", color=INK, fontsize=9, ha="right", va="bottom", transform=right)
-    dress(axes, "Where sinusoids repeat", "distance (positions)", "highest similarity from here on")
+    axes.text(1, alike, f"almost equal: {alike} ", color=INK, fontsize=9, ha="right", va="bottom", transform=right)
+    dress(axes, "Where sinusoids repeat", "distance (positions)", "maximum similarity from this distance on")
     axes.legend(frameon=False, fontsize=9, loc="lower left")
     farthest = max(len(curve) for curve in widths.values()) - 1
     for axes in grid.flat:
@@ -92,7 +94,7 @@ def memory_picture(
     padding: Mapping[str, float],
     png_path: str | os.PathLike,
 ) -> None:
-    """Draws bytes over length, a line for each kernel, and bars of the shares of padding (0 to 1) into a PNG."""
+    """Plot bytes by length, one line per kernel, and fractions of padding (0 to 1) as bars, into a PNG file."""
     figure = new_figure(11, 4.4)
     left, right = figure.subplots(1, 2)
     for color, (kernel, sizes) in zip((RED, BLUE, *COLORS[2:]), kernels.items(), strict=False):
@@ -102,7 +104,7 @@ def memory_picture(
     left.set_yscale("log")
     sizes = [10**power for power in range(6)]
     _numbers(left, "y", sizes)
-    dress(left, "Temporary memory of attention", "length (tokens)", "MiB, forward and backward")
+    dress(left, "Temporary memory of attention", "length (tokens)", "MiB, forward and backward pass")
     left.tick_params(axis="x", labelsize=8)
     left.legend(frameon=False)
 
@@ -111,13 +113,13 @@ def memory_picture(
     right.bar_label(bars, labels=[f"{share:.1f} %" for share in shares], padding=4, color=INK)
     right.invert_yaxis()
     right.set_xlim(0, 100)
-    dress(right, "Padding", "share of all places (%)")
+    dress(right, "Padding", "% of positions")
     right.grid(False, axis="y")
     save(figure, png_path)
 
 
 def _thinned(curve: np.ndarray, points: int = 60) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Distances from 1 on in groups that are even on a log axis: their middles, and lowest, mean and highest value."""
+    """Group the distances from 1 evenly on a log axis; return center, minimum, mean and maximum of each group."""
     edges = np.unique(np.geomspace(1, len(curve), points).round().astype(int))
     starts, counts = edges[:-1], np.diff(edges)
     values = curve[1:]
@@ -127,7 +129,7 @@ def _thinned(curve: np.ndarray, points: int = 60) -> tuple[np.ndarray, np.ndarra
 
 
 def _numbers(axes: Axes, which: str, ticks: Numbers) -> None:
-    """A log axis with these numbers written out."""
+    """Set a log axis with these ticks, formatted as plain numbers."""
     (axes.set_xscale if which == "x" else axes.set_yscale)("log")
     axis = axes.xaxis if which == "x" else axes.yaxis
     axis.set_major_locator(FixedLocator(list(ticks)))

@@ -1,4 +1,4 @@
-// A panel: what one model looked at.
+// A panel: the attention maps of one model.
 
 class Panel {
   constructor(data) {
@@ -8,7 +8,7 @@ class Panel {
     this.map = new LargeMap(this);
     this.grid = new Grid(this);
     this.title = make("p");
-    this.told = make("p", { className: "told" });
+    this.summary = make("p", { className: "summary" });
     this.missing = make("p", { className: "missing", hidden: true });
     this.note = make("p", { className: "note" });
     this.sides = { query: make("p", { className: "side" }), key: make("p", { className: "side" }) };
@@ -30,19 +30,19 @@ class Panel {
       ...(several ? [make("h2", { textContent: data.name })] : []),
       make("div", { className: "sides" }, make("div", {}, this.sides.query, this.queries.element), this.other),
       make("div", { className: "picture" },
-        make("div", { className: "caption" }, this.title, files), this.told, this.missing, this.map.element),
-      make("div", { className: "all" }, make("p", { className: "side", textContent: "Layers down, heads across" }),
+        make("div", { className: "caption" }, this.title, files), this.summary, this.missing, this.map.element),
+      make("div", { className: "all" }, make("p", { className: "side", textContent: "Rows: layers; columns: heads" }),
         this.grid.element, this.note),
     );
   }
-  /** Another kind of attention, with other words. */
+  /** Updates the panel for another kind of attention, with other words. */
   fill() {
     const kind = current();
-    const asks = `${capital(kind.stack)} words, which look`;
+    const asks = `Queries (${kind.stack})`;
     this.queries.fill(kind.queries, kind.stack, asks);
-    this.keys.fill(kind.cross ? kind.keys : [], "encoder", "Encoder words, which are looked at");
-    this.sides.query.textContent = kind.cross ? asks : `${capital(kind.stack)} words: point at one, or tap it`;
-    this.sides.key.textContent = "Encoder words, which are looked at";
+    this.keys.fill(kind.cross ? kind.keys : [], "encoder", "Keys (encoder)");
+    this.sides.query.textContent = kind.cross ? asks : `${capital(kind.stack)} words: point at a word, or tap it`;
+    this.sides.key.textContent = "Keys (encoder)";
     this.other.hidden = !kind.cross;
     this.grid.fill();
     const without = [];
@@ -50,21 +50,21 @@ class Panel {
     const which = without.length === 1 ? `Layer ${without[0]} has` : `Layers ${without.join(", ")} have`;
     this.note.textContent = without.length ? `${which} no ${kind.cross ? "cross" : "self"}-attention.` : "";
   }
-  /** Another picture of the same words. */
+  /** Draws another matrix of the same words. */
   draw() {
     this.picture = matrix(this.data, current(), shownLayer(), state.view, state.head);
     this.title.textContent = pictureName();
     this.missing.hidden = Boolean(this.picture);
-    this.missing.textContent = `${this.data.name} has no such layer or head.`;
+    this.missing.textContent = `${this.data.name} does not have this layer or head.`;
     this.map.element.hidden = !this.picture;
     const { queries, keys } = current();
     const sizes = `${queries.length} queries by ${keys.length} keys`;
-    this.map.element.setAttribute("aria-label", `${pictureName()}: ${sizes}; arrow keys move the cell`);
+    this.map.element.setAttribute("aria-label", `${pictureName()}: ${sizes}; the arrow keys move the selected cell`);
     this.map.lay();
     this.grid.mark();
     this.mark();
   }
-  /** Another word. */
+  /** Highlights the selected word or cell. */
   mark() {
     const { picture } = this;
     const { side, query, key } = state;
@@ -80,9 +80,9 @@ class Panel {
       this.queries.show(picture, byRow, query, key, () => query);
     }
     this.map.mark();
-    this.told.textContent = picture ? this.tell(picture) : "";
+    this.summary.textContent = picture ? this.describe(picture) : "";
   }
-  tell(picture) {
+  describe(picture) {
     const kind = current();
     const { side, query, key } = state;
     if (side === "query" && query !== null && key !== null) return `${relation(picture, query, key)}.`;
@@ -98,13 +98,13 @@ class Panel {
     const others = side === "query" ? kind.keys : kind.queries;
     const best = weights.sort(([a], [b]) => b - a).slice(0, 4);
     const list = best.map(([weight, i]) => `${quoted(others, i)} ${number(picture, place(i)[0], weight)}`).join(", ");
-    if (side === "key") return `${quoted(kind.keys, key)} gets most from ${list || "none"}.`;
-    const verb = state.view === "rollout" ? "comes from" : "looks at";
-    return `${quoted(kind.queries, query)} ${verb} ${list || "nothing"}. Its row sums to ${sum.toFixed(2)}.`;
+    if (side === "key") return `${quoted(kind.keys, key)} receives most attention from ${list || "no word"}.`;
+    const verb = state.view === "rollout" ? "depends on" : "attends to";
+    return `${quoted(kind.queries, query)} ${verb} ${list || "nothing"}. Its weights sum to ${sum.toFixed(2)}.`;
   }
 }
 
-// What is shown, and the controls that say it.
+// The state of the page, and the controls that change it.
 
 const panels = page.panels.map((data) => new Panel(data));
 function say(text) {
@@ -116,7 +116,7 @@ function choose(side, i, other) {
   Object.assign(state, next);
   for (const panel of panels) panel.mark();
 }
-/** Shows what a change of the state asks for. */
+/** Applies a change of the state and redraws the affected parts. */
 function show(change, done) {
   const before = { ...state };
   Object.assign(state, change);
@@ -124,17 +124,17 @@ function show(change, done) {
   state.layer = Math.max(0, Math.min(kind.layers.length - 1, state.layer));
   state.head = Math.max(0, Math.min(kind.heads - 1, state.head));
   if (state.view === "rollout" && !kind.rollout) state.view = "mean";
-  const anew = done || before.kind !== state.kind;
+  const refill = done || before.kind !== state.kind;
   let left = panels.length;
   const painted = () => --left || (done && done());
-  if (anew) {
+  if (refill) {
     Object.assign(state, { side: "query", query: kind.queries.length - 1, key: null });
     for (const panel of panels) panel.fill();
   }
   for (const panel of panels) panel.draw();
   times.firstPicture ??= Math.round(performance.now());
   for (const panel of panels) {
-    if (anew || before.stretch !== state.stretch) panel.grid.paint(painted);
+    if (refill || before.stretch !== state.stretch) panel.grid.paint(painted);
   }
   controls();
 }
@@ -158,13 +158,14 @@ function controls() {
   byId("most").textContent = state.stretch && !several ? most.toFixed(2) : state.stretch ? "largest" : "1";
   const hides = (picture) => picture && picture.values.some(Number.isNaN);
   byId("hidden-legend").hidden = !panels.some((panel) => hides(panel.picture));
-  const told = {
-    head: kind.cross ? "How much of each encoder word a decoder word takes." : "How much of each word a word takes.",
-    mean: "The average over the heads of the layer.",
-    rollout: "How much of each word of the input is in a word behind this layer, through all layers up to it.",
+  const explanations = {
+    head: `Attention weights: how much each query attends to each ${kind.cross ? "encoder word" : "word"}.`,
+    mean: "Attention weights, averaged over the heads of the layer.",
+    rollout: "Rollout: how much each word after this layer depends on each input word, through all layers up to it.",
   };
-  const reads = kind.stack === "decoder" && ` A row is the word read last, when the next one is being written.`;
-  byId("explained").textContent = told[state.view] + (reads || "");
+  const reads =
+    kind.stack === "decoder" && ` A row is the last word that the model read before it predicts the next one.`;
+  byId("explained").textContent = explanations[state.view] + (reads || "");
 }
 
 const preference = matchMedia("(prefers-color-scheme: dark)");
@@ -191,8 +192,8 @@ byId("theme").addEventListener("click", () => {
 
 byId("title").textContent = page.title;
 const entry = ([name, text]) => {
-  const told = make(name === "Command" ? "code" : "bdi", { textContent: text });
-  return make("div", {}, make("dt", { textContent: name }), make("dd", {}, told));
+  const value = make(name === "Command" ? "code" : "bdi", { textContent: text });
+  return make("div", {}, make("dt", { textContent: name }), make("dd", {}, value));
 };
 byId("texts").append(...page.texts.map(entry));
 byId("facts").append(...page.facts.map(entry));

@@ -1,12 +1,12 @@
-// What the page was given, and what of it is shown.
+// The data of the page, and the state of the display.
 
 const byId = (id) => document.getElementById(id);
 const page = JSON.parse(byId("data").textContent);
 const several = page.panels.length > 1;
-const times = document.documentElement.dataset; // milliseconds until the large map, and all of them, were drawn
+const times = document.documentElement.dataset; // milliseconds until the large map and until all maps were drawn
 const state = { kind: 0, view: "head", layer: 0, head: 0, side: "query", query: null, key: null, stretch: false };
 
-// What the page holds: kinds of attention, the layers of each, the weights of each picture.
+// Kinds of attention, the layers of each kind, and the weights of each map.
 
 const kinds = [];
 for (const panel of page.panels) {
@@ -51,7 +51,7 @@ function unpack(entry, rows, columns) {
   return unpacked.get(entry);
 }
 
-/** Weights (rows x columns) of one picture, NaN where they are hidden; null where a panel has no such picture. */
+/** Returns the weights (rows x columns) of one map, NaN for masked cells; null if the panel has no such map. */
 function matrix(panel, kind, layer, view, head) {
   const group = groupOf(panel, kind);
   const entry = group && group[view === "rollout" ? "rollout" : "layers"].find((one) => one.layer === layer);
@@ -67,6 +67,7 @@ function matrix(panel, kind, layer, view, head) {
     let place = h * seen;
     for (let t = 0; t < rows; t++) {
       const at = 2 * (h * rows + t);
+      // Little-endian 16-bit scale of the row in 1/65535; a level is a multiple of scale / 255.
       const unit = (scales[at] + 256 * scales[at + 1]) / 65535 / 255 / (last - first + 1);
       for (let i = t * columns; i < (t + 1) * columns; i++) {
         if (hidden[i]) values[i] = NaN;
@@ -81,14 +82,14 @@ function matrix(panel, kind, layer, view, head) {
 
 const shownLayer = () => current().layers[state.layer];
 const limit = (picture) => (state.stretch && picture.most > 0 ? picture.most : 1);
-/** As many decimals as 8 bits of a row hold. */
+/** Formats a weight with the number of decimals that its 8 bits justify. */
 function number(picture, row, weight) {
   let most = 0;
   for (let s = 0; s < picture.columns; s++) most = Math.max(most, picture.values[row * picture.columns + s] || 0);
   return weight.toFixed(most > 0.25 ? 2 : 3);
 }
 
-// Colors: one map from light to dark, or from dark to light, read from the style sheet.
+// Colors: a color map from light to dark, or from dark to light, read from the style sheet.
 
 let colors;
 function readColors() {
@@ -104,12 +105,12 @@ function readColors() {
   }
   const named = ["paper", "ink", "quiet", "line", "accent", "hidden", "hatch"];
   colors = Object.fromEntries(named.map((name) => [name, text(name)]));
-  // As a pixel is stored: red, green, blue, opacity.
+  // Byte order of a pixel: red, green, blue, opacity.
   const pixel = (rgb) => new Uint32Array(new Uint8Array([...rgb, 255]).buffer)[0];
   colors.pixels = table.map(pixel);
   colors.hiddenPixel = pixel(parts(colors.hidden));
   colors.css = table.map((rgb) => `rgb(${rgb})`);
-  // Whichever of black and white has more contrast (WCAG 2).
+  // Text color: black or white, whichever has more contrast to the relative luminance (WCAG 2).
   colors.over = table.map((rgb) => {
     const [r, g, b] = rgb.map((v) => (v / 255 <= 0.04045 ? v / 3294.6 : ((v / 255 + 0.055) / 1.055) ** 2.4));
     return 0.2126 * r + 0.7152 * g + 0.0722 * b > 0.179 ? "#000000" : "#ffffff";
@@ -119,7 +120,7 @@ function readColors() {
 const level = (weight, most) => Math.min(255, Math.round((255 * weight) / most));
 
 function paintPixels(canvas, picture, rows, columns) {
-  // A pixel for each cell, or for the largest weight of a few where there are more cells than that.
+  // One pixel per cell; if there are more cells than pixels, a pixel shows the largest weight of its cells.
   canvas.width = columns;
   canvas.height = rows;
   const context = canvas.getContext("2d");

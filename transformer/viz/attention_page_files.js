@@ -1,4 +1,4 @@
-// Files.
+// Export of the large map as SVG and CSV.
 
 function save(name, type, text) {
   const link = make("a", { href: URL.createObjectURL(new Blob([text], { type })), download: name });

@@ -28,7 +28,7 @@ class LargeMap {
     const started = state.query !== null && state.key !== null;
     const [t, s] = started ? [query + down, key + right] : [query, key];
     choose("query", within(t, picture.rows), within(s, picture.columns));
-    say(this.panel.told.textContent);
+    say(this.panel.summary.textContent);
   }
   cellAt(event) {
     const picture = this.panel.picture;
@@ -39,7 +39,7 @@ class LargeMap {
     if (t < 0 || t >= picture.rows || s >= picture.columns) return null;
     return [t, s < 0 ? null : s];
   }
-  /** Measures, and draws all but what the pointer is on. */
+  /** Computes the layout and draws the map without the selection. */
   lay() {
     const picture = this.panel.picture;
     const kind = current();
@@ -61,7 +61,7 @@ class LargeMap {
     this.top = this.upright ? Math.ceil((across * this.size) / 14) + 10 : 22;
     this.stride = Math.max(1, Math.ceil((this.size * 1.05) / this.cell));
     this.height = Math.ceil(this.top + picture.rows * this.cell + 2);
-    // A canvas of more pixels than browsers allow (Firefox: 32,767 a side) shows nothing at all.
+    // A canvas that exceeds the limit of a browser (Firefox: 32,767 pixels per side) stays blank.
     this.ratio = Math.min(3, window.devicePixelRatio || 1, 32767 / Math.max(this.height, width));
     this.canvas.width = Math.round(width * this.ratio);
     this.canvas.height = Math.round(this.height * this.ratio);
@@ -139,7 +139,7 @@ class LargeMap {
     }
     const high = 0.62 * this.size + 1;
     if (chosen) {
-      // Over what stands there: its plain name, and its neighbors where there is no room for all.
+      // Cover the plain label, and the neighboring labels if there is no room for all of them.
       const wide = Math.min(context.measureText(text).width, room ?? Infinity);
       const begin = { right: -wide, left: 0, center: -wide / 2 }[context.textAlign];
       context.fillStyle = colors.paper;
@@ -149,7 +149,7 @@ class LargeMap {
     context.fillText(text, 0, 0, room);
     context.restore();
   }
-  /** Draws what was laid, and over it the chosen row and cell. */
+  /** Draws the prepared map, and the selected row and cell on top. */
   mark() {
     const picture = this.panel.picture;
     this.tip.hidden = true;

@@ -21,12 +21,12 @@ function relation(picture, t, s) {
   const kind = current();
   const value = picture.values[t * picture.columns + s];
   const [from, to] = [quoted(kind.queries, t), quoted(kind.keys, s)];
-  if (Number.isNaN(value)) return `${to} is hidden from ${from} by the mask`;
-  const verb = state.view === "rollout" ? "comes from" : "looks at";
+  if (Number.isNaN(value)) return `${to} is masked for ${from}`;
+  const verb = state.view === "rollout" ? "depends on" : "attends to";
   return `${from} ${verb} ${to}: ${number(picture, t, value)}`;
 }
 
-/** Scrolls a box, and not the page, until a part of it is seen. */
+/** Scrolls a box, but not the page, until a part of it is visible. */
 function reveal(box, part) {
   const [outer, inner] = [box.getBoundingClientRect(), part.getBoundingClientRect()];
   for (const [scroll, start, end] of [["scrollLeft", "left", "right"], ["scrollTop", "top", "bottom"]]) {
@@ -35,7 +35,7 @@ function reveal(box, part) {
   }
 }
 
-/** A list of words, of which one is chosen by pointer or keyboard. */
+/** A list of words; one of them is selected by pointer or keyboard. */
 class Words {
   constructor(side, panel) {
     this.side = side;
@@ -69,9 +69,9 @@ class Words {
     const to = Math.max(0, Math.min(last, next));
     choose(this.side, to, null);
     this.items[to].focus();
-    say(this.panel.told.textContent);
+    say(this.panel.summary.textContent);
   }
-  /** Weights by place (NaN: hidden), or null; `asks` is the chosen word and `met` the one it is compared with. */
+  /** Shows weights by position (NaN: masked; null: no weights); `asks` is the selected word, `met` its counterpart. */
   show(picture, weights, asks, met, row) {
     this.items.forEach((item, i) => {
       const weight = weights ? weights(i) : null;
@@ -90,7 +90,7 @@ class Words {
   }
 }
 
-// The small maps: a row for each layer; its heads, their mean, the rollout.
+// The small maps: one row per layer, with its heads, their mean, and the rollout.
 
 const columnsOf = (kind) => [
   ...Array.from({ length: kind.heads }, (_, head) => ({ view: "head", head, label: String(head + 1) })),
@@ -138,7 +138,7 @@ class Grid {
     });
     this.element.replaceChildren(header, ...rows);
   }
-  /** Draws them a few at a time, so that the page answers meanwhile. */
+  /** Draws a few maps at a time, so that the page stays responsive. */
   paint(done = () => {}) {
     const kind = current();
     const todo = this.thumbs.flat();
@@ -181,7 +181,7 @@ class Grid {
     event.preventDefault();
     let layer = Math.max(0, Math.min(this.thumbs.length - 1, Number(thumb.dataset.layer) + move[0]));
     let column = Math.max(0, Math.min(this.columns.length - 1, Number(thumb.dataset.column) + move[1]));
-    // Of two models one may have fewer layers or heads: on to the next that it has.
+    // A model may have fewer layers or heads than the other one: skip the maps that it does not have.
     while (this.thumbs[layer]?.[column]?.disabled) [layer, column] = [layer + move[0], column + move[1]];
     const next = this.thumbs[layer]?.[column];
     if (!next) return;

@@ -1,5 +1,5 @@
 "use strict";
-// Under the pointer, a finger or the arrow keys: the step, and the value of each line there.
+// Show the step and the value of each line at the pointer, a touch or the position chosen with the arrow keys.
 const shown = (value) => (value === null ? "not finite" : Number(value.toPrecision(5)).toLocaleString("en"));
 for (const figure of document.querySelectorAll("figure[data-right]")) {
   const svg = figure.querySelector("svg");
@@ -27,12 +27,12 @@ for (const figure of document.querySelectorAll("figure[data-right]")) {
     cursor.setAttribute("x1", x);
     cursor.setAttribute("x2", x);
     cursor.removeAttribute("hidden");
-    const told = lines.map((line) => {
+    const values = lines.map((line) => {
       const near = nearest(line.steps, step);
       const at = line.steps[near] === step ? "" : ` (step ${line.steps[near].toLocaleString("en")})`;
       return `${line.label ? `${line.label} ` : ""}${shown(line.values[near])}${at}`;
     });
-    output.textContent = `step ${step.toLocaleString("en")}: ${told.join("; ")}`;
+    output.textContent = `step ${step.toLocaleString("en")}: ${values.join("; ")}`;
   };
   const rest = () => {
     cursor.setAttribute("hidden", "");

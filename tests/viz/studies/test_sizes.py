@@ -1,4 +1,4 @@
-"""Sizes between tokens and logits are those of the model itself: every kind of model, nothing computed."""
+"""Tests of the array shapes between tokens and logits, for each kind of model; nothing is computed."""
 
 import jax
 import jax.numpy as jnp
@@ -71,7 +71,7 @@ def test_other_models_and_kinds_of_layers():
 
 
 def test_nothing_is_computed():
-    """The sizes of a model that would need terabytes."""
+    """The sizes of a model that would need terabytes of memory can be printed."""
     config = TransformerConfig(vocab_size=10**6, d_model=2**16, num_layers=100, num_heads=2**9)
     found = sizes(CausalLM(config), jax.ShapeDtypeStruct((1, 2**20), jnp.int32))
     assert found[-1].shape == (1, 2**20, 10**6)
@@ -81,6 +81,6 @@ def test_the_table_is_indented_by_place():
     table = sizes_table(sizes(CausalLM(CONFIG), TOKENS))
     lines = table.splitlines()
     assert "  layers, 3 times:" in lines
-    assert "        query = x W_Q, all heads in one product   B T N H   2 x 7 x 6 x 4" in lines
+    assert "        query = x W_Q, all heads in one matrix multiplication   B T N H   2 x 7 x 6 x 4" in lines
     assert lines[-1].split() == ["logits", "B", "T", "V", "2", "x", "7", "x", "31"]
     assert len([line for line in lines if line == "      self_attention:"]) == 1

@@ -1,4 +1,4 @@
-"""Numbers that show what a formula does: scale, positions, memory, padding."""
+"""Tests of the studies: scaling of scores, positions, memory, padding."""
 
 import math
 
@@ -72,7 +72,7 @@ class TestPositions:
     @pytest.mark.parametrize("scheme", ROTARY)
     def test_rotary_is_alike_as_the_mean_cosine_says(self, scheme):
         expected = np.cos(DISTANCES[:, None] * scheme.frequencies(22)).mean(-1)
-        found = positions.turn_similarity(scheme, 22, DISTANCES)
+        found = positions.rotation_similarity(scheme, 22, DISTANCES)
         np.testing.assert_allclose(found, expected, atol=1e-4)
         assert found[0] == pytest.approx(1.0)
 
@@ -80,7 +80,7 @@ class TestPositions:
         for start in (13, 4_999):
             for of in (
                 lambda start: positions.encoding_similarity(Sinusoidal(), 26, DISTANCES, start),
-                lambda start: positions.turn_similarity(Rotary(scaling=YARN), 22, DISTANCES, start),
+                lambda start: positions.rotation_similarity(Rotary(scaling=YARN), 22, DISTANCES, start),
                 lambda start: positions.bias_factors(ALiBi(num_heads=3), DISTANCES, start),
             ):
                 np.testing.assert_allclose(of(start), of(0), atol=1e-4)
@@ -92,7 +92,7 @@ class TestPositions:
         assert (found[:, 0] == 1).all()
 
     def test_no_positions_are_all_alike(self):
-        np.testing.assert_allclose(positions.turn_similarity(NoPosition(), 6, DISTANCES), 1.0)
+        np.testing.assert_allclose(positions.rotation_similarity(NoPosition(), 6, DISTANCES), 1.0)
 
     def test_t5_codes_are_its_buckets(self):
         scheme = T5Bias(num_heads=1, bidirectional=False)
@@ -110,12 +110,12 @@ class TestPositions:
         assert (row.codes, row.single_below, row.alike_from) == (1, 0, 0)
 
     def test_where_sinusoids_of_eight_features_come_back(self):
-        """The slowest of four waves is 6,283 long, and the three others are whole multiples of one another."""
+        """The longest of four wavelengths is 6,283 positions; the three others are multiples of each other."""
         curve = positions.encoding_similarity(Sinusoidal(), 8, np.arange(7_000))
         row = positions._repeats(8, curve)
         assert row.longest_wavelength == pytest.approx(2 * math.pi * 1_000)
         assert row.returns_at == 5_655
-        assert (curve[6:5_655] < 0.95).all()  # not before
+        assert (curve[6:5_655] < 0.95).all()  # no earlier distance
         assert curve[5_655] >= 0.95
         assert row.highest == curve[row.highest_at] == curve[1_000:].max()
 
@@ -135,7 +135,7 @@ class TestMemory:
         assert [row.growth for row in rows if row.length == 2_048] == [None] * len(KERNELS)
 
     def test_whole_scores_are_counted(self):
-        """Four heads, at least weights and their gradient at once."""
+        """The weights and their gradient, for three heads, exist at the same time."""
         assert memory.temporary_bytes("reference", 512, heads=3, head_dim=2) >= 2 * 3 * 512 * 512 * 4
 
     def test_the_program_gives_the_three_gradients(self):
@@ -188,7 +188,7 @@ class TestPadding:
 
     @pytest.mark.parametrize("lengths", [[], [3, 0], [[1, 2]]])
     def test_wrong_lengths(self, lengths):
-        with pytest.raises(ValueError, match=r"lengths must be one whole number of at least 1 .*Leave empty"):
+        with pytest.raises(ValueError, match=r"lengths must be a vector of at least one integer.*Remove empty"):
             padding.padding_study(lengths)
 
     def test_lengths_of_number_words(self):

@@ -1,4 +1,4 @@
-"""Numbers that show what a formula does, computed with the zoo's own functions."""
+"""Studies that measure a formula, computed with the library's own functions."""
 
 from transformer.viz.studies._memory import MemoryRow, forward_and_backward, memory_study, temporary_bytes
 from transformer.viz.studies._padding import PaddingRow, number_word_lengths, pack, padding_study, text_lengths

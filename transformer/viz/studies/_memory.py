@@ -1,4 +1,4 @@
-"""What attention needs beside its inputs and outputs, over length and kernel, asked of the compiler: nothing runs."""
+"""Temporary memory of each attention kernel by sequence length, as reported by the compiler; nothing is run."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from transformer.nn._masks import Mask
 from transformer.nn.kernels import KERNELS
 
 LENGTHS = (512, 1_024, 2_048, 4_096, 8_192, 16_384, 32_768)
-"""tokens of the one sequence"""
+"""sequence lengths in tokens"""
 HEADS, HEAD_DIM = 4, 64
-"""heads, and entries of each"""
+"""number of heads, and size of each head"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,19 +23,20 @@ class MemoryRow:
     """Temporary memory of one kernel at one length."""
 
     kernel: str
-    """its name in `KERNELS`"""
+    """name of the kernel in `KERNELS`"""
     length: int
-    """tokens"""
+    """sequence length in tokens"""
     temporary_bytes: int
-    """forward and backward pass, one sequence"""
+    """bytes of temporaries in the forward and backward pass of one sequence"""
     growth: float | None
-    """times that of the length before; None: the first"""
+    """ratio to the value at the previous length; None for the first length"""
 
 
 def memory_study(lengths: Sequence[int] = LENGTHS) -> tuple[MemoryRow, ...]:
-    """A row for each kernel and length: causal attention of one sequence, 4 heads of 64, float32, as compiled for CPU.
+    """Return one row per kernel and length, for causal attention of one sequence with 4 heads of size 64 in float32.
 
-    Whole scores take O(n^2); blocks with a running softmax O(n) (Dao et al. 2022, arXiv 2205.14135).
+    The full attention matrix takes O(n^2) memory. Blockwise attention with a running softmax takes O(n) (Dao et al.
+    2022, arXiv 2205.14135).
     """
     rows = []
     for kernel in KERNELS:
@@ -49,18 +50,19 @@ def memory_study(lengths: Sequence[int] = LENGTHS) -> tuple[MemoryRow, ...]:
 
 
 def temporary_bytes(kernel: str, length: int, heads: int = HEADS, head_dim: int = HEAD_DIM) -> int:
-    """Bytes that forward and backward causal attention of one sequence holds beside its inputs and gradients."""
+    """Return the temporary bytes of causal attention, forward and backward pass, without inputs and gradients."""
 
     def attend(query, key, value):
         return dot_product_attention(query, key, value, mask=Mask.causal(), implementation=kernel)
 
     shape = jax.ShapeDtypeStruct((1, length, heads, head_dim), jnp.float32)
-    # For CPU everywhere: the same figures on any machine, and a compiler for GPU would try out its products there.
+    # Compile for CPU on every machine, so that the figures are comparable. A compiler for GPU would also run
+    # matrix multiplications to select their algorithms.
     with jax.default_device(jax.devices("cpu")[0]):
         compiled = forward_and_backward(attend).lower(shape, shape, shape).compile()
     return int(compiled.memory_analysis().temp_size_in_bytes)
 
 
 def forward_and_backward(attend: Callable[..., jax.Array]) -> Callable:
-    """The jitted gradients of sum(attend(query, key, value)) by all three."""
+    """Return a jitted function for the gradients of sum(attend(query, key, value)) with respect to all three."""
     return jax.jit(jax.grad(lambda *arrays: attend(*arrays).astype(jnp.float32).sum(), argnums=(0, 1, 2)))

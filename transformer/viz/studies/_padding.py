@@ -1,4 +1,4 @@
-"""What share of a batch is padding: padded to the longest of all, or of the batch, sorted into buckets, or packed."""
+"""Fraction of padding in batches: padded to the longest sequence of all or of the batch, bucketed by length, packed."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from transformer.data._local_files import read_lines
 from transformer.data.kinds._number_words import training_numbers, words
 
 SEQUENCES = 4_096
-"""number words that are drawn; of a longer file, so many lines are drawn times four"""
+"""number of number words that are sampled; from a file, at most four times as many lines are sampled"""
 BATCH_ROWS = 64
-"""rows as long as the longest sequence that one batch holds: no strategy may use more places at once"""
+"""rows per batch at the length of the longest sequence; every strategy uses at most this number of positions per
+batch"""
 BUCKETS = 8
-"""widths at most that buckets have"""
+"""maximum number of length buckets"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,34 +26,40 @@ class PaddingRow:
     """One pass over all sequences with one strategy."""
 
     strategy: str
-    """how rows are made"""
+    """name of the batching strategy"""
     batches: int
-    """of at most as many places as `batch_rows` rows of the longest sequence"""
+    """number of batches; each has at most as many positions as `batch_rows` rows of the longest sequence"""
     rows: int
-    """in all batches"""
+    """number of rows in all batches"""
     places: int
-    """tokens and padding together"""
+    """number of positions: tokens and padding"""
     padding: int
-    """places without a token"""
+    """number of positions without a token"""
     share: float
-    """padding / places"""
+    """padding / positions"""
     shapes: int
-    """widths of batches, each compiled once"""
+    """number of distinct batch widths, each of which is compiled once"""
 
 
 def padding_study(
     lengths: Sequence[int] | np.ndarray, batch_rows: int = BATCH_ROWS, buckets: int = BUCKETS, seed: int = 0
 ) -> tuple[PaddingRow, ...]:
-    """A row for each strategy. Rows that would fill up the last batch of a width are not counted.
+    """Return one row per strategy. A last batch that is not full is counted without empty rows.
+
+    Args:
+        lengths: lengths of the sequences.
+        batch_rows: rows per batch at the length of the longest sequence.
+        buckets: maximum number of length buckets.
+        seed: random seed of the order of the sequences.
 
     Raises:
-        ValueError: no sequence, or an empty one.
+        ValueError: there is no sequence, or a sequence is empty.
     """
     lengths = np.asarray(lengths, np.int64)
     if lengths.ndim != 1 or not len(lengths) or lengths.min() < 1:
         raise ValueError(
-            f"lengths must be one whole number of at least 1 for each of at least 1 sequence, got shape "
-            f"{lengths.shape}{f' with a least of {lengths.min()}' if lengths.size else ''}. Leave empty sequences out."
+            f"lengths must be a vector of at least one integer, each at least 1, got shape {lengths.shape}"
+            f"{f' with a minimum of {lengths.min()}' if lengths.size else ''}. Remove empty sequences."
         )
     shuffled = np.random.default_rng(seed).permutation(lengths)
     longest = int(lengths.max())
@@ -62,7 +69,7 @@ def padding_study(
     in_buckets = np.bincount(np.searchsorted(bounds, lengths), minlength=len(bounds))
     packed = pack(shuffled, longest, batch_rows)
 
-    # (rows, width) of every batch
+    # (rows, width) of every batch; a narrower bucket has more rows, so that all batches have about equal size.
     strategies = {
         "longest of all": [(len(batch), longest) for batch in in_batches],
         "longest of the batch": [(len(batch), int(batch.max())) for batch in in_batches],
@@ -77,9 +84,10 @@ def padding_study(
 
 
 def pack(lengths: np.ndarray, row_length: int, rows_at_once: int = BATCH_ROWS) -> np.ndarray:
-    """Which sequence each place of the packed rows holds, (rows, row_length): 1 for the first; 0 is padding.
+    """Pack sequences into rows; return the number of the sequence at each position, (rows, row_length).
 
-    First fit among `rows_at_once` open rows, by Grain; `Mask.segments` keeps the sequences of a row apart.
+    The first sequence has number 1; 0 is padding. Grain uses first fit among `rows_at_once` open rows. `Mask.segments`
+    separates the sequences of a row in attention.
     """
     import grain
     from grain.experimental import FirstFitPackIterDataset
@@ -98,14 +106,16 @@ def pack(lengths: np.ndarray, row_length: int, rows_at_once: int = BATCH_ROWS) -
 
 
 def number_word_lengths(count: int = SEQUENCES) -> np.ndarray:
-    """Characters of `count` English numbers below a million in words, drawn as the training numbers are."""
+    """Return the lengths, in characters, of `count` English number words below a million, sampled as for training."""
     return np.array([len(words(number, "en")) for number in training_numbers(6, count)])
 
 
 def text_lengths(path: Path, most: int = 4 * SEQUENCES, seed: int = 0) -> np.ndarray:
-    """Words of each line of a UTF-8 file that has any; of more than `most` lines, so many drawn.
+    """Return the number of words of each non-empty line of a UTF-8 file; sample `most` lines if there are more.
 
-    FileNotFoundError if there is no file; ValueError if it is empty or no UTF-8 text.
+    Raises:
+        FileNotFoundError: the file does not exist.
+        ValueError: the file is empty or not UTF-8 text.
     """
     lengths = np.array([len(line.split()) for line in read_lines(str(path))])
     lengths = lengths[lengths > 0]
@@ -113,7 +123,7 @@ def text_lengths(path: Path, most: int = 4 * SEQUENCES, seed: int = 0) -> np.nda
 
 
 def _split(count: int, most: int) -> list[int]:
-    """`count` in parts of `most`, the last with what is left."""
+    """Split `count` into parts of `most`; the last part is the remainder."""
     return [min(most, count - start) for start in range(0, count, most)]
 
 

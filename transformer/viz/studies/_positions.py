@@ -1,4 +1,4 @@
-"""How alike two positions are by their distance, up to 100,000, computed through each scheme's own hooks."""
+"""Similarity of two positions by their distance, up to 100,000, computed with the hooks of each position scheme."""
 
 from __future__ import annotations
 
@@ -14,86 +14,86 @@ from transformer.config._parts import RotaryScaling
 from transformer.nn._positions import ALiBi, Learned, NoPosition, PositionScheme, Rotary, Sinusoidal, T5Bias
 
 FARTHEST = 100_000
-"""where distances end"""
+"""largest distance"""
 D_MODEL, HEAD_DIM, HEADS, LEARNED_LENGTH = 512, 64, 8, 512
-"""width of sinusoids, size of a rotary head, heads of ALiBi, rows of a learned table"""
+"""width of sinusoids, size of a rotary head, number of ALiBi heads, rows of a learned table"""
 WIDTHS = (4, 8, 16, 32, 64, 128, 512)
-"""of sinusoids: where do they repeat?"""
+"""widths of sinusoids whose repetition is measured"""
 ALIKE = 0.95
-"""a similarity from here on makes a late position look like an early one"""
+"""similarity from which two positions count as almost equal"""
 LATE = 1_000
-"""where lookalikes are searched: this distance and beyond"""
-_AT_ONCE = 9_091  # encodings held at a time; 11 x 9,091 = 100,001, so that all parts have one shape
+"""smallest distance at which almost equal positions are searched"""
+_AT_ONCE = 9_091  # encodings computed per call; 11 x 9,091 = 100,001, so that all calls have the same shape
 
 
 @dataclass(frozen=True, kw_only=True)
 class SimilarityRow:
-    """One scheme: how alike two positions at each of the study's distances are."""
+    """Similarity of two positions at each distance of the study, for one scheme."""
 
     scheme: str
-    """name and sizes"""
+    """name and sizes of the scheme"""
     similarity: tuple[float, ...]
-    """1: the same"""
+    """similarity at each distance; 1: the positions are equal"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CodesRow:
-    """One scheme that has a number of codes: which distances (learned: positions) it can tell apart."""
+    """Distances (learned scheme: positions) that a scheme with a finite number of codes can distinguish."""
 
     scheme: str
-    """name and sizes"""
+    """name and sizes of the scheme"""
     codes: int
-    """distinct codes among all distances"""
+    """number of distinct codes among all distances"""
     single_below: int
-    """distances below this one each have a code of their own"""
+    """every distance below this one has a unique code"""
     alike_from: int
-    """distances from this one on share one code, or have none"""
+    """all distances from this one on share one code, or have none"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RepeatRow:
-    """Sinusoids of one width: where they come back."""
+    """Distances at which sinusoids of one width repeat."""
 
     features: int
     """width of a sinusoidal encoding, or size of a rotary head"""
     shortest_wavelength: float
-    """in positions: 2 pi"""
+    """shortest wavelength in positions: 2 pi"""
     longest_wavelength: float
-    """in positions: 2 pi base^(1 - 2 / features)"""
+    """longest wavelength in positions: 2 pi base^(1 - 2 / features)"""
     returns_at: int | None
-    """first distance after the first trough with a similarity of at least `ALIKE`; None: none"""
+    """first distance after the first minimum with a similarity of at least `ALIKE`; None: there is none"""
     highest: float
-    """highest similarity of any distance from `LATE` on"""
+    """maximum similarity over all distances from `LATE` on"""
     highest_at: int
-    """its distance"""
+    """distance of that maximum"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PositionStudy:
-    """The tables, and the similarity at each distance 0, 1, 2, ... that they are made of."""
+    """Tables of the study, and the similarity at each distance 0, 1, 2, ... from which they are computed."""
 
     distances: tuple[int, ...]
-    """1, 10, 100, ..."""
+    """distances of the similarity table: 1, 10, 100, ..."""
     similarities: tuple[SimilarityRow, ...]
-    """schemes with a similarity"""
+    """rows for the schemes with a similarity"""
     codes: tuple[CodesRow, ...]
-    """schemes that number distances or positions"""
+    """rows for the schemes that map distances or positions to codes"""
     repeats: tuple[RepeatRow, ...]
-    """sinusoids of several widths"""
+    """rows for sinusoids of several widths"""
     curves: Mapping[str, np.ndarray]
-    """similarity of each scheme"""
+    """similarity of each scheme at each distance"""
     width_curves: Mapping[int, np.ndarray]
-    """similarity of sinusoids of each width"""
+    """similarity of sinusoids of each width at each distance"""
 
 
 def position_study(farthest: int = FARTHEST) -> PositionStudy:
-    """All schemes over distances 0 to `farthest`, which is above `LATE`."""
+    """Compare all schemes over the distances 0 to `farthest`, which must be above `LATE`."""
     distances = np.arange(farthest + 1)
     shown = tuple(10**power for power in range(len(str(farthest))))
     widths = {width: encoding_similarity(Sinusoidal(), width, distances) for width in WIDTHS}
     stretched = RotaryScaling(kind="linear", factor=8.0)
     yarn = RotaryScaling(kind="yarn", factor=8.0, original_length=4_096)
-    llama3 = RotaryScaling(kind="llama3", factor=8.0, original_length=8_192)  # Llama 3.1's own
+    llama3 = RotaryScaling(kind="llama3", factor=8.0, original_length=8_192)  # as in Llama 3.1
     rotary = {
         "rotary, base 10,000": Rotary(),
         "rotary, base 500,000": Rotary(base=500_000.0),
@@ -102,10 +102,10 @@ def position_study(farthest: int = FARTHEST) -> PositionStudy:
         "rotary, base 500,000, llama3 x 8": Rotary(base=500_000.0, scaling=llama3),
     }
     curves = {"sinusoidal, d_model 512": widths[D_MODEL]}
-    curves |= {name: turn_similarity(scheme, HEAD_DIM, distances) for name, scheme in rotary.items()}
+    curves |= {name: rotation_similarity(scheme, HEAD_DIM, distances) for name, scheme in rotary.items()}
     factors = bias_factors(ALiBi(num_heads=HEADS), distances)
     curves |= {"ALiBi, steepest of 8 heads": factors[0], "ALiBi, flattest of 8 heads": factors[-1]}
-    curves["none"] = turn_similarity(NoPosition(), HEAD_DIM, distances)
+    curves["none"] = rotation_similarity(NoPosition(), HEAD_DIM, distances)
     return PositionStudy(
         distances=shown,
         similarities=tuple(
@@ -125,10 +125,10 @@ def position_study(farthest: int = FARTHEST) -> PositionStudy:
 
 
 def encoding_similarity(scheme: Sinusoidal, features: int, distances: np.ndarray, start: int = 0) -> np.ndarray:
-    """Cosine of the encodings at `start` and at `start` + each distance (n,); (n,), float64.
+    """Return the cosine similarity of the encodings at `start` and at `start` + each distance (n,), as (n,) float64.
 
-    It is the mean of cos(distance x frequency) over the pairs, so it depends on the distance only (Vaswani et al. 2017,
-    section 3.5).
+    It equals the mean of cos(distance x frequency) over the sine-cosine pairs, and therefore depends only on the
+    distance (Vaswani et al. 2017, section 3.5).
     """
     encode = jax.jit(lambda row: scheme.encoding(row, features)[0])
 
@@ -141,16 +141,17 @@ def encoding_similarity(scheme: Sinusoidal, features: int, distances: np.ndarray
     return np.concatenate([unit(start + distances[part : part + _AT_ONCE]) @ first for part in parts])
 
 
-def turn_similarity(scheme: PositionScheme, size: int, distances: np.ndarray, start: int = 0) -> np.ndarray:
-    """Score of a query at `start` and an equal key at each distance (n,), over the product of their norms; (n,).
+def rotation_similarity(scheme: PositionScheme, size: int, distances: np.ndarray, start: int = 0) -> np.ndarray:
+    """Return the normalized score of a query at `start` and an equal key at `start` + each distance (n,), as (n,).
 
-    All entries are 1, so each pair counts the same: for rotary the mean of cos(distance x frequency) over the pairs (Su
-    et al. 2021, arXiv 2104.09864, section 3.4.3). YaRN's factor on the scores cancels.
+    All entries are 1, so that all pairs have equal weight. For rotary embeddings the result is the mean of cos(distance
+    x frequency) over the pairs (Su et al. 2021, arXiv 2104.09864, section 3.4.3). The division by the norms cancels the
+    factor by which YaRN scales the scores.
     """
-    turn = jax.jit(lambda row: scheme.rotate(jnp.ones((*row.shape, 1, size)), row)[0, :, 0])
+    rotate = jax.jit(lambda row: scheme.rotate(jnp.ones((*row.shape, 1, size)), row)[0, :, 0])
 
     def unit(positions):
-        heads = np.asarray(turn(_row(positions)), np.float64)
+        heads = np.asarray(rotate(_row(positions)), np.float64)
         return heads / np.linalg.norm(heads, axis=-1, keepdims=True)
 
     (query,) = unit(np.array([start]))
@@ -158,29 +159,33 @@ def turn_similarity(scheme: PositionScheme, size: int, distances: np.ndarray, st
 
 
 def bias_factors(scheme: ALiBi, distances: np.ndarray, start: int = 0) -> np.ndarray:
-    """exp(bias) of each head, the factor on an attention weight at each distance (n,); (N, n), float64.
+    """Return exp(bias) of each head, the factor on an attention weight at each distance (n,), as (N, n) float64.
 
-    Press et al. 2021, arXiv 2108.12409.
+    The bias is added to the score before the softmax (Press et al. 2021, arXiv 2108.12409), so that it multiplies the
+    unnormalized weight by exp(bias).
     """
     bias = scheme.bias(_row(np.array([start])), _row(start + distances))
     return np.exp(np.asarray(bias, np.float64)[0, :, 0])
 
 
 def bias_codes(scheme: T5Bias, distances: np.ndarray) -> np.ndarray:
-    """Which row of the learnt table biases a key that lies each distance (n,) before its query; (n,).
+    """Return the bucket of the learned bias table for a key at each distance (n,) before its query, as (n,).
 
-    Raffel et al. 2019, arXiv 1910.10683, section 2.1.
+    See Raffel et al. 2019, arXiv 1910.10683, section 2.1.
     """
+    # A table whose row i contains the value i: the bias of a key is then the index of its bucket.
     table = jnp.broadcast_to(jnp.arange(scheme.buckets, dtype=jnp.float32)[:, None], scheme.table_shape)
     query = int(distances.max())
     return np.asarray(scheme.bias(_row(np.array([query])), _row(query - distances), table))[0, 0, 0]
 
 
 def learned_codes(max_length: int, positions: np.ndarray) -> np.ndarray:
-    """Which row of a learned table is added at each position (n,); -1: none; (n,)."""
+    """Return the row of a learned table that is added at each position (n,), as (n,); -1: the table has no such row."""
+    # A table whose row i contains the value i: the sum with zeros is then the index of the row.
     scheme = Learned(max_length=max_length, features=1)
     table = jnp.arange(max_length, dtype=jnp.float32)[:, None]
-    # One position a row of the batch: a row longer than the table is refused before it is looked up.
+    # One position per row of the batch, because `add` rejects a sequence that is longer than the table. Positions
+    # outside the table give NaN.
     rows = scheme.add(jnp.zeros((len(positions), 1, 1)), jnp.asarray(positions, jnp.int32)[:, None], table)
     return np.nan_to_num(np.asarray(rows)[:, 0, 0], nan=-1.0)
 
@@ -197,6 +202,7 @@ def _codes(scheme: str, codes: np.ndarray) -> CodesRow:
 
 
 def _repeats(features: int, similarity: np.ndarray) -> RepeatRow:
+    # Skip the similarity of close positions: start at the first local minimum.
     trough = int(np.flatnonzero(np.diff(similarity) > 0)[0])
     alike = np.flatnonzero(similarity[trough:] >= ALIKE)
     late = similarity[LATE:]
@@ -211,5 +217,5 @@ def _repeats(features: int, similarity: np.ndarray) -> RepeatRow:
 
 
 def _row(positions: np.ndarray) -> jnp.ndarray:
-    """Positions (n,) as those of one row, (1, n)."""
+    """Return positions (n,) as a batch with one row, (1, n)."""
     return jnp.asarray(positions, jnp.int32)[None, :]

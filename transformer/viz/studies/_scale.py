@@ -1,4 +1,4 @@
-"""Why scores are divided by sqrt(d_k): their variance, and what is left of softmax's gradient, with and without."""
+"""Variance of attention scores and gradient of the softmax, with and without the division by sqrt(d_k)."""
 
 from __future__ import annotations
 
@@ -12,35 +12,36 @@ import numpy as np
 from transformer.nn.kernels._reference import masked_softmax
 
 SIZES = (4, 16, 64, 256, 1024, 4096)
-"""d_k of the rows"""
+"""values of d_k"""
 QUERIES, KEYS = 256, 64
-"""of one draw"""
+"""number of queries and keys per round"""
 LEAST_ROUNDS = 64
-"""draws; more where d_k is small, so that a variance errs by less than 1 %"""
+"""minimum number of rounds; a small d_k gets more rounds, so that the error of a variance is below 1 %"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScaleRow:
-    """Scores of one head size, with or without the scale."""
+    """Statistics of the scores for one head size, with or without scaling."""
 
     d_k: int
-    """entries of a query and of a key"""
+    """size of queries and keys"""
     scaled: bool
-    """whether a score is q.k / sqrt(d_k), or q.k"""
+    """True: a score is q.k / sqrt(d_k); False: q.k"""
     mean: float
-    """of the scores; expected: 0"""
+    """mean of the scores; expected value: 0"""
     variance: float
-    """of the scores; expected: d_k, scaled 1"""
+    """variance of the scores; expected value: 1 with scaling, d_k without"""
     largest_weight: float
-    """softmax's largest weight over 64 keys, mean over the queries"""
+    """largest softmax weight over 64 keys, mean over the queries"""
     gradient: float
-    """Frobenius norm of the derivative of softmax by its scores, mean over the queries"""
+    """Frobenius norm of the Jacobian of the softmax, mean over the queries"""
 
 
 def scale_study(sizes: Sequence[int] = SIZES, least_rounds: int = LEAST_ROUNDS, seed: int = 0) -> tuple[ScaleRow, ...]:
-    """Two rows for each d_k, without and with scale, for queries and keys of independent N(0, 1) entries.
+    """Return two rows per d_k, without and with scaling, for queries and keys with independent N(0, 1) entries.
 
-    A sum of d_k products of mean 0 and variance 1 has variance d_k (Vaswani et al. 2017, section 3.2.1, footnote 4).
+    q.k is a sum of d_k products with mean 0 and variance 1, and therefore has variance d_k (Vaswani et al. 2017,
+    section 3.2.1, footnote 4). With large scores the softmax saturates and its gradient vanishes.
     """
     rows = []
     for d_k in sizes:
@@ -48,6 +49,7 @@ def scale_study(sizes: Sequence[int] = SIZES, least_rounds: int = LEAST_ROUNDS, 
         for scaled in (False, True):
             scores = products / np.sqrt(d_k) if scaled else products
             weights = masked_softmax(scores, None)
+            # In float64: the variance of float32 scores would lose digits in a sum of this length.
             values = np.asarray(scores, np.float64)
             row = ScaleRow(
                 d_k=d_k,
@@ -62,22 +64,24 @@ def scale_study(sizes: Sequence[int] = SIZES, least_rounds: int = LEAST_ROUNDS, 
 
 
 def softmax_gradient(weights: np.ndarray) -> np.ndarray:
-    """Frobenius norm of softmax's Jacobian diag(p) - p p^T for weights p (..., S); (...,), float64.
+    """Return the Frobenius norm of the softmax Jacobian diag(p) - p p^T for weights p (..., S), as (...,) float64.
 
-    The squares of the diagonal p_i (1 - p_i) and of the rest, p_i p_j. It is 0 where one weight is 1.
+    The diagonal entries are p_i (1 - p_i), the other entries -p_i p_j. The norm is 0 if one weight is 1.
     """
     p = weights.astype(np.float64)
     squares = p**2
+    # sum_i (p_i (1 - p_i))^2
     diagonal = (squares * (1 - p) ** 2).sum(-1)
+    # sum_(i != j) (p_i p_j)^2 = (sum_i p_i^2)^2 - sum_i p_i^4, which rounding could make slightly negative
     rest = np.maximum(squares.sum(-1) ** 2 - (squares**2).sum(-1), 0.0)
     return np.sqrt(diagonal + rest)
 
 
 def _products(d_k: int, rounds: int, draw: np.random.Generator) -> jax.Array:
-    """q.k of every query with every key of a round, (rounds, 1, 256, 64)."""
+    """Return q.k of every query with every key of its round, (rounds, 1, 256, 64)."""
 
     def normal(rows):
         return draw.standard_normal((rows, d_k), np.float32)
 
-    # A round at a time: all queries of d_k = 4096 at once are a gigabyte.
+    # One round at a time: the queries of all rounds with d_k = 4096 would take a gigabyte.
     return jnp.asarray(np.stack([normal(QUERIES) @ normal(KEYS).T for _ in range(rounds)]))[:, None]

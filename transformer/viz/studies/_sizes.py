@@ -1,4 +1,4 @@
-"""The size of everything between tokens and logits, seen while the model itself is traced: nothing is computed."""
+"""Shapes of all arrays between tokens and logits, recorded while the model is traced; nothing is computed."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from transformer.nn._layers import Embedding, FeedForward, LayerNorm, Linear, RM
 from transformer.nn._stacks import Stack
 
 _LINEAR = {
-    "query": ("query = x W_Q, all heads in one product", "B T N H"),
+    "query": ("query = x W_Q, all heads in one matrix multiplication", "B T N H"),
     "key": ("key = x W_K", "B S K H"),
     "value": ("value = x W_V", "B S K Hv"),
-    "out": ("heads side by side, times W_O", "B T D"),
+    "out": ("concatenated heads, times W_O", "B T D"),
     "up": ("x W_1", "B T F"),
     "gate": ("x W_gate", "B T F"),
     "down": ("act(...) W_2", "B T D"),
@@ -27,25 +27,28 @@ _LINEAR = {
 
 @dataclass(frozen=True)
 class Size:
-    """One step on the way through a model."""
+    """Shape of the result of one step of a model."""
 
     place: str
-    """path of the module, as in the parameters; layers that repeat are seen once"""
+    """path of the module, as in the parameters; repeated layers are recorded once"""
     what: str
-    """what is computed there"""
+    """description of the result"""
     axes: str
-    """letters of `transformer.nn._axes`, "B T D" """
+    """axis letters of `transformer.nn._axes`, such as "B T D" """
     shape: tuple[int, ...]
-    """how long each of these axes is"""
+    """size of each axis"""
     repeats: int = 1
-    """how often it is done, one after the other: layers of the same kind"""
+    """number of consecutive layers of the same kind"""
 
 
 def sizes(model: nn.Module, *inputs: Any) -> list[Size]:
-    """What each step of `model` makes of `inputs` (arrays, or `jax.ShapeDtypeStruct`s), in the order it is computed.
+    """Return the shape of the result of each step of `model`, in the order of computation.
 
-    Works for the models of `transformer.nn.models` and for its stacks, blocks and attention alone. Needs no parameters:
-    the model is initialized and called as shapes only.
+    No parameters are needed: the model is only traced (`jax.eval_shape`).
+
+    Args:
+        model: a model of `transformer.nn.models`, or a stack, block or attention module.
+        inputs: arrays or `jax.ShapeDtypeStruct`s.
     """
     trace = _Trace()
 
@@ -60,34 +63,34 @@ def sizes(model: nn.Module, *inputs: Any) -> list[Size]:
 
 
 class _Trace:
-    """The sizes found so far while a model is traced; `intercept` is for `nn.intercept_methods`."""
+    """Record sizes while a model is traced; pass `intercept` to `nn.intercept_methods`."""
 
     def __init__(self):
-        self.found: dict[Size, None] = {}  # a scanned layer is traced more than once, but recorded once
+        self.found: dict[Size, None] = {}  # a dict, because a scanned layer is traced more than once
         self._repeats: dict[tuple[str, ...], int] = {}
 
     def count_repeats(self, params: Any) -> None:
-        """Take from a tree of parameters how often the layers of each stack repeat."""
+        """Read from the parameters how often the layers of each stack repeat."""
         for path, leaf in jax.tree_util.tree_leaves_with_path(params):
             names = tuple(entry.key for entry in path)
             if "layers" in names:
                 self._repeats[names[: names.index("layers") + 1]] = leaf.shape[0]
 
     def record(self, path: tuple[str, ...], what: str, axes: str, array: Any) -> None:
-        """Add the size of an array that is computed at a path."""
+        """Add the shape of an array that the module at a path computes."""
         times = next((n for start, n in self._repeats.items() if path[: len(start)] == start), 1)
         self.found[Size("/".join(path), what, axes, array.shape, times)] = None
 
     def intercept(
         self, call: Callable[..., Any], args: tuple, kwargs: dict[str, Any], context: nn.module.InterceptorContext
     ) -> Any:
-        """Call a method of a module, without dropout and with attention weights, and record what it computes."""
+        """Call a method of a module, without dropout and with sown attention weights, and record its result."""
         module = context.module
         if isinstance(module, Linear) and isinstance(module.parent, MultiHeadAttention) and module.name == "out":
             attention = module.parent
             (weights,) = attention.get_variable("intermediates", "weights")[-1:]
-            self.record(attention.path, "weights = softmax(scores), for each head", "B N T S", weights)
-            self.record(attention.path, "weighted sums of values, for each head", "B T N Hv", args[0])
+            self.record(attention.path, "weights = softmax(scores), per head", "B N T S", weights)
+            self.record(attention.path, "weighted sums of the values, per head", "B T N Hv", args[0])
         if context.method_name == "__call__" and isinstance(module, MultiHeadAttention | Stack):
             kwargs = {"deterministic": True} | kwargs
             kwargs |= {"sow_weights": True} if isinstance(module, MultiHeadAttention) else {}
@@ -98,12 +101,12 @@ class _Trace:
 
 
 def _step(module: nn.Module, method: str, result: Any) -> tuple[tuple[str, ...], str, str, Any] | None:
-    """Path, description, axes and array of what a module computed; None if it is no step of its own."""
+    """Return path, description, axes and array of the result of a module; None if it is not a step of its own."""
     path, parent = module.path, module.parent
     if isinstance(module, Linear) and isinstance(parent, MultiHeadAttention | FeedForward):
         return path, *_LINEAR[module.name], result
     if isinstance(module, Embedding):
-        return path, "embedding: a row of the table for each token", "B T D", result
+        return path, "embedding: one row of the table per token", "B T D", result
     if isinstance(module, nn.Dropout) and isinstance(parent, Stack):
         return path[:-1], "with positions", "B T D", result
     if isinstance(module, LayerNorm | RMSNorm) and isinstance(parent, Block | Stack):
@@ -118,7 +121,7 @@ def _step(module: nn.Module, method: str, result: Any) -> tuple[tuple[str, ...],
 
 
 def sizes_table(found: Sequence[Size]) -> str:
-    """The sizes as aligned lines, indented by place."""
+    """Format the sizes as aligned lines, indented by module."""
     rows = [("", "axes", "size")]
     shown: tuple[str, ...] = ()
     for size in found:
