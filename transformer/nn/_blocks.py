@@ -364,8 +364,8 @@ def _count(x: Hidden, cache: KVCache) -> KVCache:
 class PreNormBlock(Block):
     """Pre-norm (Xiong et al. 2020, arXiv 2002.04745). The stack applies one more norm after its last layer.
 
-    The residual path contains no norm: x is the sum of the embedding and all sublayer outputs, and the gradient reaches
-    every layer unchanged.
+    The residual path contains no norm: x is the sum of the embedding and all sublayer outputs, and along this path the
+    gradient reaches every layer unchanged.
     """
 
     def equation(self, x: Hidden, f: Sublayer) -> Hidden:
