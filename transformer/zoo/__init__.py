@@ -1,4 +1,7 @@
-"""Pretrained families: each one file of data, read and written by the same few functions."""
+"""Pretrained model families.
+
+Each family is described as data in one module; shared functions load and save the models of all families.
+"""
 
 from transformer.zoo._entries import ENTRIES
 from transformer.zoo._equivalents import with_equivalent, with_plain_embeddings

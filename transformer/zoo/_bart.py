@@ -1,4 +1,4 @@
-"""BART: encoder and decoder, post-norm, learned positions, a norm of the embeddings."""
+"""BART: encoder-decoder, post-norm, learned positions, normalized embeddings."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from transformer.zoo._fields import ACTIVATIONS, Codec, Field, FieldError, Fixed
 from transformer.zoo.weights._rules import Row, Rule, WithoutFirst, modules, norm
 
 UNUSED_ROWS = 2
-"""of a position table: the first position is row 2"""
+"""Unused rows at the start of a position table: position 0 is row 2."""
 
 
 def stack_rules() -> list[Rule]:
-    """Rules of the two stacks of BART and of those whose tensors have its names."""
+    """Return the rules for encoder and decoder layers of BART and of families with the same tensor names."""
     rules = []
     for stack in ("encoder", "decoder"):
         layer, ours = f"model.{stack}.layers.{{layer}}.", f"{stack}/{{layer}}/"
@@ -32,13 +32,13 @@ def stack_rules() -> list[Rule]:
 
 
 def attention_rules(tensor: str, parameter: str) -> list[Rule]:
-    """Rules of attention with the names q_proj, k_proj, v_proj and out_proj."""
+    """Return the rules for attention whose tensors are named q_proj, k_proj, v_proj and out_proj."""
     names = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "out": "out_proj"}
     return modules(f"{tensor}.", f"{parameter}/", names)
 
 
 FEED_FORWARD = {"feed_forward/up": "fc1", "feed_forward/down": "fc2", "feed_forward_norm": "final_layer_norm"}
-"""modules of a layer, and what BART and OPT call their tensors"""
+"""Modules of a feed-forward sublayer, and their tensor names in BART and OPT."""
 
 
 def _rules(config: TransformerConfig) -> Sequence[Rule]:
@@ -52,13 +52,15 @@ def _rules(config: TransformerConfig) -> Sequence[Rule]:
 
 
 LOGITS_BIAS = Rule("final_logits_bias", "output_bias", Row(1))
-"""of the head"""
+"""Rule for the bias of the logits."""
 
 
 @dataclass(frozen=True)
 class BothStacks(Codec):
-    """A size that config.json gives for either stack, by `name` after "encoder_" and "decoder_", and that is one here,
-    `attribute`. FieldError: they differ.
+    """A size that config.json specifies for each stack (`encoder_<name>`, `decoder_<name>`) and that must be equal.
+
+    Raises:
+        FieldError: (by `read`) the sizes of encoder and decoder differ.
     """
 
     name: str
@@ -72,8 +74,8 @@ class BothStacks(Codec):
         given = {name: values.get(name) for name in self.names}
         encoder, decoder = given.values()
         if encoder is None or encoder != decoder:
-            told = " and ".join(f"{name} is {value}" for name, value in given.items())
-            raise FieldError(f"{told}: here both stacks have the same")
+            sizes_given = " and ".join(f"{name} is {value}" for name, value in given.items())
+            raise FieldError(f"{sizes_given}: encoder and decoder must have the same size")
         return {self.attribute: encoder}
 
     def write(self, config: TransformerConfig) -> dict[str, Any]:
@@ -83,7 +85,11 @@ class BothStacks(Codec):
 
 @dataclass(frozen=True)
 class StackLayers(Codec):
-    """`encoder_layers` and `decoder_layers`; `num_hidden_layers` repeats the first. FieldError: it does not."""
+    """`encoder_layers` and `decoder_layers`; `num_hidden_layers` must equal `encoder_layers`.
+
+    Raises:
+        FieldError: (by `read`) `num_hidden_layers` differs from `encoder_layers`.
+    """
 
     names = ("encoder_layers", "decoder_layers", "num_hidden_layers")
 
@@ -99,14 +105,14 @@ class StackLayers(Codec):
 
 @dataclass(frozen=True)
 class Former(Fixed):
-    """A field of older files that nothing reads any more; it must have one of these values, and is not written."""
+    """An obsolete field of older files. It must have one of the given values and is not written."""
 
     def write(self, config: TransformerConfig) -> dict[str, Any]:
         return {}
 
 
 def bart_fields(*, pre_norm: bool = False) -> tuple[Codec, ...]:
-    """The fields that BART, Marian and Blenderbot share; the last has its norms before the sublayers."""
+    """Return the fields that BART, Marian and Blenderbot share. Only Blenderbot is pre-norm."""
     return (
         Field("d_model", "d_model"),
         StackLayers(),
@@ -114,7 +120,8 @@ def bart_fields(*, pre_norm: bool = False) -> tuple[Codec, ...]:
         BothStacks("attention_heads", "num_heads"),
         Field("activation_function", "activation", "gelu", ACTIVATIONS),
         Field("scale_embedding", "embedding.scale", False),
-        # Untied, some readers share one table between the stacks, and others give each stack its own.
+        # Not supported, because implementations disagree on untied embeddings: some share one table between the
+        # stacks, others have one table per stack.
         Fixed("tie_word_embeddings", (True,)),
         Field("dropout", "dropout_rate", 0.1),
         Field("attention_dropout", "attention.dropout_rate", 0.0),
@@ -126,7 +133,7 @@ def bart_fields(*, pre_norm: bool = False) -> tuple[Codec, ...]:
         Unread(
             ("activation_dropout", "classif_dropout", "encoder_layerdrop", "decoder_layerdrop", "output_past")
             + ("force_bos_token_to_be_generated", "initializer_range", "forced_eos_token_id"),
-            # The reference would force a token of its own at the end.
+            # Written as null, because the default of the reference forces its own last token.
             {"forced_eos_token_id": None},
         ),
     )
@@ -137,14 +144,14 @@ BART_COPIES = {
     "model.decoder.embed_tokens.weight": "model.shared.weight",
     "lm_head.weight": "model.shared.weight",
 }
-"""tensors that are the one table, where source, target and logits share it"""
+"""Copies of the embedding table, which source, target and logits share."""
 
 
 def _variant(name: str, parameters: int, architecture: str, vocab: int, width: int, layers: int, heads: int) -> Variant:
     sizes = {"vocab_size": vocab, "d_model": width, "max_position_embeddings": 1024}
     for stack in ("encoder", "decoder"):
         sizes |= {f"{stack}_layers": layers, f"{stack}_ffn_dim": 4 * width, f"{stack}_attention_heads": heads}
-    # The published numbers count the rows that stand for no position, and no bias of the logits.
+    # The published parameter counts include the unused rows of both position tables, but not the bias of the logits.
     parameters -= 2 * UNUSED_ROWS * width
     parameters += vocab if architecture == "BartForConditionalGeneration" else 0
     return Variant(hub=f"facebook/{name}", parameters=parameters, fields=sizes, architecture=architecture)
@@ -156,7 +163,7 @@ BART = Family(
     citation="Lewis et al. 2019, arXiv 1910.13461",
     heads={
         "BartForConditionalGeneration": Head(model=Seq2Seq, constants={"output.bias": True}, rules=(LOGITS_BIAS,)),
-        # Published without a bias, which is of zeros where there is one.
+        # Published without the bias of the logits, which is zero in the other checkpoints.
         "BartModel": Head(model=Seq2Seq, base=True),
     },
     constants={"norm": "layer_norm", "norm_epsilon": 1e-5, "norm_position": "post", "embedding.norm": True}

@@ -1,4 +1,4 @@
-"""BERT: an encoder with the norm after each sublayer, learned positions, token types, and a norm of the embeddings."""
+"""BERT: encoder, post-norm, learned positions, token types, normalized embeddings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from transformer.zoo.weights._rules import MATRIX, SAME, Relation, Rule, Shape, 
 
 @dataclass(frozen=True)
 class Repeated(Relation):
-    """The first of several tensors is the parameter; the others, which nothing reads, are written as copies of it."""
+    """One parameter stored as several equal tensors: the first is loaded, all are saved."""
 
     tensors: int = 2
 
@@ -37,17 +37,22 @@ BERT_CONSTANTS = {
     "embedding.norm": True,
     "embedding.scale": False,
 }
-"""what BERT has in common with those that were trained after it"""
+"""Constants of BERT and the families derived from it."""
 
 TANH_POOLER = HeadTransform(activation="tanh", norm=False)
-"""between the first token's vector and the classes"""
+"""Transform (the "pooler") between the hidden state of the first token and the classes."""
 
 OLD_NORMS = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
-"""norms as files call them that were converted from the first release"""
+"""Tensor names of norms in files converted from the original TensorFlow release."""
 
 
 def encoder_rules(prefix: str, positions: Relation = SAME) -> list[Rule]:
-    """Rules of BERT's encoder and of those whose tensors have its names; `positions` relates the position tables."""
+    """Return the rules for the encoder of BERT and of families with the same tensor names.
+
+    Args:
+        prefix: prefix of all tensor names.
+        positions: relation between the position tables of file and model.
+    """
     embeddings, layer, ours = f"{prefix}embeddings.", f"{prefix}encoder.layer.{{layer}}.", "encoder/{layer}/"
     return [
         Rule(f"{embeddings}word_embeddings.weight", "embedding/embedding"),
@@ -71,7 +76,7 @@ _LAYER = {
 
 
 def masked_lm_rules(head: str, transform: str, layer_norm: str) -> tuple[Rule, ...]:
-    """Rules of a head whose output map is tied, all but its bias, or has a matrix of its own."""
+    """Return the rules for a masked-language-model head. The output map is tied (except for its bias) or untied."""
     return (
         *linear(f"{head}{transform}", "head_transform/dense"),
         *norm(f"{head}{layer_norm}", "head_transform/norm"),
@@ -84,7 +89,7 @@ def masked_lm_rules(head: str, transform: str, layer_norm: str) -> tuple[Rule, .
 def first_token_head(
     dense: str, output: str, *, transform: HeadTransform = TANH_POOLER, ignored: tuple[str, ...] = ()
 ) -> Head:
-    """A classifier of the first token: its vector goes through the map `dense`, and then `output`."""
+    """Return a classifier that applies the maps `dense` and `output` to the hidden state of the first token."""
     return Head(
         model=Classifier,
         constants={"output.pooling": "first", "output.transform": transform},
@@ -100,11 +105,11 @@ LAYER_FIELDS = (
     Field("hidden_act", "activation", "gelu", ACTIVATIONS),
     Field("layer_norm_eps", "norm_epsilon", 1e-12),
 )
-"""the layers of BERT and of ViT"""
+"""Fields for the layers of BERT and ViT."""
 
 
 def encoder_fields() -> tuple[Codec, ...]:
-    """The fields that BERT and those after it share, without those of positions."""
+    """Return the fields that BERT and its derivatives share, except those for positions."""
     return (
         Field("vocab_size", "vocab_size"),
         *LAYER_FIELDS,
@@ -123,7 +128,7 @@ _MASKED_TRANSFORMS = {theirs: HeadTransform(activation=ours, norm=True) for thei
 
 
 def masked_transform(name: str) -> Field:
-    """The head's activation where it is that of the layers, which this field names."""
+    """Return the field for the activation of a masked-language-model head, which config.json names like the layers'."""
     return Field(name, "output.transform", "gelu", _MASKED_TRANSFORMS)
 
 

@@ -1,4 +1,4 @@
-"""Blenderbot: BART with its norms before the sublayers, learned positions, and without a norm of the embeddings."""
+"""Blenderbot: BART with pre-norm layers and without normalized embeddings."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ BLENDERBOT = Family(
         Former("layernorm_variant", ("prelayernorm",)),
         Unread(
             ("do_blenderbot_90_layernorm", "encoder_no_repeat_ngram_size"),
-            # Without it, the reference does not generate three tokens in a row that are in the source, too.
+            # Written as 0, because the default of the reference (3) bans generated trigrams that occur in the source.
             {"encoder_no_repeat_ngram_size": 0},
         ),
     ),

@@ -1,4 +1,4 @@
-"""BLOOM: pre-norm, ALiBi, a norm of the embeddings, queries, keys and values in one map head by head."""
+"""BLOOM: decoder, pre-norm, ALiBi, normalized embeddings, one fused map for queries, keys and values per head."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from transformer.zoo.weights._rules import Rule, norm
 
 @dataclass(frozen=True)
 class OneOf(Codec):
-    """A field with several names, `alike`, of which the first is written, and here `attribute`. FieldError: none is
-    there, or two that differ.
+    """A field with several synonymous names. The first name is written.
+
+    Raises:
+        FieldError: (by `read`) none of the names is present, or their values differ.
     """
 
     alike: tuple[str, ...]
@@ -70,7 +72,7 @@ BLOOM = Family(
         *training_fields("hidden_dropout", "attention_dropout"),
         Fixed("apply_residual_connection_post_layernorm", (False,)),
         Fixed("slow_but_exact", (False,)),
-        # How the training program computed it.
+        # Options of the training program.
         Unread(
             ("attention_softmax_in_fp32", "bias_dropout_fusion", "masked_softmax_fusion", "offset_alibi")
             + ("seq_length", "skip_bias_add", "skip_bias_add_qkv", "n_inner")

@@ -1,4 +1,4 @@
-"""DeepSeek-V3: attention through a latent, and behind a few dense layers experts that are chosen by groups."""
+"""DeepSeek-V3: multi-head latent attention (MLA); a few dense layers, then experts with group-limited routing."""
 
 from __future__ import annotations
 
@@ -32,32 +32,41 @@ from transformer.zoo.weights._rules import (
 
 @dataclass(frozen=True)
 class Interleaved(Relation):
-    """What `each` says, where the last `size` outputs of the last parameter (of each of its heads) turn in pairs: in
-    the file (2i, 2i + 1), here (i, i + size / 2) as everywhere. Which is which changes no score.
+    """Wrap the relation `each`, and reorder the rotated dimensions of the last parameter.
+
+    Rotary positions rotate pairs of dimensions. The file pairs (2i, 2i + 1), this library pairs (i, i + size / 2), as
+    in the other families. Queries and keys are permuted alike, so their dot products do not change.
     """
 
     each: Relation
     size: int
+    """Number of rotated dimensions: the last ones of the parameter (of each head)."""
 
     def tensor_shapes(self, shapes: Sequence[Shape]) -> list[Shape]:
         return self.each.tensor_shapes(shapes)
 
     def load(self, tensors: Sequence[np.ndarray], shapes: Sequence[Shape]) -> list[np.ndarray]:
         *others, last = self.each.load(tensors, shapes)
+        # For size 6: [[0, 1], [2, 3], [4, 5]].T = [[0, 2, 4], [1, 3, 5]], first all even dimensions, then all odd ones.
         return [*others, self._ordered(last, np.arange(self.size).reshape(-1, 2).T)]
 
     def save(self, parameters: Sequence[np.ndarray]) -> list[np.ndarray]:
         *others, last = parameters
+        # The inverse. For size 6: [[0, 1, 2], [3, 4, 5]].T, which reads 0, 3, 1, 4, 2, 5.
         return self.each.save([*others, self._ordered(last, np.arange(self.size).reshape(2, -1).T)])
 
     def _ordered(self, parameter: np.ndarray, order: np.ndarray) -> np.ndarray:
+        # Keep the unrotated dimensions in front, permute the last `size` ones.
         still = parameter.shape[-1] - self.size
         return parameter[..., [*range(still), *(still + order.ravel())]]
 
 
 @dataclass(frozen=True)
 class FusedHeads(Relation):
-    """Maps (in, N, H1), (in, N, H2), ... are one matrix, (N (H1 + H2 + ...), in): joined in each head."""
+    """Several maps (in, N, H1), (in, N, H2), ... fused per head into one matrix (N (H1 + H2 + ...), in).
+
+    The rows of the matrix are: head 0 of all maps, head 1 of all maps, and so on.
+    """
 
     def tensor_shapes(self, shapes: Sequence[Shape]) -> list[Shape]:
         return MATRIX.tensor_shapes([self._joined(shapes)])
@@ -66,7 +75,7 @@ class FusedHeads(Relation):
         return (*shapes[0][:2], sum(shape[2] for shape in shapes))
 
     def load(self, tensors: Sequence[np.ndarray], shapes: Sequence[Shape]) -> list[np.ndarray]:
-        whole = MATRIX.load(tensors, [self._joined(shapes)])[0]
+        whole = MATRIX.load(tensors, [self._joined(shapes)])[0]  # (in, N, H1 + H2 + ...)
         return np.split(whole, np.cumsum([shape[2] for shape in shapes])[:-1], axis=2)
 
     def save(self, parameters: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -75,7 +84,10 @@ class FusedHeads(Relation):
 
 @dataclass(frozen=True)
 class LatentSizes(Codec):
-    """Sizes of latents and heads. `head_dim` and `qk_head_dim` follow from them. Read after `num_attention_heads`."""
+    """Sizes of latents and heads of MLA. Read after `num_attention_heads`.
+
+    `head_dim` and `qk_head_dim` follow from the other sizes.
+    """
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -86,8 +98,8 @@ class LatentSizes(Codec):
         heads = changes["num_heads"]
         if values.get("num_key_value_heads") not in (None, heads):
             raise FieldError(
-                f"num_key_value_heads is {values['num_key_value_heads']}, but a latent makes a key for each of the "
-                f"{heads} heads"
+                f"num_key_value_heads is {values['num_key_value_heads']}, but latent attention has one key for each of "
+                f"the {heads} heads"
             )
         mla = MLA(
             q_lora_rank=values.get("q_lora_rank", 1536),
@@ -114,40 +126,45 @@ class LatentSizes(Codec):
 
 
 def _sharpening(factor: float, weight: float) -> float:
+    """Return YaRN's temperature correction for a context extended by `factor` (Peng et al. 2023, section 3.4)."""
     return 1.0 + 0.1 * weight * math.log(factor)
 
 
 @dataclass(frozen=True)
 class LatentRope(Rope):
-    """Rotary positions, and two weights of YaRN's sharpening: `mscale_all_dim` of all scores, whichever the scaling,
-    and `mscale` of the part that turns, beside it. Read after the sizes of heads.
+    """Rotary positions with two weights for YaRN's temperature correction. Read after the head sizes.
+
+    `mscale_all_dim` applies to all scores, for any kind of scaling. `mscale` applies to the rotated dimensions of
+    queries and keys; the factor on them is relative to the one on all scores.
     """
 
     def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
         given = dict(values.get("rope_scaling") or values.get("rope_parameters") or {})
-        turned, everywhere = given.pop("mscale", None), given.pop("mscale_all_dim", None)
+        rotated, everywhere = given.pop("mscale", None), given.pop("mscale_all_dim", None)
         read = super().read(dict(values) | {"rope_scaling": None, "rope_parameters": given}, changes)
         scaling = read["rotary.scaling"]
         if scaling is None or not everywhere:
             return read
+        # m(s) = 1 + 0.1 s ln(factor). Scores are multiplied by m(mscale_all_dim)^2, once for the query and once for the
+        # key. cos and sin of the rotated dimensions are multiplied by m(mscale) / m(mscale_all_dim).
         sharper = _sharpening(scaling.factor, everywhere)
-        if scaling.kind == "yarn" and scaling.attention_factor is None and turned:
-            factor = _sharpening(scaling.factor, turned) / sharper
+        if scaling.kind == "yarn" and scaling.attention_factor is None and rotated:
+            factor = _sharpening(scaling.factor, rotated) / sharper
             read["rotary.scaling"] = replace(scaling, attention_factor=factor)
         return read | {"attention.scale": changes["attention.mla"].head_dim ** -0.5 * sharper * sharper}
 
     def write(self, config: TransformerConfig) -> dict[str, Any]:
         written, scaling = super().write(config), config.rotary.scaling
         if scaling is not None and scaling.factor > 1 and config.attention.scale is not None:
+            # Solve scale = head_dim^-0.5 m(s)^2 for s. Rounded, so that 1.0 is written as it was read.
             sharper = math.sqrt(config.attention.scale * config.size_of_head**0.5)
-            # Rounded, what was 1.0 in a file is that again.
             written["rope_parameters"]["mscale_all_dim"] = round((sharper - 1) / math.log(scaling.factor) * 10, 12)
         return written
 
 
 @dataclass(frozen=True)
 class RoutedBehindDense(Codec):
-    """The first `first_k_dense_replace` layers are dense, the others routed. Read after `num_hidden_layers`."""
+    """Dense first layers (`first_k_dense_replace`), then layers with experts. Read after `num_hidden_layers`."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -161,7 +178,7 @@ class RoutedBehindDense(Codec):
             return {"stack.period": (LayerKind(),)}
         shared = values.get("n_shared_experts", 1)
         if not shared:
-            raise FieldError(f"n_shared_experts is {shared!r}, but this family always has some")
+            raise FieldError(f"n_shared_experts is {shared!r}, but this family requires at least one shared expert")
         moe = MoE(
             num_experts=values.get("n_routed_experts", values.get("num_local_experts", 256)),
             top_k=values.get("num_experts_per_tok", 8),
@@ -199,20 +216,23 @@ class RoutedBehindDense(Codec):
 def _rules(config: TransformerConfig) -> Sequence[Rule]:
     theirs, ours = "model.layers.{layer}.self_attn.", "decoder/{layer}/self_attention/"
     mlp, feed_forward = "model.layers.{layer}.mlp.", "decoder/{layer}/feed_forward/"
-    turned = config.attention.mla.qk_rope_head_dim
+    rotated = config.attention.mla.qk_rope_head_dim
     query = "q_proj" if config.attention.mla.q_lora_rank is None else "q_b_proj"
     return [
         Rule("model.embed_tokens.weight", "embedding/embedding"),
         *linear(f"{theirs}q_a_proj", f"{ours}query_latent"),
         *norm(f"{theirs}q_a_layernorm", f"{ours}query_norm"),
-        Rule(f"{theirs}{query}.weight", f"{ours}query/kernel", Interleaved(MATRIX, turned)),
+        # Queries: only the rotated dimensions of each head need reordering.
+        Rule(f"{theirs}{query}.weight", f"{ours}query/kernel", Interleaved(MATRIX, rotated)),
+        # The latent c_kv and the rotated key k_R, which all heads share, are one map (eqs. 1 and 3 of the paper).
         *fused(
             f"{theirs}kv_a_proj_with_mqa",
             (f"{ours}latent", f"{ours}rotary_key"),
-            Interleaved(Fused(), turned),
-            Interleaved(Fused(each=VECTOR), turned),
+            Interleaved(Fused(), rotated),
+            Interleaved(Fused(each=VECTOR), rotated),
         ),
         *norm(f"{theirs}kv_a_layernorm", f"{ours}latent_norm"),
+        # Up-projections of the latent to unrotated keys and to values, fused per head (eqs. 2 and 5).
         Rule(f"{theirs}kv_b_proj.weight", (f"{ours}key/kernel", f"{ours}value/kernel"), FusedHeads()),
         *linear(f"{theirs}o_proj", f"{ours}out", MERGED),
         *norm_rules(),
@@ -242,12 +262,12 @@ DEEPSEEK_V3 = decoder_family(
         Fixed("scoring_func", ("sigmoid",)),
         Fixed("topk_method", ("noaux_tc",)),
         Fixed("moe_layer_freq", (1,)),
-        # Layers that predict more than one token ahead are for training and drafts: they are left out.
+        # Layers for multi-token prediction serve training and speculative decoding. They are not loaded.
         Unread(("num_nextn_predict_layers", "num_mtp_layers"), written={"num_nextn_predict_layers": 0}),
         Unread(("aux_loss_alpha", "seq_aux", "ep_size")),
     ),
     rules=_rules,
-    # Behind the 61 layers of the published model comes one that predicts the token after the next.
+    # In the published model, the 61 layers are followed by one for multi-token prediction.
     ignored=(ROTARY_BUFFERS, r"model\.layers\.61\..*"),
     variants={
         "deepseek-v3": Variant(

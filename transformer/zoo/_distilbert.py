@@ -1,4 +1,4 @@
-"""DistilBERT: BERT of half the layers, without token types; its classifier's map has a ReLU."""
+"""DistilBERT: BERT with half as many layers, without token types, and with a ReLU in its classifier."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ DISTILBERT = Family(
         Field("activation", "activation", "gelu", ACTIVATIONS),
         Field("tie_word_embeddings", "embedding.tie", True),
         *training_fields("dropout", "attention_dropout", rates=0.1),
-        # Sinusoidal tables are in the files, too: the field says what training began with.
+        # `sinusoidal_pos_embds` only describes the initial position table; the files always contain the table.
         Unread(("sinusoidal_pos_embds", "qa_dropout", "seq_classif_dropout", "tie_weights_", "output_past")),
     ),
     rules=_rules,

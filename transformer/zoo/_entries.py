@@ -1,4 +1,4 @@
-"""The families there are: one line each."""
+"""Registry of all supported model families."""
 
 from __future__ import annotations
 
@@ -67,10 +67,10 @@ ENTRIES: dict[str, Family] = {
         STARCODER2,
     )
 }
-"""families by name; a model that several can hold is saved as the first of them"""
+"""Families by name. A model that several families can represent is saved as the first of them."""
 
 REFUSED = {
-    "gemma3": "the models of Gemma 3 that see images, too, are not built here. The text models are gemma3_text: load "
-    "one of those, such as google/gemma-3-1b-pt, or save the language model of this one by itself, as gemma3_text."
+    "gemma3": "the multimodal models of Gemma 3 (text and images) are not supported. The text models are gemma3_text: "
+    "load one of them, such as google/gemma-3-1b-pt, or save only the language model of this checkpoint as gemma3_text."
 }
-"""model_types that are taken for one of these families, and what to do instead"""
+"""Unsupported model_types that are easily confused with a supported family, and what to do instead."""

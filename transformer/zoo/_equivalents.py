@@ -1,7 +1,7 @@
-"""Other configs and parameters for the same function, so that more trained models can be saved as some family.
+"""Rewrites of a model into an equivalent one with another config, so that more models fit the format of a family.
 
 Each rewrite is exact: up to rounding, the new model computes the same logits from the same inputs. `with_equivalent`
-applies as few of them as possible.
+applies as few rewrites as possible.
 """
 
 from __future__ import annotations
@@ -28,41 +28,47 @@ from transformer.zoo._pretrained import choose_family
 from transformer.zoo.weights._rules import layer_places
 
 POSITIONS = 512
-"""least number of rows of a position table that replaces sinusoids"""
+"""Minimum number of rows of a position table that replaces sinusoidal positions."""
 USUAL_EPSILON = 1e-5
-"""epsilon of the norms of families whose config.json cannot give another"""
+"""Norm epsilon of the families whose config.json has no field for it."""
 
 Flat = dict[str, Any]
-"""parameters by path"""
+"""Parameters by path."""
 
 
 @dataclass(frozen=True)
 class Rewrite:
-    """One change of a model's config that keeps its function, and what it does to the parameters."""
+    """A change of a model's config that preserves its function, with the matching change of the parameters."""
 
     config: Callable[[nn.Module, int], TransformerConfig | None]
-    """config of the new model, given the model and the number of positions; None: the change does not apply"""
+    """(model, number of positions) -> config of the new model, or None if the rewrite does not apply."""
     params: Callable[[nn.Module, nn.Module, Flat], Flat]
-    """parameters of the new model: (old model, new model, old parameters); those left out are zeros"""
+    """(old model, new model, old parameters) -> new parameters. Parameters that are left out become zeros."""
 
 
 def with_equivalent(
     model: nn.Module, params: Any, family: str | None = None, context: int | None = None
 ) -> tuple[nn.Module, Any]:
-    """A model that computes the same and that `family` (None: any family) can describe, and its parameters; the given
-    ones where that is so already. Of several, the one that takes the fewest rewrites.
+    """Return an equivalent model that a family can describe, and its parameters.
+
+    If the family can describe the given model, it is returned unchanged. Otherwise the result is the equivalent model
+    that takes the fewest rewrites.
 
     Args:
-        params: without the outer "params".
-        context: tokens that the model reads at once, if that is limited: where a table of positions replaces sinusoids,
-            it has as many rows, and at least 512.
+        model: the model to save.
+        params: its parameters, without the outer "params".
+        family: name of the family; None: any family.
+        context: maximum number of tokens that the model reads, if it is limited. A position table that replaces
+            sinusoidal positions gets this many rows, but at least 512.
 
     Raises:
-        ConfigError: no family describes the model or an equivalent one; for the pair that comes nearest, the fields
-            that have no counterpart.
+        ConfigError: no family can describe the model or an equivalent one; the message names the unsupported fields
+            of the closest one.
     """
     positions = max(POSITIONS, context or 0)
     refusals = []
+    # All combinations of rewrites, the smallest first. There are only 2^7, and only configs are rewritten until
+    # one of them fits.
     for count in range(len(REWRITES) + 1):
         for chosen in itertools.combinations(REWRITES, count):
             models = _models(model, chosen, positions)
@@ -80,16 +86,18 @@ def with_equivalent(
 
 
 def with_plain_embeddings(model: nn.Module, params: Any) -> tuple[nn.Module, Any]:
-    """The same function without `scale_embeddings`: the embedding table holds the scaled embeddings, and where it also
-    made the logits, these get an output map of their own. A model that does not scale is returned as it is, and so is
-    one with tied embeddings and a bias on its logits.
+    """Return an equivalent model whose embeddings are not multiplied by sqrt(d_model), and its parameters.
+
+    The embedding table then holds the scaled embeddings. Tied embeddings become untied, because the output map uses the
+    unscaled table. The model is returned unchanged if it does not scale its embeddings, or if it has tied embeddings
+    and a bias on its logits.
     """
     models = _models(model, (_PLAIN_EMBEDDINGS,), POSITIONS)
     return (model, params) if models is None else (models[-1], _rewritten(_PLAIN_EMBEDDINGS, *models, params))
 
 
 def _models(model: nn.Module, rewrites: tuple[Rewrite, ...], positions: int) -> list[nn.Module] | None:
-    """The model after none, the first, ... all of the rewrites; None where one of them does not apply."""
+    """Return the model before and after each rewrite, or None if one of the rewrites does not apply."""
     models = [model]
     for rewrite in rewrites:
         config = rewrite.config(models[-1], positions)
@@ -111,11 +119,13 @@ def _unchanged(before: nn.Module, after: nn.Module, params: Flat) -> Flat:
     return params
 
 
-# Embeddings that are multiplied by sqrt(d_model).
+# Scaled embeddings: sqrt(d) E[token] = (sqrt(d) E)[token]. The logits x E^T of a tied model need the unscaled E, so the
+# rewrite also unties the output map.
 
 
 def _plain_embeddings_config(model: nn.Module, positions: int) -> TransformerConfig | None:
     config = model.config
+    # Only these models have an output map that can be tied to the embeddings.
     tied = config.embedding.tie and isinstance(model, CausalLM | Seq2Seq | MaskedLM)
     if not config.embedding.scale or (tied and config.output.bias):
         return None
@@ -124,15 +134,16 @@ def _plain_embeddings_config(model: nn.Module, positions: int) -> TransformerCon
 
 def _plain_embeddings(before: nn.Module, after: nn.Module, params: Flat) -> Flat:
     config = before.config
-    scale = np.asarray(config.d_model**0.5, config.dtype)  # rounded as the model rounds it
+    scale = np.asarray(config.d_model**0.5, config.dtype)  # the model rounds the factor to its dtype, too
     tables = {path: params[path] for path in ("embedding/embedding", "source_embedding/embedding") if path in params}
     changed = {path: table * scale.astype(table.dtype) for path, table in tables.items()}
     if config.embedding.tie and not after.config.embedding.tie:
-        changed["output/kernel"] = params["embedding/embedding"].T
+        changed["output/kernel"] = params["embedding/embedding"].T  # (V, D) -> (D, V), without the scale
     return params | changed
 
 
-# relu(x)^2 = relu(x) x: a gated feed-forward whose gate is a copy of the map that it gates.
+# Squared ReLU: relu(h)^2 = relu(h) h, with h = x W_up. This is a gated feed-forward layer relu(x W_gate) * (x W_up)
+# with W_gate = W_up.
 
 
 def _gated_config(model: nn.Module, positions: int) -> TransformerConfig | None:
@@ -148,7 +159,8 @@ def _gated(before: nn.Module, after: nn.Module, params: Flat) -> Flat:
     }
 
 
-# Parts that are missing here and that a family always has: with zeros they do nothing.
+# Parts that the model lacks and that a family always has. Their new parameters are zeros, so they have no effect: a
+# zero bias, or attention whose output map is zero.
 
 
 def _norm_bias_config(model: nn.Module, positions: int) -> TransformerConfig | None:
@@ -164,9 +176,10 @@ def _output_bias_config(model: nn.Module, positions: int) -> TransformerConfig |
 
 
 def _attention_config(model: nn.Module, positions: int) -> TransformerConfig | None:
-    """With an output map of zeros, attention adds nothing to the residual stream."""
+    """Add self-attention to layers without it. With a zero output map it adds nothing to the residual stream."""
     config = model.config
     kinds = config.kinds
+    # A zero output is only neutral if no norm follows it, as in pre-norm and parallel layers.
     if all(kind.self_attention for kind in kinds) or config.norm_position not in ("pre", "parallel"):
         return None
     names = ("prefix", "period", "suffix")
@@ -174,7 +187,7 @@ def _attention_config(model: nn.Module, positions: int) -> TransformerConfig | N
     return config.replace(stack=replace(config.stack, **attend))
 
 
-# Sinusoids: a table of positions holds their first rows.
+# Sinusoidal positions: a learned position table that holds their values for the first positions.
 
 
 def _table_config(model: nn.Module, positions: int) -> TransformerConfig | None:
@@ -187,14 +200,15 @@ def _table_config(model: nn.Module, positions: int) -> TransformerConfig | None:
 
 def _table(before: nn.Module, after: nn.Module, params: Flat) -> Flat:
     config = after.config
-    rows = jnp.arange(config.max_length)[None]
+    rows = jnp.arange(config.max_length)[None]  # (1, max_length)
     encoding = position_scheme(before.config, causal=False).encoding(rows, config.d_model)[0]
     stacks = {path.partition("/")[0] for path in params} & {"encoder", "decoder"}
     return params | {f"{stack}/position_table": encoding.astype(config.param_dtype) for stack in stacks}
 
 
-# The epsilon of norms. norm(x; e) = norm(c x; c^2 e): the residual stream is c times as large, and what reads it
-# elsewhere than through a norm divides by c.
+# The epsilon of norms. RMSNorm (LayerNorm alike, after centering) computes norm(x; e) = x / sqrt(mean(x^2) + e), so
+# norm(c x; c^2 e) = norm(x; e). To replace the epsilon e by e', multiply the residual stream by c = sqrt(e' / e), and
+# divide by c everything that reads the stream other than through a norm.
 
 
 def _epsilon_config(model: nn.Module, positions: int) -> TransformerConfig | None:
@@ -217,6 +231,8 @@ def _epsilon_config(model: nn.Module, positions: int) -> TransformerConfig | Non
     return config.replace(norm_epsilon=USUAL_EPSILON)
 
 
+# Parameters that write to the residual stream: tables at its start, output maps of the sublayers. With post-norm, the
+# stream is the output of the norms, and the sublayers read it directly.
 _TABLES = re.compile(r"(source_)?embedding/embedding|(encoder|decoder)/position_table")
 _WRITES = re.compile(r".*/(out|down)/(kernel|bias)")
 _NORMS = re.compile(r".*/(attention_norm|cross_attention_norm|feed_forward_norm)/(scale|bias)")
@@ -225,22 +241,24 @@ _READS = re.compile(r".*/(query|key|value|up|gate)/kernel")
 
 def _epsilon(before: nn.Module, after: nn.Module, params: Flat) -> Flat:
     config = before.config
+    # c = sqrt(e' / e)
     larger = (after.config.norm_epsilon / config.norm_epsilon) ** 0.5
     post = config.norm_position == "post"
     new = dict(params)
     for path, leaf in params.items():
         if _TABLES.fullmatch(path) or _WRITES.fullmatch(path) or (post and _NORMS.fullmatch(path)):
-            new[path] = _times(leaf, larger)
+            new[path] = _times(leaf, larger)  # writes to the stream: multiply by c
         elif post and _READS.fullmatch(path):
-            new[path] = _times(leaf, 1 / larger)
-    # The last norm is read by the output map, which is `larger` times as large where it is the table of embeddings.
+            new[path] = _times(leaf, 1 / larger)  # reads the stream without a norm: divide by c
+    # The output map reads the last norm, so its result keeps the old scale. If the output map is the embedding table
+    # (tied), it has become `larger` times as large, and the norm must make up for that.
     last = 1 / larger if config.embedding.tie else 1.0
     place, index = layer_places(config, config.decoder_layers if isinstance(before, Seq2Seq) else config.num_layers)[-1]
     norm = f"decoder/{place}/feed_forward_norm" if post else "decoder/final_norm"
     for path in (f"{norm}/scale", f"{norm}/bias"):
         if path not in params:
             continue
-        if post and index is not None:
+        if post and index is not None:  # the norms of all layers are stacked: change only the last layer
             new[path] = new[path].at[index].set(_times(params[path][index], last))
         else:
             new[path] = _times(params[path], last)
@@ -248,6 +266,7 @@ def _epsilon(before: nn.Module, after: nn.Module, params: Flat) -> Flat:
 
 
 def _times(leaf: jax.Array, factor: float) -> jax.Array:
+    """Multiply in float32, so that bfloat16 parameters are rounded only once."""
     return (jnp.asarray(leaf).astype(jnp.float32) * factor).astype(leaf.dtype)
 
 
@@ -266,4 +285,4 @@ REWRITES = (
     Rewrite(_table_config, _table),
     Rewrite(_epsilon_config, _epsilon),
 )
-"""in the order in which they are applied"""
+"""All rewrites, in the order in which they are applied."""

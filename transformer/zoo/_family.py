@@ -1,4 +1,4 @@
-"""A family of pretrained models: how its config.json and its tensors are read and written, and its published sizes."""
+"""Description of a family of pretrained models: its config.json, its tensor names and its published variants."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ from transformer.zoo._fields import FIXED_EVERYWHERE, NEUTRAL, Codec, FieldError
 from transformer.zoo.weights._rules import Link, Rule, layer_kinds, layer_places, link
 
 FREE = frozenset({"dropout_rate", "attention.dropout_rate", "initializer_range", "dtype", "param_dtype"})
-"""fields of a TransformerConfig that change nothing of what a trained model computes"""
+"""Fields of a TransformerConfig that do not affect a trained model's outputs."""
 
 MAX_LAYERS = 1024
-"""of a stack that a config.json may ask for"""
+"""Maximum number of layers per stack that a config.json may specify."""
 MAX_EXPERTS = 100_000
-"""of all its layers together: each has tensors by name"""
+"""Maximum number of experts, summed over all layers: the tensors of each expert are listed by name."""
 MAX_NUMBER = 2**31 - 1
-"""in a config.json: sizes and places are 32 bits wide where they are computed with"""
+"""Largest integer that a config.json may contain: sizes and indices are computed in 32 bits."""
 
 MAX_DIFFERENCES = 5
-"""fields of a model without a counterpart that a message lists"""
+"""Maximum number of unsupported fields that an error message lists."""
 MAX_UNKNOWN = 100
-"""fields that are told of, each with the one that it is like"""
+"""Maximum number of unknown fields that an error message lists, each with a suggestion."""
 
 _FREE_OF_EXPERTS = {"load_balance_weight": 0.0, "router_z_weight": 0.0}
 
 
 class NoCounterpart(ConfigError):
-    """A model that a family's config.json can't describe; `differences`: in how many fields."""
+    """Raised for a model that a family's config.json cannot describe; `differences` counts the unsupported fields."""
 
     def __init__(self, message: str, differences: int):
         super().__init__(message)
@@ -51,114 +51,117 @@ class NoCounterpart(ConfigError):
 
 @dataclass(frozen=True, kw_only=True)
 class Head:
-    """What a family's models of one purpose are, of the class `model`: the `architectures` of config.json name it.
+    """One architecture of a family, such as its language model or its classifier.
 
-    `constants` are fields of the TransformerConfig that it has beside the family's, `fields` of config.json likewise.
+    `constants` and `fields` are added to those of the family.
     """
 
     model: type
+    """Class of the model."""
     constants: Mapping[str, Any] = field(default_factory=dict)
     fields: tuple[Codec, ...] = ()
     rules: tuple[Rule, ...] = ()
-    """of the tensors that this head alone has"""
+    """Rules for the tensors that only this architecture has."""
     base: bool = False
-    """a model without a head: its files leave the family's prefix out"""
+    """Whether this is the base model without a head, whose tensor names lack the family's prefix."""
     ignored: tuple[str, ...] = ()
-    """patterns of tensors that this head doesn't need, beside the family's"""
+    """Patterns of unneeded tensors, in addition to the family's."""
     untied_by: str | None = None
-    """a tensor that makes a model untied where it differs from the one it would repeat, whatever config.json says"""
+    """Name of a tensor that decides about weight tying: if it differs from the tensor that it would repeat, the model
+    is untied, whatever config.json says."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """Published weights: where they are (`hub`), fields of config.json that make their sizes, how many `parameters`."""
+    """Published weights: the id on the hub, the number of parameters, and the config.json fields for their sizes."""
 
     hub: str
     parameters: int
     fields: Mapping[str, Any]
     architecture: str | None = None
-    """None: the family's first"""
+    """None: the first architecture of the family."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """One family, as data.
+    """A family of models, described as data.
 
     Raises:
-        ConfigError: (its methods) a config.json or a model that is not of this family; everything that doesn't fit.
+        ConfigError: (by its methods) a config.json or a model that does not belong to this family. The message lists
+            all problems.
     """
 
     name: str
-    """model_type in config.json"""
+    """The `model_type` in config.json."""
     title: str
-    """what people call it"""
+    """Name for documentation and messages."""
     citation: str
-    """authors and year, and where the paper is"""
+    """Authors, year and location of the paper."""
     heads: Mapping[str, Head]
-    """by architecture, the one that is saved first"""
+    """Heads by architecture; saving prefers the first that fits."""
     constants: Mapping[str, Any]
-    """fields of the TransformerConfig that all its models have"""
+    """Fields of the TransformerConfig that all models of the family share."""
     fields: tuple[Codec, ...]
-    """what config.json says of the others, in the order of reading"""
+    """Codecs for all other fields, in the order in which they are read."""
     rules: Callable[[TransformerConfig], Sequence[Rule]]
-    """its tensors and parameters; what a model doesn't have may be among them"""
+    """Rules that relate tensors to parameters. Rules for parameters that a model lacks are skipped."""
     prefix: str = ""
-    """first part of the names of tensors that files of a model without a head leave out"""
+    """Prefix of tensor names that files of a base model omit."""
     ignored: tuple[str, ...] = ()
-    """patterns of tensors that are not needed: buffers, weights of other heads"""
+    """Patterns of tensors that are not needed: buffers, weights of other heads."""
     copies: Mapping[str, str] = field(default_factory=dict)
-    """tensors that tied models may repeat, and which one they repeat"""
+    """Tensors that files of tied models may repeat -> the tensor that they repeat."""
     old_names: Mapping[str, str] = field(default_factory=dict)
-    """parts of names of tensors, and what they are in files of an older release"""
+    """Parts of tensor names -> their spelling in files of older releases."""
     variants: Mapping[str, Variant] = field(default_factory=dict)
-    """published weights by a short name"""
+    """Published weights by a short name."""
     aliases: tuple[str, ...] = ()
-    """other model_types that are read as this one"""
+    """Other values of `model_type` for this family."""
 
     def head_of(self, values: Mapping[str, Any]) -> tuple[str, Head]:
-        """The architecture that a config.json names, and what it is here."""
+        """Return the name of the architecture in a config.json, and its head."""
         names = values.get("architectures") or [next(iter(self.heads))]
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
             raise ConfigError(
                 f"architectures in config.json must be a list of names such as {next(iter(self.heads))}, got "
-                f"{names!r:.80}. Correct it, or give architecture=."
+                f"{names!r:.80}. Correct it, or pass architecture=."
             )
         for name in names:
             if name in self.heads:
                 return name, self.heads[name]
         raise ConfigError(
-            f"the architecture {', '.join(map(str, names))} of {self.title} is not built here: there are "
-            f"{', '.join(self.heads)}. If the weights are those of one of them, give its name as architecture=."
+            f"the architecture {', '.join(map(str, names))} of {self.title} is not supported (supported: "
+            f"{', '.join(self.heads)}). If the weights belong to one of these, pass its name as architecture=."
         )
 
     def read(self, values: Mapping[str, Any], head: Head) -> TransformerConfig:
-        """The TransformerConfig that a config.json describes."""
+        """Return the TransformerConfig that a config.json describes."""
         changes, faults, known = self._read_fields(values, head)
         for name, choices in FIXED_EVERYWHERE.items():
             if name not in known and values.get(name, choices[0]) not in choices:
-                faults.append(f"{name} is {values[name]!r}, which changes what is computed and is not built here")
+                faults.append(f"{name} is {values[name]!r}, which changes the computation and is not supported")
         faults += _unknown_fields(values, known)
         if faults:
             raise ConfigError(
-                f"config.json of {self.title} is not understood: {'; '.join(faults)}. Fields that are known to change "
-                f"nothing can be taken out of config.json, or named in ignore_fields=."
+                f"config.json of {self.title} can't be used: {'; '.join(faults)}. If a field does not affect the "
+                f"computation, remove it from config.json or list it in ignore_fields=."
             )
         try:
             config = TransformerConfig(**changes)
         except (ConfigError, TypeError, ValueError) as error:
-            raise ConfigError(f"config.json of {self.title} describes no model: {error}") from error
+            raise ConfigError(f"config.json of {self.title} does not describe a valid model: {error}") from error
         self._check_experts(config)
         return config
 
     def _read_fields(self, values: Mapping[str, Any], head: Head) -> tuple[dict[str, Any], list[str], set[str]]:
-        """Fields of the TransformerConfig, what is wrong with config.json, and the names in it that have a meaning."""
+        """Return the fields of the TransformerConfig, the problems in config.json, and the known field names."""
         changes: dict[str, Any] = dict(self.constants) | dict(head.constants)
         faults: list[str] = []
         known = set(NEUTRAL)
         for codec in (*self.fields, *head.fields):
             known.update(codec.names)
             if large := [name for name in codec.names if _is_too_large(values.get(name))]:
-                faults.append(f"{', '.join(large)} is above {MAX_NUMBER}, which no model has")
+                faults.append(f"{', '.join(large)} is above {MAX_NUMBER}, which is too large for any model")
                 continue
             try:
                 changes |= codec.read(values, changes)
@@ -171,44 +174,50 @@ class Family:
         return changes, faults, known
 
     def _check_experts(self, config: TransformerConfig) -> None:
-        """Raises ConfigError for more experts than any model has: each has tensors, which are listed by name."""
+        """Raise ConfigError for an implausible number of experts, because all their tensors are listed by name."""
         kinds = layer_kinds(config, config.num_layers)
         if (experts := sum(kind.moe.num_experts for kind in kinds if kind.moe is not None)) > MAX_EXPERTS:
             raise ConfigError(
-                f"config.json of {self.title} asks for {experts} experts in all layers together: expected at most "
+                f"config.json of {self.title} specifies {experts} experts in all layers together: expected at most "
                 f"{MAX_EXPERTS}. Correct it."
             )
 
     def write(self, config: TransformerConfig, architecture: str) -> dict[str, Any]:
-        """A config.json for a model of this family. NoCounterpart names the fields that it has no word for."""
+        """Return a config.json for a model of this family.
+
+        Raises:
+            NoCounterpart: the family cannot describe the model; the message names the fields.
+        """
         head = self.heads[architecture]
         values: dict[str, Any] = {"architectures": [architecture], "model_type": self.name}
         for codec in (*self.fields, *head.fields):
             values |= codec.write(config)
+        # Codecs omit what they cannot represent, so reading the result back shows what was lost.
         try:
             again = self.read(values, head)
-        except ConfigError as error:  # a value that has no word there
-            raise NoCounterpart(f"{self.title} can't say what this model is: {error}", 99) from error
+        except ConfigError as error:  # the family has no representation for a value
+            raise NoCounterpart(f"{self.title} can't describe this model: {error}", 99) from error
         pools = head.model is Embedder
         mine, theirs = (canonical(c) | ({"output.pooling": c.output.pooling} if pools else {}) for c in (config, again))
         differing = [name for name in mine if mine[name] != theirs[name]]
         if differing:
-            told = [
+            described = [
                 f"{name} {_difference(mine[name], theirs[name], self.title)}" for name in differing[:MAX_DIFFERENCES]
             ]
-            more = f"; and {len(differing) - len(told)} more" if len(told) < len(differing) else ""
+            more = f"; and {len(differing) - len(described)} more" if len(described) < len(differing) else ""
             raise NoCounterpart(
-                f"{self.title} has no counterpart for this model: {'; '.join(told)}{more}.", len(differing)
+                f"{self.title} has no counterpart for this model: {'; '.join(described)}{more}.", len(differing)
             )
         return values | {"dtype": config.param_dtype, "initializer_range": config.initializer_range or 0.02}
 
     def without_prefix(self, name: str) -> str:
-        """The name of a tensor in a file that leaves the prefix out."""
+        """Return the name of a tensor in a file that omits the prefix."""
         return name.removeprefix(self.prefix)
 
     def names_in(self, tensors: Collection[str]) -> Callable[[str], str]:
-        """What a file with these tensors calls each: without the prefix where none has it, by the old name where it has
-        that one alone.
+        """Return a function from a tensor's usual name to its name in a file that contains `tensors`.
+
+        The prefix is dropped if no tensor of the file has it. An old name is used if the file has only that one.
         """
         without_prefix = not any(tensor.startswith(self.prefix) for tensor in tensors)
 
@@ -220,10 +229,11 @@ class Family:
         return named
 
     def links(self, model: Any, architecture: str, shapes: Mapping[str, tuple[int, ...]]) -> list[Link]:
-        """The rules applied to this model, whose parameters have these shapes."""
+        """Return the rules applied to this model, given the shapes of its parameters by path."""
         rules = [*self.rules(model.config), *self.heads[architecture].rules]
         places = stack_places(model)
-        if model.config.attention.causal:  # a decoder that classifies is the encoder of a Classifier
+        if model.config.attention.causal:
+            # A Classifier holds its layers under "encoder", but the rules of a decoder family say "decoder".
             shapes = {re.sub(r"^encoder/", "decoder/", path): shape for path, shape in shapes.items()}
             return [_in_encoder(one) for one in link(rules, shapes, places)]
         return link(rules, shapes, places)
@@ -235,12 +245,12 @@ def _in_encoder(one: Link) -> Link:
 
 
 def rename(links: Sequence[Link], named: Callable[[str], str]) -> list[Link]:
-    """The same links to tensors of other names."""
+    """Return the links with their tensors renamed."""
     return [replace(one, tensors=tuple(map(named, one.tensors))) for one in links]
 
 
 def stack_places(model: Any) -> dict[str, list[tuple[str, int | None]]]:
-    """Where the layers of each stack of a model lie."""
+    """Return the path and index of each layer, for each stack of a model."""
     config = model.config
     encoder, decoder = config.num_layers, config.num_layers
     if isinstance(model, Seq2Seq):
@@ -249,7 +259,10 @@ def stack_places(model: Any) -> dict[str, list[tuple[str, int | None]]]:
 
 
 def canonical(config: TransformerConfig) -> dict[str, Any]:
-    """What a config says in one way of saying it: defaults filled in, fields that nothing reads left out."""
+    """Return a normal form of a config, so that two configs of the same function compare equal.
+
+    Defaults are filled in, fields that the model does not use are neutralized, and layers are listed one by one.
+    """
     values = {path: value for path, value in fields_by_path(config).items() if path not in FREE}
     encoder, decoder = config.encoder_layers, config.decoder_layers
     for path in ("num_layers", "stack.prefix", "stack.period", "stack.suffix"):
@@ -269,12 +282,12 @@ def canonical(config: TransformerConfig) -> dict[str, Any]:
         kinds[stack] = [_kind(config, kind) for kind in layer_kinds(config, layers)]
     values |= _without_unread(config)
     if all(kind.moe is not None for layers in kinds.values() for kind in layers):
-        values["d_ff"] = None  # the experts' own
+        values["d_ff"] = None  # every layer uses the width of its experts
     return values | {"layers": kinds}
 
 
 def _without_unread(config: TransformerConfig) -> dict[str, Any]:
-    """Values for the fields that this config does not read, or that its layers say for themselves."""
+    """Return neutral values for the fields that this config does not use, or that its layers override."""
     values: dict[str, Any] = {}
     if config.position != "rotary":
         values |= dict.fromkeys(("rotary.base", "rotary.dim", "rotary.scaling"))
@@ -295,7 +308,7 @@ def _without_unread(config: TransformerConfig) -> dict[str, Any]:
 
 
 def _difference(mine: Any, theirs: Any, title: str) -> str:
-    """How a field of two canonical configs differs; of layers, the fields of the first that differs."""
+    """Describe how a field of two canonical configs differs. For layers, describe the first difference."""
     if not isinstance(mine, dict):
         return f"is {mine!r:.80}, {title} has {theirs!r:.80}"
     for stack, kinds in mine.items():
@@ -304,7 +317,7 @@ def _difference(mine: Any, theirs: Any, title: str) -> str:
             if names:
                 first, second = (", ".join(f"{n}={getattr(kind, n)!r:.80}" for n in names) for kind in (one, other))
                 return f"is {first} in layer {number} of the {stack}, {title} has {second}"
-    return f"is a list of another length than in {title}"  # where the numbers of layers differ
+    return f"is a list of a different length than in {title}"  # the numbers of layers differ
 
 
 def _biases(config: TransformerConfig) -> tuple[str, ...]:
@@ -327,14 +340,14 @@ def _kind(config: TransformerConfig, kind: LayerKind) -> LayerKind:
 
 
 def _unknown_fields(values: Mapping[str, Any], known: Collection[str]) -> list[str]:
-    """One sentence for each field of config.json that has no meaning here, with the known name that it resembles."""
+    """Return one sentence for each unknown field of config.json, with the most similar known name."""
     unknown = sorted(values.keys() - set(known) - FIXED_EVERYWHERE.keys())
     sentences = [f"{name} is not known{nearest(name, known)}" for name in unknown[:MAX_UNKNOWN]]
     return sentences + ([f"{len(unknown) - MAX_UNKNOWN} more are not known"] if len(unknown) > MAX_UNKNOWN else [])
 
 
 def _is_too_large(value: Any) -> bool:
-    """Whether a value of config.json is, or holds, an integer that no model has."""
+    """Return whether a value of config.json is, or contains, an implausibly large integer."""
     inside = [value]
     for one in inside:
         inside += one.values() if isinstance(one, dict) else one if isinstance(one, list) else ()
@@ -342,15 +355,15 @@ def _is_too_large(value: Any) -> bool:
 
 
 def _check_layers(changes: Mapping[str, Any]) -> None:
-    """ConfigError for more layers than any model has, before each of them is looked at."""
+    """Raise ConfigError for an implausible number of layers, before a later codec iterates over them."""
     for name in ("num_layers", "stack.num_encoder_layers", "stack.num_decoder_layers"):
         layers = changes.get(name)
         if isinstance(layers, int) and layers > MAX_LAYERS:
-            raise ConfigError(f"config.json asks for {layers} layers: expected at most {MAX_LAYERS}. Correct it.")
+            raise ConfigError(f"config.json specifies {layers} layers: expected at most {MAX_LAYERS}. Correct it.")
 
 
 def example_inputs(model: Any) -> tuple[Any, ...]:
-    """The smallest inputs that a model takes."""
+    """Return the smallest valid inputs of a model."""
     tokens = jnp.zeros((1, 1), jnp.int32)
     if isinstance(model, VisionClassifier):
         patches = model.config.patches
@@ -364,7 +377,7 @@ def example_inputs(model: Any) -> tuple[Any, ...]:
 
 
 def abstract_params(model: Any) -> Any:
-    """Shapes and types of a model's parameters, a tree; nothing is computed."""
-    # Their shapes alone, too: an image is as large as config.json says.
+    """Return the tree of shapes and dtypes of a model's parameters, without computing anything."""
+    # The inputs are abstract, too: config.json may specify images of any size.
     inputs = jax.eval_shape(lambda: example_inputs(model))
     return jax.eval_shape(lambda key, *inputs: model.init(key, *inputs), jax.random.key(0), *inputs)["params"]

@@ -1,4 +1,8 @@
-"""What the fields of a config.json mean, as data that is read both ways: to a TransformerConfig and back."""
+"""Bidirectional mappings between the fields of a Hugging Face config.json and the fields of a TransformerConfig.
+
+A `Codec` converts one or several fields in both directions. A family lists its codecs, in the order in which they are
+read. "The reference" is the implementation of the same model in the Hugging Face transformers library.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ from transformer.config._parts import LayerKind, RotaryScaling
 from transformer.config._paths import get_path
 
 REQUIRED = object()
-"""default of a field that must be there"""
+"""Default value that marks a field as required."""
 
 NEUTRAL = frozenset(
     (
@@ -33,7 +37,7 @@ NEUTRAL = frozenset(
         *("encoder_no_repeat_ngram_size", "exponential_decay_length_penalty", "remove_invalid_values"),
     )
 )
-"""fields of every model that change nothing of what it computes from given tokens: names, generation, special ids"""
+"""Fields of all families that do not affect the logits for given tokens: names, generation options, special ids."""
 
 FIXED_EVERYWHERE: dict[str, tuple[Any, ...]] = {
     "pruned_heads": ({}, None),
@@ -45,7 +49,7 @@ FIXED_EVERYWHERE: dict[str, tuple[Any, ...]] = {
     "quantization_config": (None,),
     "tie_encoder_decoder": (False,),
 }
-"""fields of every model that are understood with these values alone"""
+"""Fields of all families that are supported only with these values; the first is the default."""
 
 
 ACTIVATIONS = {
@@ -59,28 +63,39 @@ ACTIVATIONS = {
     "swish": "silu",
     "tanh": "tanh",
 }
-"""activations by the reference's names"""
+"""Names of activation functions in config.json, and their names in a TransformerConfig."""
 
 
 class FieldError(ConfigError):
-    """A field of config.json whose value is missing or has no counterpart here."""
+    """Raised if a field of config.json is missing or has a value that is not supported."""
 
 
 class Codec(ABC):
-    """Some fields of config.json and what they are in a TransformerConfig."""
+    """A two-way mapping between one or several fields of config.json and fields of a TransformerConfig."""
 
     @property
     @abstractmethod
     def names(self) -> tuple[str, ...]:
-        """The fields of config.json that this reads."""
+        """Names of the config.json fields that `read` uses."""
 
     @abstractmethod
     def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-        """Fields of a TransformerConfig; `changes` holds those that were read before. FieldError: not understood."""
+        """Convert fields of config.json to fields of a TransformerConfig.
+
+        Args:
+            values: the whole config.json.
+            changes: fields of the TransformerConfig that earlier codecs of the family have read.
+
+        Raises:
+            FieldError: a missing field or an unsupported value.
+        """
 
     @abstractmethod
     def write(self, config: TransformerConfig) -> dict[str, Any]:
-        """Fields of a config.json. What can't be said there is left out, and found when it is read back."""
+        """Convert a TransformerConfig to fields of config.json.
+
+        Values that config.json cannot represent are left out. `Family.write` detects them by reading the result back.
+        """
 
 
 _RESOLVED = {
@@ -91,20 +106,23 @@ _RESOLVED = {
     "stack.num_encoder_layers": "encoder_layers",
     "stack.num_decoder_layers": "decoder_layers",
 }
-"""attributes of a TransformerConfig that may be None, and the property with the value that None stands for"""
+"""Attributes of a TransformerConfig that may be None, and the property that holds the resolved value."""
 
 
 @dataclass(frozen=True)
 class Field(Codec):
-    """One field for one: `name` in config.json, `attribute` of a TransformerConfig, `default` where it is missing."""
+    """A one-to-one mapping: field `name` of config.json, `attribute` of a TransformerConfig.
+
+    `default` is the value if config.json does not contain the field.
+    """
 
     name: str
     attribute: str
     default: Any = REQUIRED
     values: Mapping[Any, Any] | None = None
-    """value in config.json -> value here; the first of those that mean the same is written"""
+    """Value in config.json -> value in the TransformerConfig. Of several synonyms, `write` uses the first."""
     nullable: bool = False
-    """whether null is a value of this field in the reference; the reference rejects null in all others"""
+    """Whether the reference accepts null for this field; it rejects null for all other fields."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -117,7 +135,7 @@ class Field(Codec):
         if self.values is not None:
             if isinstance(value, dict | list) or value not in self.values:
                 known = ", ".join(map(str, self.values))
-                raise FieldError(f"{self.name} is {value!r}, of which there are {known} here")
+                raise FieldError(f"{self.name} is {value!r}, which is not supported (supported: {known})")
             value = self.values[value]
         return {self.attribute: value}
 
@@ -130,21 +148,27 @@ class Field(Codec):
             return {self.name: value}
         if self.attribute in _RESOLVED:
             return {self.name: getattr(config, _RESOLVED[self.attribute])}
-        if self.attribute == "initializer_range":  # nothing that a trained model computes depends on it
+        if self.attribute == "initializer_range":  # does not affect a trained model's outputs
             return {self.name: self.default}
         return {}
 
 
 def sizes(**fields: tuple[str, int]) -> tuple[Field, ...]:
-    """Fields that are sizes of the model: attribute = (name in config.json, default)."""
+    """Return fields for model sizes, given as attribute=(name in config.json, default)."""
     return tuple(Field(name, attribute, default) for attribute, (name, default) in fields.items())
 
 
 def training_fields(
     dropout: str, attention: str, initializer: str = "initializer_range", *, rates: float = 0.0, spread: float = 0.02
 ) -> tuple[Field, ...]:
-    """The fields that change training alone: rates of dropout of the layers and of attention weights, and the spread of
-    initial weights, by their names.
+    """Return the fields that affect training only.
+
+    Args:
+        dropout: name of the dropout rate of the layers in config.json.
+        attention: name of the dropout rate of the attention weights.
+        initializer: name of the standard deviation of the initial weights.
+        rates: default of both dropout rates.
+        spread: default of the standard deviation.
     """
     return (
         Field(dropout, "dropout_rate", rates),
@@ -155,7 +179,7 @@ def training_fields(
 
 @dataclass(frozen=True)
 class Fixed(Codec):
-    """The field `name`, which must have one of the `choices`, the first where it is missing."""
+    """The field `name`, which must have one of the values `choices`. The first is the default and is written."""
 
     name: str
     choices: tuple[Any, ...]
@@ -167,7 +191,7 @@ class Fixed(Codec):
     def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
         value = values.get(self.name, self.choices[0])
         if value not in self.choices:
-            raise FieldError(f"{self.name} is {value!r}, which changes what is computed and is not built here")
+            raise FieldError(f"{self.name} is {value!r}, which changes the computation and is not supported")
         return {}
 
     def write(self, config: TransformerConfig) -> dict[str, Any]:
@@ -176,11 +200,11 @@ class Fixed(Codec):
 
 @dataclass(frozen=True)
 class Unread(Codec):
-    """`fields` that change nothing of what a trained model computes: dropout of other places, losses, limits."""
+    """Ignored fields, which do not affect a trained model's outputs: other dropout rates, losses, limits."""
 
     fields: tuple[str, ...]
     written: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """what is written of them: what other programs want to find"""
+    """Fields and values that are written because other programs expect them."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -195,7 +219,7 @@ class Unread(Codec):
 
 @dataclass(frozen=True)
 class Labels(Codec):
-    """Number of classes: `id2label`, or `num_labels`; two where neither is there."""
+    """Number of classes, from `id2label` or `num_labels`; two if both are missing."""
 
     names = ("id2label", "label2id", "num_labels")
 
@@ -213,11 +237,14 @@ class Labels(Codec):
 
 @dataclass(frozen=True)
 class Biases(Codec):
-    """Which maps have a bias: one field for all four of attention, one for the feed-forward (false where missing)."""
+    """Which linear maps have a bias.
+
+    One field covers all four maps of attention, another one the feed-forward layers. Both default to false.
+    """
 
     attention: str
     feed_forward: str | None = None
-    """None: a family whose feed-forward never has one"""
+    """None: the feed-forward layers of this family never have a bias."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -229,13 +256,14 @@ class Biases(Codec):
         return {"use_bias": feed_forward, "attention.biases": everywhere if values.get(self.attention) else ()}
 
     def write(self, config: TransformerConfig) -> dict[str, Any]:
+        # attention.biases = None means that attention follows use_bias.
         biases = config.attention.biases
         attention = config.use_bias if biases is None else bool(biases)
         return {self.attention: attention} | ({self.feed_forward: config.use_bias} if self.feed_forward else {})
 
 
 SCALINGS = ("linear", "llama3", "yarn")
-"""kinds of rotary scaling that are understood"""
+"""Supported kinds of rotary scaling."""
 
 
 _STRETCH = {"factor": "factor", "original_max_position_embeddings": "original_length"}
@@ -244,8 +272,15 @@ _STRETCH = {"factor": "factor", "original_max_position_embeddings": "original_le
 def read_rotary(
     parameters: Mapping[str, Any], default_base: float, length: int | None
 ) -> tuple[float, RotaryScaling | None]:
-    """Base and scaling of `rope_parameters` (or of older files' `rope_scaling` with `rope_theta` put into it); `length`
-    stands in for a missing original length. FieldError: a kind that is not built, or fields that are not understood.
+    """Return the base and the scaling that a description of rotary positions specifies.
+
+    Args:
+        parameters: `rope_parameters`, or `rope_scaling` of older files with `rope_theta` added.
+        default_base: base if `parameters` has no `rope_theta`.
+        length: original context length for YaRN if `parameters` has none.
+
+    Raises:
+        FieldError: an unsupported kind of scaling, or missing or unknown fields.
     """
     base = parameters.get("rope_theta")
     base = float(default_base if base is None else base)
@@ -262,14 +297,17 @@ def read_rotary(
         fields = _STRETCH | {name: name for name in ("beta_fast", "beta_slow", "attention_factor", "truncate")}
         needed = {"factor"}
     else:
-        raise FieldError(f"rotary scaling is {kind!r}, of which there are default, {', '.join(SCALINGS)} here")
+        raise FieldError(
+            f"rotary scaling is {kind!r}, which is not supported (supported: default, {', '.join(SCALINGS)})"
+        )
     if missing := needed - parameters.keys():
-        raise FieldError(f"rotary scaling {kind} lacks {', '.join(sorted(missing))}")
+        raise FieldError(f"rotary scaling {kind} lacks the required fields {', '.join(sorted(missing))}")
     if strange := parameters.keys() - known - fields.keys() - _IGNORED_BY[kind]:
-        raise FieldError(f"rotary scaling {kind} has {', '.join(sorted(strange))}, which is not understood")
+        raise FieldError(f"rotary scaling {kind} has unknown fields: {', '.join(sorted(strange))}")
     if not fields:
         return base, None
     changes = {ours: parameters[theirs] for theirs, ours in fields.items() if parameters.get(theirs) is not None}
+    # The reference takes max_position_embeddings as the original length if YaRN does not specify one.
     if kind == "yarn" and "original_length" not in changes and length is not None:
         changes["original_length"] = length
     return base, RotaryScaling(kind=kind, **changes)
@@ -284,7 +322,7 @@ _IGNORED_BY = {
 
 
 def write_rotary(base: float, scaling: RotaryScaling | None) -> dict[str, Any]:
-    """`rope_parameters` that `read_rotary` reads as these."""
+    """Return the `rope_parameters` from which `read_rotary` reads this base and scaling."""
     parameters: dict[str, Any] = {"rope_theta": base, "rope_type": "default" if scaling is None else scaling.kind}
     if scaling is None:
         return parameters
@@ -309,20 +347,20 @@ def write_rotary(base: float, scaling: RotaryScaling | None) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Rope(Codec):
-    """Rotary positions: `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (before).
+    """Rotary positions: `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (older files).
 
-    Read after the sizes of heads, of which `partial_rotary_factor` is a share. `share_name` and `base_name` are what a
-    family calls that and the base, which is `default_base` where the file doesn't say.
+    Read after the head sizes, because `partial_rotary_factor` is a fraction of the head dimension.
     """
 
     default_base: float = 10_000.0
-    """where the file doesn't say"""
+    """Base if the file does not specify one."""
     default_share: float | None = None
-    """what part of a head turns where the file doesn't say; None: a family that always turns all of it"""
+    """Fraction of each head that is rotated if the file does not specify it. None: this family always rotates whole
+    heads."""
     share_name: str = "partial_rotary_factor"
-    """field of the share, beside `rope_parameters`"""
+    """Name of the fraction outside `rope_parameters`."""
     base_name: str = "rope_theta"
-    """field of the base, beside `rope_parameters`"""
+    """Name of the base outside `rope_parameters`."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -341,14 +379,15 @@ class Rope(Codec):
         whole = 1.0 if self.default_share is None else self.default_share
         share = parameters.get("partial_rotary_factor", values.get(self.share_name, whole))
         if self.default_share is None and share != 1:
-            raise FieldError(f"{self.share_name} is {share!r}, but heads of this family turn whole")
+            raise FieldError(f"{self.share_name} is {share!r}, but this family always rotates whole heads")
         base, scaling = read_rotary(parameters, self.default_base, values.get("max_position_embeddings"))
+        # The number of rotated dimensions, rounded down as in the reference.
         head = changes.get("attention.head_dim") or changes["d_model"] // changes["num_heads"]
-        turned = int(head * share)
+        rotated = int(head * share)
         return {
             "rotary.base": base,
             "rotary.scaling": scaling,
-            "rotary.dim": None if turned == head else turned,
+            "rotary.dim": None if rotated == head else rotated,
         }
 
     def write(self, config: TransformerConfig) -> dict[str, Any]:
@@ -356,10 +395,13 @@ class Rope(Codec):
         share = {}
         if self.default_share is not None:
             head = config.size_of_head
-            turned = config.rotary.dim or head
-            # Rounded down, a share is one dimension too few: 30 / 44 * 44 is less than 30.
-            part = turned / head if int(head * (turned / head)) == turned else math.nextafter(turned / head, 1.0)
+            rotated = config.rotary.dim or head
+            # The reference computes int(head * share). In floating point this can lose one dimension: 30 / 44 * 44 is
+            # less than 30. The next larger float avoids that.
+            part = rotated / head if int(head * (rotated / head)) == rotated else math.nextafter(rotated / head, 1.0)
             share = {"partial_rotary_factor": part}
+        # A model with rotary positions has no fixed length. Write the length for which the scaling is made, or a large
+        # default, because other programs expect the field.
         scaled = 1.0 if config.rotary.scaling is None else config.rotary.scaling.factor
         trained = 131_072 if config.rotary.scaling is None else config.rotary.scaling.original_length
         return {
@@ -370,16 +412,22 @@ class Rope(Codec):
 
 
 def fold(kinds: Sequence[LayerKind]) -> dict[str, tuple[LayerKind, ...]]:
-    """prefix, period and suffix that say the same as this list of kinds, as briefly as can be."""
+    """Return the shortest prefix, period and suffix that describe this list of layer kinds.
+
+    The layers are the prefix, then the period repeated as often as necessary, then the suffix. Short descriptions
+    matter because the layers of all periods are stacked and scanned, while a prefix or suffix is compiled per layer.
+    """
+    # Try every period: kinds[first : first + size], repeated until `last`. The rest is prefix and suffix.
     best: tuple[int, int, int] | None = None
     count = len(kinds)
     for size in range(1, count + 1):
         for first in range(count - size + 1):
             last = first + size
-            if best is not None and last > best[0]:  # can't be as brief any more
+            if best is not None and last > best[0]:  # the length is at least first + size, so this can't be shorter
                 break
             while last + size <= count and list(kinds[last : last + size]) == list(kinds[first : first + size]):
                 last += size
+            # Length of prefix + period + suffix; of equally short descriptions, the one with the shortest prefix wins.
             cost = (first + size + count - last, first, size)
             best = cost if best is None or cost < best else best
     _, first, size = best

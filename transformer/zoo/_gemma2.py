@@ -1,4 +1,4 @@
-"""Gemma 2: norms before and after each sublayer, capped scores and logits, every second layer with a window."""
+"""Gemma 2: norms before and after each sublayer, soft-capped scores and logits, sliding window in every other layer."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ GEMMA_CONSTANTS = DECODER_CONSTANTS | {
     "norm_position": "sandwich",
     "embedding.scale": True,
 }
-"""what Gemma 2 and 3 have in common"""
+"""Constants of Gemma 2 and 3."""
 GELU = Field("hidden_activation", "activation", "gelu_pytorch_tanh", {"gelu_pytorch_tanh": "gelu_tanh"} | ACTIVATIONS)
-"""the activation; other names of the same mean another rounding to the reference"""
+"""Activation. It is written as gelu_pytorch_tanh, because the reference rounds its other tanh variants differently."""
 
 
 @dataclass(frozen=True)
 class QueryScale(Codec):
-    """`query_pre_attn_scalar` n: scores are divided by sqrt(n), whatever the size of heads."""
+    """`query_pre_attn_scalar` n: scores are divided by sqrt(n), independent of the head dimension."""
 
     names = ("query_pre_attn_scalar",)
 
@@ -48,7 +48,7 @@ class QueryScale(Codec):
 
 @dataclass(frozen=True)
 class AlternatingWindows(Codec):
-    """Layers 0, 2, 4, ... have `sliding_window`; or those that `layer_types` names."""
+    """Sliding window `sliding_window` in layers 0, 2, 4, ..., or in the layers that `layer_types` specifies."""
 
     names = ("sliding_window", "layer_types")
 
@@ -72,7 +72,7 @@ _NORMS = {
 
 
 def gemma_rules(config: TransformerConfig) -> Sequence[Rule]:
-    """Rules of Gemma 2: Llama's names for maps, its own for the four norms of a layer."""
+    """Return the rules of Gemma 2: the names of Llama, except for the four norms of each layer."""
     return [
         *attention_rules(),
         *feed_forward_rules(),
@@ -100,7 +100,7 @@ GEMMA2 = decoder_family(
         Field("final_logit_softcapping", "output.softcap", 30.0, nullable=True),
         AlternatingWindows(),
         Fixed("use_bidirectional_attention", (None, False)),
-        # Of the published files; hidden_activation and sliding_window are what is computed with.
+        # In published files; the reference uses hidden_activation and sliding_window instead.
         Unread(("hidden_act", "sliding_window_size")),
     ),
     rules=gemma_rules,
@@ -113,4 +113,4 @@ GEMMA2 = decoder_family(
         ),
     },
 )
-"""Gemma 2"""
+"""Gemma 2."""

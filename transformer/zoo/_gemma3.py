@@ -1,4 +1,4 @@
-"""Gemma 3, text only: Gemma 2 with norms on queries and keys, five local layers to a global one, two rotary bases."""
+"""Gemma 3 (text): Gemma 2 with query and key norms, five local layers per global layer, and two rotary bases."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _KINDS = ", ".join(_BASES)
 
 @dataclass(frozen=True)
 class LocalAndGlobal(Codec):
-    """Which layers are local (`sliding_window`, a rotary base of their own) and which global: `layer_types`, or every
-    sixth (`sliding_window_pattern`) global.
+    """Local layers (sliding window and a separate rotary base) and global layers.
 
-    Rotary: `rope_parameters` by kind of layer (transformers 5); or before, `rope_theta` and `rope_scaling` of the
-    global ones and `rope_local_base_freq`.
+    `layer_types` lists the kind of each layer; if it is missing, every `sliding_window_pattern`-th layer is global.
+    `rope_parameters` holds the rotary parameters per kind (transformers 5). Older files have `rope_theta` and
+    `rope_scaling` for global layers and `rope_local_base_freq` for local layers.
 
     Raises:
-        FieldError: (reading) layers or rotary fields that are not of this form.
+        FieldError: (by `read`) invalid layer types or rotary fields.
     """
 
     @property
@@ -51,7 +51,9 @@ class LocalAndGlobal(Codec):
         check_layer_types(types, layers, window)
         given = values.get("rope_parameters") or {}
         if strange := sorted(given.keys() - _BASES.keys()):
-            raise FieldError(f"rope_parameters has {', '.join(strange)}, but it is kept by kind of layer: {_KINDS}")
+            raise FieldError(
+                f"rope_parameters has {', '.join(strange)}, but expected one entry per layer type: {_KINDS}"
+            )
         old = {
             FULL: {"rope_theta": values.get("rope_theta")},
             SLIDING: {"rope_theta": values.get("rope_local_base_freq")},
@@ -62,7 +64,7 @@ class LocalAndGlobal(Codec):
         base, scaled = read_rotary(parameters[FULL], _BASES[FULL], length)
         local_base, local_scaled = read_rotary(parameters[SLIDING], _BASES[SLIDING], length)
         if any(each.get("partial_rotary_factor", 1.0) != 1 for each in parameters.values()):
-            raise FieldError("partial_rotary_factor is given, but heads of this family turn whole")
+            raise FieldError("partial_rotary_factor is given, but this family always rotates whole heads")
         kinds = {
             FULL: LayerKind(rotary_scaling=scaled),
             SLIDING: LayerKind(window=window, rotary_base=local_base, rotary_scaling=local_scaled),
@@ -105,7 +107,7 @@ GEMMA3 = decoder_family(
         *decoder_fields(tied=True, kv_heads=4, head_dim=256, activation=GELU),
         Biases("attention_bias"),
         QueryScale(),
-        # The reference has a field for capped scores and never caps them.
+        # The reference defines this field but never applies soft-capping to scores.
         Fixed("attn_logit_softcapping", (None,)),
         Field("final_logit_softcapping", "output.softcap", None, nullable=True),
         LocalAndGlobal(),
@@ -118,4 +120,4 @@ GEMMA3 = decoder_family(
         "gemma-3-1b": _variant("gemma-3-1b-pt", 999_885_952, 1152, 6912, 26),
     },
 )
-"""Gemma 3, the text models"""
+"""Gemma 3, text models only."""

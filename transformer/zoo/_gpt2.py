@@ -1,4 +1,4 @@
-"""GPT-2: pre-norm, learned positions, maps kept as (in, out)."""
+"""GPT-2: decoder, pre-norm, learned positions; its files store linear maps as (in, out), not (out, in)."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from transformer.zoo._fields import ACTIVATIONS, Field, Fixed, Unread, sizes, tr
 from transformer.zoo._llama import LANGUAGE_MODEL, LAST_TOKEN
 from transformer.zoo.weights._rules import SAME, VECTOR, Fused, Reshaped, Rule, fused, linear, norm
 
+# GPT-2 computes x W with W (in, out), so kernels are reshaped but not transposed: (in, *out) <-> (in, out), and
+# (N, H, out) <-> (N H, out) for the output map of attention.
 _ROWS = Reshaped(1)
 _ROWS_MERGED = Reshaped(2)
 _HEADS = tuple(f"decoder/{{layer}}/self_attention/{name}" for name in ("query", "key", "value"))

@@ -1,4 +1,4 @@
-"""GPT-NeoX and Pythia: attention and feed-forward side by side, rotary positions in a part of each head."""
+"""GPT-NeoX and Pythia: decoder, parallel attention and feed-forward, rotary positions on a fraction of each head."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ from transformer.zoo.weights._rules import MATRIX, VECTOR, FusedByHead, Rule, fu
 
 
 def megatron_layer_rules(layer: str, attention: str) -> list[Rule]:
-    """Rules of the layers of GPT-NeoX and BLOOM, both trained with Megatron-LM: tensors begin with `layer`, those of
-    attention with `attention` after it.
+    """Return the rules for the layers of GPT-NeoX and BLOOM, which were both trained with Megatron-LM.
+
+    Args:
+        layer: prefix of the tensor names of a layer.
+        attention: prefix of the attention tensors within the layer.
     """
     ours = "decoder/{layer}/"
     maps = [f"{ours}self_attention/{name}" for name in ("query", "key", "value")]
@@ -67,7 +70,7 @@ GPT_NEOX = Family(
         Rope(default_share=0.25, share_name="rotary_pct", base_name="rotary_emb_base"),
         Field("tie_word_embeddings", "embedding.tie", False),
         *training_fields("hidden_dropout", "attention_dropout"),
-        # Dropouts by names that the reference doesn't read.
+        # Names of dropout rates that the reference ignores.
         Unread(("attention_probs_dropout_prob", "hidden_dropout_prob")),
     ),
     rules=_rules,
@@ -85,4 +88,4 @@ GPT_NEOX = Family(
         "gpt-neox-20b": _variant("gpt-neox-20b", 20_554_567_680, 6144, 44, 64, 50_432),
     },
 )
-"""GPT-NeoX 20B and Pythia"""
+"""GPT-NeoX 20B and Pythia."""

@@ -1,4 +1,4 @@
-"""gpt-oss: routed layers whose experts have biases and clamp what they multiply, sinks, every second layer local."""
+"""gpt-oss: decoder, mixture of experts with biases and clamped SwiGLU, attention sinks, alternating sliding windows."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _YARN = {
 
 @dataclass(frozen=True)
 class Alternating(Relation):
-    """Several parameters are one tensor whose last axis has a number of each in turn."""
+    """n parameters interleaved along the last axis of one tensor: element i belongs to parameter i mod n."""
 
     def tensor_shapes(self, shapes: Sequence[Shape]) -> list[Shape]:
         return [(*shapes[0][:-1], sum(shape[-1] for shape in shapes))]
@@ -42,7 +42,7 @@ class Alternating(Relation):
 
 
 class ScaledRope(Rope):
-    """Scaled by YaRN where the file says nothing."""
+    """Rotary positions that default to YaRN scaling if the file specifies no scaling."""
 
     def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
         silent = values.get("rope_parameters") is None and values.get("rope_scaling") is None
@@ -50,7 +50,7 @@ class ScaledRope(Rope):
 
 
 class AttentionBiases(Biases):
-    """Those of attention, true where missing; experts always have theirs."""
+    """Biases of attention (default: true). The experts always have biases."""
 
     def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
         return super().read({self.attention: True} | dict(values), changes) | {"use_bias": True}
@@ -58,7 +58,10 @@ class AttentionBiases(Biases):
 
 @dataclass(frozen=True)
 class LocalAndRouted(Codec):
-    """Every layer is routed; those with `sliding_window` are named by `layer_types`, or every second from the first."""
+    """Routed layers with alternating sliding windows.
+
+    `layer_types` specifies which layers have the window `sliding_window`; by default these are layers 0, 2, 4, ...
+    """
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -73,7 +76,8 @@ class LocalAndRouted(Codec):
         moe = MoE(
             num_experts=values.get("num_local_experts", values.get("num_experts", 128)),
             top_k=top_k,
-            # A softmax over the chosen alone is the softmax over all, made to sum to 1.
+            # The reference applies the softmax to the logits of the chosen experts only. That equals the softmax over
+            # all experts, normalized so that the weights of the chosen ones sum to 1.
             normalize_weights=True,
             router_bias=True,
             load_balance_weight=balance_weight(values.get("router_aux_loss_coef", 0.001), top_k, layers),
@@ -123,14 +127,14 @@ GPT_OSS = decoder_family(
     citation="OpenAI 2025, arXiv 2508.10925",
     constants=DECODER_CONSTANTS | {"activation": "swiglu_clamped", "attention.sinks": True},
     fields=(
-        # The reference's experts read no hidden_act.
+        # The experts of the reference ignore hidden_act.
         *decoder_fields(epsilon=1e-5, kv_heads=8, head_dim=64, activation=Unread(("hidden_act",))),
         ScaledRope(default_base=150_000.0),
         AttentionBiases("attention_bias"),
         LocalAndRouted(),
         Fixed("swiglu_alpha", (1.702,)),
         Fixed("swiglu_limit", (7.0,)),
-        # Of the published files: other names for num_experts_per_tok and for what rope_scaling says.
+        # In published files: synonyms of num_experts_per_tok and of the original length in rope_scaling.
         Unread(("experts_per_token", "initial_context_length")),
     ),
     rules=_rules,

@@ -1,4 +1,4 @@
-"""Llama 1 to 3: pre-norm, RMSNorm, rotary positions, gated SiLU, grouped heads."""
+"""Llama 1 to 3: decoder, pre-norm, RMSNorm, rotary positions, gated SiLU, grouped-query attention."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ DECODER_CONSTANTS = {
     "use_bias": False,
     "embedding.scale": False,
 }
-"""what Llama has in common with most that came after it"""
+"""Constants of Llama and most later decoder families."""
 
 
 ROTARY_BUFFERS = r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
-"""frequencies, which old files hold and which follow from the config"""
+"""Rotary frequencies in old files, which are computed from the config instead."""
 COPIES = {"lm_head.weight": "model.embed_tokens.weight"}
-"""what files of tied decoders may repeat"""
+"""Copies that files of tied decoders may contain."""
 
 
 def attention_rules() -> list[Rule]:
-    """Rules of embeddings, maps of attention and the last norm by Llama's names: all but feed-forward and its norms."""
+    """Return the rules for embeddings, attention maps and the final norm, with the names of Llama."""
     layer, ours = "model.layers.{layer}.self_attn.", "decoder/{layer}/self_attention/"
     return [
         Rule("model.embed_tokens.weight", "embedding/embedding"),
@@ -40,38 +40,39 @@ def attention_rules() -> list[Rule]:
 
 
 def feed_forward_rules() -> list[Rule]:
-    """Rules of a gated feed-forward by Llama's names."""
+    """Return the rules for a gated feed-forward layer, with the names of Llama."""
     layer, ours = "model.layers.{layer}.mlp.", "decoder/{layer}/feed_forward/"
     return modules(layer, ours, {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"})
 
 
 def norm_rules() -> list[Rule]:
-    """Rules of the two norms of a pre-norm layer by Llama's names."""
+    """Return the rules for the two norms of a pre-norm layer, with the names of Llama."""
     names = {"attention_norm": "input_layernorm", "feed_forward_norm": "post_attention_layernorm"}
     return modules("model.layers.{layer}.", "decoder/{layer}/", names)
 
 
 def qk_norm_rules() -> list[Rule]:
-    """Rules of norms on queries and keys by the names that Qwen3, Gemma 3 and OLMo 2 share."""
+    """Return the rules for query and key norms, with the names that Qwen 3, Gemma 3 and OLMo 2 share."""
     layer, ours = "model.layers.{layer}.self_attn.", "decoder/{layer}/self_attention/"
     return modules(layer, ours, {"query_norm": "q_norm", "key_norm": "k_norm"})
 
 
 def decoder_rules(config: TransformerConfig) -> Sequence[Rule]:
-    """Rules of Llama and of those whose tensors have its names."""
+    """Return the rules of Llama and of families with the same tensor names."""
     return [*attention_rules(), *norm_rules(), *feed_forward_rules()]
 
 
 @dataclass(frozen=True)
 class Heads(Codec):
-    """`num_key_value_heads` and `head_dim`, with what they are where the file doesn't have them; null is as in Llama:
-    as many as heads of queries, and an even share of the width. Read after those.
+    """`num_key_value_heads` and `head_dim`. Read after the model width and the number of query heads.
+
+    As in Llama, null means as many key-value heads as query heads, and a head dimension of width / heads.
     """
 
     kv_heads: int | None
-    """None: as null"""
+    """Default of `num_key_value_heads`."""
     head_dim: int | None
-    """None: as null"""
+    """Default of `head_dim`."""
 
     names = ("num_key_value_heads", "head_dim")
 
@@ -84,12 +85,12 @@ class Heads(Codec):
         }
 
     def write(self, config: TransformerConfig) -> dict[str, Any]:
-        # Numbers, not null: not all of the reference's models know what null means here.
+        # Write numbers instead of null, because some models of the reference do not accept null here.
         return {"num_key_value_heads": config.kv_heads, "head_dim": config.size_of_head}
 
 
 SILU = Field("hidden_act", "activation", "silu", ACTIVATIONS)
-"""the activation, where a family says nothing else"""
+"""Default field for the activation of a decoder family."""
 
 
 def decoder_fields(
@@ -100,7 +101,7 @@ def decoder_fields(
     head_dim: int | None = None,
     activation: Codec = SILU,
 ) -> tuple[Field, ...]:
-    """The fields that Llama and those after it share, with the defaults that differ."""
+    """Return the fields that Llama and later decoders share; the arguments are the defaults that differ per family."""
     return (
         Field("vocab_size", "vocab_size"),
         Field("hidden_size", "d_model"),
@@ -122,20 +123,25 @@ LAST_TOKEN = Head(
     fields=(Labels(),),
     rules=(Rule("score.weight", "output/kernel", MATRIX),),
 )
-"""a decoder's classifier of the last real token"""
+"""Classifier on the last non-padding token of a decoder."""
 
 
 LANGUAGE_MODEL = Head(model=CausalLM, rules=(Rule("lm_head.weight", "output/kernel", MATRIX),))
-"""a decoder with an output map by the reference's usual name"""
+"""Language model whose output map has the usual name."""
 
 
 def decoder_heads(name: str) -> dict[str, Head]:
-    """A language model and a classifier of the last token, with the reference's names."""
+    """Return a language model and a last-token classifier, with the class names of the reference."""
     return {f"{name}ForCausalLM": LANGUAGE_MODEL, f"{name}ForSequenceClassification": LAST_TOKEN}
 
 
 def decoder_family(reference: str, **facts: Any) -> Family:
-    """A family like Llama but for these fields of `Family`; class names of the reference begin with `reference`."""
+    """Return a family that equals Llama except for the given fields of `Family`.
+
+    Args:
+        reference: prefix of the class names in the reference.
+        **facts: fields of `Family` that override those of Llama.
+    """
     alike = {"heads": decoder_heads(reference), "constants": DECODER_CONSTANTS, "rules": decoder_rules}
     return Family(**alike | {"copies": COPIES} | facts)
 
@@ -143,7 +149,7 @@ def decoder_family(reference: str, **facts: Any) -> Family:
 def decoder_variant(
     hub: str, parameters: int, width: int, inner: int, layers: int, heads: int, kv_heads: int, **fields: Any
 ) -> Variant:
-    """Published weights, with their sizes by Llama's names; `fields` are the others in config.json."""
+    """Return a variant with sizes named as in Llama; `fields` are further fields of config.json."""
     sizes = {"hidden_size": width, "intermediate_size": inner, "num_hidden_layers": layers}
     sizes |= {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
     return Variant(hub=hub, parameters=parameters, fields=sizes | fields)
@@ -191,4 +197,4 @@ LLAMA = decoder_family(
         ),
     },
 )
-"""Llama 1 to 3.2"""
+"""Llama 1 to 3.2."""

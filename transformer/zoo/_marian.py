@@ -1,4 +1,4 @@
-"""Marian (OPUS-MT): BART with sinusoidal positions, sines first, and without a norm of the embeddings."""
+"""Marian (OPUS-MT): BART with sinusoidal positions (all sines, then all cosines), without normalized embeddings."""
 
 from __future__ import annotations
 
@@ -16,8 +16,12 @@ from transformer.zoo.weights._rules import Rule
 
 @dataclass(frozen=True)
 class Vocabularies(Codec):
-    """`vocab_size` is the source's, `decoder_vocab_size` the target's, which are one vocabulary and one table where
-    `share_encoder_decoder_embeddings` says so. FieldError: one table, two sizes.
+    """Vocabulary sizes: `vocab_size` for the source, `decoder_vocab_size` for the target.
+
+    With `share_encoder_decoder_embeddings`, source and target share one vocabulary and one embedding table.
+
+    Raises:
+        FieldError: (by `read`) the embeddings are shared, but the sizes differ.
     """
 
     names = ("vocab_size", "decoder_vocab_size", "share_encoder_decoder_embeddings")
@@ -28,7 +32,7 @@ class Vocabularies(Codec):
         if not values.get("share_encoder_decoder_embeddings", True):
             return {"vocab_size": target, "embedding.source_vocab_size": source}
         if target != source:
-            raise FieldError(f"decoder_vocab_size is {target}, but the table is shared, and vocab_size is {source}")
+            raise FieldError(f"decoder_vocab_size is {target} and vocab_size is {source}, but they share one table")
         return {"vocab_size": source}
 
     def write(self, config: TransformerConfig) -> dict[str, Any]:
@@ -42,9 +46,11 @@ class Vocabularies(Codec):
 
 @dataclass(frozen=True)
 class Positions(Codec):
-    """Sinusoids, sines first; or, where `static_position_embeddings` is false, tables of `max_position_embeddings` rows
-    that are in the file, one a stack. The reference reads the tables wherever a file has them, and computes them where
-    it does not.
+    """Sinusoidal positions, or learned position tables if `static_position_embeddings` is false.
+
+    A sinusoidal encoding consists of all sines, then all cosines. Learned tables have `max_position_embeddings` rows,
+    and the file contains one per stack. (The reference loads tables from the file if it has them, and computes them
+    otherwise.)
     """
 
     names = ("static_position_embeddings", "max_position_embeddings")
@@ -81,7 +87,7 @@ def _variant(pair: str, parameters: int, vocab: int) -> Variant:
     sizes = {"vocab_size": vocab, "d_model": 512, "activation_function": "swish", "scale_embedding": True}
     for stack in ("encoder", "decoder"):
         sizes |= {f"{stack}_layers": 6, f"{stack}_ffn_dim": 2048, f"{stack}_attention_heads": 8}
-    # The published numbers count no bias of the logits.
+    # The published parameter counts do not include the bias of the logits.
     return Variant(hub=f"Helsinki-NLP/opus-mt-{pair}", parameters=parameters + vocab, fields=sizes)
 
 

@@ -1,4 +1,4 @@
-"""Mistral: Llama whose layers all see a window of the last tokens only."""
+"""Mistral: Llama with sliding-window attention in all layers."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from transformer.zoo.weights._rules import layer_kinds
 
 @dataclass(frozen=True)
 class SameWindow(Codec):
-    """`sliding_window`, of all layers; null: none."""
+    """`sliding_window` of all layers; null disables it."""
 
     default: int | None
-    """where the file doesn't say"""
+    """Window if the file does not specify one."""
 
     names = ("sliding_window",)
 
@@ -51,4 +51,4 @@ MISTRAL = decoder_family(
         "mistral-7b-v0.3": _variant("Mistral-7B-v0.3", 7_248_023_552, vocab_size=32_768, **_WHOLE),
     },
 )
-"""Mistral 7B"""
+"""Mistral 7B."""

@@ -1,4 +1,4 @@
-"""Mixtral: Mistral whose feed-forward is routed, to two of eight experts with weights that sum to 1."""
+"""Mixtral: Mistral with a mixture of experts; each token uses two of eight experts, with weights that sum to 1."""
 
 from __future__ import annotations
 
@@ -22,19 +22,22 @@ from transformer.zoo.weights._rules import MATRIX, Rule, layer_kinds
 
 
 def balance_weight(coefficient: float, top_k: int, routed_layers: int) -> float:
-    """`load_balance_weight` for the reference's `router_aux_loss_coef`: the reference's term is k where experts are
-    used alike, over all layers together; here it is 1 in each layer, and they are added.
+    """Return the `load_balance_weight` that is equivalent to `router_aux_loss_coef` of the reference.
+
+    For perfectly balanced experts, the loss of the reference is k (the number of experts per token), computed over all
+    layers together. Here it is 1 per layer, and the layers are summed. Hence the factor k / layers.
     """
     return coefficient * top_k / routed_layers
 
 
 def balance_coefficient(moe: MoE, routed_layers: int) -> float:
-    """`router_aux_loss_coef` that `balance_weight` makes this weight of."""
+    """Return the `router_aux_loss_coef` for a `load_balance_weight`, the inverse of `balance_weight`."""
+    # Rounded, so that a coefficient such as 0.001 is written as it was read.
     return round(moe.load_balance_weight * routed_layers / moe.top_k, 12)
 
 
 def expert_rules(tensors: str, gate: str, up: str, down: str) -> list[Rule]:
-    """Rules of a router and its experts, of which a layer's tensors begin with `tensors`."""
+    """Return the rules for a router and its experts; `tensors` is the prefix of their tensor names."""
     ours = "decoder/{layer}/feed_forward/"
     names = {"gate": gate, "up": up, "down": down}
     experts = [
@@ -46,7 +49,7 @@ def expert_rules(tensors: str, gate: str, up: str, down: str) -> list[Rule]:
 
 @dataclass(frozen=True)
 class Experts(Codec):
-    """Every layer is routed, its experts as wide as `intermediate_size`. Read after the window, written like it."""
+    """Mixture of experts in every layer, with expert width `intermediate_size`. Read after the sliding window."""
 
     names = ("num_local_experts", "num_experts_per_tok", "router_aux_loss_coef")
 
@@ -104,4 +107,4 @@ MIXTRAL = decoder_family(
         ),
     },
 )
-"""Mixtral 8x7B and 8x22B"""
+"""Mixtral 8x7B and 8x22B."""

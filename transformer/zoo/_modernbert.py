@@ -1,4 +1,4 @@
-"""ModernBERT: pre-norm without biases, gated GELU, and windows in most layers, which turn by a base of their own."""
+"""ModernBERT: encoder, pre-norm without biases, gated GELU; most layers have a window and a separate rotary base."""
 
 from __future__ import annotations
 
@@ -27,15 +27,17 @@ from transformer.zoo._fields import (
 )
 from transformer.zoo.weights._rules import MATRIX, MERGED, VECTOR, Fused, Rule, fused, layer_kinds, linear, norm
 
-# Sorts of layers, as `layer_types` has them, and where older files have the base of each.
+# Kinds of layers as in `layer_types`, with the field for the rotary base in older files and its default.
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _BASES = {_FULL: ("global_rope_theta", 160_000.0), _SLIDING: ("local_rope_theta", 10_000.0)}
 
 
 @dataclass(frozen=True)
 class GlobalAndLocal(Codec):
-    """Which layers see all and which a window, and how each sort turns: lists and `rope_parameters` (transformers 5),
-    or every n-th layer and two bases (before). The first layer has no norm before attention.
+    """Global layers (full attention) and local layers (sliding window), with rotary parameters per kind.
+
+    Files of transformers 5 have `layer_types` and `rope_parameters` per kind. Older files make every n-th layer global
+    and have one rotary base per kind. The first layer has no norm before attention.
     """
 
     @property
@@ -48,8 +50,9 @@ class GlobalAndLocal(Codec):
         types = values.get("layer_types") or [_SLIDING if i % every else _FULL for i in range(changes["num_layers"])]
         if set(types) - _BASES.keys() or len(types) != changes["num_layers"]:
             raise FieldError(f"layer_types must be {_FULL} or {_SLIDING} for each of {changes['num_layers']} layers")
-        (base, scaling), (local_base, local_scaling) = (_turning(values, name) for name in _BASES)
-        # The window counts both sides: a token sees half of it before and half of it behind.
+        (base, scaling), (local_base, local_scaling) = (_rotary_of(values, name) for name in _BASES)
+        # local_attention counts both sides: a token attends to half of it on the left and half on the right. Here a
+        # window counts one side and the token itself.
         window = values.get("local_attention", 128) // 2 + 1
         local = LayerKind(window=window, rotary_base=local_base, rotary_scaling=local_scaling)
         kinds = [local if name == _SLIDING else LayerKind(rotary_scaling=scaling) for name in types]
@@ -72,22 +75,22 @@ class GlobalAndLocal(Codec):
         return values
 
 
-def _turning(values: Mapping[str, Any], name: str) -> Any:
-    """Base and scaling of the layers of one sort."""
+def _rotary_of(values: Mapping[str, Any], name: str) -> Any:
+    """Return the rotary base and scaling of the layers of one kind."""
     old, default = _BASES[name]
     parameters = (values.get("rope_parameters") or {}).get(name) or {}
     if parameters.get("partial_rotary_factor", 1.0) != 1.0:
         raise FieldError(
-            f"partial_rotary_factor of {name} is {parameters['partial_rotary_factor']}, and not built here"
+            f"partial_rotary_factor of {name} is {parameters['partial_rotary_factor']}, which is not supported"
         )
-    # Where windows are said to have no base of their own, they have the other layers'.
+    # If local_rope_theta is null, local layers use the base of the global layers.
     base = values.get(old, default) or values.get(*_BASES[_FULL])
     return read_rotary(parameters, base, values.get("max_position_embeddings"))
 
 
 @dataclass(frozen=True)
 class PredictionHead(Codec):
-    """The map in front of tokens or classes, and the norm behind it."""
+    """Dense layer, activation and norm before the output map of the head."""
 
     names = ("classifier_activation", "classifier_bias")
 
@@ -163,7 +166,7 @@ MODERNBERT = Family(
         *training_fields("embedding_dropout", "attention_dropout"),
         Fixed("rope_scaling", (None,)),
         Unread(
-            # Those of other heads first; then those that change speed or losses; last what nothing reads.
+            # First fields of other heads, then fields that affect only speed or losses, finally unused fields.
             ("classifier_activation", "classifier_bias", "classifier_pooling", "decoder_bias", "mlp_dropout")
             + ("deterministic_flash_attn", "sparse_prediction", "sparse_pred_ignore_index", "reference_compile")
             + ("repad_logits_with_grad", "initializer_cutoff_factor", "max_position_embeddings", "layer_norm_eps")

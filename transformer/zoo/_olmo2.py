@@ -1,4 +1,4 @@
-"""OLMo 2: Llama with norms after each sublayer in place of before, and norms on all queries or keys of a token."""
+"""OLMo 2: Llama with norms after each sublayer instead of before it, and query and key norms across all heads."""
 
 from __future__ import annotations
 
@@ -46,4 +46,4 @@ OLMO2 = decoder_family(
         "olmo-2-32b": decoder_variant("allenai/OLMo-2-0325-32B", 32_234_279_936, 5120, 27_648, 64, 40, 8, **_ALIKE),
     },
 )
-"""OLMo 2"""
+"""OLMo 2."""

@@ -1,4 +1,4 @@
-"""OPT: pre-norm or post-norm, learned positions, ReLU."""
+"""OPT: decoder, pre-norm or post-norm, learned positions, ReLU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ from transformer.zoo.weights._rules import Rule, WithoutFirst, modules, norm
 
 @dataclass(frozen=True)
 class EmbeddingWidth(Codec):
-    """`word_embed_proj_dim`, the width of the embeddings. FieldError: not that of the layers."""
+    """`word_embed_proj_dim`, the width of the embeddings.
+
+    Raises:
+        FieldError: (by `read`) it differs from the width of the layers.
+    """
 
     names = ("word_embed_proj_dim",)
 
@@ -24,8 +28,8 @@ class EmbeddingWidth(Codec):
         width = values.get("word_embed_proj_dim")
         if width not in (None, changes["d_model"]):
             raise FieldError(
-                f"word_embed_proj_dim is {width}, but hidden_size is {changes['d_model']}: maps between the two are "
-                f"not built here"
+                f"word_embed_proj_dim is {width}, but hidden_size is {changes['d_model']}: projections between "
+                f"different widths are not supported"
             )
         return {}
 
@@ -47,7 +51,7 @@ def _rules(config: TransformerConfig) -> Sequence[Rule]:
 
 def _variant(size: str, parameters: int, width: int, layers: int, heads: int) -> Variant:
     sizes = {"vocab_size": 50_272, "hidden_size": width, "ffn_dim": 4 * width, "num_hidden_layers": layers}
-    # The published numbers count the rows that stand for no position.
+    # The published parameter counts include the unused rows of the position table.
     return Variant(
         hub=f"facebook/opt-{size}",
         parameters=parameters - UNUSED_ROWS * width,

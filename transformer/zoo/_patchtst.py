@@ -1,4 +1,4 @@
-"""PatchTST: forecasts of time series, each channel cut into patches for itself; batch norms with given statistics."""
+"""PatchTST: time series forecasting with channel-independent patches and batch norms with fixed statistics."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from transformer.zoo.weights._rules import MATRIX, Relation, Row, Rule, Shape, l
 
 @dataclass(frozen=True)
 class Stacked(Relation):
-    """Tensors of one shape, related by `each` to the rows of one parameter."""
+    """Tensors of equal shape stacked along a new first axis of one parameter; `each` relates a tensor to a slice."""
 
     each: Relation
 
@@ -36,7 +36,10 @@ class Stacked(Relation):
 
 @dataclass(frozen=True)
 class Counted(Relation):
-    """The tensor, and beside it how many batches it was made of: nothing reads that, and 0 is written."""
+    """A tensor with the `num_batches_tracked` counter of a PyTorch batch norm.
+
+    The counter is not used. It is written as 0.
+    """
 
     def tensor_shapes(self, shapes: Sequence[Shape]) -> list[Shape]:
         return [*shapes, ()]
@@ -63,7 +66,7 @@ _POOLINGS = {None: "flatten", "mean": "mean", "max": "max", False: "flatten"}
 
 @dataclass(frozen=True)
 class SeriesSizes(Codec):
-    """What is looked back at and forecast, and how it is cut and scaled."""
+    """Sizes of context, forecast and patches, and the options for scaling and pooling."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -74,8 +77,10 @@ class SeriesSizes(Codec):
         scaling, pooling = values.get("scaling", "std"), values.get("pooling_type", "mean")
         for name, value, known in (("scaling", scaling, _SCALINGS), ("pooling_type", pooling, _POOLINGS)):
             if value not in known:
-                raise FieldError(f"{name} is {value!r}, of which there are {', '.join(map(str, known))} here")
-        # The head reads a class token alone, where there is one.
+                raise FieldError(
+                    f"{name} is {value!r}, which is not supported (supported: {', '.join(map(str, known))})"
+                )
+        # With a class token, the head reads only this token, and pooling has no effect.
         pooling = "flatten" if fields["class_token"] else _POOLINGS[pooling]
         series = Series(**fields, scaling=_SCALINGS[scaling], pooling=pooling)
         return {"input": series, "max_length": series.positions}
@@ -146,13 +151,13 @@ PATCHTST = Family(
         SeriesSizes(),
         Fixed("loss", ("mse",)),
         Fixed("channel_attention", (False,)),
-        # The reference itself fails with a head for each of several channels.
+        # The reference fails for separate heads per channel if there are several channels.
         Fixed("share_projection", (True,)),
-        # Of either kind the table is in the file.
+        # The file contains the position table for both types.
         Fixed("positional_encoding_type", ("random", "sincos")),
         Unread(
             ("positional_dropout", "ff_dropout", "head_dropout", "dropout", "initializer_range")
-            # Of other heads: distributions, masked patches, classes and numbers for a whole series.
+            # Fields of other heads: distributions, masked pretraining, classification and regression.
             + ("distribution_output", "num_parallel_samples", "do_mask_input", "mask_type", "random_mask_ratio")
             + ("num_forecast_mask_patches", "channel_consistent_masking", "unmasked_channel_indices", "mask_value")
             + ("num_targets", "output_range")

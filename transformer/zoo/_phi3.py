@@ -1,4 +1,4 @@
-"""Phi-3 and Phi-4: Llama whose queries, keys and values, and whose gate and up, are one map each."""
+"""Phi-3 and Phi-4: Llama with fused maps, one for queries, keys and values, and one for gate and up."""
 
 from __future__ import annotations
 
@@ -15,15 +15,19 @@ from transformer.zoo.weights._rules import MERGED, Fused, Rule, linear, norm
 
 @dataclass(frozen=True)
 class UnscaledRope(Rope):
-    """Rotary positions without scaling: FieldError (reading) for longrope, all that this family knows."""
+    """Rotary positions without scaling.
+
+    Raises:
+        FieldError: (by `read`) longrope, the only scaling of this family, which is not supported.
+    """
 
     def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
         given = values.get("rope_scaling") or values.get("rope_parameters") or {}
         kind = given.get("rope_type", given.get("type")) or "default"
         if kind != "default":
             raise FieldError(
-                f"rotary scaling is {kind!r}, which this family computes as longrope (a stretch for each frequency, "
-                f"another one for long texts), and that is not built here"
+                f"rotary scaling is {kind!r}, which this family computes as longrope (one factor per frequency, "
+                f"different for short and long texts). That is not supported"
             )
         return super().read(values, changes)
 
@@ -60,7 +64,7 @@ PHI3 = decoder_family(
         SameWindow(None),
         Field("resid_pdrop", "dropout_rate", 0.0),
         Fixed("attention_bias", (False,)),
-        # The reference has no dropout of embeddings; an original length is longrope's.
+        # The reference does not apply dropout to embeddings; the original length only affects longrope.
         Unread(("embd_pdrop", "original_max_position_embeddings")),
     ),
     rules=_rules,
@@ -74,4 +78,4 @@ PHI3 = decoder_family(
         "phi-4": decoder_variant("microsoft/phi-4", 14_659_507_200, 5120, 17_920, 40, 40, 10, **_FOUR),
     },
 )
-"""Phi-3 and Phi-4 without longrope"""
+"""Phi-3 and Phi-4 without longrope."""

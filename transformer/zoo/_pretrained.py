@@ -1,4 +1,4 @@
-"""Pretrained models in and out: a directory of config.json and safetensors is a model and its parameters."""
+"""Loading and saving of pretrained models as directories of config.json, safetensors and tokenizer files."""
 
 from __future__ import annotations
 
@@ -40,29 +40,34 @@ from transformer.zoo.weights._quantized import plain_files
 from transformer.zoo.weights._rules import Link, uncovered
 
 DTYPES = ("float32", "bfloat16", "float16")
-"""types that parameters may have"""
+"""Supported dtypes of parameters."""
 
 
 @dataclass(frozen=True)
 class Pretrained:
-    """A model as its directory has it: `params` without the outer "params", `architecture` and `fields` as config.json
-    has them.
-    """
+    """A model that was loaded from a directory of pretrained weights."""
 
     model: nn.Module
     params: Any
+    """Parameters, without the outer "params"."""
     family: Family
     architecture: str
+    """Architecture name, as in config.json."""
     fields: Mapping[str, Any]
+    """The contents of config.json."""
     directory: Path
     tokenizer: PretrainedTokenizer | None
-    """None: the directory has no tokenizer.json"""
+    """None: the directory has no tokenizer.json."""
     generation: Mapping[str, Any]
-    """how its authors want it to write: generation_config.json, or those fields of config.json"""
+    """Generation options of the authors: generation_config.json, or config.json if it is missing."""
 
 
 def find_family(values: Mapping[str, Any]) -> Family:
-    """The family of a config.json, by its model_type. ConfigError: there is none of it here."""
+    """Return the family of a config.json, according to its model_type.
+
+    Raises:
+        ConfigError: no family supports this model_type.
+    """
     kind = values.get("model_type")
     for family in ENTRIES.values():
         if kind == family.name or kind in family.aliases:
@@ -71,13 +76,13 @@ def find_family(values: Mapping[str, Any]) -> Family:
         raise ConfigError(f"model_type is {kind!r} in config.json: {REFUSED[kind]}")
     names = [name for family in ENTRIES.values() for name in (family.name, *family.aliases)]
     raise ConfigError(
-        f"model_type is {kind!r} in config.json, which no family here reads.{nearest(str(kind), names)} There are "
+        f"model_type is {kind!r} in config.json, which is not supported.{nearest(str(kind), names)} Supported are "
         f"{', '.join(names)} (python -m transformer list)."
     )
 
 
 def find_variant(name: str) -> tuple[Family, Variant] | None:
-    """The family and published sizes that go by this name, or None."""
+    """Return the family and the variant of this name, or None."""
     for family in ENTRIES.values():
         if name in family.variants:
             return family, family.variants[name]
@@ -85,11 +90,17 @@ def find_variant(name: str) -> tuple[Family, Variant] | None:
 
 
 def build(name: str, execution: Execution = Execution()) -> nn.Module:
-    """The model of a named variant, without weights: `build("gpt2")`. ConfigError: no variant of that name."""
+    """Return the model of a named variant, without weights, such as `build("gpt2")`.
+
+    Raises:
+        ConfigError: no variant has this name.
+    """
     found = find_variant(name)
     if found is None:
         names = [variant for family in ENTRIES.values() for variant in family.variants]
-        raise ConfigError(f"there is no variant {name!r}.{nearest(name, names)} `python -m transformer list` has them.")
+        raise ConfigError(
+            f"unknown variant {name!r}.{nearest(name, names)} `python -m transformer list` prints all variants."
+        )
     family, variant = found
     head = family.heads[variant.architecture or next(iter(family.heads))]
     return head.model(family.read(variant.fields, head), execution)
@@ -105,20 +116,23 @@ def load_pretrained(
     revision: str | None = None,
     execution: Execution = Execution(),
 ) -> Pretrained:
-    """Reads a directory of config.json, safetensors and perhaps tokenizer.json, or fetches one from the hub.
+    """Load a pretrained model from a directory or from the Hugging Face hub.
+
+    The directory contains config.json, safetensors files and optionally tokenizer.json.
 
     Args:
         source: a directory, a hub id such as "openai-community/gpt2", or a variant such as "gpt2".
-        dtype: of parameters and activations; None: what most of the file's numbers are.
-        mesh: parameters are put straight onto its devices, each holding its part; None: onto the default device.
-        architecture: instead of what config.json names, such as "BertModel".
-        ignore_fields: of config.json that are not understood and change nothing.
+        dtype: dtype of parameters and activations; None: the dtype of most numbers in the files.
+        mesh: device mesh on which the parameters are sharded as they are loaded; None: the default device.
+        architecture: overrides the architecture in config.json, such as "BertModel".
+        ignore_fields: unknown fields of config.json that do not affect the computation.
         revision: branch, tag or commit on the hub.
+        execution: execution options of the model.
 
     Raises:
-        FileNotFoundError: no such directory.
-        ValueError: a config.json, tensors or a tokenizer that are damaged, unsafe, incomplete or not understood, or
-            that are not as `save_pretrained` wrote them; all that is wrong is listed, and nothing is loaded.
+        FileNotFoundError: the directory does not exist.
+        ValueError: a config.json, tensors or a tokenizer that are damaged, unsafe, incomplete or unsupported, or that
+            have changed since `save_pretrained` wrote them. The message lists all problems; nothing is loaded.
     """
     variant = find_variant(str(source)) if not Path(source).is_dir() else None
     directory = fetch(source if variant is None else variant[1].hub, revision)
@@ -156,22 +170,23 @@ def _load(
 
 
 def verify(directory: str | os.PathLike) -> float:
-    """Loads a directory that `save_pretrained` wrote, which compares its files with their checksums, and compares the
-    logits of its example with those that it had then.
+    """Check that a directory written by `save_pretrained` still gives the same logits.
+
+    Loading compares the files with their checksums. Then the logits of the stored example are recomputed.
 
     Returns:
-        The largest difference of a logit, as a share of the largest of them.
+        The largest difference of a logit, relative to the largest expected logit.
 
     Raises:
-        ConfigError: a directory without an example.
-        WeightsError: files that have changed, or logits that differ by more than the tolerance of their dtype.
+        ConfigError: the directory has no example.
+        WeightsError: files have changed, or logits differ by more than the tolerance of their dtype.
     """
     values = read_integrity(directory)
     example = None if values is None else values.get("example")
     if example is None:
         raise ConfigError(
-            f"{directory} has no expected logits to compare with. They are in {INTEGRITY_FILE} of directories that "
-            f"transformer.save or `convert` wrote, of models with at most {MAX_EXAMPLE_BYTES // 2**30} GiB."
+            f"{directory} has no expected logits to compare with. transformer.save and `convert` write them to "
+            f"{INTEGRITY_FILE} for models of at most {MAX_EXAMPLE_BYTES // 2**30} GiB."
         )
     loaded = load_pretrained(directory, dtype=example_dtype(directory, example))
     return compare_example(directory, example, loaded.model, loaded.params)
@@ -185,7 +200,7 @@ def _is_untied(files: WeightFiles, family: Family, head: Head) -> bool:
 
 
 def _check_sizes(files: WeightFiles, config: TransformerConfig) -> None:
-    """ConfigError for a size that no axis of a tensor can have, before anything is made that is as large."""
+    """Raise ConfigError for sizes that exceed every tensor, before anything of that size is allocated."""
     largest = max((math.prod(tensor.shape) for tensor in files.tensors.values()), default=0)
     sizes = {
         "vocab_size": config.vocab_size,
@@ -197,18 +212,19 @@ def _check_sizes(files: WeightFiles, config: TransformerConfig) -> None:
         "embedding.source_max_length": config.embedding.source_max_length,
         "output.num_classes": config.output.num_classes,
     }
-    # What is small enough is left to the list of all that doesn't fit.
-    told = [f"{name} is {size}" for name, size in sizes.items() if size is not None and size > max(largest, 2**20)]
-    if told:
+    # Smaller mismatches are reported by `check_complete`, which lists every tensor that does not fit.
+    exceeding = [f"{name} is {size}" for name, size in sizes.items() if size is not None and size > max(largest, 2**20)]
+    if exceeding:
         raise ConfigError(
-            f"config.json in {files.directory} describes a larger model than the tensors beside it: {', '.join(told)}, "
-            f"but the largest tensor has {largest} numbers. Check that the files belong together; nothing was loaded."
+            f"config.json in {files.directory} describes a larger model than its tensors: {', '.join(exceeding)}, but "
+            f"the largest tensor has {largest} elements. Check that the files belong together. Nothing was loaded."
         )
 
 
 def as_in_files(files: WeightFiles, family: Family, links: Sequence[Link]) -> tuple[list[Link], dict[str, str]]:
-    """The links, and what is a copy of what, by the names that the files have: with or without a prefix, and a tied
-    tensor perhaps under the name of a copy alone.
+    """Return the links and the copies of tied tensors, renamed to the names in the files.
+
+    Files may omit the family's prefix, and may store a tied tensor only under the name of its copy.
     """
     named = family.names_in(files.tensors)
     links = rename(links, named)
@@ -222,13 +238,13 @@ def as_in_files(files: WeightFiles, family: Family, links: Sequence[Link]) -> tu
 def _read_params(files: WeightFiles, family: Family, architecture: str, model: nn.Module, mesh: Mesh | None) -> Any:
     expected_params = abstract_params(model)
     shapes = parameter_shapes(expected_params)
-    # Not all are of the config's type: there are some that only float32 can hold.
+    # Dtypes per parameter: a few parameters need float32 whatever the dtype of the config is.
     dtypes = parameter_dtypes(expected_params)
     links = family.links(model, architecture, shapes)
     if faults := uncovered(links, shapes):
         raise ConfigError(
-            f"{family.title} has no tensors for these parameters of the model: {', '.join(faults)}. Its config.json "
-            f"asks for something that the family doesn't have."
+            f"{family.title} has no tensors for these parameters of the model: {', '.join(faults)}. config.json "
+            f"specifies a feature that the family does not have."
         )
     links, copies = as_in_files(files, family, links)
     ignored = (*family.ignored, *family.heads[architecture].ignored)
@@ -238,7 +254,7 @@ def _read_params(files: WeightFiles, family: Family, architecture: str, model: n
     if missing := [axis for axis in AXES if axis not in mesh.shape]:
         raise ConfigError(
             f"mesh must have the axes {', '.join(AXES)}, got {', '.join(map(str, mesh.shape))}: {', '.join(missing)} "
-            f"missing. Make it with transformer.nn._sharding.make_mesh."
+            f"missing. Create it with transformer.nn._sharding.make_mesh."
         )
     check_model(model.config, mesh.shape)
 
@@ -251,7 +267,7 @@ def _read_params(files: WeightFiles, family: Family, architecture: str, model: n
 def _check_dtype(dtype: str) -> str:
     try:
         name = str(jnp.dtype(dtype))
-    except TypeError:  # no dtype at all
+    except TypeError:  # not a dtype
         name = None
     if name not in DTYPES:
         raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}.")
@@ -267,14 +283,20 @@ def _usual_dtype(files: WeightFiles) -> str:
 
 
 def choose_family(model: nn.Module, family: str | None = None) -> tuple[Family, str, dict[str, Any]]:
-    """The family, architecture and config.json that say what this model is; of several, the first in `ENTRIES`.
+    """Return the family, architecture and config.json that describe this model.
+
+    If several families can describe it, the first in `ENTRIES` is chosen.
+
+    Args:
+        model: the model to describe.
+        family: name of the family; None: any family.
 
     Raises:
-        NoCounterpart: none does; for the one that comes nearest, the fields that have no counterpart there.
-        ConfigError: an unknown family, or one without models of this kind.
+        NoCounterpart: no family can describe the model; the message names the unsupported fields of the closest one.
+        ConfigError: an unknown family, or a family without models of this class.
     """
     if family is not None and family not in ENTRIES:
-        raise ConfigError(f"there is no family {family!r}.{nearest(family, ENTRIES)} There are {', '.join(ENTRIES)}.")
+        raise ConfigError(f"unknown family {family!r}.{nearest(family, ENTRIES)} Supported are {', '.join(ENTRIES)}.")
     refusals: list[NoCounterpart] = []
     for one in ENTRIES.values() if family is None else [ENTRIES[family]]:
         for name, head in one.heads.items():
@@ -285,12 +307,12 @@ def choose_family(model: nn.Module, family: str | None = None) -> tuple[Family, 
             except NoCounterpart as error:
                 refusals.append(error)
     if not refusals:
-        where = f"{ENTRIES[family].title} has" if family else "no family here has"
-        raise ConfigError(f"{where} a model of the kind {type(model).__name__}, so that it can't be saved as one.")
-    nearest_one = min(refusals, key=lambda refusal: refusal.differences)
-    known = "an architecture of the transformers library that is known here"
+        where = f"{ENTRIES[family].title} has no" if family else "no family has a"
+        raise ConfigError(f"{where} model of the class {type(model).__name__}, so this model can't be saved.")
+    closest = min(refusals, key=lambda refusal: refusal.differences)
+    known = "any supported architecture of the transformers library"
     where = known if family is None else ENTRIES[family].title
-    raise NoCounterpart(f"the model can't be saved as {where}. The nearest: {nearest_one}", nearest_one.differences)
+    raise NoCounterpart(f"the model can't be saved as {where}. The closest: {closest}", closest.differences)
 
 
 def save_pretrained(
@@ -303,25 +325,31 @@ def save_pretrained(
     tokenizer: PretrainedTokenizer | None = None,
     max_shard_bytes: int = 5 * 2**30,
 ) -> Path:
-    """Writes config.json, safetensors and perhaps the tokenizer, as the rest of the world reads them; gives the path.
+    """Save a model in the Hugging Face format: config.json, safetensors and optionally the tokenizer.
 
-    Beside them, integrity.json has the checksums of the files, which `load_pretrained` compares, and the logits of a
-    short input, which `verify` compares.
+    The file integrity.json is written, too. It holds checksums of the files, which `load_pretrained` compares, and the
+    logits of a short input, which `verify` compares.
 
     Args:
-        params: without the outer "params".
-        family: as which to save; None: the first that has all that the model has.
-        fields: more of config.json, such as `eos_token_id`: what changes nothing of the computation.
-        tokenizer: saved beside them.
+        model: the model to save.
+        params: its parameters, without the outer "params".
+        directory: new or empty directory.
+        family: family in whose format the model is saved; None: the first one that can describe the model.
+        fields: additional fields of config.json that do not affect the computation, such as `eos_token_id`.
+        tokenizer: tokenizer to save with the model.
+        max_shard_bytes: maximum size of a safetensors file.
+
+    Returns:
+        The path of the directory.
 
     Raises:
-        ConfigError: no family has all of it, parameters that are not the model's or not finite, fields that are not
-            free.
+        ConfigError: no family can describe the model, the parameters do not fit the model or are not finite, or
+            `fields` contains a field that affects the computation.
         WeightsError: the directory is not empty.
     """
     chosen, architecture, values = choose_family(model, family)
     if strange := sorted(set(fields or {}) - NEUTRAL - {"max_position_embeddings"}):
-        raise ConfigError(f"fields may only be such as change nothing of the computation, got {', '.join(strange)}.")
+        raise ConfigError(f"fields must not affect the computation, got {', '.join(strange)}. Leave them out.")
     shapes, given = parameter_shapes(abstract_params(model)), parameter_shapes(params)
     if shapes != given:
         faults = sorted(
@@ -333,18 +361,18 @@ def save_pretrained(
     flat = flax.traverse_util.flatten_dict(params, sep="/")
     if broken := [path for path, leaf in flat.items() if first_non_finite(np.asarray(leaf)) is not None]:
         raise ConfigError(
-            f"these parameters hold NaN or infinity, which nobody could load: {', '.join(broken[:10])}. Take an "
+            f"these parameters contain NaN or infinity and could not be loaded again: {', '.join(broken[:10])}. Use an "
             f"earlier checkpoint."
         )
     links = chosen.links(model, architecture, shapes)
     if faults := uncovered(links, shapes):
-        raise ConfigError(f"{chosen.title} has no tensors for {', '.join(faults)}.")
+        raise ConfigError(f"{chosen.title} has no tensors for these parameters: {', '.join(faults)}.")
     if chosen.heads[architecture].base:
         links = rename(links, chosen.without_prefix)
     dtypes = Counter(str(leaf.dtype) for leaf in jax.tree.leaves(params))
     values = values | {"dtype": dtypes.most_common(1)[0][0]} | dict(fields or {})
     if canonical(chosen.read(values, chosen.heads[architecture])) != canonical(model.config):
-        raise ConfigError(f"the fields {', '.join(fields or {})} change what the model is. Leave them out.")
+        raise ConfigError(f"the fields {', '.join(fields or {})} change the model config. Leave them out.")
     write_weights(directory, values, saved_tensors(links, params), max_shard_bytes=max_shard_bytes)
     if tokenizer is not None:
         tokenizer.save(directory)

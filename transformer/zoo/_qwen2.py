@@ -1,4 +1,4 @@
-"""Qwen 2 and 2.5: Llama with biases on queries, keys and values, and perhaps windows in the upper layers."""
+"""Qwen 2 and 2.5: Llama with biases on queries, keys and values, and optional sliding windows in the upper layers."""
 
 from __future__ import annotations
 
@@ -14,32 +14,36 @@ from transformer.zoo._llama import DECODER_CONSTANTS, ROTARY_BUFFERS, decoder_fa
 from transformer.zoo.weights._rules import layer_kinds
 
 SLIDING, FULL = "sliding_attention", "full_attention"
-"""names of layers with a window and without one in `layer_types`"""
+"""Names in `layer_types` for layers with and without a sliding window."""
 
 
 def check_layer_types(types: Sequence[str], layers: int, window: int | None) -> None:
-    """Raises FieldError: `layer_types` of other names or another number, or with a window where there is none."""
+    """Raise FieldError if `layer_types` has unknown names, has the wrong length, or uses an undefined window."""
     if strange := sorted(set(map(str, types)) - {SLIDING, FULL}):
-        raise FieldError(f"layer_types has {', '.join(strange)}, of which there are {SLIDING}, {FULL} here")
+        raise FieldError(f"layer_types has {', '.join(strange)}, which is not supported (supported: {SLIDING}, {FULL})")
     if len(types) != layers:
-        raise FieldError(f"layer_types has {len(types)} names, but there are {layers} layers")
+        raise FieldError(f"layer_types has {len(types)} names, but the model has {layers} layers")
     if SLIDING in types and window is None:
         raise FieldError(f"layer_types has {SLIDING}, but sliding_window is not set")
 
 
 def layer_types(windows: Sequence[int | None]) -> list[str]:
-    """`layer_types` of layers with these windows."""
+    """Return the `layer_types` for layers with these windows."""
     return [FULL if window is None else SLIDING for window in windows]
 
 
 def layer_windows(config: TransformerConfig) -> list[int | None]:
-    """The window of each layer."""
+    """Return the window of each layer."""
     return [kind.window for kind in layer_kinds(config, config.num_layers)]
 
 
 @dataclass(frozen=True)
 class UpperWindows(Codec):
-    """Layers from `max_window_layers` on have `sliding_window` if `use_sliding_window`; or as `layer_types` says."""
+    """Sliding windows in the upper layers.
+
+    With `use_sliding_window`, the window is `sliding_window` in all layers from index `max_window_layers`, or in the
+    layers that `layer_types` specifies.
+    """
 
     names = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
 
@@ -58,7 +62,7 @@ class UpperWindows(Codec):
         return {
             "use_sliding_window": bool(given),
             "sliding_window": given[0] if given else None,
-            # Read where layer_types is not known.
+            # For programs that do not know layer_types.
             "max_window_layers": windows.index(given[0]) if given else config.num_layers,
             "layer_types": layer_types(windows),
         }
@@ -92,4 +96,4 @@ QWEN2 = decoder_family(
         ),
     },
 )
-"""Qwen 2 and 2.5, the dense ones"""
+"""Qwen 2 and 2.5, dense models only."""

@@ -1,4 +1,4 @@
-"""Qwen 3: Qwen 2 with norms on queries and keys in place of biases, and heads of a size of their own."""
+"""Qwen 3: Qwen 2 with query and key norms instead of biases, and an independent head dimension."""
 
 from __future__ import annotations
 
@@ -43,4 +43,4 @@ QWEN3 = decoder_family(
         "qwen3-32b": decoder_variant("Qwen/Qwen3-32B", 32_762_123_264, 5120, 25_600, 64, 64, 8, **_UNTIED),
     },
 )
-"""Qwen 3, the dense ones"""
+"""Qwen 3, dense models only."""

@@ -1,4 +1,4 @@
-"""Qwen 3's routed models: Qwen 3 with many small experts, in all layers or some."""
+"""Qwen 3 mixture-of-experts models: Qwen 3 with many small experts in all or some layers."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ from transformer.zoo.weights._rules import Rule, layer_kinds
 
 @dataclass(frozen=True)
 class SomeLayersRouted(Codec):
-    """Layers `decoder_sparse_step` - 1, 2 `decoder_sparse_step` - 1, ... are routed but for `mlp_only_layers`; all have
-    `sliding_window` if `use_sliding_window`. Written: the layers that are not routed, by their numbers.
+    """Mixture of experts in some layers, and one sliding window for all layers.
+
+    The layers with (index + 1) divisible by `decoder_sparse_step` have experts, except those in `mlp_only_layers`.
+    `write` lists all dense layers in `mlp_only_layers`. `use_sliding_window` enables `sliding_window` in all layers.
     """
 
     @property
@@ -93,7 +95,7 @@ QWEN3_MOE = decoder_family(
         Rope(),
         Biases("attention_bias"),
         SomeLayersRouted(),
-        # Of the published files: the reference's windows are in all layers or none.
+        # In published files; the reference applies the window to all layers or to none.
         Unread(("max_window_layers",)),
     ),
     rules=_rules,
@@ -106,4 +108,4 @@ QWEN3_MOE = decoder_family(
         ),
     },
 )
-"""Qwen 3, the routed ones"""
+"""Qwen 3, mixture-of-experts models only."""

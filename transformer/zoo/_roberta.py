@@ -1,4 +1,4 @@
-"""RoBERTa: BERT with one token type, and tables of positions that begin after the padding id's row."""
+"""RoBERTa: BERT with one token type, and position tables that start after the row of the padding id."""
 
 from __future__ import annotations
 
@@ -22,14 +22,12 @@ from transformer.zoo._fields import Codec, Fixed
 from transformer.zoo.weights._rules import Rule, WithoutFirst
 
 UNUSED_ROWS = 2
-"""of a position table: positions count from the padding id, which is 1, plus 1"""
+"""Unused rows at the start of a position table: position 0 is row padding id + 1, and the padding id is 1."""
 
 
 @dataclass(frozen=True)
 class LengthWithRows(Codec):
-    """Rows of a position table by `name` (`default` where it is missing), the first `rows` of which stand for no
-    position.
-    """
+    """Number of rows of a position table, of which the first `rows` are unused."""
 
     name: str
     rows: int
@@ -52,7 +50,7 @@ def _rules(config: TransformerConfig) -> Sequence[Rule]:
 
 def _variant(name: str, parameters: int, **sizes: int) -> Variant:
     fields = {"vocab_size": 50_265, "max_position_embeddings": 514, "type_vocab_size": 1, "layer_norm_eps": 1e-5}
-    # The published numbers count the rows that stand for no position.
+    # The published parameter counts include the unused rows of the position table.
     parameters -= UNUSED_ROWS * sizes.get("hidden_size", 768)
     return Variant(hub=name, parameters=parameters, fields=fields | sizes)
 

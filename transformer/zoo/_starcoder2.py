@@ -1,4 +1,4 @@
-"""StarCoder 2: Llama's attention with a window, LayerNorm, biases, and a feed-forward without a gate."""
+"""StarCoder 2: attention of Llama with a sliding window, LayerNorm, biases, ungated feed-forward layers."""
 
 from __future__ import annotations
 
@@ -51,4 +51,4 @@ STARCODER2 = decoder_family(
         "starcoder2-7b": _variant("starcoder2-7b", 7_173_923_840, 4608, 32, 36, 4, rope_theta=1_000_000.0),
     },
 )
-"""StarCoder 2"""
+"""StarCoder 2."""

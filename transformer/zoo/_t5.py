@@ -1,4 +1,4 @@
-"""T5 1.0, 1.1 and FLAN: encoder and decoder, pre-norm, RMSNorm, a bias by distance that the layers of a stack share."""
+"""T5 1.0, 1.1 and FLAN-T5: encoder-decoder, pre-norm, RMSNorm, relative position bias shared within a stack."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ T5_CONSTANTS = {
     "embedding.scale": False,
     "attention.scale": 1.0,
 }
-"""what all versions of T5 have in common"""
+"""Constants of all versions of T5."""
 
 T5_COPIES = dict.fromkeys(("encoder.embed_tokens.weight", "decoder.embed_tokens.weight"), "shared.weight") | {
     "lm_head.weight": "shared.weight"
 }
-"""tensors that are the one table, where the output map is"""
+"""Copies of the embedding table; lm_head only if the output map is tied."""
 
 T5_IGNORED = (r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",)
-"""a table in the first files that nothing reads: cross-attention has no positions"""
+"""An unused table in early files: cross-attention has no position bias."""
 
 
 def t5_rules(config: TransformerConfig) -> Sequence[Rule]:
-    """Rules of T5 and umT5."""
+    """Return the rules of T5 and umT5."""
     table = "layer.0.SelfAttention.relative_attention_bias.weight"
     rules = [Rule("shared.weight", "embedding/embedding")]
     for stack, feed_forward in {"encoder": 1, "decoder": 2}.items():
@@ -60,8 +60,13 @@ def _attention(tensor: str, parameter: str) -> list[Rule]:
 
 @dataclass(frozen=True)
 class FeedForwardKind(Codec):
-    """`feed_forward_proj` says activation and gate together; `dense_act_fn` and `is_gated_act`, where they are there,
-    have the last word; `default` stands in for a missing one. FieldError: an activation that is not built.
+    """Activation and gate of the feed-forward layers.
+
+    `feed_forward_proj` (with the default `default`) specifies both, for example "gated-gelu". `dense_act_fn` and
+    `is_gated_act` override it.
+
+    Raises:
+        FieldError: (by `read`) an unsupported activation.
     """
 
     default: str
@@ -70,11 +75,13 @@ class FeedForwardKind(Codec):
 
     def read(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
         kind = values.get("feed_forward_proj", self.default)
-        # "gated-gelu" was published before the activation had a name of its own.
+        # For compatibility with early files, "gated-gelu" means the tanh approximation, gelu_new.
         activation = "gelu_new" if kind == "gated-gelu" else kind.removeprefix("gated-")
         activation = values.get("dense_act_fn", activation)
         if activation not in ACTIVATIONS:
-            raise FieldError(f"feed_forward_proj is {kind!r}, of whose activations there are {', '.join(ACTIVATIONS)}")
+            raise FieldError(
+                f"feed_forward_proj is {kind!r}, but the supported activations are {', '.join(ACTIVATIONS)}"
+            )
         return {
             "activation": ACTIVATIONS[activation],
             "gated": values.get("is_gated_act", kind.startswith("gated-")),
@@ -94,8 +101,10 @@ class FeedForwardKind(Codec):
 
 @dataclass(frozen=True)
 class DecoderOutputs(Codec):
-    """Whether the output map is the table of embeddings, and reads vectors over sqrt(d_model): `tie_word_embeddings`
-    says both (Raffel et al. 2019, section 2.1), but for `scale_field`, which says the second where it is there.
+    """Weight tying and scaling of the output map.
+
+    With `tie_word_embeddings`, the output map is the embedding table, and its inputs are divided by sqrt(d_model)
+    (Raffel et al. 2019, section 2.1). The field `scale_field` overrides the scaling.
     """
 
     scale_field: str | None = None
@@ -115,7 +124,7 @@ class DecoderOutputs(Codec):
 
 
 def t5_fields(*, feed_forward: str, scale_field: str | None) -> tuple[Codec, ...]:
-    """The fields of T5 and umT5, with the defaults that differ."""
+    """Return the fields of T5 and umT5; the arguments are the defaults that differ."""
     return (
         Field("vocab_size", "vocab_size"),
         Field("d_model", "d_model", 512),
@@ -135,7 +144,7 @@ def t5_fields(*, feed_forward: str, scale_field: str | None) -> tuple[Codec, ...
 
 
 def t5_heads(name: str) -> dict[str, Head]:
-    """Encoder and decoder, and the encoder alone, with the reference's names."""
+    """Return the encoder-decoder model and the encoder alone, with the class names of the reference."""
     return {
         f"{name}ForConditionalGeneration": Head(
             model=Seq2Seq,
@@ -145,7 +154,7 @@ def t5_heads(name: str) -> dict[str, Head]:
         ),
         f"{name}EncoderModel": Head(
             model=Embedder,
-            # Where the whole model's files are read, they say that there is a decoder.
+            # The encoder may also be loaded from files of the whole model, which say true.
             fields=(Fixed("is_encoder_decoder", (False, True)),),
             ignored=(r"decoder\..*", r"lm_head\.weight"),
         ),

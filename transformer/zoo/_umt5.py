@@ -1,4 +1,4 @@
-"""umT5: T5 1.1 whose layers each have a table of their own for the bias by distance."""
+"""umT5: T5 1.1 with a separate relative position bias in each layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ViT: images cut into patches, a class token in front, a pre-norm encoder with learned positions."""
+"""ViT: image patches with a class token in front, pre-norm encoder, learned positions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from transformer.zoo.weights._rules import Relation, Row, Rule, Shape, linear, m
 
 @dataclass(frozen=True)
 class Convolution(Relation):
-    """A kernel (*sizes, channels, D), such as the map of patches, is the one (D, channels, *sizes) of a convolution."""
+    """A convolution kernel: (*sizes, channels, D) in Flax, (D, channels, *sizes) in PyTorch."""
 
     def tensor_shapes(self, shapes: Sequence[Shape]) -> list[Shape]:
         return [(features, channels, *sides) for *sides, channels, features in shapes]
@@ -33,7 +33,7 @@ class Convolution(Relation):
 
 @dataclass(frozen=True)
 class PatchSizes(Codec):
-    """Sizes of images and patches, one number or (height, width); patches must be square."""
+    """Sizes of images and patches, each one number or (height, width). Patches must be square."""
 
     names = ("image_size", "patch_size", "num_channels")
 
@@ -41,7 +41,7 @@ class PatchSizes(Codec):
         height, width = _pair(values.get("image_size", 224))
         size, other = _pair(values.get("patch_size", 16))
         if size != other:
-            raise FieldError(f"patch_size is {values['patch_size']}, but only square patches are built here")
+            raise FieldError(f"patch_size is {values['patch_size']}, but only square patches are supported")
         channels = values.get("num_channels", 3)
         patches = Patches(image_height=height, image_width=width, patch_size=size, channels=channels)
         return {"input": patches, "max_length": 1 + patches.count}
@@ -62,7 +62,7 @@ def _pair(size: Any) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class InputBiases(Codec):
-    """Whether queries, keys and values have a bias; the map behind attention always has one."""
+    """Whether queries, keys and values have a bias. The output map of attention always has one."""
 
     names = ("qkv_bias",)
 

@@ -1,4 +1,4 @@
-"""Whisper: text from log-mel frames, which two convolutions halve; keys without a bias."""
+"""Whisper: speech to text from log-mel frames; two convolutions halve the number of frames; keys have no bias."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _variant(name: str, parameters: int, width: int, layers: int, heads: int, **
 
 @dataclass(frozen=True)
 class MelBins(Codec):
-    """Mel frequency bins of the speech that a model reads."""
+    """Number of mel frequency bins of the input."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -76,13 +76,13 @@ WHISPER = Family(
         *training_fields("dropout", "attention_dropout", "init_std"),
         Fixed("is_encoder_decoder", (True,)),
         Unread(
-            # Read into the model and never multiplied.
+            # The reference stores this field but never applies it.
             ("scale_embedding",)
-            # Of training: layers left out, frames masked.
+            # Training options: LayerDrop and SpecAugment masking.
             + ("activation_dropout", "encoder_layerdrop", "decoder_layerdrop", "apply_spec_augment", "mask_time_prob")
             + ("mask_time_length", "mask_time_min_masks", "mask_feature_prob", "mask_feature_length")
             + ("mask_feature_min_masks", "initializer_range")
-            # Of a classifier of speech, of timestamps and of what is written first.
+            # Options for audio classification, timestamps and forced decoder tokens.
             + ("use_weighted_layer_sum", "classifier_proj_size", "median_filter_width", "forced_decoder_ids")
         ),
     ),
