@@ -1,4 +1,4 @@
-"""Weights in and out: rules that say which tensors are which parameters, and directories that are read safely."""
+"""Loading and saving of weights: checkpoint directories, and rules that map tensors to parameters."""
 
 from transformer.zoo.weights._files import TensorInfo, WeightFiles, WeightsError, first_non_finite, write_weights
 from transformer.zoo.weights._hub import fetch

@@ -1,7 +1,7 @@
-"""Directories of a checkpoint as Hugging Face's libraries write them, read and written; nothing in them is run.
+"""Reading and writing of checkpoint directories in the Hugging Face format, without executing code from them.
 
-Only JSON and safetensors are opened, and only what lies in the directory (`config.untrusted`). Every size is checked
-before memory is taken for it, and every fault that can be found is told in one message.
+Only JSON and safetensors files inside the directory are opened (see `config._untrusted`). Every size is checked before
+memory is allocated for it. All problems are reported in one message.
 """
 
 from __future__ import annotations
@@ -24,35 +24,40 @@ CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 MAX_CONFIG_BYTES = 16 * 2**20
-"""bound of config.json"""
+"""Maximum size of config.json."""
 MAX_SHARDS = 4096
-"""bound of the files that an index names; each is opened. Published checkpoints have up to some hundred"""
+"""Maximum number of files in an index, because each one is opened. Published checkpoints have up to a few hundred."""
 SHOWN = 20
-"""faults that a message lists"""
+"""Maximum number of problems that a message lists."""
 
-# What cannot be opened here, and why.
-_PICKLES = "these are Python pickles, and reading a pickle can run any code that is in it"
+# Formats that are not supported, and the reason.
+_PICKLES = "these files are Python pickles, and loading a pickle can execute arbitrary code"
 _OTHER_FORMATS = {
     **dict.fromkeys((".bin", ".pt", ".pth", ".ckpt"), _PICKLES),
-    **dict.fromkeys((".h5", ".msgpack", ".gguf"), "this format is not read here"),
+    **dict.fromkeys((".h5", ".msgpack", ".gguf"), "this format is not supported"),
 }
 _CONVERT = (
-    'Where you trust it, convert it with transformers: AutoModel.from_pretrained("{0}").save_pretrained("{0}-safe", '
+    'If you trust the file, convert it with transformers: AutoModel.from_pretrained("{0}").save_pretrained("{0}-safe", '
     "safe_serialization=True)"
 )
 
 Source = np.ndarray | Callable[[], np.ndarray]
-"""an array of any shape, or a function that makes it"""
+"""An array of any shape, or a function that returns it."""
 
 
 class WeightFiles:
-    """An opened directory: `config` (config.json) and `tensors` (all of its tensors by name); no tensor is read yet.
+    """A checkpoint directory. Opening it reads only config.json and the headers of the weight files.
 
-    The tensors are those of model.safetensors, or, without it, of the shards that model.safetensors.index.json names.
+    The tensors come from model.safetensors or, if it is missing, from the shards listed in
+    model.safetensors.index.json.
+
+    Attributes:
+        config: the contents of config.json.
+        tensors: description of all tensors by name.
 
     Raises:
-        FileNotFoundError: no such directory, or no config.json in it.
-        WeightsError: anything that is not as it must be; all faults found.
+        FileNotFoundError: the directory does not exist or has no config.json.
+        WeightsError: the directory is invalid; the message lists all problems.
     """
 
     config: dict[str, Any]
@@ -61,10 +66,12 @@ class WeightFiles:
     def __init__(self, directory: str | os.PathLike):
         self.directory = Path(directory)
         if not self.directory.is_dir():
-            raise FileNotFoundError(f"no directory {directory}. Name one with {CONFIG_FILE} and {WEIGHTS_FILE}.")
-        # Not `is_file`: of a directory, a pipe or a broken link in its place `regular_file` tells more.
+            raise FileNotFoundError(
+                f"no directory {directory}. Pass a directory with {CONFIG_FILE} and {WEIGHTS_FILE}."
+            )
+        # Not `is_file`: for a directory, a pipe or a broken link, `regular_file` gives a more specific error.
         if not os.path.lexists(self.directory / CONFIG_FILE):
-            raise FileNotFoundError(f"no {CONFIG_FILE} in {directory}. Name the directory of a whole checkpoint.")
+            raise FileNotFoundError(f"no {CONFIG_FILE} in {directory}. Pass the directory of a complete checkpoint.")
         problems: list[str] = []
         self.config = self.tensors = {}
         try:
@@ -76,18 +83,19 @@ class WeightFiles:
         elif os.path.lexists(self.directory / INDEX_FILE):
             self.tensors, found = self._tensors_of_shards()
         else:
-            found = [self._nothing_to_read()]
+            found = [self._missing_weights()]
         if problems + found:
             raise self._error(*problems, *found)
 
     def read(self, name: str) -> np.ndarray:
-        """One tensor, of any shape, in memory of its own; values are not checked (`first_non_finite` does).
+        """Read one tensor into a new array. Its values are not checked (see `first_non_finite`).
 
-        Its bytes are read from their checked place straight into the array. The library would map the whole file
-        instead, whose pages count as memory of the process once touched: reading a model would take it twice.
+        The bytes are read directly into the array. The safetensors library would map the whole file into memory
+        instead. The mapped pages count as memory of the process once they are read, so that loading a model would need
+        twice its size.
 
         Raises:
-            WeightsError: no such tensor, or the file is no longer what it was when the directory was opened.
+            WeightsError: there is no such tensor, or the file has changed since the directory was opened.
         """
         if name not in self.tensors:
             raise WeightsError(f"{self.directory} has no tensor {name!r}.{nearest(name, self.tensors)}")
@@ -104,15 +112,17 @@ class WeightFiles:
         if got != info.nbytes:
             raise self._error(
                 f"{info.file.name}, tensor {name!r}: expected {info.nbytes} bytes at byte {info.offset}, got {got}: "
-                "it was changed while it was open. Get it anew"
+                "the file changed while it was open. Download it again"
             )
-        if info.dtype == np.bool_:  # any byte may be in a file, but only 0 and 1 in an array
+        if info.dtype == np.bool_:  # a file may contain any byte, but numpy requires 0 or 1
             np.not_equal(raw, 0, out=array.reshape(-1))
         return array
 
     def place(self, filename: str) -> Path | None:
-        """The path of an optional file of the directory, None if it is missing. WeightsError: a link that leads out of
-        the directory or nowhere, or no regular file.
+        """Return the path of an optional file of the directory, or None if it is missing.
+
+        Raises:
+            WeightsError: not a regular file, or a link that is broken or leads outside the directory.
         """
         if not os.path.lexists(self.directory / filename):
             return None
@@ -122,10 +132,14 @@ class WeightFiles:
             raise self._error(str(error)) from None
 
     def json(self, filename: str, expected: type[dict] | type[list] = dict) -> Any:
-        """An optional JSON file of the directory ("1_Pooling/config.json"), a tree of plain values; None if missing.
+        """Return the contents of an optional JSON file, or None if it is missing.
 
-        `expected` is what it must hold: an object (dict) or, as in modules.json, an array (list). WeightsError if it
-        holds something else, is larger than 64 MiB, or is no strict JSON.
+        Args:
+            filename: path within the directory, such as "1_Pooling/config.json".
+            expected: required type: an object (dict) or an array (list).
+
+        Raises:
+            WeightsError: the file has another type, is larger than 64 MiB, or is not strict JSON.
         """
         if not os.path.lexists(self.directory / filename):
             return None
@@ -134,17 +148,17 @@ class WeightFiles:
         except ValueError as error:
             raise self._error(str(error)) from None
 
-    # The methods below raise ValueError with one fault, for a message that lists all.
+    # The methods below raise ValueError with one problem, or return problems, which `__init__` combines.
 
     def _json(self, filename: str, expected: type, limit: int) -> Any:
         content = read_bounded(self.directory, filename, limit)
         try:
             value = parse_json(content)
         except ValueError as error:
-            raise ValueError(f"{filename} is no valid JSON: {error}") from None
+            raise ValueError(f"{filename} is not valid JSON: {error}") from None
         if not isinstance(value, expected):
             kinds = {dict: "an object", list: "an array"}
-            raise ValueError(f"{filename} must hold {kinds[expected]}, got {type(value).__name__}")
+            raise ValueError(f"{filename} must contain {kinds[expected]}, got {type(value).__name__}")
         return value
 
     def _tensors_of(self, filename: str) -> tuple[dict[str, TensorInfo], list[str]]:
@@ -160,7 +174,7 @@ class WeightFiles:
         except ValueError as error:
             return {}, [str(error)]
         if not isinstance(weight_map, dict) or not weight_map:
-            return {}, [f"{INDEX_FILE}: weight_map must be an object with file names, got {weight_map!r:.80}"]
+            return {}, [f"{INDEX_FILE}: weight_map must be a non-empty object with file names, got {weight_map!r:.80}"]
         wrong = [
             f"{INDEX_FILE}: tensor {name!r:.80} must be in a .safetensors file of the directory, got {shard!r:.80}"
             for name, shard in weight_map.items()
@@ -175,34 +189,34 @@ class WeightFiles:
         by_shard: dict[str, list[str]] = {}
         for name, shard in weight_map.items():
             by_shard.setdefault(shard, []).append(name)
-        for shard, told in sorted(by_shard.items()):
+        for shard, listed in sorted(by_shard.items()):
             found, faults = self._tensors_of(shard)
             problems += faults
             for name in sorted(found.keys() & tensors.keys()):
                 problems.append(f"tensor {name!r} is in two files, {tensors[name].file.name} and {shard}")
-            for name in sorted(name for name in told if name not in found) if not faults else ():
-                problems.append(f"tensor {name!r} is not in {shard}, where {INDEX_FILE} has it")
+            for name in sorted(name for name in listed if name not in found) if not faults else ():
+                problems.append(f"tensor {name!r} is not in {shard}, although {INDEX_FILE} lists it there")
             for name in sorted(name for name in found if name not in weight_map):
-                problems.append(f"tensor {name!r} of {shard} is not in {INDEX_FILE}")
+                problems.append(f"tensor {name!r} of {shard} is not listed in {INDEX_FILE}")
             tensors |= found
         return tensors, problems
 
     def _error(self, *problems: str) -> WeightsError:
         shown = "".join(f"\n- {problem}." for problem in problems[:SHOWN])
         more = f"\n- and {len(problems) - SHOWN} more." if len(problems) > SHOWN else ""
-        return WeightsError(f"{self.directory} is no checkpoint that can be read:{shown}{more}")
+        return WeightsError(f"{self.directory} is not a valid checkpoint:{shown}{more}")
 
-    def _nothing_to_read(self) -> str:
-        """Why there are no weights that can be read, and what to do."""
+    def _missing_weights(self) -> str:
+        """Explain why there are no supported weights, and what to do."""
         names = sorted(entry.name for entry in self.directory.iterdir())
         for suffix, reason in _OTHER_FORMATS.items():
             if other := [name for name in names if name.endswith(suffix)]:
                 return f"the weights are in {', '.join(other[:3])}: {reason}. {_CONVERT.format(self.directory)}"
-        return f"expected {WEIGHTS_FILE} or {INDEX_FILE}, got {', '.join(names[:10])}. Get the whole checkpoint"
+        return f"expected {WEIGHTS_FILE} or {INDEX_FILE}, got {', '.join(names[:10])}. Download the complete checkpoint"
 
 
 def first_non_finite(array: np.ndarray) -> tuple[int, ...] | None:
-    """The place of the first NaN or infinity of an array of any shape; None if all of it is finite, or no floats."""
+    """Return the index of the first NaN or infinity, or None if all elements are finite or not floating-point."""
     if not array.size or array.dtype.kind in "biu":
         return None
     finite = np.isfinite(array)
@@ -216,28 +230,36 @@ def write_weights(
     *,
     max_shard_bytes: int = 5 * 2**30,
 ) -> None:
-    """Writes config.json and the tensors (arrays of any shape by name) as a directory that `WeightFiles` opens.
+    """Write config.json and the tensors as a directory that `WeightFiles` can open.
 
-    One file, model.safetensors, or shards of at most `max_shard_bytes` bytes (a larger tensor has one of its own) and
-    their index, by the names that the transformers library gives them. Of a function the array is made twice, once for
-    its dtype and shape and once to be written, so that only one is in memory at a time.
+    The tensors are written to model.safetensors, or to shards of at most `max_shard_bytes` bytes and an index, with the
+    file names of the transformers library. A tensor that is larger than that gets its own shard.
 
-    All is written into `.partial` inside the directory first and then moved, config.json last: what an interrupted
-    write leaves does not open.
+    Everything is written to `.partial` inside the directory and then moved, config.json last. A directory left by an
+    interrupted write therefore can't be opened.
+
+    Args:
+        directory: new or empty directory.
+        config: contents of config.json.
+        tensors: arrays by name, or functions that return them. A function is called twice, first for the dtype and
+            shape and then for the data, so that only one array is in memory at a time.
+        max_shard_bytes: maximum size of the tensors in a file.
 
     Raises:
-        WeightsError: the directory holds something already, or a name, dtype or config can't be written.
+        WeightsError: the directory is not empty, or a name, dtype or the config can't be written.
     """
     directory = Path(directory)
     if directory.is_dir() and any(directory.iterdir()):
         raise WeightsError(
-            f"{directory} is not empty: nothing is overwritten. Name a new directory, or empty this one."
+            f"{directory} is not empty, and files are never overwritten. Pass a new directory, or empty this one."
         )
     sources, shards = _planned(directory, tensors, max_shard_bytes)
     try:
         content = json.dumps(dict(config), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
     except (TypeError, ValueError, RecursionError) as error:
-        raise WeightsError(f"{directory / CONFIG_FILE}: the config is no JSON: {error}. Give plain values.") from None
+        raise WeightsError(
+            f"{directory / CONFIG_FILE}: the config is not valid JSON: {error}. Use plain values."
+        ) from None
     count = len(shards)
     names = [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)] if count > 1 else [WEIGHTS_FILE]
     with _moved_when_done(directory) as partial:
@@ -252,7 +274,7 @@ def write_weights(
 
 
 def _is_shard(name: Any) -> bool:
-    """Whether a value of an index is a plain file name, so that it stays in the directory."""
+    """Return whether a value of an index is a plain file name, so that it can't lead outside the directory."""
     return (
         isinstance(name, str) and name.endswith(".safetensors") and name.isprintable() and not set(name) & set("/\\:")
     )
@@ -261,7 +283,7 @@ def _is_shard(name: Any) -> bool:
 def _planned(
     directory: Path, tensors: Mapping[str, Source] | Iterable[tuple[str, Source]], max_shard_bytes: int
 ) -> tuple[dict[str, Source], list[dict[str, TensorInfo]]]:
-    """What is to be written by name, and the tensors of each shard in the order of their data."""
+    """Return the sources by name, and the tensors of each shard in the order in which they are written."""
     sources: dict[str, Source] = {}
     problems = []
     shards: list[dict[str, TensorInfo]] = [{}]
@@ -269,7 +291,7 @@ def _planned(
     for name, source in tensors.items() if isinstance(tensors, Mapping) else tensors:
         info = _info(name, source, directory)
         if name in sources:
-            problems.append(f"tensor {name!r} is there twice")
+            problems.append(f"tensor {name!r} appears twice")
         if info.dtype not in DTYPE_NAMES:
             problems.append(
                 f"tensor {name!r}: dtype must be one of {', '.join(map(str, DTYPE_NAMES))}, got {info.dtype}"
@@ -286,13 +308,15 @@ def _planned(
         room -= info.nbytes
     if problems:
         raise WeightsError(f"{directory} can't be written: {'; '.join(problems[:SHOWN])}.")
-    # Large elements first: data without a hole are aligned then, which readers that map a file rely on.
+    # Sort by element size, largest first. The data have no gaps, so this aligns all tensors, as readers that map the
+    # file expect.
     return sources, [
         dict(sorted(shard.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))) for shard in shards
     ]
 
 
-# An array lives no longer than one of these two calls; a variable of a loop would keep it while the next is made.
+# Each of these two functions holds one array and releases it when it returns. A variable in a loop would keep the array
+# alive while the next one is created.
 
 
 def _info(name: str, source: Source, directory: Path) -> TensorInfo:
@@ -304,8 +328,8 @@ def _write_tensor(stream: BinaryIO, info: TensorInfo, source: Source) -> None:
     array = np.asarray(source() if callable(source) else source)
     if (array.dtype, array.shape) != (info.dtype, info.shape):
         raise WeightsError(
-            f"tensor {info.name!r}: expected {info.dtype} of shape {info.shape} as at first, got {array.dtype} of "
-            f"{array.shape}. Its function must make the same array each time."
+            f"tensor {info.name!r}: expected {info.dtype} of shape {info.shape} as in the first call, got "
+            f"{array.dtype} of {array.shape}. The function must return the same array each time."
         )
     stream.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
 
@@ -321,7 +345,7 @@ def _write_shard(path: Path, shard: Mapping[str, TensorInfo], sources: Mapping[s
 
 @contextlib.contextmanager
 def _moved_when_done(directory: Path) -> Iterator[Path]:
-    """A folder whose files move up into `directory` if nothing was raised, config.json last; else nothing is left."""
+    """Yield a temporary folder whose files are moved into `directory` on success (config.json last) or deleted."""
     is_new = not directory.exists()
     directory.mkdir(parents=True, exist_ok=True)
     partial = directory / ".partial"

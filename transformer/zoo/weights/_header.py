@@ -1,8 +1,8 @@
-"""The beginning of a safetensors file: names, dtypes, shapes and places, checked before anything is believed.
+"""Reading, validating and writing of safetensors headers: names, dtypes, shapes and offsets of tensors.
 
-A file is 8 bytes (the length n of the header, little-endian), n bytes of JSON and then the data of the tensors, without
-a hole (https://github.com/huggingface/safetensors, section "Format"). It has no checksum. The library itself takes
-names twice and names with control characters; here neither passes. A name is no path, and is never used as one.
+A file consists of 8 bytes (the length n of the header, little-endian), n bytes of JSON, and the data of the tensors
+without gaps (https://github.com/huggingface/safetensors, section "Format"). It has no checksum. Unlike the safetensors
+library, this module rejects duplicate names and names with control characters. A name is never used as a path.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ import numpy as np
 from transformer.config._untrusted import parse_json
 
 MAX_HEADER_BYTES = 100_000_000
-"""the library's own bound"""
+"""Maximum size of a header, as in the safetensors library."""
 MAX_NAME = 1024
-"""characters of a tensor's name"""
+"""Maximum number of characters of a tensor name."""
 MAX_RANK = 32
-"""axes of a tensor"""
+"""Maximum number of axes of a tensor."""
 METADATA = "__metadata__"
 
 DTYPES: dict[str, np.dtype] = {
@@ -41,36 +41,39 @@ DTYPES: dict[str, np.dtype] = {
     "F8_E5M2FNUZ": np.dtype(jnp.float8_e5m2fnuz),
     "F8_E8M0": np.dtype(jnp.float8_e8m0fnu),
 }
-"""dtypes by their names in a file; those of less than a byte (F4, F6) are not read here"""
+"""Dtypes by their names in a file. Dtypes smaller than a byte (F4, F6) are not supported."""
 DTYPE_NAMES: dict[np.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
-"""names in a file by dtype"""
+"""Names in a file by dtype."""
 
 
 class WeightsError(ValueError):
-    """A checkpoint that can't be read or written: the message names the directory, every fault found, what to do."""
+    """Raised if a checkpoint can't be read or written. The message names the directory, all problems and a remedy."""
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """A tensor of a file, not yet read: its name, numpy dtype and shape, the file, and where its data begin there."""
+    """Description of a tensor in a file, without its data."""
 
     name: str
     dtype: np.dtype
     shape: tuple[int, ...]
     file: Path
     offset: int
-    """bytes from the beginning of the file"""
+    """Start of the data, in bytes from the beginning of the file."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its data."""
+        """Size of the data in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 def read_header(file: Path) -> tuple[dict[str, TensorInfo], list[str]]:
-    """The tensors of a safetensors file by name, and what is wrong with it; with any fault, the tensors mean nothing.
+    """Read the header of a safetensors file.
 
-    No more than the header is read, and nothing of the length it claims is believed before the file is that long.
+    The claimed length of the header is checked against the size of the file before that many bytes are read.
+
+    Returns:
+        The tensors by name, and a list of problems. If there are any problems, the tensors must not be used.
     """
     size = file.stat().st_size
     with file.open("rb") as stream:
@@ -80,30 +83,37 @@ def read_header(file: Path) -> tuple[dict[str, TensorInfo], list[str]]:
         (length,) = struct.unpack("<Q", first)
         if length > min(MAX_HEADER_BYTES, size - 8):
             return {}, [
-                f"its header is said to have {length} bytes: expected at most {min(MAX_HEADER_BYTES, size - 8)} (the "
-                f"file has {size}). It was cut short, or is no safetensors file"
+                f"its header claims a length of {length} bytes: expected at most {min(MAX_HEADER_BYTES, size - 8)} "
+                f"(the file has {size}). It was cut short, or is not a safetensors file"
             ]
         raw = stream.read(length)
     if raw[:1] != b"{":
-        return {}, ["its header must begin with '{': it is no safetensors file"]
+        return {}, ["its header must begin with '{': it is not a safetensors file"]
     try:
         header = parse_json(raw)
     except ValueError as error:
-        return {}, [f"its header is no valid JSON: {error}"]
+        return {}, [f"its header is not valid JSON: {error}"]
     return check_header(header, file, 8 + length, size)
 
 
 def check_header(
     header: dict[str, Any], file: Path, data_start: int, size: int
 ) -> tuple[dict[str, TensorInfo], list[str]]:
-    """The tensors that a header names, and all that is wrong: in an entry, or in how they tile the data of the file.
+    """Validate a parsed header: every entry, and that the tensors tile the data of the file without gaps or overlaps.
 
-    `data_start` and `size` are bytes: where the data begin, and the whole file.
+    Args:
+        header: the parsed JSON.
+        file: path of the file.
+        data_start: offset of the data in bytes.
+        size: size of the file in bytes.
+
+    Returns:
+        The tensors by name, and a list of problems.
     """
     metadata = header.pop(METADATA, {})
     problems = []
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        problems.append(f"{METADATA} must hold strings by name, got {metadata!r:.80}")
+        problems.append(f"{METADATA} must contain strings by name, got {metadata!r:.80}")
     tensors = {}
     spans = []
     for name, entry in header.items():
@@ -118,16 +128,16 @@ def check_header(
 
 
 def check_name(name: str) -> None:
-    """ValueError unless it can be the name of a tensor: 1 to 1024 printable characters."""
+    """Raise ValueError unless `name` is a valid tensor name: 1 to 1024 printable characters."""
     if not 0 < len(name) <= MAX_NAME or not name.isprintable() or name == METADATA:
         raise ValueError(f"tensor {name!r:.80}: a name must have 1 to {MAX_NAME} printable characters, got {len(name)}")
 
 
 def header_bytes(entries: Mapping[str, tuple[np.dtype, tuple[int, ...]]]) -> bytes:
-    """The beginning of a file with these tensors (dtype and shape by name), data in this order and without a hole.
+    """Return the header of a file with these tensors (dtype and shape by name), stored in this order without gaps.
 
-    Filled up with blanks to a multiple of 8 bytes, so that data sorted by size of their elements are aligned. The
-    metadata say "pt" (the layout of the weights), without which the transformers library refuses a file.
+    The header is padded with spaces to a multiple of 8 bytes, which aligns data that is sorted by element size. The
+    metadata contains the format "pt" (PyTorch), because the transformers library rejects files without it.
     """
     header: dict[str, Any] = {METADATA: {"format": "pt"}}
     place = 0
@@ -141,7 +151,7 @@ def header_bytes(entries: Mapping[str, tuple[np.dtype, tuple[int, ...]]]) -> byt
 
 
 def _entry(name: str, entry: Any) -> tuple[tuple[int, ...], np.dtype, int, int]:
-    """Shape, dtype, and the span of bytes of one tensor."""
+    """Return the shape, dtype, and start and end offset of one tensor."""
     check_name(name)
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"tensor {name!r}: expected dtype, shape and data_offsets, got {entry!r:.80}")
@@ -149,12 +159,12 @@ def _entry(name: str, entry: Any) -> tuple[tuple[int, ...], np.dtype, int, int]:
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise ValueError(f"tensor {name!r}: dtype must be one of {', '.join(DTYPES)}, got {dtype!r:.80}")
     if not _whole(shape) or len(shape) > MAX_RANK:
-        raise ValueError(f"tensor {name!r}: shape must be at most {MAX_RANK} whole numbers, got {shape!r:.80}")
-    # numpy refuses sizes like (0, 2**70), too, though such an array has no element.
+        raise ValueError(f"tensor {name!r}: shape must be at most {MAX_RANK} non-negative integers, got {shape!r:.80}")
+    # Zeros are skipped, because numpy rejects shapes like (0, 2**70), although such an array has no elements.
     if math.prod(size for size in shape if size) * DTYPES[dtype].itemsize >= 2**63:
-        raise ValueError(f"tensor {name!r}: shape {shape!r:.80} is too large for any memory")
+        raise ValueError(f"tensor {name!r}: shape {shape!r:.80} is too large")
     if not _whole(offsets) or len(offsets) != 2:
-        raise ValueError(f"tensor {name!r}: data_offsets must be two whole numbers, got {offsets!r:.80}")
+        raise ValueError(f"tensor {name!r}: data_offsets must be two non-negative integers, got {offsets!r:.80}")
     expected, got = math.prod(shape) * DTYPES[dtype].itemsize, offsets[1] - offsets[0]
     if expected != got:
         raise ValueError(f"tensor {name!r}: {dtype} of shape {shape!r:.80} takes {expected} bytes, got {got}")
@@ -162,18 +172,19 @@ def _entry(name: str, entry: Any) -> tuple[tuple[int, ...], np.dtype, int, int]:
 
 
 def _whole(values: Any) -> bool:
+    """Return whether a value is a list of non-negative integers."""
     return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
 
 
 def _tiling(spans: list[tuple[int, int, str]], data_bytes: int) -> list[str]:
-    """What is wrong with how tensors lie one after the other: the first hole or overlap, and the length."""
+    """Return the first problem in the layout of the data: a gap, an overlap, or a wrong total length."""
     place = 0
     for begin, end, name in sorted(spans):
         if begin != place:
-            what = "overlaps the one before it" if begin < place else "comes after a hole"
+            what = "overlaps the previous one" if begin < place else "comes after a gap"
             return [f"tensor {name!r} {what}: expected its data at byte {place}, got {begin}"]
         place = end
     if place != data_bytes:
-        what = "the file was cut short" if place > data_bytes else "there is something behind the last tensor"
+        what = "the file was cut short" if place > data_bytes else "there is extra data after the last tensor"
         return [f"its tensors take {place} bytes, got {data_bytes}: {what}"]
     return []

@@ -1,4 +1,4 @@
-"""A checkpoint by its name on the Hugging Face hub, or by its directory."""
+"""Downloads of checkpoints from the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -8,58 +8,62 @@ from pathlib import Path
 
 from transformer.zoo.weights._files import INDEX_FILE, WEIGHTS_FILE, WeightsError
 
-# "gpt2" or "org/name", as the hub allows them; a local path that looks like one and exists is taken as a path.
+# "gpt2" or "org/name", as the hub allows them. An existing local path that looks like an id is used as a path.
 _PART = r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]{0,94}[A-Za-z0-9_-])?"
 _HUB_ID = re.compile(rf"{_PART}(?:/{_PART})?")
-# What is opened here and no more: neither pickles nor the copies of the weights that some have in folders.
+# Only files that are opened: no pickles, and no copies of the weights in subfolders.
 _PATTERNS = ["*.json", "model.safetensors", "model-*.safetensors"]
 
 
 def fetch(name_or_path: str | os.PathLike, revision: str | None = None) -> Path:
-    """The directory of a checkpoint: an existing one as it is, else of the hub's `name` ("gpt2", "org/name").
+    """Return the directory of a checkpoint, and download it from the hub if necessary.
 
-    JSON and safetensors alone are fetched, into the cache that huggingface_hub keeps and shares with other programs.
-    What is in the cache already needs no network.
+    Only JSON and safetensors files are downloaded, into the shared cache of huggingface_hub. Cached files need no
+    network.
 
     Args:
-        revision: branch, tag or commit on the hub. Only a commit names the same weights forever.
+        name_or_path: an existing directory, or an id on the hub ("gpt2", "org/name").
+        revision: branch, tag or commit on the hub. Only a commit is immutable.
 
     Raises:
-        FileNotFoundError: it looks like a path, and there is no such directory.
-        WeightsError: no network, no such name or revision, no permission, no safetensors, or no huggingface_hub.
+        FileNotFoundError: the argument looks like a path, but there is no such directory.
+        WeightsError: no network, unknown name or revision, no permission, no safetensors, or huggingface_hub is not
+            installed.
     """
     path = Path(name_or_path).expanduser()
     if path.is_dir():
         if revision is not None:
-            raise WeightsError(f"{path} is a directory, which has no revision {revision!r}. Leave the revision out.")
+            raise WeightsError(f"{path} is a directory, which has no revision {revision!r}. Omit the revision.")
         return path
     name = os.fspath(name_or_path)
     if path.exists():
-        raise WeightsError(f"{name} is a file: expected a directory. Name the one that it is in.")
+        raise WeightsError(f"{name} is a file: expected a directory. Pass the directory that contains it.")
     if not _HUB_ID.fullmatch(name) or "--" in name or ".." in name:
         raise FileNotFoundError(
-            f"no directory {name}, and it can be no name on the Hugging Face hub, which are like gpt2 or org/name. "
+            f"no directory {name}, and it is not a valid id on the Hugging Face hub, such as gpt2 or org/name. "
             "Check the path."
         )
-    directory = _fetched(name, revision)
+    directory = _download(name, revision)
     if not (directory / WEIGHTS_FILE).exists() and not (directory / INDEX_FILE).exists():
         raise WeightsError(
-            f"{name} has no {WEIGHTS_FILE} on the hub: its weights are in a format that is not read here, such as a "
-            f'pickle, which can run code. Where you trust it, convert it: AutoModel.from_pretrained("{name}")'
-            '.save_pretrained("out", safe_serialization=True) with transformers, and give that directory.'
+            f"{name} has no {WEIGHTS_FILE} on the hub: its weights are in an unsupported format, such as a "
+            f"pickle, which can execute code. If you trust it, convert it with transformers: "
+            f'AutoModel.from_pretrained("{name}").save_pretrained("out", safe_serialization=True), and pass "out".'
         )
     return directory
 
 
-def _fetched(name: str, revision: str | None) -> Path:
-    elsewhere = f"fetch it where there is one, hf download {name} --local-dir {name.replace('/', '-')}, and give that"
+def _download(name: str, revision: str | None) -> Path:
+    alternative = (
+        f"run `hf download {name} --local-dir {name.replace('/', '-')}` on a machine with a network and pass that"
+    )
     try:
         import huggingface_hub
         from huggingface_hub import errors
     except ImportError:
         raise WeightsError(
-            f"no directory {name}, and to fetch it from the hub needs the package huggingface_hub. Install it: "
-            "pip install huggingface_hub. Or give a directory."
+            f"no directory {name}, and a download from the hub needs the package huggingface_hub. Install it: "
+            "pip install huggingface_hub. Or pass a directory."
         ) from None
     try:
         return Path(huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=_PATTERNS))
@@ -68,20 +72,20 @@ def _fetched(name: str, revision: str | None) -> Path:
             f"{name} is gated on the hub. Accept its terms at https://huggingface.co/{name} and log in: hf auth login."
         ) from error
     except errors.RevisionNotFoundError as error:
-        raise WeightsError(f"{name} has no revision {revision!r} on the hub. Name a branch, tag or commit.") from error
+        raise WeightsError(f"{name} has no revision {revision!r} on the hub. Pass a branch, tag or commit.") from error
     except errors.RepositoryNotFoundError as error:
         raise WeightsError(
-            f"no directory {name}, and no model of this name on the hub, or a private one. Check the name; for a "
-            "private one, log in: hf auth login."
+            f"no directory {name}, and the hub has no public model of this name. Check the name. For a private model, "
+            "log in: hf auth login."
         ) from error
     except errors.LocalEntryNotFoundError as error:
         raise WeightsError(
-            f"no directory {name}, the hub can't be reached, and it is not whole in the hub's cache. Without a "
-            f"network, {elsewhere} directory."
+            f"no directory {name}, the hub can't be reached, and the model is not fully downloaded to the cache of the "
+            f"hub. Connect to the network, or {alternative} directory."
         ) from error
-    except Exception as error:  # a broken proxy, a full disk, a server's fault: the library lets them through
+    except Exception as error:  # proxy, disk and server errors, which the library does not wrap
         reason = " ".join(str(error).split()) or "no reason given"
         raise WeightsError(
-            f"{name} could not be fetched from the hub: {type(error).__name__}, {reason:.300}. Try again, or "
-            f"{elsewhere} directory."
+            f"{name} could not be downloaded from the hub: {type(error).__name__}, {reason:.300}. Try again, or "
+            f"{alternative} directory."
         ) from error

@@ -1,6 +1,7 @@
-"""Checksums of a saved directory, in a small JSON file beside the weights, compared when the directory is loaded.
+"""Checksums of a saved directory, which are compared when the directory is loaded.
 
-The file is written by `save_pretrained` and ignored by other programs. Directories without it load unchecked.
+`save_pretrained` writes them to a small JSON file, which other programs ignore. Directories without the file are loaded
+unchecked.
 """
 
 from __future__ import annotations
@@ -21,24 +22,25 @@ from transformer.zoo.weights._header import WeightsError
 
 INTEGRITY_FILE = "integrity.json"
 FORMAT = 1
-"""version of the file's layout"""
+"""Version of the file format."""
 MAX_BYTES = 2**20
-"""bound of the file"""
+"""Maximum size of the file."""
 THREADS = 4
-"""files that are read at the same time"""
+"""Number of files that are hashed in parallel."""
 
 _ABOUT = (
-    "SHA-256 of the files of this directory, and logits of one short input. transformer-zoo compares the files when it "
+    "SHA-256 of the files in this directory, and logits of a short input. transformer-zoo compares the files when it "
     "loads the directory. Delete this file to accept files that were changed on purpose."
 )
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 def write_integrity(directory: str | os.PathLike, example: Mapping[str, Any] | None = None) -> None:
-    """Writes the checksums of all files that lie in the directory itself.
+    """Write the checksums of all files directly in the directory.
 
     Args:
-        example: an input and its logits, as JSON values (`transformer.zoo.verifying` makes and reads it).
+        directory: the saved directory.
+        example: an input and its logits, as JSON values (see `transformer.zoo._example`).
     """
     directory = Path(directory)
     names = sorted(path.name for path in directory.iterdir() if path.is_file() and path.name != INTEGRITY_FILE)
@@ -52,10 +54,10 @@ def write_integrity(directory: str | os.PathLike, example: Mapping[str, Any] | N
 
 
 def read_integrity(directory: str | os.PathLike) -> dict[str, Any] | None:
-    """What the file of a directory holds, its layout checked; None: there is no such file.
+    """Return the validated contents of integrity.json, or None if the file is missing.
 
     Raises:
-        WeightsError: a file that is not of this layout.
+        WeightsError: the file is invalid.
     """
     directory = Path(directory)
     if not os.path.lexists(directory / INTEGRITY_FILE):
@@ -65,14 +67,14 @@ def read_integrity(directory: str | os.PathLike) -> dict[str, Any] | None:
         _check_layout(values)
     except ValueError as error:
         raise WeightsError(
-            f"{directory / INTEGRITY_FILE} cannot be read: {error}. Get the directory anew, or delete this file to "
-            f"load the directory unchecked."
+            f"{directory / INTEGRITY_FILE} cannot be read: {error}. Download the directory again, or delete this "
+            f"file to load the directory unchecked."
         ) from None
     return values
 
 
 def _check_layout(values: Any) -> None:
-    """ValueError for anything but an object with the files and their checksums, and perhaps an example."""
+    """Raise ValueError unless `values` is an object with file names, their checksums, and optionally an example."""
     if not isinstance(values, dict) or values.get("format") != FORMAT:
         given = values.get("format") if isinstance(values, dict) else values
         raise ValueError(f"format must be {FORMAT}, got {given!r:.80}")
@@ -90,13 +92,13 @@ def _check_layout(values: Any) -> None:
 
 @contextlib.contextmanager
 def checked(directory: str | os.PathLike) -> Iterator[None]:
-    """Compares the files of a directory with their checksums while the block reads them, in threads of its own.
+    """Compare the files of a directory with their checksums in background threads, while the block reads the files.
 
-    Small files are compared before the block begins. Files that differ are the error, whatever the block raised: what
-    it says of a damaged file leads nowhere. A directory without checksums is not checked.
+    Small files are compared before the block starts. If a file differs, that error replaces any error of the block,
+    which would be misleading for a damaged file. A directory without checksums is not checked.
 
     Raises:
-        WeightsError: files that differ, are missing, or hold weights and have no checksum; all of them by name.
+        WeightsError: files differ, are missing, or contain weights without a checksum; the message lists them.
     """
     directory = Path(directory)
     values = read_integrity(directory)
@@ -126,7 +128,7 @@ def checked(directory: str | os.PathLike) -> Iterator[None]:
 
 
 def _fault(directory: Path, name: str, expected: str) -> str | None:
-    """What is wrong with one file; None: nothing."""
+    """Return the problem with one file, or None."""
     if not os.path.lexists(directory / name):
         return f"{name} is missing"
     try:
@@ -144,6 +146,6 @@ def _digest(path: Path) -> str:
 def _error(directory: Path, faults: list[str]) -> WeightsError:
     more = f"; and {len(faults) - SHOWN} more" if len(faults) > SHOWN else ""
     return WeightsError(
-        f"{directory} is not as it was saved: {'; '.join(faults[:SHOWN])}{more}. Nothing was loaded. Get the directory "
-        f"anew. If the files were changed on purpose, delete {directory / INTEGRITY_FILE} to accept them as they are."
+        f"{directory} has changed since it was saved: {'; '.join(faults[:SHOWN])}{more}. Nothing was loaded. Download "
+        f"the directory again. If the changes are intended, delete {directory / INTEGRITY_FILE} to accept them."
     )

@@ -1,4 +1,7 @@
-"""Parameters out of the tensors of a directory, and back: complete, or one error that lists everything."""
+"""Conversion between the tensors of a directory and the parameters of a model.
+
+Either all parameters are loaded, or one error lists all problems.
+"""
 
 from __future__ import annotations
 
@@ -17,19 +20,19 @@ from transformer.zoo.weights._files import WeightFiles, WeightsError, first_non_
 from transformer.zoo.weights._rules import Link, Shape
 
 ALIGNMENT = 64
-"""bytes; JAX takes a host array that begins at a multiple as it is, without a copy"""
+"""Alignment in bytes with which JAX uses a host array on CPU without copying it."""
 _COLUMNS = 8
 SHOWN = 20
-"""entries of a list in an error, before it says how many more there are"""
+"""Maximum number of entries of a list in an error message."""
 
 
 def parameter_shapes(params: Any) -> dict[str, Shape]:
-    """Shapes by path of a tree of parameters (or of their shapes)."""
+    """Return shapes by path for a tree of parameters (or of their shapes)."""
     return {path: leaf.shape for path, leaf in flax.traverse_util.flatten_dict(params, sep="/").items()}
 
 
 def parameter_dtypes(params: Any) -> dict[str, np.dtype]:
-    """Dtypes by path of a tree of parameters (or of their shapes)."""
+    """Return dtypes by path for a tree of parameters (or of their shapes)."""
     return {path: leaf.dtype for path, leaf in flax.traverse_util.flatten_dict(params, sep="/").items()}
 
 
@@ -40,12 +43,18 @@ def check_complete(
     ignored: Sequence[str] = (),
     copies: Mapping[str, str] | None = None,
 ) -> None:
-    """Raises WeightsError with everything that is missing, unexpected, of a wrong shape, or no real numbers.
+    """Check that the tensors of the files are exactly those that the links need.
 
     Args:
-        shapes: of the parameters, by path.
-        ignored: patterns (of whole names) of tensors that are known and not needed: buffers, other heads.
-        copies: tensors that may be there and must then equal another one: those of tied maps.
+        files: the opened directory.
+        links: relations between tensors and parameters.
+        shapes: shapes of the parameters by path.
+        ignored: patterns (matched against whole names) of known tensors that are not needed: buffers, other heads.
+        copies: optional tensors -> the tensor that they must equal, for tied maps.
+
+    Raises:
+        WeightsError: tensors are missing, unexpected, have a wrong shape or dtype, or copies differ. The message lists
+            all of them.
     """
     expected: dict[str, Shape] = {}
     for one in links:
@@ -56,42 +65,42 @@ def check_complete(
     unexpected = [name for name in unexpected if not known.fullmatch(name)]
     faults = {
         "missing": _missing(files, expected, unexpected),
-        "not understood": unexpected,
+        "unexpected": unexpected,
         **_wrong_contents(files, expected),
-        "not what config.json says": _unequal_copies(files, copies),
+        "in conflict with config.json": _unequal_copies(files, copies),
     }
-    told = [f"{len(found)} {what}: {_listed(found)}" for what, found in faults.items() if found]
-    if told:
+    problems = [f"{len(found)} {what}: {_listed(found)}" for what, found in faults.items() if found]
+    if problems:
         raise WeightsError(
-            f"the tensors in {files.directory} don't fit its config.json. {'. '.join(told)}. Check that the files "
-            f"belong together; nothing was loaded."
+            f"the tensors in {files.directory} don't fit its config.json. {'. '.join(problems)}. Check that the files "
+            f"belong together. Nothing was loaded."
         )
 
 
 def _missing(files: WeightFiles, expected: Mapping[str, Shape], unexpected: Sequence[str]) -> list[str]:
-    """Expected tensors that no file has, each with the unexpected tensor whose name is closest."""
+    """Return the expected tensors that are missing, each with the unexpected tensor of the most similar name."""
     missing = [name for name in expected if name not in files.tensors]
-    # Only for the names that the error shows: comparing every pair takes hours for a model with many experts.
+    # Compare only the names that the error shows: comparing every pair takes hours for a model with many experts.
     return [name + _nearest(name, unexpected[:1000]) for name in missing[:SHOWN]] + missing[SHOWN:]
 
 
 def _wrong_contents(files: WeightFiles, expected: Mapping[str, Shape]) -> dict[str, list[str]]:
-    """Expected tensors that have another shape, or that hold integers or complex numbers."""
+    """Return the expected tensors that have a wrong shape, or that contain integers or complex numbers."""
     found = [(name, shape, files.tensors[name]) for name, shape in expected.items() if name in files.tensors]
     return {
         "of a wrong shape": [
             f"{name}: expected {shape}, got {tensor.shape}" for name, shape, tensor in found if tensor.shape != shape
         ],
-        "no real numbers": [
+        "not floating-point": [
             f"{name} of {tensor.dtype}"
             for name, shape, tensor in found
-            if shape and tensor.dtype.kind in "biuc"  # a scalar may be a counter
+            if shape and tensor.dtype.kind in "biuc"  # a scalar may be a counter, such as num_batches_tracked
         ],
     }
 
 
 def _unequal_copies(files: WeightFiles, copies: Mapping[str, str]) -> list[str]:
-    """Tensors that differ from the tensor to which the config ties them."""
+    """Return the tensors that differ from the tensor to which the config ties them."""
     return [
         f"{copy} differs from {of}, to which it is tied"
         for copy, of in copies.items()
@@ -116,15 +125,26 @@ def load_params(
     dtype: Any,
     place: Callable[[str, np.ndarray], jax.Array],
 ) -> dict[str, Any]:
-    """The parameters, a nested dictionary of arrays of `dtype` (one for all, or a mapping by path); `place` makes a JAX
-    array of a path and its numbers.
+    """Load the parameters.
 
-    One tensor and, on CPU, no second copy of anything is held beside the parameters; on other devices one parameter.
+    Memory: in addition to the parameters, the host holds the tensors of one link, and on accelerators the parameters
+    that are not complete yet. On CPU, buffers become JAX arrays without a copy.
+
+    Args:
+        files: the opened directory.
+        links: relations between tensors and parameters.
+        shapes: shapes of the parameters by path.
+        dtype: dtype of all parameters, or a mapping from path to dtype.
+        place: function that turns a path and a host array into a JAX array.
+
+    Returns:
+        The parameters as a nested dictionary.
 
     Raises:
-        WeightsError: a tensor that holds NaN or infinity, or what the dtype can't hold, all of them by name.
+        WeightsError: tensors contain NaN, infinity, or values outside the range of the dtype; the message lists them.
     """
     dtypes = dtype if isinstance(dtype, Mapping) else dict.fromkeys(shapes, dtype)
+    # Number of parts (layers, experts) of each parameter that are still to be loaded.
     waiting: dict[str, int] = {}
     for target in (target for one in links for target in one.targets):
         waiting[target.path] = waiting.get(target.path, 0) + 1
@@ -132,17 +152,20 @@ def load_params(
     params: dict[str, jax.Array] = {}
     broken: list[str] = []
     beyond: list[str] = []
-    # By parameter, so that few of them are unfinished at a time.
+    # Sorted by parameter, so that few parameters are incomplete at any time.
     for one in sorted(links, key=lambda one: one.targets[0].path):
         tensors = [files.read(name) for name in one.tensors]
         for name, tensor in zip(one.tensors, tensors, strict=True):
             if (index := first_non_finite(tensor)) is not None:
                 broken.append(f"{name}{list(index)} is {tensor[index]}")
+        # A stacked parameter is filled part by part. When it is complete, it moves to the device and its buffer
+        # is freed.
         for target, part in zip(one.targets, one.relation.load(tensors, one.shapes(shapes)), strict=True):
             buffer = buffers.setdefault(target.path, None)
             if buffer is None:
                 buffer = buffers[target.path] = aligned(shapes[target.path], dtypes[target.path])
             _fill(buffer[target.index], part)
+            # A finite tensor that is infinite in the buffer has overflowed.
             if overflows(part.dtype, buffer.dtype) and first_non_finite(buffer[target.index]) is not None:
                 beyond.append(f"{', '.join(one.tensors)} ({buffer.dtype})")
             waiting[target.path] -= 1
@@ -150,35 +173,42 @@ def load_params(
                 params[target.path] = place(target.path, buffers.pop(target.path))
     if broken:
         raise WeightsError(
-            f"{files.directory} holds numbers that are not finite: {_listed(broken)}. The checkpoint is damaged, or "
-            f"its training failed: get it again, or take an earlier one."
+            f"{files.directory} contains numbers that are not finite: {_listed(broken)}. The checkpoint is damaged, "
+            f"or its training diverged. Download it again, or use an earlier one."
         )
     if beyond:
         raise WeightsError(
-            f"{files.directory} holds numbers that this dtype can't: {_listed(list(dict.fromkeys(beyond)))}. Give "
-            f"another dtype=, such as bfloat16."
+            f"{files.directory} contains numbers outside the range of the dtype: "
+            f"{_listed(list(dict.fromkeys(beyond)))}. Pass another dtype=, such as bfloat16."
         )
     return flax.traverse_util.unflatten_dict(params, sep="/")
 
 
 def overflows(given: np.dtype, to: np.dtype) -> bool:
-    """Whether finite numbers of one dtype can be infinite as another (but for the few that rounding takes there)."""
+    """Return whether casting finite numbers from one dtype to another can give infinity.
+
+    The factor 2 ignores pairs such as float32 and bfloat16, whose ranges are almost equal.
+    """
     return float(jnp.finfo(given).max) > 2 * float(jnp.finfo(to).max)
 
 
 def _fill(to: np.ndarray, values: np.ndarray) -> None:
-    """to[...] = values. Of a matrix that was turned round a few columns at a time, which takes a fifth of the time: so
-    each line of memory that is read is still at hand for the next row.
-    """
-    with np.errstate(over="ignore"):  # `load_params` tells of it
+    """Compute to[...] = values without overflow warnings, because `load_params` reports overflows as errors."""
+    with np.errstate(over="ignore"):
         _copy(to, values)
 
 
 def _copy(to: np.ndarray, values: np.ndarray) -> None:
-    turned = values.ndim > 1 and values.size > 2**16 and values.strides[0] < values.strides[-1]
-    if not turned:
+    """Compute to[...] = values, a few columns at a time if `values` is a transposed matrix.
+
+    This takes a fifth of the time for large matrices: the cache lines that one row reads are still in the cache for the
+    next row.
+    """
+    transposed = values.ndim > 1 and values.size > 2**16 and values.strides[0] < values.strides[-1]
+    if not transposed:
         to[...] = values
         return
+    # View both as matrices whose rows are contiguous in `to`.
     rows = values.shape[0] if values.strides[0] == values.itemsize else values.size // values.shape[-1]
     to, values = to.reshape(rows, -1), values.reshape(rows, -1)
     for start in range(0, values.shape[1], _COLUMNS):
@@ -186,16 +216,19 @@ def _copy(to: np.ndarray, values: np.ndarray) -> None:
 
 
 def aligned(shape: Shape, dtype: Any) -> np.ndarray:
-    """An array of this shape, its numbers not set, that JAX takes over on CPU without a copy."""
+    """Return an uninitialized array of this shape that JAX can use on CPU without a copy."""
     dtype = np.dtype(dtype)
     size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     raw = np.empty(size + ALIGNMENT, np.uint8)
-    start = -raw.ctypes.data % ALIGNMENT
+    start = -raw.ctypes.data % ALIGNMENT  # distance to the next aligned address
     return raw[start : start + size].view(dtype).reshape(shape)
 
 
 def saved_tensors(links: Iterable[Link], params: Any) -> Iterator[tuple[str, Callable[[], np.ndarray]]]:
-    """Name and maker of every tensor that the rules make of the parameters; few parameters at a time on the host."""
+    """Yield the name of each tensor and a function that computes it from the parameters.
+
+    Only a few parameters are held on the host at a time.
+    """
     flat = flax.traverse_util.flatten_dict(params, sep="/")
     on_host = functools.lru_cache(maxsize=4)(lambda path: np.asarray(jax.device_get(flat[path])))
 

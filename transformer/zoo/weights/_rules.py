@@ -1,11 +1,11 @@
-"""Weights in and out as data: rules say which tensors of a file are which parameters, and are read both ways.
+"""Declarative, bidirectional rules that map the tensors of a file to the parameters of a model.
 
-A rule with `{layer}` in its names stands for every layer of a stack, one with `{expert}` for every expert of a layer:
+A rule with `{layer}` in its names applies to every layer of a stack, a rule with `{expert}` to every expert of a layer:
 
     Rule("model.layers.{layer}.self_attn.q_proj.weight", "decoder/{layer}/self_attention/query/kernel", MATRIX)
 
-Where a layer has no such parameter (a bias in a model without), the rule says nothing about it: a family lists what its
-models may have. That nothing is forgotten is checked afterwards, for every tensor and every parameter.
+A family lists rules for all parameters that its models may have. Rules for parameters that a model lacks, such as a
+bias, are skipped. `uncovered` and `check_complete` verify afterwards that no parameter and no tensor is left over.
 """
 
 from __future__ import annotations
@@ -22,51 +22,60 @@ from transformer.config._model import TransformerConfig
 from transformer.config._parts import LayerKind
 
 Shape = tuple[int, ...]
-"""sizes of the axes of an array"""
+"""Sizes of the axes of an array."""
 
 
 @dataclass(frozen=True)
 class Relation:
-    """How the tensors of a rule and its parameters, of one layer and one expert, are made of each other. The base: they
-    are the same.
+    """Conversion between the tensors and the parameters of a rule, for one layer and one expert.
+
+    The base class is the identity.
     """
 
     def tensor_shapes(self, shapes: Sequence[Shape]) -> list[Shape]:
-        """Shapes of the tensors for parameters of these shapes."""
+        """Return the shapes of the tensors for parameters of these shapes."""
         return list(shapes)
 
     def load(self, tensors: Sequence[np.ndarray], shapes: Sequence[Shape]) -> list[np.ndarray]:
-        """Parameters of these shapes, made of the tensors; views where that will do."""
+        """Convert tensors to parameters of these shapes, as views if possible."""
         return list(tensors)
 
     def save(self, parameters: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """The tensors that `load` would make these parameters of."""
+        """Convert parameters to tensors, the inverse of `load`."""
         return list(parameters)
 
 
 @dataclass(frozen=True)
 class Reshaped(Relation):
-    """Each parameter is a tensor with axes merged: a matrix of its first `inputs` axes and of the rest, turned round
-    where `transposed` (PyTorch keeps the outputs of a linear map first); or with `inputs` 0 a vector.
+    """A tensor that is the parameter with its axes merged to a matrix or a vector.
+
+    A kernel here keeps separate axes for heads, such as (in, N, H). The file has a matrix (in, N H), or its transpose
+    (N H, in), because PyTorch's linear layers store the outputs first.
     """
 
     inputs: int
+    """Number of leading axes that are inputs. They become one side of the matrix, the other axes become the other side.
+    0: the tensor is a vector."""
     transposed: bool = False
+    """Whether the file stores the transposed matrix (out, in)."""
 
     def tensor_shapes(self, shapes: Sequence[Shape]) -> list[Shape]:
         return [self._shape(shape) for shape in shapes]
 
     def _shape(self, shape: Shape) -> Shape:
         if not self.inputs:
-            return (math.prod(shape),)
+            return (math.prod(shape),)  # (N, H) -> (N H,)
+        # (*inputs, *outputs) -> (in, out), both sides as products of their axes.
         sides = (math.prod(shape[: self.inputs]), math.prod(shape[self.inputs :]))
         return sides[::-1] if self.transposed else sides
 
     def load(self, tensors: Sequence[np.ndarray], shapes: Sequence[Shape]) -> list[np.ndarray]:
-        turned = [tensor.T if self.transposed else tensor for tensor in tensors]
-        return [tensor.reshape(shape) for tensor, shape in zip(turned, shapes, strict=True)]
+        # (out, in) -> (in, out) as a view, then split the merged axes: (in, N H) -> (in, N, H).
+        matrices = [tensor.T if self.transposed else tensor for tensor in tensors]
+        return [tensor.reshape(shape) for tensor, shape in zip(matrices, shapes, strict=True)]
 
     def save(self, parameters: Sequence[np.ndarray]) -> list[np.ndarray]:
+        # `_shape` is the shape in the file. Reshape to the untransposed matrix first, then transpose it.
         matrices = [
             p.reshape(self._shape(p.shape)[::-1] if self.transposed else self._shape(p.shape)) for p in parameters
         ]
@@ -74,29 +83,30 @@ class Reshaped(Relation):
 
 
 SAME = Relation()
-"""the tensor is the parameter"""
+"""The tensor equals the parameter."""
 VECTOR = Reshaped(0)
-"""a bias of heads (N, H) is one vector in the file"""
+"""A bias per head (N, H), stored as one vector (N H,)."""
 MATRIX = Reshaped(1, transposed=True)
-"""a linear map (in, *out), as PyTorch keeps it: (out, in)"""
+"""A linear map (in, *out), stored by PyTorch as (out, in)."""
 MERGED = Reshaped(2, transposed=True)
-"""a linear map from two axes, (N, H, out), as PyTorch keeps it: (out, N H)"""
+"""A linear map (N, H, out) from two axes, stored by PyTorch as (out, N H)."""
 
 
 @dataclass(frozen=True)
 class Fused(Relation):
-    """Several parameters are one tensor: what `each` makes of them, joined along `axis`."""
+    """Several parameters concatenated to one tensor along `axis`, each converted by `each`."""
 
     axis: int = 0
     each: Relation = MATRIX
 
     def tensor_shapes(self, shapes: Sequence[Shape]) -> list[Shape]:
         parts = self.each.tensor_shapes(shapes)
-        axis = self.axis % len(parts[0])
+        axis = self.axis % len(parts[0])  # a negative axis counts from the end
         total = sum(part[axis] for part in parts)
         return [(*parts[0][:axis], total, *parts[0][axis + 1 :])]
 
     def load(self, tensors: Sequence[np.ndarray], shapes: Sequence[Shape]) -> list[np.ndarray]:
+        # np.split takes the boundaries between the parts: cumulative sizes without the total.
         sizes = [part[self.axis] for part in self.each.tensor_shapes(shapes)]
         return self.each.load(np.split(tensors[0], np.cumsum(sizes)[:-1], axis=self.axis), shapes)
 
@@ -106,8 +116,10 @@ class Fused(Relation):
 
 @dataclass(frozen=True)
 class FusedByHead(Relation):
-    """Several maps with equally many heads (..., N, H), or their biases, are one tensor: of the first head those of
-    all, then of the second, and so on. `each` says what one of them is by itself.
+    """Several maps (..., N, H) with the same number of heads, or their biases, fused per head into one tensor.
+
+    The rows of the tensor are: head 0 of all maps, head 1 of all maps, and so on, so that its shape is
+    (N, maps, H, ...) with the first three axes merged. `each` converts a single map.
     """
 
     each: Relation
@@ -118,20 +130,23 @@ class FusedByHead(Relation):
 
     def load(self, tensors: Sequence[np.ndarray], shapes: Sequence[Shape]) -> list[np.ndarray]:
         heads, size = shapes[0][-2:]
+        # (N maps H, ...) -> (N, maps, H, ...)
         by_head = tensors[0].reshape(heads, len(shapes), size, *tensors[0].shape[1:])
+        # One map: (N, H, ...) -> (N H, ...)
         parts = [by_head[:, i].reshape(heads * size, *tensors[0].shape[1:]) for i in range(len(shapes))]
         return self.each.load(parts, shapes)
 
     def save(self, parameters: Sequence[np.ndarray]) -> list[np.ndarray]:
         heads, size = parameters[0].shape[-2:]
+        # (N H, ...) -> (N, H, ...)
         parts = [part.reshape(heads, size, *part.shape[1:]) for part in self.each.save(parameters)]
-        joined = np.stack(parts, axis=1)
+        joined = np.stack(parts, axis=1)  # (N, maps, H, ...)
         return [joined.reshape(len(parts) * heads * size, *joined.shape[3:])]
 
 
 @dataclass(frozen=True)
 class WithoutFirst(Relation):
-    """The first `rows` of the tensor stand for no position: cut off, and zeros where it is written."""
+    """A position table whose first `rows` are unused: removed by `load`, written as zeros by `save`."""
 
     rows: int
 
@@ -149,7 +164,7 @@ class WithoutFirst(Relation):
 
 @dataclass(frozen=True)
 class Row(Relation):
-    """The tensor has `axes` more axes in front, of size 1."""
+    """A tensor with `axes` additional leading axes of size 1."""
 
     axes: int
 
@@ -165,10 +180,10 @@ class Row(Relation):
 
 @dataclass(frozen=True)
 class Rule:
-    """Which tensors of a file are which parameters: one name each, or several that one relation joins.
+    """A relation between one or several tensors and one or several parameters.
 
-    The name of a parameter is its path; of one in a layer it begins with the stack and `{layer}`, such as
-    `decoder/{layer}/attention_norm/scale`, wherever that layer lies.
+    A parameter is named by its path. In a layer, the path starts with the stack and `{layer}`, for example
+    `decoder/{layer}/attention_norm/scale`, independent of where the parameters of that layer are stored.
     """
 
     tensors: str | tuple[str, ...]
@@ -177,7 +192,7 @@ class Rule:
 
 
 def linear(tensor: str, parameter: str, relation: Relation = MATRIX) -> list[Rule]:
-    """Rules of a linear map: `weight` is `kernel` (by the relation), `bias` is `bias`."""
+    """Return the rules for a linear map: `weight` -> `kernel` (with the relation), `bias` -> `bias`."""
     return [
         Rule(f"{tensor}.weight", f"{parameter}/kernel", relation),
         Rule(f"{tensor}.bias", f"{parameter}/bias", VECTOR),
@@ -185,16 +200,20 @@ def linear(tensor: str, parameter: str, relation: Relation = MATRIX) -> list[Rul
 
 
 def norm(tensor: str, parameter: str) -> list[Rule]:
-    """Rules of a normalization: `weight` is `scale`, `bias` is `bias`."""
+    """Return the rules for a normalization: `weight` -> `scale`, `bias` -> `bias`."""
     return [Rule(f"{tensor}.weight", f"{parameter}/scale"), Rule(f"{tensor}.bias", f"{parameter}/bias")]
 
 
 def modules(tensors: str, parameters: str, names: Mapping[str, str]) -> list[Rule]:
-    """Rules of several norms and linear layers.
+    """Return the rules for several norms and linear layers.
 
-    `names` maps the path of each module, without `parameters` in front, to the name of its tensors, without `tensors`
-    in front. A path that ends in `norm` is a normalization, one that ends in `out` a linear layer whose inputs are
-    heads; all others are linear layers.
+    A path that ends in `norm` is a normalization. A path that ends in `out` is a linear layer with heads as inputs. All
+    others are linear layers.
+
+    Args:
+        tensors: common prefix of the tensor names.
+        parameters: common prefix of the parameter paths.
+        names: path of each module -> name of its tensors, both without the prefix.
     """
     rules = []
     for ours, theirs in names.items():
@@ -207,7 +226,7 @@ def modules(tensors: str, parameters: str, names: Mapping[str, str]) -> list[Rul
 
 
 def fused(tensor: str, parameters: Sequence[str], weight: Relation, bias: Relation) -> list[Rule]:
-    """Rules of several linear layers that are one in the file; `weight` and `bias` relate its two tensors to them."""
+    """Return the rules for linear layers that are fused in the file; `weight` and `bias` are the relations to use."""
     return [
         Rule(f"{tensor}.weight", tuple(f"{name}/kernel" for name in parameters), weight),
         Rule(f"{tensor}.bias", tuple(f"{name}/bias" for name in parameters), bias),
@@ -216,7 +235,7 @@ def fused(tensor: str, parameters: Sequence[str], weight: Relation, bias: Relati
 
 @dataclass(frozen=True)
 class Target:
-    """The parameter at a `path`, or a part of one that is stacked: `index` on its first axes."""
+    """The parameter at a `path`, or the part of a stacked parameter with this `index` on its first axes."""
 
     path: str
     index: tuple[int, ...] = ()
@@ -224,31 +243,37 @@ class Target:
 
 @dataclass(frozen=True)
 class Link:
-    """A rule applied to one layer and expert: `tensors` by name, and `targets`, the parts of parameters they are."""
+    """A rule applied to one layer and expert: names of `tensors`, and the corresponding parameter parts, `targets`."""
 
     tensors: tuple[str, ...]
     targets: tuple[Target, ...]
     relation: Relation
 
     def shapes(self, parameters: Mapping[str, Shape]) -> list[Shape]:
-        """Shapes of the targets, where `parameters` has those of whole parameters."""
+        """Return the shapes of the targets, given the shapes of all (stacked) parameters."""
         return [parameters[target.path][len(target.index) :] for target in self.targets]
 
 
 def layer_places(config: TransformerConfig, num_layers: int) -> list[tuple[str, int | None]]:
-    """Where each layer of a stack lies: its path inside the stack and, where it is stacked with others, its index."""
+    """Return where the parameters of each layer are stored: path inside the stack, and index if layers are stacked."""
     return [(layer.path, layer.index) for layer in config.layers(num_layers)]
 
 
 def layer_kinds(config: TransformerConfig, num_layers: int) -> list[LayerKind]:
-    """The kind of each layer of a stack, in order."""
+    """Return the kind of each layer of a stack, in order."""
     return [layer.kind for layer in config.layers(num_layers)]
 
 
 def link(
     rules: Iterable[Rule], parameters: Mapping[str, Shape], stacks: Mapping[str, Sequence[tuple[str, int | None]]]
 ) -> list[Link]:
-    """The rules applied to a model with these parameters, whose stacks have these `layer_places`."""
+    """Apply the rules to a model.
+
+    Args:
+        rules: rules of the family.
+        parameters: shapes of the model's parameters by path.
+        stacks: `layer_places` of each stack.
+    """
     return [one for rule in rules for one in _links(rule, parameters, stacks)]
 
 
@@ -257,9 +282,9 @@ def _links(rule: Rule, parameters: Mapping[str, Shape], stacks: Mapping[str, Any
     paths = (rule.parameters,) if isinstance(rule.parameters, str) else rule.parameters
     for one in _by_layer(names, paths, rule.relation, stacks):
         if any(target.path not in parameters for target in one.targets):
-            continue
+            continue  # the model lacks this parameter
         if any("{expert}" in name for name in names):
-            first = one.targets[0]
+            first = one.targets[0]  # (layers, experts, ...), or (experts, ...) if layers are not stacked
             yield from _by_expert(one, num_experts=parameters[first.path][len(first.index)])
         else:
             yield one
@@ -268,7 +293,7 @@ def _links(rule: Rule, parameters: Mapping[str, Shape], stacks: Mapping[str, Any
 def _by_layer(
     names: Sequence[str], paths: Sequence[str], relation: Relation, stacks: Mapping[str, Any]
 ) -> Iterator[Link]:
-    """One link for each layer of the stack that the paths begin with; one in all where they name no `{layer}`."""
+    """Yield one link per layer of the stack that the paths start with, or a single link for paths without `{layer}`."""
     stack, in_layers, _ = paths[0].partition("/{layer}/")
     if not in_layers:
         yield Link(tuple(names), tuple(Target(path) for path in paths), relation)
@@ -282,7 +307,7 @@ def _by_layer(
 
 
 def _by_expert(one: Link, num_experts: int) -> Iterator[Link]:
-    """One link for each expert: its index is the first axis of the parameter of a layer."""
+    """Yield one link per expert; experts are the first axis of the parameter of a layer."""
     for expert in range(num_experts):
         yield Link(
             tuple(name.replace("{expert}", str(expert)) for name in one.tensors),
@@ -292,12 +317,13 @@ def _by_expert(one: Link, num_experts: int) -> Iterator[Link]:
 
 
 def uncovered(links: Iterable[Link], parameters: Mapping[str, Shape]) -> list[str]:
-    """Parameters, or layers of them, that no link fills or that several do: the rules don't fit the model."""
+    """Return the parameters of which some part is set by no link or by several links: the rules don't fit the model."""
     filled: dict[str, list[tuple[int, ...]]] = {path: [] for path in parameters}
     for target in itertools.chain.from_iterable(one.targets for one in links):
         filled[target.path].append(target.index)
     faults = []
     for path, indices in filled.items():
+        # All indices of one parameter have the same length. Each combination must occur exactly once.
         depth = len(indices[0]) if indices else 0
         wanted = list(itertools.product(*map(range, parameters[path][:depth])))
         if sorted(indices) != wanted:
