@@ -1,4 +1,4 @@
-"""Models in use: opened from wherever they are, and what texts become by them."""
+"""Use of trained models: loading, saving, embeddings, classification, scoring and translation."""
 
 from transformer.inference._loading import LoadedModel, export, is_workdir, load, open_model, save
 from transformer.inference._reading import Class, Score, classify, embed, score

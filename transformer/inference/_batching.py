@@ -1,4 +1,7 @@
-"""Batches of token rows for `embed`, `classify` and `score`: little padding, and few array sizes to compile."""
+"""Batching of texts for `embed`, `classify` and `score`, with little padding and few array shapes to compile.
+
+A slot is one position of a batch, either a token or padding: a batch of R rows and T columns has R * T slots.
+"""
 
 from __future__ import annotations
 
@@ -18,55 +21,57 @@ from transformer.nn._partitioning import platform
 from transformer.nn.models._encoders import pool
 
 PACKED = 64
-"""slots of a row that several short texts share. On CPU a token costs about the same in rows of 8 to 64 slots, and a
-fifth more in rows of 128 (docs/benchmarks.md)"""
+"""Slots of a row that packs several short texts. On CPU, the time per token is about the same in rows of 8 to 64 slots,
+and a fifth higher in rows of 128 (docs/benchmarks.md)."""
 SMALLEST = 4
-"""slots of a packed row for each text that it may hold: the number of texts is part of the compiled size"""
+"""A packed row has room for one text per this many slots. The number of texts is part of the compiled shape."""
 STEP = 8
-"""lengths of a single packed row are multiples of it: one short text takes a third less time in 8 slots than in 16"""
+"""The length of a single packed row is a multiple of this: one short text takes a third less time in 8
+slots than in 16."""
 TOKENS = {"cpu": 1024}
-"""slots of a batch by platform, padding included; a single row may be longer"""
+"""Maximum slots of a batch by platform, including padding. A single row may be longer."""
 TOKENS_ELSEWHERE = 16_384
-"""slots of a batch on accelerators, which need more work at a time (a guess: not measured)"""
+"""Maximum slots of a batch on accelerators, which need larger batches (an estimate, not measured)."""
 
 Columns: TypeAlias = tuple[Sequence[int], ...]
-"""numbers of one text that run in parallel, such as token ids and token types: equally long"""
+"""Parallel sequences of equal length for one text, such as token ids and token types."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Batch:
-    """R rows of T slots that hold K texts: one in each row (K = R), or packed, several in a row."""
+    """A batch of K texts in R rows of T slots: one text per row (K = R), or several texts packed per row."""
 
     columns: tuple[Leaf, ...]
-    """(R, T) each; 0 in padding"""
+    """(R, T) each; padding is 0."""
     starts: Leaf
-    """(K,), where the first token of a text is among the R * T slots"""
+    """(K,), index of the first token of each text in the flattened R * T slots."""
     lengths: Leaf
-    """(K,), tokens of each text; packed: 0 where there is none"""
+    """(K,), number of tokens of each text; 0 for unused entries of a packed batch."""
     segments: Leaf | None = None
-    """(R, T), packed: the number of the slot's text, from 1; 0 is padding"""
+    """(R, T), packed batches only: 1 + index of the text in each slot; 0 is padding."""
     positions: Leaf | None = None
-    """(R, T), packed: positions within a text"""
+    """(R, T), packed batches only: position within the text."""
 
     @property
     def mask(self) -> Mask:
-        """Tokens attend to those of their own text."""
+        """Mask that restricts attention to tokens of the same text."""
         return Mask.lengths(self.lengths) if self.segments is None else Mask.segments(self.segments)
 
 
 def pool_texts(hidden: Hidden, batch: Batch, pooling: Pooling) -> Float[Array, "K D"]:
-    """Hidden states (R, T, D) -> one vector for each text of the batch, (K, D), as `nn.models.encoders.pool` makes
-    it.
-    """
+    """Pool hidden states (R, T, D) to one vector per text, (K, D), like `nn.models.encoders.pool`, also if packed."""
     if batch.segments is None:
         return pool(hidden, batch.mask, pooling)
-    flat = hidden.reshape(-1, hidden.shape[-1])
+    flat = hidden.reshape(-1, hidden.shape[-1])  # (R * T, D)
     if pooling == "mean":
-        # A sum over each text's own tokens, not a product with a 0-1 matrix: 0 times a neighbor's infinity is NaN.
+        # Sum only the tokens of each text. A matrix multiplication with a 0-1 matrix would give NaN for all texts if
+        # the activations of one text are infinite: 0 * inf is NaN. Segment 0 is padding. Sums in bfloat16 would lose
+        # digits, hence float32.
         owner, texts = batch.segments.reshape(-1), batch.lengths.shape[0]
         total = jax.ops.segment_sum(flat.astype(jnp.float32), owner, num_segments=texts + 1)[1:]
         return (total / jnp.maximum(batch.lengths, 1)[:, None]).astype(hidden.dtype)
+    # Index of the first or last token in the flattened slots. Unused entries of the batch give an arbitrary vector.
     last = jnp.maximum(batch.lengths - 1, 0)
     return flat[batch.starts if pooling == "first" else batch.starts + last]
 
@@ -79,16 +84,21 @@ def run_batches(
     longest: int | None = None,
     most: int | None = None,
 ) -> list[np.ndarray]:
-    """Computes batches of texts; returns the results in the order of the texts.
+    """Run a function on batches of texts.
 
-    Texts of up to `PACKED` tokens share rows of as many slots. Longer ones get a row each, padded to a length of
-    `bucket`. The number of rows is rounded up by less than a quarter. So the sizes that `compute` has to be compiled
-    for are few, however many texts there are and whatever their lengths.
+    Texts of up to `PACKED` tokens are packed into rows of that many slots. Each longer text gets its own row, padded to
+    a length of `bucket`. The number of rows is rounded up by less than a quarter. Therefore `compute` is compiled for
+    only a few shapes, whatever the number and lengths of the texts.
 
     Args:
-        compute: a batch -> (K, ...) one result for each text, or with `each_token` (R, T) one for each slot.
-        longest: rows of the model's position table, which no row of one text may exceed; None: no limit.
-        most: slots of a batch, padding included; None: `slots_at_once()`.
+        texts: columns of each text.
+        compute: function from a batch to results (K, ...), one per text, or, with `each_token`, (R, T), one per slot.
+        each_token: whether `compute` returns one result per slot.
+        longest: number of rows of the model's position table, to which padding is limited; None: no limit.
+        most: maximum slots of a batch, including padding; None: `slots_at_once()`.
+
+    Returns:
+        The results in the order of the texts.
     """
     results: list[np.ndarray | None] = [None] * len(texts)
     for numbers, batch in _batches(texts, longest, most or slots_at_once()):
@@ -109,20 +119,26 @@ def run_pairs(
     limits: tuple[int | None, int | None],
     most: int,
 ) -> list[np.ndarray]:
-    """Computes batches of (source, target tokens, what follows each of them); returns one number for each target token,
-    in the order of the pairs.
+    """Run a function on batches of source-target pairs.
 
     Args:
-        compute: source (R, S), its lengths (R,), target tokens (R, T), what follows (R, T) -> (R, T).
-        limits: rows of the position tables of sources and targets; None: no limit.
-        most: slots of a batch, of sources or targets, padding included.
+        pairs: (source tokens, decoder input, tokens to predict) of each pair; the last two have equal length.
+        compute: function of sources (R, S), their lengths (R,), decoder inputs (R, T) and tokens to predict (R, T),
+            with result (R, T).
+        limits: number of rows of the position tables of sources and targets; None: no limit.
+        most: maximum slots of a batch, separately for sources and targets, including padding.
+
+    Returns:
+        One number per target token, in the order of the pairs.
     """
     results: list[np.ndarray | None] = [None] * len(pairs)
     order = sorted(range(len(pairs)), key=lambda number: (-len(pairs[number][1]), -len(pairs[number][0])))
+    # Longest targets first, so that a batch holds pairs of similar lengths. Add pairs while the padded batch fits.
     while order:
         slots = [_slots(len(pairs[order[0]][part]), limits[part]) for part in (0, 1)]
         count = 0
         for number in order:
+            # Sources are not sorted by length, so a new pair may widen the source side.
             wider = max(slots[0], _slots(len(pairs[number][0]), limits[0]))
             if count and round_up(count + 1) * max(wider, slots[1]) > most:
                 break
@@ -130,7 +146,7 @@ def run_pairs(
         numbers, order = order[:count], order[count:]
         rows = round_up(count)
         source, tokens, follow = (np.zeros((rows, size), np.int32) for size in (*slots, slots[1]))
-        lengths = np.ones(rows, np.int32)
+        lengths = np.ones(rows, np.int32)  # 1 in unused rows, so that each row has a visible key
         for row, number in enumerate(numbers):
             for table, column in zip((source, tokens, follow), pairs[number], strict=True):
                 table[row, : len(column)] = column
@@ -142,31 +158,34 @@ def run_pairs(
 
 
 def slots_at_once() -> int:
-    """Slots of a batch on this platform, padding included."""
+    """Return the maximum slots of a batch on this platform, including padding."""
     return TOKENS.get(platform(), TOKENS_ELSEWHERE)
 
 
 def round_up(count: int) -> int:
-    """`count` rounded up to one of few numbers: 1 to 8, then 10, 12, 14, 16, 20, ..., a quarter of a power of two
-    apart.
+    """Round `count` up to one of few numbers: 1 to 8, then 10, 12, 14, 16, 20, 24, 28, 32, 40, ...
+
+    The step is a quarter of the next lower power of two, so less than a quarter is added.
     """
+    # 1 << (bits - 3) is a quarter of the largest power of two that is at most count - 1.
     step = max(1, 1 << max((count - 1).bit_length() - 3, 0))
-    return -(-count // step) * step
+    return -(-count // step) * step  # ceil(count / step) * step
 
 
 def round_down(count: int) -> int:
-    """The largest number up to `count` that `round_up` leaves as it is: that many rows fit into a batch."""
+    """Return the largest number up to `count` that `round_up` does not change."""
     return next(number for number in range(count, 0, -1) if round_up(number) == number)
 
 
 def _batches(texts: Sequence[Columns], longest: int | None, tokens: int) -> Iterator[tuple[dict[int, int], Batch]]:
-    """Batches, each with the number of the text at each of its K places."""
+    """Yield batches, each with a mapping from the index of a text in the batch (0 to K - 1) to its number."""
     lengths = [len(columns[0]) for columns in texts]
     order = sorted(range(len(texts)), key=lambda number: -lengths[number])
     shared = PACKED if longest is None else min(PACKED, longest)
     long = [number for number in order if lengths[number] > shared]
     while long:
         slots = _slots(lengths[long[0]], longest)
+        # The texts are sorted, so the first one determines the length of the batch.
         rows = round_down(max(1, tokens // slots))
         numbers, long = long[:rows], long[rows:]
         yield dict(enumerate(numbers)), _one_each([texts[number] for number in numbers], slots)
@@ -174,8 +193,9 @@ def _batches(texts: Sequence[Columns], longest: int | None, tokens: int) -> Iter
     short = [number for number in order if lengths[number] <= shared]
     if not short:
         return
+    # Slots for all short texts in one row, by tokens and by the maximum number of texts per row.
     needed = max(sum(lengths[number] for number in short), SMALLEST * len(short))
-    slots = min(shared, -(-needed // STEP) * STEP)  # one row, if it is enough
+    slots = min(shared, -(-needed // STEP) * STEP)  # if all texts fit into one row, shorten it
     rows = _shared(short, lengths, slots)
     most = round_down(max(1, tokens // slots))
     for start in range(0, len(rows), most):
@@ -183,19 +203,20 @@ def _batches(texts: Sequence[Columns], longest: int | None, tokens: int) -> Iter
 
 
 def _most_texts(slots: int) -> int:
-    """Texts that a packed row of so many slots may hold."""
+    """Return the maximum number of texts in a packed row with this many slots."""
     return max(1, slots // SMALLEST)
 
 
 def _slots(length: int, longest: int | None) -> int:
-    """Slots of a row for a text of so many tokens: no more than a position table has rows, unless the text has."""
+    """Return the padded length for a text: at most the length of the position table, unless the text is longer."""
     slots = max(1, bucket(length))
     return slots if longest is None else max(length, min(slots, longest))
 
 
 def _one_each(texts: Sequence[Columns], slots: int) -> Batch:
+    """Build a batch with one text per row."""
     rows = round_up(len(texts))
-    lengths = np.ones(rows, np.int32)
+    lengths = np.ones(rows, np.int32)  # 1 in unused rows, so that each row has a visible key
     lengths[: len(texts)] = [len(columns[0]) for columns in texts]
     columns = tuple(np.zeros((rows, slots), np.int32) for _ in texts[0])
     for row, text in enumerate(texts):
@@ -205,9 +226,15 @@ def _one_each(texts: Sequence[Columns], slots: int) -> Batch:
 
 
 def _shared(numbers: Iterable[int], lengths: Sequence[int], slots: int) -> list[list[int]]:
-    """Numbers of the texts in each row: the longest text first, each into the fullest row that has room for it."""
+    """Distribute texts over packed rows, by best-fit decreasing bin packing.
+
+    Each text goes into the fullest row that has room for it. The texts must be sorted by decreasing length.
+
+    Returns:
+        The numbers of the texts in each row.
+    """
     rows: list[list[int]] = []
-    with_room: list[list[int]] = [[] for _ in range(slots + 1)]  # rows by how many slots they have left
+    with_room: list[list[int]] = [[] for _ in range(slots + 1)]  # rows by number of free slots
     for number in numbers:
         length = lengths[number]
         room = next((room for room in range(length, slots + 1) if with_room[room]), None)
@@ -223,6 +250,7 @@ def _shared(numbers: Iterable[int], lengths: Sequence[int], slots: int) -> list[
 
 
 def _packed(texts: Sequence[Columns], rows: Sequence[Sequence[int]], slots: int) -> tuple[dict[int, int], Batch]:
+    """Build a batch with several texts per row. Text i of row r has the index r * most + i in the batch."""
     most, count = _most_texts(slots), round_up(len(rows))
     columns = tuple(np.zeros((count, slots), np.int32) for _ in texts[rows[0][0]])
     segments, positions = (np.zeros((count, slots), np.int32) for _ in range(2))

@@ -1,4 +1,4 @@
-"""A workdir that a run left, or a directory of somebody's weights: opened alike, for everybody who uses a model."""
+"""Uniform loading, saving and export of models, from the workdir of a training run or from pretrained weights."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ KEPT_FIELDS = (
     "encoder_no_repeat_ngram_size",
     *("id2label", "label2id", "problem_type", "max_position_embeddings"),
 )
-"""fields of config.json that go from one directory to the next: special ids, names, limits"""
+"""Fields of config.json that `export` copies: special ids, class names, limits."""
 
 COMPANIONS = (
     "modules.json",
@@ -38,45 +38,53 @@ COMPANIONS = (
     "config_sentence_transformers.json",
     "preprocessor_config.json",
 )
-"""files of settings that go from one directory to the next, beside those that modules.json names"""
+"""Settings files that `export` copies, in addition to those that modules.json lists."""
 
 RECIPE_FILE = "recipe.json"
-"""what tells a workdir from a directory of weights"""
+"""File that distinguishes a workdir from a directory of pretrained weights."""
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model, ready to use: `params` without the outer "params", from `directory`. One of `run` and `pretrained` is
-    where it came from.
-    """
+    """A loaded model with its parameters and tokenizer. Exactly one of `run` and `pretrained` is set."""
 
     model: nn.Module
     params: Any
+    """Parameters, without the outer "params"."""
     directory: Path
     vocabulary: Tokenizer | None
-    """None: the directory has no tokenizer"""
+    """Tokenizer; None: the directory has none."""
     context: int | None
-    """tokens that the model reads at once; None: any number"""
+    """Context length: maximum number of tokens that the model reads; None: unlimited."""
     bos_id: int | None
-    """begins a target of a Seq2Seq"""
+    """First decoder token of a Seq2Seq."""
     run: Run | None = None
+    """The training run that the model comes from."""
     pretrained: Pretrained | None = None
+    """The pretrained weights that the model comes from."""
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer. ConfigError: there is none, and what to do."""
+        """The tokenizer.
+
+        Raises:
+            ConfigError: the directory has no tokenizer.
+        """
         if self.vocabulary is None and self.run is not None:
-            raise ConfigError(f"{self.directory} holds a {type(self.model).__name__}, which reads numbers and no text.")
+            raise ConfigError(
+                f"{self.directory} contains a {type(self.model).__name__}, which reads numeric data, not text."
+            )
         if self.vocabulary is None:
             raise ConfigError(
-                f"{self.directory} has no tokenizer.json, so that no text can be read. Put the model's there: with "
-                f"transformers, AutoTokenizer.from_pretrained(...).save_pretrained({str(self.directory)!r})."
+                f"{self.directory} has no tokenizer.json, which is required to read text. Add the tokenizer "
+                f"of the model with transformers: "
+                f"AutoTokenizer.from_pretrained(...).save_pretrained({str(self.directory)!r})."
             )
         return self.vocabulary
 
     @property
     def eos_ids(self) -> Sequence[int] | None:
-        """Tokens that end a text; None: there are none."""
+        """End-of-sequence tokens; None: the tokenizer has none."""
         tokenizer = self.tokenizer
         several = getattr(tokenizer, "eos_ids", None)
         ids = [tokenizer.eos_id] if several is None else list(several)
@@ -84,10 +92,14 @@ class LoadedModel:
 
     @property
     def target_start(self) -> list[int]:
-        """Tokens with which every target of a Seq2Seq begins. ConfigError: there are none."""
+        """Decoder prompt: the tokens at the start of every target of a Seq2Seq.
+
+        Raises:
+            ConfigError: the config specifies no start token.
+        """
         if self.bos_id is None:
             raise ConfigError(
-                f"config.json in {self.directory} names no decoder_start_token_id, with which a target begins. Add it."
+                f"config.json in {self.directory} has no decoder_start_token_id, the first token of a target. Add it."
             )
         forced = self._generation.get("forced_bos_token_id")
         begin = self._tokens("decoder_start_token_id", [self.bos_id])
@@ -95,26 +107,27 @@ class LoadedModel:
 
     @property
     def suppressed(self) -> tuple[int, ...]:
-        """Tokens that the authors of the weights never want written: `suppress_tokens`, and `bad_words_ids` of one
-        token. (Longer ones are not held back.)
+        """Tokens that are never generated: `suppress_tokens`, and entries of `bad_words_ids` with one token.
+
+        Longer entries of `bad_words_ids` are not enforced.
         """
         suppressed = self._tokens("suppress_tokens", self._generation.get("suppress_tokens") or [])
         bad = self._generation.get("bad_words_ids") or []
         if not isinstance(bad, list) or not all(isinstance(ids, list) for ids in bad):
-            self._refuse("bad_words_ids", bad, "lists of tokens")
+            self._refuse("bad_words_ids", bad, "lists of token ids")
         single = self._tokens("bad_words_ids", [ids[0] for ids in bad if len(ids) == 1])
         return tuple(dict.fromkeys([*suppressed, *single]))
 
     def _tokens(self, field: str, ids: Any) -> list[int]:
-        """The ids that a field gives, when they are tokens of the model."""
+        """Return the ids of a field if they are valid tokens of the model; raise ConfigError otherwise."""
         size = self.model.config.vocab_size
         if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < size for i in ids):
-            self._refuse(field, ids, f"tokens, numbers from 0 to {size - 1}")
+            self._refuse(field, ids, f"token ids from 0 to {size - 1}")
         return ids
 
     def _refuse(self, field: str, value: Any, expected: str) -> NoReturn:
         raise ConfigError(
-            f"{field} in {self.directory} (generation_config.json, or config.json) must give {expected}, got "
+            f"{field} in {self.directory} (generation_config.json, or config.json) must contain {expected}, got "
             f"{value!r:.80}. Correct it."
         )
 
@@ -124,7 +137,11 @@ class LoadedModel:
 
     @property
     def labels(self) -> list[str]:
-        """Names of a classifier's classes, by number; none where nobody named them. ConfigError: not one for each."""
+        """Names of a classifier's classes, in order; empty if the classes have no names.
+
+        Raises:
+            ConfigError: the names are incomplete or not unique.
+        """
         if self.run is not None:
             return list(getattr(self.run.recipe.data, "labels", ()))
         named = {} if self.pretrained is None else self.pretrained.fields.get("id2label") or {}
@@ -135,20 +152,20 @@ class LoadedModel:
         names = [str(named[key]) for key in numbers if key in named] if isinstance(named, dict) else []
         if len(named) != classes or len(set(names)) != classes:
             raise ConfigError(
-                f"id2label in {self.directory}/config.json must give each of the classes 0 to {classes - 1} a name of "
-                f"its own, got {named!r:.200}. Correct it."
+                f"id2label in {self.directory}/config.json must give each of the classes 0 to {classes - 1} a "
+                f"unique name, got {named!r:.200}. Correct it."
             )
         return names
 
     def place(self) -> dict[str, Any]:
-        """Where it came from, as JSON values."""
+        """Return the origin of the model, as JSON values."""
         if self.run is not None:
             return {"workdir": str(self.directory), "step": self.run.step}
         return {"directory": str(self.directory), "architecture": self.pretrained.architecture}
 
 
 def is_workdir(path: str | os.PathLike) -> bool:
-    """Whether a training run wrote this directory."""
+    """Return whether this directory is the workdir of a training run."""
     return (Path(path) / RECIPE_FILE).exists()
 
 
@@ -158,20 +175,26 @@ def open_model(
     step: Literal["best", "newest"] | int = "best",
     **options: Any,
 ) -> LoadedModel:
-    """The model of a workdir (`step` says which checkpoint), or of whatever `zoo.load_pretrained` takes, with its
-    `options`.
+    """Load a model from the workdir of a training run, or from pretrained weights.
+
+    Args:
+        source: a workdir, or a source for `zoo.load_pretrained`.
+        step: which checkpoint of a workdir to load.
+        **options: options of `zoo.load_pretrained`.
 
     Raises:
-        FileNotFoundError: no such directory, or no checkpoint in it.
-        ConfigError: a directory of neither, or options that don't belong to it.
-        ValueError: something in it that can't be read or isn't understood.
+        FileNotFoundError: the directory does not exist, or it has no checkpoint.
+        ConfigError: the directory is neither a workdir nor a directory of weights, or the options do not apply to it.
+        ValueError: a file is invalid or not supported.
     """
     if is_workdir(source):
         from transformer.training._runs import load_run
         from transformer.training._tasks import TASKS
 
         if options:
-            raise ConfigError(f"{source} is the workdir of a run, for which there is no option {', '.join(options)}.")
+            raise ConfigError(
+                f"{source} is the workdir of a run, which does not support the options {', '.join(options)}."
+            )
         run = load_run(source, step)
         context = TASKS[run.recipe.task].context(run.recipe.model, run.recipe.data)
         begin = None if run.tokenizer is None else run.tokenizer.begin_id
@@ -181,19 +204,19 @@ def open_model(
 
     if Path(source).is_dir() and not (Path(source) / "config.json").exists():
         raise ConfigError(
-            f"{source} holds neither a run (recipe.json) nor weights (config.json). Name the workdir of a run, such as "
-            f"runs/number_words, or a directory of config.json and model.safetensors."
+            f"{source} contains neither a run (recipe.json) nor weights (config.json). Pass the workdir of a run, such "
+            f"as runs/number_words, or a directory with config.json and model.safetensors."
         )
     if step != "best":
-        raise ConfigError(f"{source} is no workdir of a run: it holds one set of weights, and no step {step}.")
+        raise ConfigError(f"{source} is not the workdir of a run. It has a single set of weights, and no step {step}.")
     found = load_pretrained(source, **options)
-    context = found.model.config.max_length or _told_context(found)
+    context = found.model.config.max_length or _documented_context(found)
     begin = found.fields.get("decoder_start_token_id")
     return LoadedModel(found.model, found.params, found.directory, found.tokenizer, context, begin, pretrained=found)
 
 
-def _told_context(found: Pretrained) -> int | None:
-    """max_position_embeddings, which a model without a table of positions does not need."""
+def _documented_context(found: Pretrained) -> int | None:
+    """Return max_position_embeddings, the documented context length of a model without a position table."""
     length = found.fields.get("max_position_embeddings")
     if length is not None and (type(length) is not int or length < 1):
         raise ConfigError(
@@ -204,17 +227,29 @@ def _told_context(found: Pretrained) -> int | None:
 
 
 def load(source: str | os.PathLike, **options: Any) -> tuple[nn.Module, Any]:
-    """Model and parameters, as `model.apply({"params": params}, ...)` takes them: of a training run's workdir (option
-    `step`), or of pretrained weights in a directory or on the hub (options of `zoo.load_pretrained`: `dtype`, `mesh`,
-    ...). Raises as `open_model`.
+    """Load a model and its parameters, for use as `model.apply({"params": params}, ...)`.
+
+    Args:
+        source: the workdir of a training run, a directory of pretrained weights, or an id on the Hugging Face hub.
+        **options: `step` for a workdir, or options of `zoo.load_pretrained` (`dtype`, `mesh`, ...).
+
+    Returns:
+        The model and its parameters, without the outer "params".
+
+    Raises:
+        FileNotFoundError, ConfigError, ValueError: see `open_model`.
     """
     opened = open_model(source, **options)
     return opened.model, opened.params
 
 
 def save(model: nn.Module, params: Any, directory: str | os.PathLike, **options: Any) -> Path:
-    """Writes a model as its family's config.json and safetensors, for anybody to read; `zoo.save_pretrained` has the
-    options (`family`, `fields`, `tokenizer`, ...) and what it raises.
+    """Save a model in the Hugging Face format (config.json and safetensors).
+
+    See `zoo.save_pretrained` for the options (`family`, `fields`, `tokenizer`, ...) and the errors.
+
+    Returns:
+        The path of the directory.
     """
     from transformer.zoo._pretrained import save_pretrained
 
@@ -222,7 +257,7 @@ def save(model: nn.Module, params: Any, directory: str | os.PathLike, **options:
 
 
 def _cast(model: nn.Module, params: Any) -> Any:
-    """The parameters in the types that the model has them in; those that only float32 can hold stay."""
+    """Cast the parameters to the dtypes of the model, in which a few parameters are always float32."""
     from transformer.zoo._family import abstract_params
 
     beyond = []
@@ -236,14 +271,14 @@ def _cast(model: nn.Module, params: Any) -> Any:
     result = jax.tree_util.tree_map_with_path(cast, params, abstract_params(model))
     if beyond:
         raise ConfigError(
-            f"numbers of {', '.join(beyond[:10])} are larger than {model.config.param_dtype} can hold. Take another "
+            f"values of {', '.join(beyond[:10])} are outside the range of {model.config.param_dtype}. Pass another "
             f"dtype, such as bfloat16."
         )
     return result
 
 
 def _copy_companions(source: Path, target: Path) -> None:
-    """Settings that the authors keep beside the weights: of sentence vectors, of images and sound before the model."""
+    """Copy the settings files of the authors, for sentence embeddings and for preprocessing of images and audio."""
     files = WeightFiles(source)
     modules = files.json("modules.json", list) or []
     paths = [module["path"] for module in modules if isinstance(module, dict) and module.get("path")]
@@ -262,15 +297,21 @@ def export(
     dtype: str | None = None,
     max_shard_bytes: int = 5 * 2**30,
 ) -> Family:
-    """Writes an opened model as its family's files, with special ids, names of classes and tokenizer; gives the family.
+    """Save a loaded model in the Hugging Face format, with special ids, class names and tokenizer.
 
     Args:
-        family: None: its own, or the first that has all that the model has.
-        dtype: of the numbers; None: as they are.
+        opened: the model.
+        directory: new or empty directory.
+        family: family in whose format the model is saved; None: its own family, or the first that can describe it.
+        dtype: dtype of the saved parameters; None: unchanged.
+        max_shard_bytes: maximum size of a safetensors file.
+
+    Returns:
+        The family.
 
     Raises:
-        ConfigError: no family has all of it; the message names what has no counterpart. Or numbers that the dtype
-            can't hold.
+        ConfigError: no family can describe the model (the message names the unsupported fields), or values are outside
+            the range of the dtype.
         WeightsError: the directory is not empty.
     """
     from transformer.data._tokenizer_files import as_pretrained
@@ -290,7 +331,7 @@ def export(
         try:
             written = as_pretrained(tokenizer)
         except ValueError as error:
-            warnings.warn(f"the tokenizer was not written: {error}", stacklevel=2)
+            warnings.warn(f"the tokenizer was not saved: {error}", stacklevel=2)
     save_pretrained(
         model,
         params,
@@ -306,7 +347,7 @@ def export(
 
 
 def _fields(opened: LoadedModel, model: nn.Module, family: str | None) -> dict[str, Any]:
-    """Fields of config.json beside those of the model: special ids and names of classes."""
+    """Return fields of config.json that do not describe the model: special ids and class names."""
     if opened.pretrained is not None:
         fields = {name: value for name, value in opened.pretrained.fields.items() if name in KEPT_FIELDS}
         if family != opened.pretrained.family.name:

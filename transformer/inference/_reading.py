@@ -1,4 +1,4 @@
-"""Texts in; vectors, classes and probabilities out."""
+"""Embedding, classification and scoring of texts."""
 
 from __future__ import annotations
 
@@ -29,20 +29,29 @@ from transformer.nn.models._speech import SpeechToText
 from transformer.nn.models._vision import VisionClassifier
 
 FULL_MATRIX_SCORES = 512
-"""CPU: up to so many slots a row, an encoder's forward pass takes less time with all scores of a row at once than with
-slices of them (docs/benchmarks.md); beyond, their memory counts"""
+"""Maximum row length for full attention matrices on CPU. Up to this length, the forward pass of an encoder is faster
+with the full attention matrix than with the query-chunked kernel (docs/benchmarks.md). For longer rows it needs
+too much memory."""
 LOGITS = 2**26
-"""logits of a batch that is scored, 256 MiB of them; a single window of text may have more"""
+"""Maximum number of logits of a batch that is scored: 256 MiB in float32. A single window of text may exceed it."""
 
 
 def embed(opened: LoadedModel, texts: Sequence[str], settings: SentenceSettings | None = None) -> np.ndarray:
-    """One vector a text, (n, D) float32: hidden states of its real tokens, pooled (of a Seq2Seq: of its encoder).
+    """Compute embeddings: pooled hidden states of the non-padding tokens (of the encoder, for a Seq2Seq).
 
-    A text longer than the model reads is cut, with a warning.
+    A text that exceeds the context length is truncated with a warning.
+
+    Args:
+        opened: the model.
+        texts: n texts.
+        settings: pooling, normalization and preprocessing; None: the defaults of `SentenceSettings`.
+
+    Returns:
+        (n, D) float32, one vector per text.
 
     Raises:
-        ConfigError: a model that reads no text.
-        ValueError: a text that the tokenizer can't read, or one without tokens; or numbers that are not finite.
+        ConfigError: the model does not read text.
+        ValueError: a text that the tokenizer can't encode or that has no tokens, or results that are not finite.
     """
     model, settings = _reading(opened), settings or SentenceSettings()
     prepared = [settings.prompt + (text.lower() if settings.lower_case else text) for text in texts]
@@ -55,16 +64,18 @@ def embed(opened: LoadedModel, texts: Sequence[str], settings: SentenceSettings 
 
 @functools.partial(jax.jit, static_argnames=("model", "pooling", "normalize"))
 def _vectors(model: Any, params: Any, batch: Batch, *, pooling: Pooling, normalize: bool) -> jax.Array:
-    """(K, D) float32, of K texts. Compiled once for each model, settings and size of batch."""
+    """Return the vectors (K, D) of K texts in float32. Compiled once per model, settings and batch shape."""
     pooled = pool_texts(_hidden(model, params, batch), batch, pooling).astype(jnp.float32)
     if not normalize:
         return pooled
+    # L2 normalization; the bound avoids 0 / 0 for a zero vector.
     return pooled / jnp.maximum(jnp.linalg.norm(pooled, axis=-1, keepdims=True), 1e-12)
 
 
 def _hidden(model: Any, params: Any, batch: Batch) -> jax.Array:
+    """Return the hidden states (R, T, D) of a batch (of the encoder, for a Seq2Seq)."""
     tokens, types = batch.columns
-    model = _with_whole_scores(model, tokens.shape[1])
+    model = _with_full_attention_matrix(model, tokens.shape[1])
     places = {"positions": batch.positions, "mask": batch.mask}
     if isinstance(model, Seq2Seq):
         places = {"source_positions": batch.positions, "source_mask": batch.mask}
@@ -74,9 +85,11 @@ def _hidden(model: Any, params: Any, batch: Batch) -> jax.Array:
     return model.apply({"params": params}, tokens, **places, method=type(model).hidden)
 
 
-def _with_whole_scores(model: Any, slots: int) -> Any:
-    """The model with the kernel that takes least time for a forward pass over rows of so many slots. On CPU, `auto`
-    takes slices of queries from 96 slots on, which pay off in training and where causality hides keys from a slice.
+def _with_full_attention_matrix(model: Any, slots: int) -> Any:
+    """Return the model with the fastest attention kernel for a forward pass over rows of this length.
+
+    On CPU, `auto` uses the query-chunked kernel from 96 slots. It is faster in training and for causal models, where it
+    skips masked keys, but slower for the forward pass of encoders with short rows.
     """
     causal = isinstance(model, CausalLM) or (not isinstance(model, Seq2Seq) and model.config.attention.causal)
     if causal or model.execution.attention != "auto" or platform() != "cpu" or slots > FULL_MATRIX_SCORES:
@@ -86,33 +99,33 @@ def _with_whole_scores(model: Any, slots: int) -> Any:
 
 @dataclass(frozen=True)
 class Class:
-    """What a text was found to be: the `label` of the likeliest class, its `probability`, and those of all."""
+    """Classification result: the most probable class, its probability, and the probabilities of all classes."""
 
     label: str
     probability: float
     probabilities: dict[str, float]
-    """of every label"""
+    """Probability of every label."""
 
 
 def classify(opened: LoadedModel, texts: Sequence[str]) -> list[Class]:
-    """The likeliest class of each text.
+    """Return the most probable class of each text.
 
     Raises:
-        ConfigError: the model is no classifier, or one whose outputs are no probabilities of one class among several.
-        ValueError: as `embed`.
+        ConfigError: the model is not a classifier, or its outputs are not probabilities of mutually exclusive classes.
+        ValueError: see `embed`.
     """
     model = _reading(opened)
     if not isinstance(model, Classifier):
         raise ConfigError(
-            f"{opened.directory} holds a model of the kind {type(model).__name__}, which knows no classes. Give a "
-            f"classifier, or train one: configs/finetune_classifier.py."
+            f"{opened.directory} contains a model of the class {type(model).__name__}, which is not a classifier. Pass "
+            f"a classifier, or train one: configs/finetune_classifier.py."
         )
     problem = None if opened.pretrained is None else opened.pretrained.fields.get("problem_type")
     if model.config.output.num_classes == 1 or problem in ("regression", "multi_label_classification"):
-        told = "" if problem is None else f" (problem_type {problem})"
+        reason = "" if problem is None else f" (problem_type {problem})"
         raise ConfigError(
             f"{opened.directory} does not choose one of several classes: it has {model.config.output.num_classes} "
-            f"outputs{told}, each for itself. Load it (transformer.load) and read its logits."
+            f"independent outputs{reason}. Load it with transformer.load and use its logits."
         )
     names = opened.labels or [str(i) for i in range(model.config.output.num_classes)]
 
@@ -127,43 +140,50 @@ def classify(opened: LoadedModel, texts: Sequence[str]) -> list[Class]:
 
 @functools.partial(jax.jit, static_argnames="model")
 def _probabilities(model: Classifier, params: Any, batch: Batch) -> jax.Array:
-    """(K, C), of K texts. Compiled once for each model and size of batch."""
+    """Return the class probabilities (K, C) of K texts. Compiled once per model and batch shape."""
     pooled = pool_texts(_hidden(model, params, batch), batch, model.config.output.pooling)
-    return jax.nn.softmax(model.apply({"params": params}, pooled, method=Classifier.head))
+    return jax.nn.softmax(model.apply({"params": params}, pooled, method=Classifier.head))  # over C
 
 
 @dataclass(frozen=True)
 class Score:
-    """How likely a text is: `log_likelihood`, the sum of log-probabilities of its `tokens`, in nats."""
+    """Log-likelihood of a text in nats, summed over the number of `tokens` that were predicted."""
 
     log_likelihood: float
     tokens: int
 
     @property
     def perplexity(self) -> float:
-        """exp of the mean negative log-likelihood of a token."""
+        """exp(-log_likelihood / tokens). The exponent is bounded, because exp(710) overflows."""
         return float(np.exp(min(-self.log_likelihood / self.tokens, 700.0)))
 
 
 def score(opened: LoadedModel, texts: Sequence[str], sources: Sequence[str] | None = None) -> list[Score]:
-    """Log-likelihood of each text under a causal model, or under a Seq2Seq given its source.
+    """Compute the log-likelihood of each text under a causal model, or under a Seq2Seq given its source.
 
-    A causal model predicts each token from those before it, so the first is not counted (it is where the tokenizer puts
-    a token in front). A text longer than the model reads is read in windows that overlap by half.
+    A causal model predicts each token from the preceding ones. The first token is not predicted and not counted, so the
+    first token of the text counts only if the tokenizer adds a start token. A text that exceeds the context length is
+    split into windows that overlap by half.
+
+    Args:
+        opened: the model.
+        texts: texts to score.
+        sources: source of each text, for a Seq2Seq only.
 
     Raises:
-        ConfigError: a model that gives no such probabilities, or sources where there must be (none).
-        ValueError: a text with nothing to predict, or that the tokenizer can't read; or numbers that are not finite.
+        ConfigError: the model does not predict tokens, or sources are missing or not allowed.
+        ValueError: a text with nothing to predict or that the tokenizer can't encode, or results that are not finite.
     """
     model = _reading(opened)
     if isinstance(model, Seq2Seq):
         return _score_targets(opened, model, texts, sources)
     if not isinstance(model, CausalLM):
         raise ConfigError(
-            f"{opened.directory} holds a model of the kind {type(model).__name__}: only one that writes scores a text."
+            f"{opened.directory} contains a model of the class {type(model).__name__}. Only a language model or an "
+            f"encoder-decoder can score texts. Pass one of these."
         )
     if sources is not None:
-        raise ConfigError("a source is for an encoder-decoder; a causal model reads one text.")
+        raise ConfigError("sources are only for encoder-decoder models, but this is a causal model. Omit the sources.")
 
     windows = [(number, *window) for number, text in enumerate(texts) for window in _windows(opened, text)]
     rows = _run(
@@ -177,6 +197,7 @@ def score(opened: LoadedModel, texts: Sequence[str], sources: Sequence[str] | No
     found = [Score(0.0, 0) for _ in texts]
     for (number, _, first), row in zip(windows, rows, strict=True):
         before = found[number]
+        # Skip predictions that an earlier window has counted. Summed in float64: a text may have many tokens.
         total = before.log_likelihood + float(row[first:].sum(dtype=np.float64))
         found[number] = Score(total, before.tokens + len(row) - first)
     return found
@@ -184,31 +205,37 @@ def score(opened: LoadedModel, texts: Sequence[str], sources: Sequence[str] | No
 
 @functools.partial(jax.jit, static_argnames="model")
 def _likelihoods(model: CausalLM, params: Any, batch: Batch) -> jax.Array:
-    """(R, T), log-probability of what follows each token. Compiled once for each model and size of batch."""
+    """Return the log-probability (R, T) of the token after each token. Compiled once per model and batch shape."""
     tokens, targets = batch.columns
+    # (R, T, V). Row t predicts the token after t.
     logits = model.apply({"params": params}, tokens, positions=batch.positions, mask=batch.mask)
-    return _of_targets(logits, targets)
+    return _target_log_probs(logits, targets)
 
 
 def _windows(opened: LoadedModel, text: str) -> list[tuple[Columns, int]]:
-    """Windows of a text's tokens, each overlapping half of the one before: (tokens that are read, those that follow
-    each), and the first of them that no earlier window has counted.
+    """Split the tokens of a text into windows that overlap by half.
+
+    Returns:
+        For each window: its columns (input tokens, next tokens), and the index of the first prediction that no earlier
+        window has made.
     """
     ids = opened.tokenizer.encode_source(text)
     if len(ids) < 2:
-        raise ValueError(f"{text!r} has {len(ids)} tokens: there must be two, of which the second is predicted.")
-    context = (opened.context or len(ids)) + 1  # one more: the last token is predicted and not read
+        raise ValueError(f"{text!r} has {len(ids)} tokens: expected at least two, of which the second is predicted.")
+    context = (opened.context or len(ids)) + 1  # plus one: the last token is predicted but not an input
     windows, done = [], 1
     while done < len(ids):
+        # `done` tokens are scored (or not predictable). Start so that about half a context precedes the next token.
         first = 0 if done == 1 else min(done - 1, max(0, done - context // 2))
         window = ids[first : first + context]
+        # Input is all but the last token, targets are shifted by one. Skip the targets that are already scored.
         windows.append(((window[:-1], window[1:]), done - 1 - first))
         done = first + len(window)
     return windows
 
 
 def _scored_at_once(model: Any) -> int:
-    """Slots of a batch whose logits are all held at once; 1: as few as can be."""
+    """Return the maximum slots of a batch that is scored, so that its logits (slots, vocabulary) fit into memory."""
     return min(slots_at_once(), max(1, LOGITS // model.config.vocab_size))
 
 
@@ -219,17 +246,19 @@ def _score_targets(
         given = 0 if sources is None else len(sources)
         raise ConfigError(
             f"an encoder-decoder scores a text given its source: {len(texts)} texts need {len(texts)} sources, got "
-            f"{given}."
+            f"{given}. Pass one source per text."
         )
     tokenizer = opened.tokenizer
     end = list(opened.eos_ids or [])[:1]
 
     pairs = []
     for text, source in zip(texts, sources, strict=True):
-        # With what the model was trained to write around a text, which a tokenizer of others adds by itself.
+        # Models of this library were trained to predict an end token. Pretrained tokenizers add special tokens
+        # themselves.
         ids = [*tokenizer.encode(text), *end] if opened.pretrained is None else tokenizer.encode_source(text)
         if not ids:
-            raise ValueError("the text is empty: there is nothing to predict.")
+            raise ValueError("the text is empty: there is nothing to predict. Pass at least one word or character.")
+        # The decoder reads the start token and all tokens but the last, and predicts all tokens.
         pairs.append((tokenizer.encode_source(source), [opened.target_start[0], *ids[:-1]], ids))
     compute = functools.partial(_target_likelihoods, model, opened.params)
     limits = model.config.longest_source, model.config.max_length
@@ -242,18 +271,18 @@ def _score_targets(
 def _target_likelihoods(
     model: Seq2Seq, params: Any, source: jax.Array, lengths: jax.Array, tokens: jax.Array, targets: jax.Array
 ) -> jax.Array:
-    """(R, T), log-probability of each target. Compiled once for each model and size of batch."""
+    """Return the log-probability (R, T) of each target token. Compiled once per model and batch shape."""
     logits = model.apply({"params": params}, source, tokens, source_mask=Mask.lengths(lengths))
-    return _of_targets(logits, targets)
+    return _target_log_probs(logits, targets)
 
 
 def _finite(opened: LoadedModel, number: int, row: np.ndarray) -> np.ndarray:
-    """What was computed of a text, when all of it is finite. ValueError else."""
+    """Return the result of a text if it is finite; raise ValueError otherwise."""
     if not np.isfinite(row).all():
         raise ValueError(
-            f"the model computed numbers of text {number} that are not finite: {opened.directory} holds "
-            f"{opened.model.config.param_dtype}, beyond which its activations may be. Convert it to another type "
-            f"(python -m transformer convert ... --dtype float32) and take that."
+            f"the model computed numbers of text {number} that are not finite: the weights in {opened.directory} are "
+            f"{opened.model.config.param_dtype}, and activations may exceed its range. Convert the model to another "
+            f"dtype (python -m transformer convert ... --dtype float32) and use the result."
         )
     return row
 
@@ -265,37 +294,56 @@ def _run(
     numbers: Sequence[int] | None = None,
     **options: Any,
 ) -> list[np.ndarray]:
-    """`run_batches`, with an error if results are not finite, in which `numbers` are those of the texts."""
-    options |= {"longest": opened.model.config.longest_source}  # of one that has no encoder: max_length
+    """Call `run_batches` and raise ValueError if a result is not finite.
+
+    Args:
+        opened: the model.
+        texts: columns of each text or window.
+        compute: see `run_batches`.
+        numbers: number of the text of each entry, for the error message; None: the entries are the texts.
+        **options: options of `run_batches`.
+    """
+    options |= {"longest": opened.model.config.longest_source}  # equals max_length for a model without an encoder
     rows = run_batches(texts, compute, **options)
     for number, row in enumerate(rows):
-        if not np.isfinite(row).all():  # by itself, or by a text that it shares a row with
+        if not np.isfinite(row).all():
+            # Possibly caused by another text in the same row, so compute this text alone.
             (alone,) = run_batches(texts[number : number + 1], compute, **options)
             rows[number] = _finite(opened, number if numbers is None else numbers[number], alone)
     return rows
 
 
-def _of_targets(logits: jax.Array, targets: jax.Array) -> jax.Array:
+def _target_log_probs(logits: jax.Array, targets: jax.Array) -> jax.Array:
+    """Return log softmax(logits)[target] = logits[target] - logsumexp(logits): (R, T, V), (R, T) -> (R, T).
+
+    Equal to indexing `log_softmax`, but without its (R, T, V) result.
+    """
+    # logsumexp subtracts the maximum first, so that exp does not overflow.
     chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
     return chosen - jax.nn.logsumexp(logits, axis=-1)
 
 
 _OTHERS = {VisionClassifier: "images", SpeechToText: "sound", Forecaster: "series"}
-"""models that read no text, and what they read"""
+"""Models that do not read text, and their inputs."""
 
 
 def _reading(opened: LoadedModel) -> Any:
-    """The model, with a kernel that fits any length, and experts with room for every token: what a text gets must not
-    depend on the texts beside it.
+    """Return the model for inference, with a kernel for any length and experts with capacity for every token.
+
+    With limited expert capacity, the result of a text would depend on the other texts of its batch.
+
+    Raises:
+        ConfigError: the model does not read text.
     """
     model = opened.model
     read = next((what for kind, what in _OTHERS.items() if isinstance(model, kind)), None)
     if read is not None:
-        raise ConfigError(f"{opened.directory} holds a {type(model).__name__}, which reads {read} and no text.")
+        raise ConfigError(f"{opened.directory} contains a {type(model).__name__}, which reads {read}, not text.")
     return decoding_model(model)
 
 
 def _encode(opened: LoadedModel, texts: Sequence[str], limit: int | None = None) -> list[Columns]:
+    """Return token ids and token types of each text, truncated to the context length and to `limit`."""
     tokenizer = opened.tokenizer
     context = opened.model.config.longest_source if isinstance(opened.model, Seq2Seq) else opened.context
     limit = min(n for n in (limit, context, 2**30) if n is not None)
@@ -307,14 +355,14 @@ def _encode(opened: LoadedModel, texts: Sequence[str], limit: int | None = None)
         known = opened.model.config.embedding.token_types
         if known is not None and max(types, default=0) >= known:
             raise ValueError(
-                f"text {number} has the token type {max(types)}, but the model knows {known}: tokenizer.json is not "
-                f"that of this model. Get both anew."
+                f"text {number} has the token type {max(types)}, but the model has only {known} types: tokenizer.json "
+                f"belongs to another model. Download both again."
             )
         if not ids:
-            raise ValueError(f"text {number} is empty ({text!r}): give at least one word or character.")
+            raise ValueError(f"text {number} is empty ({text!r}). Pass at least one word or character.")
         if len(ids) > limit:
-            warnings.warn(f"text {number} has {len(ids)} tokens and is cut to {limit}.", stacklevel=3)
-            # What a tokenizer puts at the end stays at the end.
+            warnings.warn(f"text {number} has {len(ids)} tokens and is truncated to {limit}.", stacklevel=3)
+            # Keep a special token that the tokenizer adds at the end, such as [SEP].
             last = len(ids) - 1 if both and ids[-1] not in tokenizer.encode(text)[-1:] else limit - 1
             ids = [*ids[: limit - 1], ids[last]]
             types = types[:limit]

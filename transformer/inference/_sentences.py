@@ -1,4 +1,4 @@
-"""How the authors of a sentence encoder want its vectors made: the files of sentence-transformers, read as data."""
+"""Settings of sentence encoders, from the configuration files of sentence-transformers."""
 
 from __future__ import annotations
 
@@ -20,25 +20,28 @@ _NAMED: dict[str, Pooling] = {"cls": "first", "mean": "mean", "lasttoken": "last
 
 @dataclass(frozen=True)
 class SentenceSettings:
-    """How texts become vectors: which tokens are pooled, how long a text may be; `normalize` gives vectors length 1,
-    `lower_case` is done to the text first.
-    """
+    """Settings for computing embeddings of texts."""
 
     pooling: Pooling = "mean"
+    """How the hidden states of the tokens are pooled."""
     normalize: bool = False
+    """Whether vectors are scaled to length 1."""
     max_length: int | None = None
-    """tokens, special ones included; None: as many as the model reads"""
+    """Maximum number of tokens, including special tokens; None: the context length of the model."""
     lower_case: bool = False
+    """Whether texts are converted to lower case."""
     prompt: str = ""
-    """written before every text"""
+    """Text in front of every text."""
 
 
 def sentence_settings(directory: Path) -> SentenceSettings:
-    """What modules.json and the files that it names say; the mean over real tokens where there are none.
+    """Read the settings of modules.json and the files that it lists.
+
+    Without modules.json, the result is the default: the mean over all non-padding tokens.
 
     Raises:
-        ConfigError: a module or a kind of pooling that is not built here, or a value that can't be.
-        WeightsError: a file that can't be read.
+        ConfigError: an unsupported module or kind of pooling, or an invalid value.
+        WeightsError: a file can't be read.
     """
     files = WeightFiles(directory)
     modules = files.json("modules.json", list)
@@ -50,8 +53,8 @@ def sentence_settings(directory: Path) -> SentenceSettings:
         kind, path = named.get("type"), named.get("path", "")
         if not isinstance(kind, str) or not isinstance(path, str):
             raise ConfigError(
-                f"modules.json in {directory} must hold objects with a type and a path, got {module!r:.80}. Get it "
-                f"anew."
+                f"modules.json in {directory} must contain objects with a type and a path, got {module!r:.80}. "
+                f"Download it again."
             )
         kind = kind.rpartition(".")[2]
         match kind:
@@ -64,14 +67,14 @@ def sentence_settings(directory: Path) -> SentenceSettings:
                 settings["normalize"] = True
             case _:
                 raise ConfigError(
-                    f"modules.json in {directory} asks for a module {kind}, which is not built here: there are "
-                    f"Transformer, Pooling and Normalize. Its vectors can't be made as its authors meant them."
+                    f"modules.json in {directory} requires a module {kind}, which is not supported (supported: "
+                    f"Transformer, Pooling, Normalize). The embeddings would differ from those of the authors."
                 )
     settings["prompt"] = _prompt(files.json("config_sentence_transformers.json") or {})
     if settings["prompt"] and not settings.pop("include_prompt", True):
         raise ConfigError(
-            f"{directory} leaves its prompt out of the pooling (include_prompt is false), which is not built here: its "
-            f"vectors can't be made as its authors meant them."
+            f"{directory} excludes its prompt from the pooling (include_prompt is false), which is not supported. The "
+            f"embeddings would differ from those of the authors."
         )
     settings.pop("include_prompt", None)
     return SentenceSettings(**settings)
@@ -89,17 +92,17 @@ def _transformer(values: dict[str, Any]) -> dict[str, Any]:
 
 def _pooling(values: dict[str, Any], path: str) -> Pooling:
     if "pooling_mode" in values:
-        asked = [values["pooling_mode"]]
+        requested = [values["pooling_mode"]]
         known: dict[str, Pooling] = _NAMED
     else:
-        asked = [name for name, value in values.items() if name.startswith("pooling_mode_") and value is True]
+        requested = [name for name, value in values.items() if name.startswith("pooling_mode_") and value is True]
         known = _POOLINGS
-    if len(asked) != 1 or asked[0] not in list(known):
+    if len(requested) != 1 or requested[0] not in list(known):
         raise ConfigError(
-            f"{path}/config.json asks for pooling by {', '.join(map(str, asked)) or 'nothing'}: there are "
-            f"{', '.join(known)} here, one of them."
+            f"{path}/config.json requires pooling by {', '.join(map(str, requested)) or 'nothing'}: expected exactly "
+            f"one of {', '.join(known)}."
         )
-    return known[asked[0]]
+    return known[requested[0]]
 
 
 def _prompt(values: dict[str, Any]) -> str:
@@ -108,7 +111,7 @@ def _prompt(values: dict[str, Any]) -> str:
         return ""
     if not isinstance(name, str) or not isinstance(prompts, dict) or not isinstance(prompts.get(name), str):
         raise ConfigError(
-            f"config_sentence_transformers.json asks for the prompt {name!r:.80}, but prompts is {prompts!r:.80}. "
+            f"config_sentence_transformers.json requires the prompt {name!r:.80}, but prompts is {prompts!r:.80}. "
             f"Correct it."
         )
     return prompts[name]

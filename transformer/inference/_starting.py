@@ -1,4 +1,4 @@
-"""A model to start training from: somebody's weights, or a run's, as the plain value that `training` takes."""
+"""Initialization of training from an existing model: pretrained weights, or the workdir of another run."""
 
 from __future__ import annotations
 
@@ -23,19 +23,24 @@ if TYPE_CHECKING:
 
 
 _HEAD = ("output", "output_bias", "head_transform")
-"""parameters of a model's head"""
+"""Names of the parameters of a model's head."""
 
 
 def start_from(source: str | os.PathLike, recipe: Recipe) -> Start:
-    """The model of a directory of weights, a name on the hub or a run's workdir, for `training.loop.train(start=...)`.
+    """Load the model from which training starts, for `training.loop.train(start=...)`.
 
-    For a recipe that classifies, a family's other models become its classifier: what the files have of it is taken (of
-    BERT the pooler, too), and the old head is left. So does a MaskedLM that a run left.
+    For a classification recipe, other models of a family are turned into its classifier: all parameters of the
+    classifier that the files contain are loaded (for BERT including the pooler), and the old head is dropped. The same
+    holds for a MaskedLM of a training run.
+
+    Args:
+        source: a directory of weights, an id on the hub, or the workdir of a run.
+        recipe: the recipe of the new run.
 
     Raises:
-        FileNotFoundError: no such directory, or no checkpoint in it.
-        ConfigError: a model that can't do what the recipe's data asks for.
-        ValueError: files that can't be read or are not understood.
+        FileNotFoundError: the directory does not exist, or it has no checkpoint.
+        ConfigError: the model does not fit the data of the recipe.
+        ValueError: a file is invalid or not supported.
     """
     from transformer.training._start import Start
     from transformer.training._tasks import TASKS
@@ -48,31 +53,37 @@ def start_from(source: str | os.PathLike, recipe: Recipe) -> Start:
     if type(opened.model) is not wanted:
         if wanted is not Classifier or not (opened.pretrained or isinstance(opened.model, MaskedLM)):
             raise ConfigError(
-                f"{source} holds a {type(opened.model).__name__}, but this recipe's data is for a {wanted.__name__}. "
-                f"Start from one, or take a recipe with other data."
+                f"{source} contains a {type(opened.model).__name__}, but the data of this recipe requires a "
+                f"{wanted.__name__}. Start from such a model, or use a recipe with other data."
             )
         config, params, left = (_as_classifier if opened.pretrained else _with_new_head)(opened, recipe)
-    return Start(str(source), _told(opened), config, params, opened.vocabulary, left)
+    return Start(str(source), _origin(opened), config, params, opened.vocabulary, left)
 
 
 def _host_memory() -> contextlib.AbstractContextManager[Any]:
-    """Inside, arrays are placed in the host's memory. On an accelerator, the parameters to start from would stay beside
-    the training state, which has a copy of them, until the end of the run.
+    """Return a context manager that places new arrays in host memory.
+
+    On an accelerator, the initial parameters would occupy device memory until the end of the run, in addition to the
+    training state, which has a copy of them.
     """
     try:
         return jax.default_device(jax.local_devices(backend="cpu")[0])
-    except RuntimeError:  # JAX_PLATFORMS leaves the CPU out
+    except RuntimeError:  # JAX_PLATFORMS excludes the CPU
         return contextlib.nullcontext()
 
 
-def _told(opened: LoadedModel) -> str:
+def _origin(opened: LoadedModel) -> str:
     if opened.pretrained is not None:
         return f"{opened.pretrained.family.title}, {opened.pretrained.architecture}"
     return f"{type(opened.model).__name__}, step {opened.run.step}"
 
 
 def _as_classifier(opened: LoadedModel, recipe: Recipe) -> tuple[TransformerConfig, Any, tuple[str, ...]]:
-    """Config and parameters of the family's classifier, as far as the files have them, and what is not of it."""
+    """Build the classifier of the family of a pretrained model.
+
+    Returns:
+        Its config, the parameters that the files contain, and the paths of parameters that are dropped.
+    """
     from transformer.zoo._family import abstract_params
     from transformer.zoo._pretrained import as_in_files
     from transformer.zoo.weights._files import WeightFiles
@@ -83,7 +94,9 @@ def _as_classifier(opened: LoadedModel, recipe: Recipe) -> tuple[TransformerConf
     family = found.family
     name, head = next(((name, head) for name, head in family.heads.items() if head.model is Classifier), (None, None))
     if head is None:
-        raise ConfigError(f"{opened.directory} is a {family.title}, a family without a classifier: take another one.")
+        raise ConfigError(
+            f"{opened.directory} is a {family.title}, a family without a classifier. Start from another one."
+        )
     files = plain_files(WeightFiles(opened.directory))
     fields = {field: value for field, value in files.config.items() if field not in ("id2label", "label2id")}
     fields |= {"architectures": [name], "num_labels": recipe.model.output.num_classes or 2}
@@ -92,15 +105,19 @@ def _as_classifier(opened: LoadedModel, recipe: Recipe) -> tuple[TransformerConf
     expected = abstract_params(model)
     shapes = parameter_shapes(expected)
     links, _ = as_in_files(files, family, family.links(model, name, shapes))
-    there = [one for one in links if all(tensor in files.tensors for tensor in one.tensors)]
-    dtypes = parameter_dtypes(expected)  # some are float32 whatever the others are
-    params = load_params(files, there, shapes, dtypes, lambda path, array: jax.device_put(array))
-    left = _left(found.params, params, old_transform=config.output.transform != found.model.config.output.transform)
+    available = [one for one in links if all(tensor in files.tensors for tensor in one.tensors)]
+    dtypes = parameter_dtypes(expected)  # a few parameters are always float32
+    params = load_params(files, available, shapes, dtypes, lambda path, array: jax.device_put(array))
+    left = _dropped(found.params, params, old_transform=config.output.transform != found.model.config.output.transform)
     return config, params, left
 
 
 def _with_new_head(opened: LoadedModel, recipe: Recipe) -> tuple[TransformerConfig, Any, tuple[str, ...]]:
-    """A run's model with the head that the recipe says, the parameters below it, and what is not taken."""
+    """Replace the head of a run's model by the head of the recipe.
+
+    Returns:
+        The new config, the parameters without the head, and the paths of parameters that are dropped.
+    """
     given = recipe.model.output
     output = dataclasses.replace(
         opened.model.config.output,
@@ -112,11 +129,15 @@ def _with_new_head(opened: LoadedModel, recipe: Recipe) -> tuple[TransformerConf
     )
     config = opened.model.config.replace(output=output)
     params = {name: part for name, part in opened.params.items() if name not in _HEAD}
-    return config, params, _left(opened.params, params, old_transform=False)
+    return config, params, _dropped(opened.params, params, old_transform=False)
 
 
-def _left(old: Any, new: Any, *, old_transform: bool) -> tuple[str, ...]:
-    """Paths of what is not taken. A decoder's layers are a classifier's encoder; a transform may be another."""
+def _dropped(old: Any, new: Any, *, old_transform: bool) -> tuple[str, ...]:
+    """Return the paths of old parameters that the new model does not use.
+
+    Layers under "decoder" count as the same layers under "encoder", because a classifier stores its layers there.
+    With `old_transform`, the transform of the old head counts as dropped, because the new head has a different one.
+    """
 
     def paths(params: Any) -> Iterable[str]:
         return (re.sub(r"^decoder/", "encoder/", path) for path in flax.traverse_util.flatten_dict(params, sep="/"))

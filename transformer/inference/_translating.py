@@ -1,4 +1,4 @@
-"""Lines of text translated by beam search, a chunk at a time: one result for every line, in order."""
+"""Translation of lines of text by beam search, in chunks, with one result per line in order."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ from transformer.nn.models._seq2seq import Seq2Seq
 from transformer.nn.models._speech import SpeechToText
 
 USUAL_SOURCE = 1024
-"""tokens that are read of a line, where nobody says otherwise and the model was not trained on more"""
+"""Default maximum number of source tokens per line, unless the model was trained on longer sources."""
 
 
 @dataclass(frozen=True)
 class TranslatedText:
-    """A hypothesis as text: one line, whatever the model wrote."""
+    """A hypothesis as text. Line breaks in the output are replaced by spaces."""
 
     text: str
     score: float
-    """log_probability over the length penalty"""
+    """`log_probability` divided by the length penalty."""
     log_probability: float
-    """nats"""
+    """Log-probability in nats."""
     ended: bool
-    """False: it was cut at the longest length"""
+    """False: the hypothesis was truncated at the maximum length."""
 
 
 @dataclass(frozen=True)
 class TranslatedLine:
-    """What became of a line."""
+    """The translation of a line."""
 
     number: int
-    """from 1"""
+    """Line number, starting at 1."""
     source: str
-    """the line, as it was read"""
+    """The input line."""
     best: tuple[TranslatedText, ...]
-    """the best first; an empty text for a line with nothing to translate"""
+    """Hypotheses, best first; a single empty text for a line with nothing to translate."""
 
 
 def translate_lines(
@@ -54,26 +54,33 @@ def translate_lines(
     batch_tokens: int = 1024,
     chunk_lines: int = 2000,
 ) -> Iterator[list[TranslatedLine]]:
-    """Translations of any number of lines, yielded a chunk of `chunk_lines` after the other; no more is held.
+    """Translate any number of lines, in chunks that bound the memory.
 
-    Every line gets a result. A line of blanks becomes an empty one. What the model's learned position table has no room
-    for, or is beyond `max_source_tokens`, is cut, and a text that the tokenizer can't read becomes an empty line, each
-    with a warning that names the line; more tokens than the model was trained to read are a warning, too.
+    Every line gets a result. A blank line gives an empty translation. A line is truncated if it exceeds the learned
+    position table of the model or `max_source_tokens`, and a line that the tokenizer can't encode gives an empty
+    translation; both cases, and lines longer than the training data, cause a warning with the line number.
 
     Args:
-        lines: texts; what was no UTF-8 may be in them as lone surrogates (`errors="surrogateescape"`).
-        beam: with `max_new_tokens` and `batch_tokens` as `beam_search_all` takes it.
-        max_source_tokens: a longer line is cut, as time grows with the square of its length; None: 1,024, or as many as
-            the model was trained to read where those are more.
+        opened: the model.
+        lines: texts. Invalid UTF-8 may be represented by lone surrogates (`errors="surrogateescape"`).
+        beam: beam search options, see `beam_search_all`.
+        max_new_tokens: see `beam_search_all`.
+        max_source_tokens: maximum number of source tokens per line, because time grows with the square of the length;
+            None: 1,024, or the maximum source length of the training data if that is larger.
+        batch_tokens: see `beam_search_all`.
+        chunk_lines: number of lines that are translated together and yielded as one list.
+
+    Returns:
+        An iterator of lists with up to `chunk_lines` translations.
 
     Raises:
-        ConfigError: a model that translates no text; max_source_tokens, chunk_lines or batch_tokens below 1.
-        ValueError: as `beam_search_all`.
+        ConfigError: the model does not translate text, or max_source_tokens, chunk_lines or batch_tokens is below 1.
+        ValueError: see `beam_search_all`.
     """
     if not isinstance(opened.model, Seq2Seq) or isinstance(opened.model, SpeechToText):
         raise ConfigError(
-            f"{opened.directory} holds a {type(opened.model).__name__}, which translates no text. Take an "
-            f"encoder-decoder that reads text."
+            f"{opened.directory} contains a {type(opened.model).__name__}, which does not translate text. Pass an "
+            f"encoder-decoder model for text."
         )
     sizes = {"chunk_lines": chunk_lines, "batch_tokens": batch_tokens, "max_source_tokens": max_source_tokens}
     for name, value in sizes.items():
@@ -81,7 +88,11 @@ def translate_lines(
             raise ConfigError(f"{name} must be at least 1, got {value}.")
     if max_source_tokens is None:
         max_source_tokens = max(USUAL_SOURCE, _trained_length(opened) or 0)
-    options = {"begin": opened.target_start, "eos_id": opened.eos_ids, "suppress": opened.suppressed}  # wrong: now
+    options = {
+        "begin": opened.target_start,
+        "eos_id": opened.eos_ids,
+        "suppress": opened.suppressed,
+    }  # evaluated now, so that errors are raised by the call instead of the first iteration
     options |= {"beam": beam, "max_new_tokens": max_new_tokens, "batch_tokens": batch_tokens}
     return _chunks(opened, lines, chunk_lines, max_source_tokens, options)
 
@@ -107,12 +118,12 @@ def _text(opened: LoadedModel, found: Hypothesis) -> TranslatedText:
 
 
 def _trained_length(opened: LoadedModel) -> int | None:
-    """Tokens of the longest source that the model was trained on; None: nothing says."""
+    """Return the maximum source length of the training data, or None if it is unknown."""
     return opened.context if opened.run is None else opened.run.recipe.data.max_source_length
 
 
 def _source(opened: LoadedModel, number: int, line: str, most: int) -> list[int]:
-    """At most so many token ids of a line; none for an empty one, and for one that can't be read."""
+    """Return at most `most` token ids of a line, or an empty list if the line is blank or can't be encoded."""
     if not line.strip():
         return []
     try:
@@ -120,24 +131,23 @@ def _source(opened: LoadedModel, number: int, line: str, most: int) -> list[int]
     except UnicodeEncodeError as error:
         place = len(line[: error.start].encode())
         warnings.warn(
-            f"line {number} is not UTF-8 text, and its translation is empty: byte {place} of it can't be read. Convert "
-            f"it to UTF-8.",
+            f"line {number} is not valid UTF-8 at byte {place}, so its translation is empty. Convert it to UTF-8.",
             stacklevel=4,
         )
         return []
     try:
         ids = opened.tokenizer.encode_source(line)
     except ValueError as error:
-        warnings.warn(f"line {number} can't be read, and its translation is empty: {error}", stacklevel=4)
+        warnings.warn(f"line {number} can't be encoded, so its translation is empty: {error}", stacklevel=4)
         return []
     if not ids:
-        warnings.warn(f"nothing of line {number} is left as the model reads it: its translation is empty", stacklevel=4)
-    room, why = opened.model.config.longest_source, "the rows of the model's position table"
+        warnings.warn(f"line {number} has no tokens after preprocessing, so its translation is empty", stacklevel=4)
+    room, why = opened.model.config.longest_source, "the size of the model's position table"
     if room is None or most < room:
-        room, why = most, "as max_source_tokens says: give more, or shorter lines"
+        room, why = most, "the value of max_source_tokens: increase it, or pass shorter lines"
     if len(ids) > room:
-        warnings.warn(f"line {number} has {len(ids)} tokens and is cut to {room}, {why}", stacklevel=4)
-        # What a tokenizer puts at the end of every text stays there.
+        warnings.warn(f"line {number} has {len(ids)} tokens and is truncated to {room}, {why}", stacklevel=4)
+        # Keep a special token that the tokenizer adds at the end of every text.
         kept = [] if ids[-1] in opened.tokenizer.encode(line)[-1:] else ids[-1:]
         return ids[: room - len(kept)] + kept
     trained = _trained_length(opened)
