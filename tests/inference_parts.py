@@ -11,7 +11,7 @@ WORDS = ["the", "a", "cat", "dog", "sat", "ran", "on", "under", "mat", "tree", "
 
 
 def write_tokenizer(directory, *, pair):
-    """Words of a list; with [CLS] ... [SEP] around a text, or with a token in front of it."""
+    """Write a word-level tokenizer that adds [CLS] ... [SEP] around a text (`pair`), or [BOS] in front of it."""
     special = ["[PAD]", "[BOS]", "[UNK]", "[CLS]", "[SEP]"]
     vocabulary = {token: i for i, token in enumerate(special + WORDS)}
     library = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
@@ -25,7 +25,7 @@ def write_tokenizer(directory, *, pair):
 
 
 def write_models(root):
-    """Directories by name: a writer, an encoder-decoder, a classifier, an encoder."""
+    """Write four models and return their directories by name: language model, encoder-decoder, classifier, encoder."""
     made = {}
     for name, family, case in (
         ("writer", "gpt2", "lm"),

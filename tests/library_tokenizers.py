@@ -1,4 +1,4 @@
-"""Small tokenizers of the tokenizers library, of the kinds that published models have, and their files."""
+"""Small tokenizers built with the tokenizers library, of the same kinds as those of published models."""
 
 import json
 
@@ -9,7 +9,7 @@ TEXTS = ["to be or not to be", "that is the question", "¿qué pasa? el niño <e
 
 
 def byte_level() -> Library:
-    """As GPT-2 and Llama 3 have it: bytes, one token that ends a text; a whole word is looked up before the merges."""
+    """Byte-level BPE like GPT-2 and Llama 3, with an end token; whole words are looked up before merges are applied."""
     library = Library(models.BPE(ignore_merges=True))
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = decoders.ByteLevel()
@@ -27,7 +27,7 @@ def byte_level() -> Library:
 
 
 def word_piece() -> Library:
-    """As BERT has it."""
+    """WordPiece like BERT."""
     words = [
         "[PAD]",
         "[UNK]",
@@ -56,7 +56,7 @@ def word_piece() -> Library:
 
 
 def unigram() -> Library:
-    """As T5 has it: the names of special tokens are pieces of the model, too."""
+    """Unigram like T5: the special tokens are also pieces of the model."""
     pieces = ["<pad>", "</s>", "<unk>", "▁", "a", "▁be", "<", "/", "s"]
     library = Library(models.Unigram([(piece, -float(i > 2)) for i, piece in enumerate(pieces)], unk_id=2))
     library.pre_tokenizer = pre_tokenizers.Metaspace()

@@ -1,4 +1,4 @@
-"""How our models are compared with another implementation: its weights, or its gradients, as a tree of ours."""
+"""Comparison of models with another implementation: conversion of its weights and gradients to our parameter tree."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-EPSILON = 0.03  # of every norm: so large that another one, or one in another place, is seen
+EPSILON = 0.03  # of every norm, large enough to detect another epsilon or another position of it
 
 
 def normal(seed, *shape):
@@ -23,14 +23,18 @@ def close(ours, theirs, tolerance=1e-5):
     np.testing.assert_allclose(ours, theirs, rtol=tolerance, atol=tolerance * np.abs(theirs).max())
 
 
-# Weights. A table says for each of our modules whose weights it has, `{}` standing for weight or bias and `*` for the
-# number of the layer. `[k]`: the k-th third of a matrix that makes queries, keys and values at once.
+# Weights. A table maps each of our modules to the tensor of the other implementation. `{}` stands for weight or bias,
+# `*` for the index of the layer, and `[k]` for the k-th third of a fused matrix for queries, keys and values.
 
 
 def convert(like, theirs, rules, *, inputs_first=False):
-    """Their weights (or gradients), named as in `rules`, as a tree of the shapes of ours. Each is used, and all of it.
+    """Convert the weights (or gradients) of the other implementation to our tree, and assert that all are used.
 
-    `inputs_first`: whether their matrices are (in, out) as ours, and not torch's (out, in).
+    Args:
+        like: our parameters (or their shapes).
+        theirs: tensors of the other implementation by name.
+        rules: our module or parameter -> name in `theirs`, see above.
+        inputs_first: whether their matrices are (in, out) like ours, instead of (out, in) as in PyTorch.
     """
     parts_used = dict.fromkeys(theirs, 0.0)
 
@@ -54,7 +58,7 @@ def convert(like, theirs, rules, *, inputs_first=False):
 
 
 def randomize(torch, module, seed=0):
-    """Every parameter moved from where it begins: norms and biases, too."""
+    """Add random numbers to every parameter, including norms and biases."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in module.parameters():
@@ -63,10 +67,11 @@ def randomize(torch, module, seed=0):
 
 
 def compare(torch, module, run_theirs, rules, model, run_ours, *inputs, gradients_of=0, **options):
-    """Both sides' outputs, and the gradients of a random sum of them by all weights and the first
-    `gradients_of` inputs. `run_ours(apply, *inputs)`.
+    """Compare the outputs of both implementations and the gradients of a random weighted sum of the outputs.
 
-    Measured, both are within a fifth of their bounds. That of gradients is twice as wide: there are two passes.
+    Gradients are taken by all weights and the first `gradients_of` inputs. `run_ours` is called with (apply, *inputs).
+    The measured differences are within a fifth of the tolerances. The tolerance of gradients is twice as large, because
+    they take two passes.
     """
     arrays = [jnp.asarray(x) for x in inputs]
     shapes = jax.eval_shape(lambda: run_ours(lambda *a, **k: model.init(jax.random.key(0), *a, **k), *arrays))["params"]
@@ -92,7 +97,7 @@ def compare(torch, module, run_theirs, rules, model, run_ours, *inputs, gradient
     close(out, theirs)
     expected = convert(shapes, {name: p.grad for name, p in module.named_parameters()}, rules, **options)
     expected, got = flatten_dict(expected, sep="/"), flatten_dict(of_params, sep="/")
-    # The bias of keys moves all scores of a query alike, so that its true gradient is 0: all that is seen is rounding.
+    # The bias of keys adds a constant to all scores of a query, so its true gradient is 0, and only rounding remains.
     blind = [path for path in expected if path.endswith("attention/key/bias")]
     for path in blind:
         assert max(np.abs(got.pop(path)).max(), np.abs(expected.pop(path)).max()) < 1e-4

@@ -1,7 +1,7 @@
-"""What both sides compute: tiny models of every family, their numbers and their inputs, from names and sizes alone.
+"""Test cases for comparisons with the reference: tiny models of every family, their weights and their inputs.
 
-No file of weights is kept: the numbers of a tensor are drawn by its name, so that a golden file holds names, shapes and
-results only.
+No weights are stored: the values of a tensor are random numbers seeded by its name. A golden file therefore contains
+only names, shapes and results.
 """
 
 import importlib
@@ -16,7 +16,7 @@ import numpy as np
 
 HERE = Path(__file__).parent
 PADDED = 3
-"""tokens of padding in the second row"""
+"""Number of padding tokens in the second row."""
 
 NULLABLE = {
     ("deepseek_v3", "q_lora_rank"),
@@ -31,40 +31,40 @@ NULLABLE = {
     ("starcoder2", "sliding_window"),
     *((family, "forced_eos_token_id") for family in ("bart", "blenderbot", "marian")),
 }
-"""(family, field of config.json) for which null is a value in the reference, too"""
+"""Pairs (family, field of config.json) for which the reference accepts null."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One tiny model: the reference's classes of model and config, and the fields of the config."""
+    """One tiny model: the model and config classes of the reference, and the fields of the config."""
 
     architecture: str
     config: str
     values: dict[str, Any]
     options: dict[str, Any] = field(default_factory=dict)
-    """arguments of the reference's model beside its config"""
+    """Additional arguments of the reference model."""
     length: int = 11
-    """tokens of a row"""
+    """Number of tokens per row."""
     left_padding: bool = True
-    """whether rows padded on the left are compared, too (decoders)"""
+    """Whether rows with left padding are compared, too (decoders)."""
     new_tokens: int = 50
-    """how many are generated, by models that write"""
+    """Number of generated tokens, for generative models."""
     golden: bool = True
-    """whether a golden file keeps it for the default tests"""
+    """Whether a golden file stores the results for the default tests."""
     more: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """names and shapes of tensors in its file that a new model of the reference would tie to others"""
+    """Names and shapes of additional tensors in the file that the reference would tie to others in a new model."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """The cases of one family: they share the start of the reference's class names, and the sizes."""
+    """Builder for the cases of one family, which share a class name prefix and sizes."""
 
     name: str
-    """with what its classes begin, such as Llama"""
+    """Prefix of the class names, such as Llama."""
     sizes: dict[str, Any]
-    """config fields of every case that does not change them"""
+    """Default config fields of the cases."""
     config: str = ""
-    """class of the config, where it is not `name` and Config"""
+    """Class of the config, if it is not `name` + "Config"."""
 
     def case(
         self,
@@ -76,7 +76,7 @@ class Family:
         more: dict[str, tuple[int, ...]] | None = None,
         **fields: Any,
     ) -> Case:
-        """The model whose class name ends with `head`; config fields replace those of `sizes` or add to them."""
+        """Return the case for the class `name` + `head`; `fields` override or extend `sizes`."""
         return Case(
             self.name + head,
             self.config or f"{self.name}Config",
@@ -88,39 +88,42 @@ class Family:
         )
 
     def causal_lm(self, **changes: Any) -> Case:
-        """A decoder with its language-model head; takes what `case` takes."""
+        """Return a decoder with a language-model head (arguments as `case`)."""
         return self.case("ForCausalLM", **changes)
 
     def masked_lm(self, **changes: Any) -> Case:
-        """An encoder with its masked-language-model head; takes what `case` takes."""
+        """Return an encoder with a masked-language-model head (arguments as `case`)."""
         return self.case("ForMaskedLM", **changes)
 
     def classifier(self, *, num_labels: int = 3, **changes: Any) -> Case:
-        """A classifier of texts; takes what `case` takes."""
+        """Return a text classifier (arguments as `case`)."""
         return self.case("ForSequenceClassification", num_labels=num_labels, **changes)
 
     def seq2seq(self, *, left_padding: bool = False, **changes: Any) -> Case:
-        """An encoder and a decoder with a language-model head; takes what `case` takes."""
+        """Return an encoder-decoder with a language-model head (arguments as `case`)."""
         return self.case("ForConditionalGeneration", left_padding=left_padding, **changes)
 
 
 def families() -> list[str]:
-    """Families with cases: one file each."""
+    """Return the names of all families with cases (one file each)."""
     return sorted(module.name for module in pkgutil.iter_modules([str(HERE / "cases")]))
 
 
 def cases(family: str) -> dict[str, Case]:
-    """The tiny models of a family, by name."""
+    """Return the cases of a family by name."""
     return importlib.import_module(f"golden.cases.{family}").CASES
 
 
 def all_cases() -> list[tuple[str, str]]:
-    """(family, name) of every case."""
+    """Return (family, name) of every case."""
     return [(family, name) for family in families() for name in cases(family)]
 
 
 def numbers(name: str, shape: tuple[int, ...]) -> np.ndarray:
-    """The float32 numbers of a tensor: of a size that keeps activations near 1, none of them at its initial value."""
+    """Return random float32 values for a tensor, seeded by its name.
+
+    The scale keeps activations near 1, and no parameter has its usual initial value, so that every parameter matters.
+    """
     drawn = np.random.RandomState(zlib.crc32(name.encode())).standard_normal(shape)
     if len(shape) < 2:
         # Scales of norms around 1; biases, sinks and the like around 0.
@@ -131,28 +134,28 @@ def numbers(name: str, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def golden_file(family: str) -> Path:
-    """Where results of a family are kept."""
+    """Return the path of the golden file of a family."""
     return HERE / f"{family}.json"
 
 
 def golden(family: str) -> dict[str, Any]:
-    """Results of a family, by name of the case."""
+    """Return the golden results of a family by case name."""
     return json.loads(golden_file(family).read_text())
 
 
 def tokens(seed: int, vocab_size: int, *shape: int) -> np.ndarray:
-    """Ids that are never one of the first four, which families keep for padding and the like."""
+    """Return random token ids other than the first four, which many families use as special tokens."""
     return np.random.RandomState(seed).randint(4, vocab_size, shape).astype(np.int32)
 
 
 def past_values(steps: int, channels: int) -> np.ndarray:
-    """Two series (2, steps, channels), channels of unlike scales."""
+    """Return two time series (2, steps, channels) whose channels have different scales."""
     drawn = np.random.RandomState(5).standard_normal((2, steps, channels))
     return (drawn * (1 + np.arange(channels)) - 0.7).astype(np.float32)
 
 
 def real_tokens(padding: str, rows: int, length: int) -> np.ndarray:
-    """Which tokens are no padding, (rows, length) of 0 and 1: all ("none"), or but for PADDED of the second row."""
+    """Return a padding mask (rows, length) with 1 for real tokens; the second row has PADDED tokens of padding."""
     real = np.ones((rows, length), np.int32)
     if padding == "right":
         real[1, -PADDED:] = 0

@@ -1,4 +1,4 @@
-"""Writes the golden files anew: what the reference computes, for tests that run without it.
+"""Regenerate the golden files: results of the reference, for tests that run without it.
 
 .venv-parity/bin/python tests/golden/make.py [FAMILY ...]
 """
@@ -16,12 +16,12 @@ from golden.case import cases, families, golden_file
 
 
 def rounded(array):
-    """Numbers to six places, as lists."""
+    """Return an array as nested lists, rounded to six decimal places."""
     return [rounded(part) for part in array] if array.ndim else round(float(array), 6)
 
 
 def record(case):
-    """All that a golden file keeps of a case."""
+    """Return the golden record of a case."""
     with tempfile.TemporaryDirectory() as folder:
         model, tensors = reference.fill(reference.build(case), case, Path(folder))
         results = {name: rounded(value) for name, value in reference.run(model, case, "none").items()}
@@ -31,7 +31,7 @@ def record(case):
 
 
 def main(names):
-    """Makes the files of these families (none named: of all)."""
+    """Write the files of these families (none: all families)."""
     for family in names or families():
         kept = {name: record(case) for name, case in cases(family).items() if case.golden}
         lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(value)}" for name, value in kept.items())

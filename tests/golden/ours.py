@@ -1,4 +1,4 @@
-"""Our side: the same directory, loaded; the same inputs, results by the same names."""
+"""Results of this library for the test cases: the same weights and inputs as `reference`, and the same result names."""
 
 from pathlib import Path
 from typing import Any
@@ -14,14 +14,14 @@ from transformer.zoo.weights._files import write_weights
 
 
 def write(directory: Path, record: dict[str, Any]) -> Path:
-    """The checkpoint that a golden record describes."""
+    """Write the checkpoint that a golden record describes."""
     tensors = {name: numbers(name, tuple(shape)) for name, shape in record["tensors"].items()}
     write_weights(directory, record["config"], tensors)
     return directory
 
 
 def inputs_of(model: Any, case: Case, padding: str, pad_id: int = 0) -> tuple[tuple, dict[str, Any]]:
-    """Arguments of a call, and those by name."""
+    """Return the positional and keyword arguments of a model call."""
     config = model.config
     if isinstance(model, VisionClassifier):
         shape = (2, config.patches.channels, config.patches.image_height, config.patches.image_width)
@@ -54,7 +54,7 @@ def inputs_of(model: Any, case: Case, padding: str, pad_id: int = 0) -> tuple[tu
 
 
 def run(model: Any, params: Any, case: Case, padding: str, pad_id: int = 0) -> dict[str, np.ndarray]:
-    """Hidden states and, if the model has a head, logits."""
+    """Return hidden states and, if the model has a head, logits."""
     inputs, named = inputs_of(model, case, padding, pad_id)
 
     @jax.jit
@@ -71,7 +71,7 @@ def run(model: Any, params: Any, case: Case, padding: str, pad_id: int = 0) -> d
 
 
 def gradients(model: Any, params: Any, case: Case) -> Any:
-    """Gradient of the mean of log-probabilities x fixed numbers, a tree as the parameters."""
+    """Return the gradient of mean(log-probabilities * fixed random numbers) by the parameters."""
     inputs, named = inputs_of(model, case, "none")
 
     @jax.jit
@@ -87,7 +87,7 @@ def gradients(model: Any, params: Any, case: Case) -> Any:
 
 
 def compare(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray], padding: str, case: Case) -> None:
-    """The same to 1e-4, wherever there is no padding."""
+    """Assert equality up to 1e-4, except for padding."""
     assert ours.keys() == theirs.keys()
     for name, expected in theirs.items():
         expected, got = np.asarray(expected, np.float32), ours[name]

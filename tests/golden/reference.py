@@ -1,4 +1,4 @@
-"""The reference's side: transformers on torch, tiny models with the numbers of `case.numbers`."""
+"""Results of the reference for the test cases: transformers on PyTorch, with weights from `case.numbers`."""
 
 import inspect
 import json
@@ -11,7 +11,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 
 def build(case: Case):
-    """The model of a case, in float32, evaluation mode."""
+    """Return the model of a case, in float32 and evaluation mode."""
     special = {"bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
     given = {name: value for name, value in special.items() if name not in case.values}
     config = getattr(transformers, case.config)(**given, **case.values)
@@ -20,7 +20,7 @@ def build(case: Case):
 
 
 def fill(model, case: Case, directory):
-    """Gives a model its numbers by way of its own files, names as they are on disk; returns it read back."""
+    """Save a model, replace its tensors by `numbers` (seeded by their names on disk), and load it again."""
     import safetensors.numpy
 
     model.save_pretrained(directory)
@@ -32,18 +32,18 @@ def fill(model, case: Case, directory):
 
 
 def reload(cls, case: Case, directory):
-    """A model read from a directory; an error where the reference finds a tensor missing or one too many."""
+    """Load a model from a directory; raise ValueError for missing or unexpected tensors."""
     model, info = cls.from_pretrained(
         directory, output_loading_info=True, dtype=torch.float32, attn_implementation="eager", **case.options
     )
     faults = {name: found for name, found in info.items() if found}
     if faults:
-        raise ValueError(f"the reference does not load {directory} whole: {faults}")
+        raise ValueError(f"the reference does not load {directory} completely: {faults}")
     return model.eval()
 
 
 def inputs_of(model, case: Case, padding: str) -> dict[str, torch.Tensor]:
-    """What the reference is given."""
+    """Return the inputs for the reference."""
     config = model.config
     if model.main_input_name == "pixel_values":
         size = config.image_size if isinstance(config.image_size, list | tuple) else (config.image_size,) * 2
@@ -73,10 +73,10 @@ def inputs_of(model, case: Case, padding: str) -> dict[str, torch.Tensor]:
 
 
 def hidden_states(model, given: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Of the last layer, after its norm."""
+    """Return the hidden states of the last layer, after the final norm."""
     if "decoder_input_ids" not in given or model.base_model is not model:
         return model.base_model(**given).last_hidden_state
-    # T5's models hold the two stacks themselves.
+    # T5 models have no base model that contains both stacks.
     mask = given.get("attention_mask")
     context = model.encoder(input_ids=given["input_ids"], attention_mask=mask).last_hidden_state
     target = {"input_ids": given["decoder_input_ids"], "encoder_attention_mask": mask}
@@ -84,7 +84,7 @@ def hidden_states(model, given: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def run(model, case: Case, padding: str) -> dict[str, np.ndarray]:
-    """Hidden states of the last layer, after its norm, and logits if the model has a head."""
+    """Return hidden states of the last layer (after the final norm), and logits if the model has a head."""
     given = inputs_of(model, case, padding)
     with torch.no_grad():
         results = {"hidden": hidden_states(model, given)}
@@ -99,7 +99,7 @@ def _logits(output):
 
 
 def gradients(model, case: Case) -> dict[str, np.ndarray]:
-    """Gradient of the mean of logits x fixed numbers with respect to every tensor, by its name on disk."""
+    """Return the gradient of mean(log-probabilities * fixed random numbers) by every tensor, by name on disk."""
     model.zero_grad()
     logits = _logits(model(**inputs_of(model, case, "none")))
     direction = np.random.RandomState(3).standard_normal(tuple(logits.shape)).astype(np.float32)
@@ -109,11 +109,11 @@ def gradients(model, case: Case) -> dict[str, np.ndarray]:
 
 
 def generated(model, case: Case) -> list[list[int]]:
-    """What the reference writes greedily."""
+    """Return the tokens that the reference generates greedily."""
     given = inputs_of(model, case, "none")
     given.pop("decoder_input_ids", None)
     start = given.get("input_ids")
-    # Whisper's own `generate` cuts sound up and suppresses tokens; what is compared is what all have below it.
+    # Whisper overrides `generate` to split audio and suppress tokens. Compare the generic implementation instead.
     out = transformers.GenerationMixin.generate(
         model,
         **given,
@@ -127,5 +127,5 @@ def generated(model, case: Case) -> list[list[int]]:
 
 
 def config_of(directory) -> dict:
-    """The config.json that the reference wrote."""
+    """Return the config.json that the reference wrote."""
     return json.loads((directory / "config.json").read_text())

@@ -1,4 +1,4 @@
-"""Config fields that the tiny models of several families share: small sizes, no two of them equal where possible."""
+"""Small config fields shared by the tiny models of several families; the sizes are distinct where possible."""
 
 DECODER = {
     "vocab_size": 37,
@@ -8,7 +8,7 @@ DECODER = {
     "num_attention_heads": 6,
     "num_key_value_heads": 3,
 }
-"""of Llama and the families that follow its names"""
+"""Fields of Llama and families with the same names."""
 
 ENCODER = {
     "hidden_size": 12,
@@ -16,7 +16,7 @@ ENCODER = {
     "num_attention_heads": 3,
     "intermediate_size": 17,
 }
-"""of BERT and the families that follow its names"""
+"""Fields of BERT and families with the same names."""
 
 SEQ2SEQ = {
     "vocab_size": 37,
@@ -28,7 +28,7 @@ SEQ2SEQ = {
     "decoder_ffn_dim": 19,
     "decoder_attention_heads": 3,
 }
-"""of BART and the families that follow its names"""
+"""Fields of BART and families with the same names."""
 
 YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 16}
-"""a rotary scaling whose original context is longer than the rows of the tests"""
+"""A rotary scaling whose original context is longer than the rows of the tests."""

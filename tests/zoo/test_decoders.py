@@ -1,4 +1,4 @@
-"""What config.json says of Mistral, Qwen, Gemma, Mixtral, GPT-NeoX, OLMo 2 and Phi-3, and what their files hold."""
+"""Decoder families (Mistral, Qwen, Gemma, Mixtral, GPT-NeoX, OLMo 2, Phi-3): config fields and tensors of files."""
 
 import itertools
 import math
@@ -35,7 +35,7 @@ def head_of(family):
 
 
 def read(family, **fields):
-    """The config that a family reads of these fields, with `SIZES` for the others."""
+    """Return the config that a family reads from these fields and `SIZES`."""
     return ENTRIES[family].read(SIZES | fields, head_of(family)[1])
 
 
@@ -77,7 +77,7 @@ def test_windows():
 
 
 def test_gemma_3_turns_local_and_global_layers_differently():
-    """The same by the fields of the published files and by those of transformers 5."""
+    """Fields of published files and of transformers 5 give the same config."""
     old = {"rope_theta": 900, "rope_local_base_freq": 50, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
     new = {
         FULL: {"rope_type": "linear", "rope_theta": 900.0, "factor": 8.0},
@@ -136,7 +136,7 @@ def test_training_losses_of_experts_hinder_no_saving(family, experts):
 
 
 def test_layers_that_differ_are_compared_layer_by_layer():
-    """Two ways to say the same are the same; a layer without attention has no rotary positions to compare."""
+    """Equivalent configs have the same canonical form; layers without attention have no rotary positions."""
     config = read("mistral", sliding_window=7, num_hidden_layers=4)
     same = config.replace(
         **{"stack.prefix": config.stack.period, "stack.period": (LayerKind(window=7, rotary_base=10_000.0),)}
@@ -153,14 +153,14 @@ def test_rotary_fields():
     for name in ("rope_parameters", "rope_scaling"):
         config = read("mistral", **{name: scaled}, rope_theta=99.0)
         assert (config.rotary.base, config.rotary.scaling) == (99.0, RotaryScaling(kind="linear", factor=2.0))
-    with pytest.raises(ValueError, match=r"partial_rotary_factor is 0\.5, but heads of this family turn whole"):
+    with pytest.raises(ValueError, match=r"partial_rotary_factor is 0\.5, but this family always rotates whole heads"):
         read("mistral", partial_rotary_factor=0.5)
-    for turned, head in ((2, 49), (30, 44), (6, 47), (44, 44)):  # 30 / 44 * 44 is less than 30
-        fields = {"hidden_size": 3 * head, "rotary_pct": math.nextafter(turned / head, 2.0), "intermediate_size": 19}
+    for rotated, head in ((2, 49), (30, 44), (6, 47), (44, 44)):  # 30 / 44 * 44 is less than 30
+        fields = {"hidden_size": 3 * head, "rotary_pct": math.nextafter(rotated / head, 2.0), "intermediate_size": 19}
         sizes = {name: SIZES[name] for name in ("vocab_size", "num_hidden_layers", "num_attention_heads")}
         neox = ENTRIES["gpt_neox"]
         config = neox.read(sizes | fields, head_of("gpt_neox")[1])
-        assert config.rotary.dim == (None if turned == head else turned)
+        assert config.rotary.dim == (None if rotated == head else rotated)
         assert (
             neox.read(neox.write(config, "GPTNeoXForCausalLM"), head_of("gpt_neox")[1]).rotary.dim == config.rotary.dim
         )
@@ -172,13 +172,17 @@ LONGROPE = {"type": "longrope", "short_factor": [1.0, 1.0], "long_factor": [2.0,
 @pytest.mark.parametrize(
     ("family", "fields", "message"),
     [
-        ("qwen2", {"layer_types": [FULL]}, "layer_types has 1 names, but there are 2 layers"),
+        ("qwen2", {"layer_types": [FULL]}, "layer_types has 1 names, but the model has 2 layers"),
         ("qwen2", {"layer_types": [FULL, SLIDING]}, "sliding_attention, but sliding_window is not set"),
         ("gemma2", {"layer_types": [FULL, "blockwise_attention"]}, "layer_types has blockwise_attention"),
         ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
         ("gemma3_text", {"attn_logit_softcapping": 50.0}, r"attn_logit_softcapping is 50\.0"),
-        ("gemma3_text", {"rope_parameters": {"rope_theta": 9.0}}, "rope_parameters has rope_theta, but it is kept by"),
-        ("gemma3_text", {"rope_scaling": {"partial_rotary_factor": 0.5}}, "heads of this family turn whole"),
+        (
+            "gemma3_text",
+            {"rope_parameters": {"rope_theta": 9.0}},
+            "rope_parameters has rope_theta, but expected one entry per layer type",
+        ),
+        ("gemma3_text", {"rope_scaling": {"partial_rotary_factor": 0.5}}, "this family always rotates whole heads"),
         ("mixtral", {"num_experts_per_tok": 9}, r"top_k \(9\) must be at most num_experts \(8\)"),
         ("olmo2", {"clip_qkv": 8.0}, "clip_qkv is not known"),
         ("phi3", {"rope_scaling": LONGROPE}, "'longrope', which this family computes as longrope"),
@@ -242,6 +246,6 @@ def test_the_load_balance_loss_is_the_reference_s_for_one_layer(tmp_path):
     with torch.no_grad():
         expected = theirs(torch.tensor(np.asarray(tokens), dtype=torch.long), output_router_logits=True).aux_loss
     _, aux = loaded.model.apply({"params": loaded.params}, tokens, method="with_aux")
-    # Theirs is a mean, to be multiplied by the coefficient; ours a sum over tokens, multiplied already.
+    # The reference returns a mean without the coefficient. Ours is a sum over tokens, with the coefficient included.
     got = aux["load_balance"][0] / case.length
     assert got == pytest.approx(loaded.fields["router_aux_loss_coef"] * float(expected), rel=1e-5)

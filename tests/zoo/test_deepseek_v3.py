@@ -1,4 +1,4 @@
-"""DeepSeek-V3's files: what published ones hold beside the model, and what its fields mean."""
+"""DeepSeek-V3: additional contents of published files, and the meaning of config fields."""
 
 import math
 
@@ -28,7 +28,7 @@ def test_layers_that_predict_further_ahead_are_left_out(tmp_path):
     more = load_pretrained(ours.write(tmp_path / "more", record | {"tensors": record["tensors"] | ahead}))
     jax.tree.map(np.testing.assert_array_equal, more.params, plain.params)
     strange = record["tensors"] | {"model.layers.60.enorm.weight": [12]}
-    with pytest.raises(ValueError, match=r"1 not understood: model.layers.60.enorm.weight"):
+    with pytest.raises(ValueError, match=r"1 unexpected: model.layers.60.enorm.weight"):
         load_pretrained(ours.write(tmp_path / "strange", record | {"tensors": strange}))
 
 
@@ -57,14 +57,14 @@ def test_published_files_are_in_eight_bits_and_the_choice_of_experts_in_32(tmp_p
 
 
 def test_pairs_that_turn_lie_apart_here():
-    """Heads (2) of a dimension that stays and four that turn: 0 1 2 3 in the file, 0 2 1 3 here."""
+    """Two heads with one unrotated and four rotated dimensions: 0 1 2 3 in the file, 0 2 1 3 here."""
     file = np.arange(20.0).reshape(10, 2)
     relation = Interleaved(MATRIX, 4)
     (kernel,) = relation.load([file], [(2, 2, 5)])
     assert kernel[0].tolist() == [[0, 2, 6, 4, 8], [10, 12, 16, 14, 18]]
     np.testing.assert_array_equal(relation.save([kernel])[0], file)
 
-    relation = Interleaved(Fused(), 6)  # a latent of 3, which stays
+    relation = Interleaved(Fused(), 6)  # a latent of 3 dimensions, not rotated
     file = np.arange(18.0).reshape(9, 2)
     latent, turned = relation.load([file], [(2, 3), (2, 6)])
     assert (latent[0].tolist(), turned[0].tolist()) == ([0, 2, 4], [6, 10, 14, 8, 12, 16])
@@ -100,13 +100,16 @@ def test_weights_of_the_sharpening_come_back(kind, weights):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"rope_interleave": False}, r"rope_interleave is False, which changes what is computed"),
+        ({"rope_interleave": False}, r"rope_interleave is False, which changes the computation"),
         ({"scoring_func": "softmax"}, r"scoring_func is 'softmax', which changes"),
         ({"topk_method": "greedy"}, r"topk_method is 'greedy', which changes"),
         ({"moe_layer_freq": 2}, r"moe_layer_freq is 2, which changes"),
-        ({"n_shared_experts": 0}, r"n_shared_experts is 0, but this family always has some"),
-        ({"num_key_value_heads": 1}, r"num_key_value_heads is 1, but a latent makes a key for each of the 3 heads"),
-        ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor is 0.5, but heads of this family turn whole"),
+        ({"n_shared_experts": 0}, r"n_shared_experts is 0, but this family requires at least one"),
+        (
+            {"num_key_value_heads": 1},
+            r"num_key_value_heads is 1, but latent attention has one key for each of the 3 heads",
+        ),
+        ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor is 0.5, but this family always rotates whole heads"),
     ],
 )
 def test_what_is_not_built_is_refused_by_name(fields, message):

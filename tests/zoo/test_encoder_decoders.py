@@ -1,4 +1,4 @@
-"""What published files of T5, umT5, BART, Marian, OPT and BLOOM hold beside the usual, and what is refused."""
+"""T5, umT5, BART, Marian, OPT and BLOOM: additional contents of published files, and errors."""
 
 import json
 
@@ -14,7 +14,7 @@ from transformer.zoo.weights._files import WeightFiles, write_weights
 
 
 def record_of(family, name="lm"):
-    """config.json and tensors of a golden case."""
+    """Return the config.json and the tensors of a golden case."""
     record = golden_case.golden(family)[name]
     return record["config"], {name: numbers(name, tuple(shape)) for name, shape in record["tensors"].items()}
 
@@ -34,7 +34,7 @@ def test_t5_files_repeat_the_table_and_hold_one_that_nothing_reads(tmp_path):
     table = tensors["shared.weight"]
     copies = dict.fromkeys(("encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight"), table)
     unread = {"decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight": numbers("unread", (8, 3))}
-    # As first published: without the field that came later.
+    # Early files, without fields that were added later.
     del config["scale_decoder_outputs"], config["tie_word_embeddings"]
     full = opened(tmp_path / "full", config, tensors | copies | unread)
     assert full.model.config == plain.model.config
@@ -143,7 +143,7 @@ def test_opt_and_bloom_files_leave_the_prefix_out(tmp_path):
     for family, prefix in {"opt": "model.", "bloom": "transformer."}.items():
         config, tensors = record_of(family)
         plain = opened(tmp_path / family, config, tensors)
-        if family == "bloom":  # as it was published
+        if family == "bloom":  # names in the published files
             config["n_embed"], config["num_attention_heads"] = config.pop("hidden_size"), config.pop("n_head")
             config |= {"is_encoder_decoder": False, "n_inner": None, "seq_length": 2048, "skip_bias_add": True}
         short = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
@@ -159,7 +159,11 @@ def test_opt_and_bloom_files_leave_the_prefix_out(tmp_path):
             "feed_forward_proj is 'gated-mish', of whose",
         ),
         ("t5", {"is_encoder_decoder": False}, "is_encoder_decoder is False"),
-        ("bart", {"encoder_ffn_dim": 23}, "encoder_ffn_dim is 23 and decoder_ffn_dim is 19: here both stacks have"),
+        (
+            "bart",
+            {"encoder_ffn_dim": 23},
+            "encoder_ffn_dim is 23 and decoder_ffn_dim is 19: encoder and decoder must have",
+        ),
         ("bart", {"decoder_attention_heads": 4}, "encoder_attention_heads is 3 and decoder_attention_heads is 4"),
         ("bart", {"num_hidden_layers": 5}, "num_hidden_layers is 5, but encoder_layers is 2"),
         ("bart", {"normalize_before": True}, "normalize_before is True"),
@@ -171,7 +175,7 @@ def test_opt_and_bloom_files_leave_the_prefix_out(tmp_path):
             "decoder_vocab_size is 41, but the table is shared, and vocab_size is 37",
         ),
         ("marian", {"normalize_embedding": True}, "normalize_embedding is True"),
-        ("opt", {"word_embed_proj_dim": 6}, "word_embed_proj_dim is 6, but hidden_size is 12: maps between the two"),
+        ("opt", {"word_embed_proj_dim": 6}, "word_embed_proj_dim is 6, but hidden_size is 12: projections between"),
         ("opt", {"_remove_final_layer_norm": True}, "_remove_final_layer_norm is True"),
         ("opt", {"layer_norm_elementwise_affine": False}, "layer_norm_elementwise_affine is False"),
         (

@@ -1,4 +1,4 @@
-"""Encoder families: what published files and configs contain beside a new one's, and what is refused."""
+"""Encoder families: additional contents of published files and configs, and errors."""
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ def same(left, right):
 
 
 def first_release(tensors):
-    """A masked language model's tensors as bert-base-uncased has them: old names, copies, heads that are not needed."""
+    """Masked-language-model tensors as in bert-base-uncased: old names, copies, unneeded heads."""
     old = {
         name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): tensor
         for name, tensor in tensors.items()
@@ -66,7 +66,7 @@ def test_what_a_masked_lm_needs_is_not_ignored(tmp_path):
     write_weights(tmp_path / "odd", record["config"], tensors)
     with pytest.raises(ValueError, match=r"cls.predictions.decoder.bias differs from cls.predictions.bias") as error:
         load_pretrained(tmp_path / "odd")
-    assert "2 not understood: classifier.weight, cls.predictions.transform.LayerNorm.gamma" in str(error.value)
+    assert "2 unexpected: classifier.weight, cls.predictions.transform.LayerNorm.gamma" in str(error.value)
 
 
 def test_a_base_model_s_files_have_no_prefix_and_are_read_with_one(tmp_path):
@@ -91,7 +91,7 @@ def test_an_embedder_s_vectors_are_the_mean_of_real_tokens(tmp_path):
         return hidden, loaded.model.apply({"params": params}, tokens, **named)
 
     hidden, vectors = run(loaded.params, tokens, named)
-    expected = np.asarray(record["results"]["hidden"])[0].mean(0)  # the row that is not padded, as the reference has it
+    expected = np.asarray(record["results"]["hidden"])[0].mean(0)  # the row without padding, from the reference
     np.testing.assert_allclose(vectors[0], expected, atol=1e-5)
     np.testing.assert_allclose(vectors[1], np.asarray(hidden)[1, : case.length - golden_case.PADDED].mean(0), atol=1e-6)
 
@@ -184,7 +184,7 @@ def test_fields_that_are_not_built_are_refused(name, fields, message):
 
 
 def test_a_vision_model_without_a_head_is_refused():
-    with pytest.raises(ValueError, match="the architecture ViTModel of ViT is not built here"):
+    with pytest.raises(ValueError, match="the architecture ViTModel of ViT is not supported"):
         ENTRIES["vit"].head_of({"architectures": ["ViTModel"]})
 
 
@@ -212,7 +212,7 @@ def test_models_without_a_counterpart_are_not_saved(variant, model, changes, mes
 
 
 def test_padding_on_the_right_changes_nothing_of_windows(tmp_path):
-    """ModernBERT's windows count places, and padding is behind all of them."""
+    """The windows of ModernBERT count slots, so the padding must come after all tokens."""
     record = golden_case.golden("modernbert")["masked_lm"]
     loaded = load_pretrained(ours.write(tmp_path / "theirs", record))
     tokens = jnp.asarray(golden_case.tokens(3, 37, 1, 11))
@@ -230,7 +230,7 @@ def test_padding_on_the_right_changes_nothing_of_windows(tmp_path):
 
 @pytest.mark.parametrize(("name", "head"), [("bert", "cls.predictions."), ("roberta", "lm_head.")])
 def test_an_untied_head_s_bias_is_written_twice(tmp_path, name, head):
-    """The reference keeps a second one beside the map's own, which it reads in tied models alone."""
+    """The reference stores a second bias in addition to that of the output map, and uses it only in tied models."""
     family, values = ENTRIES[name], golden_case.golden(name)["masked_lm"]["config"] | {"tie_word_embeddings": False}
     model = MaskedLM(family.read(values, family.heads[values["architectures"][0]]))
     params = jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), abstract_params(model))

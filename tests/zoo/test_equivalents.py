@@ -1,4 +1,4 @@
-"""Models that no family describes as they are: the one that is saved in their place computes the same."""
+"""Models that no family can describe directly: the equivalent model that is saved computes the same function."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from transformer.zoo._equivalents import REWRITES
 SIZES = {"vocab_size": 29, "d_model": 12, "num_heads": 3, "num_layers": 2, "d_ff": 17}
 WITHOUT = {"stack.period": (LayerKind(self_attention=False),)}
 
-# What differs from a family: the class, the config, the family asked for (None: any), and the one that is found.
+# Difference from a family: model class, config fields, requested family (None: any), and the family that is found.
 CASES = {
     "relu2": (
         CausalLM,
@@ -67,7 +67,7 @@ INPUTS = {
 
 
 def random_model(cls, fields):
-    """A model, and parameters none of which is what it begins with."""
+    """Return a model and parameters that all differ from their initial values."""
     model = cls(TransformerConfig(**SIZES | {"position": "rotary"} | fields))
     params = jax.jit(model.init)(jax.random.key(0), *INPUTS[cls])["params"]
     random = np.random.default_rng(0)
@@ -115,13 +115,13 @@ def test_a_model_without_an_equivalent_is_refused_in_a_few_words(cls, fields, me
     model = cls(TransformerConfig(**SIZES | {"position": "rotary"} | fields))
     with pytest.raises(ConfigError, match=message) as error:
         with_equivalent(model, {})
-    assert str(error.value).startswith("the model can't be saved as an architecture of the transformers library")
+    assert str(error.value).startswith("the model can't be saved as any supported architecture")
     assert str(error.value).count(";") <= 5
     assert len(str(error.value)) < 700
 
 
 def test_every_rewrite_is_needed_by_a_case():
-    """Without it, one of the cases has no family."""
+    """Without any one of the rewrites, some case has no family."""
     needed = set()
     for cls, fields, family, _ in CASES.values():
         model = cls(TransformerConfig(**SIZES | {"position": "rotary"} | fields))
@@ -140,7 +140,7 @@ def test_every_rewrite_is_needed_by_a_case():
 
 @pytest.mark.parametrize("family", ENTRIES)
 def test_null_is_written_only_where_the_reference_has_it(family):
-    """Whatever a config leaves to its defaults: the reference refuses null elsewhere."""
+    """Null is written only for fields for which the reference accepts it, whatever defaults a config uses."""
     free = {
         "initializer_range": None,
         "d_ff": None,
@@ -160,7 +160,7 @@ def test_null_is_written_only_where_the_reference_has_it(family):
 
 
 def written(family, config, changes, architecture):
-    """config.json of a model after changes; empty where the family or the config has no such model."""
+    """Return the config.json of a changed model, or an empty one if the family or the config does not allow it."""
     try:
         return family.write(config.replace(**changes), architecture)
     except ConfigError:

@@ -1,4 +1,4 @@
-"""gpt-oss's published files: fields that only they have, and what is meant where a field is missing."""
+"""gpt-oss: fields of published files, and defaults of missing fields."""
 
 import pytest
 
@@ -60,7 +60,7 @@ def test_the_published_config():
 
 
 def test_what_is_not_said_is_as_published():
-    """Local layers first, YaRN, biases and all sizes of heads are the reference's defaults."""
+    """Defaults of the reference: local layers first, YaRN, biases and head sizes."""
     named = ("layer_types", "rope_scaling", "rope_theta", "attention_bias", "head_dim", "num_key_value_heads")
     named += ("num_experts_per_tok", "sliding_window", "rms_norm_eps", "swiglu_limit", "tie_word_embeddings")
     silent = {name: value for name, value in PUBLISHED.items() if name not in named}
@@ -72,10 +72,10 @@ def test_what_is_not_said_is_as_published():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"swiglu_limit": 6.0}, r"swiglu_limit is 6.0, which changes what is computed"),
-        ({"swiglu_alpha": 1.0}, r"swiglu_alpha is 1.0, which changes what is computed"),
-        ({"layer_types": ["sliding_attention"] * 23}, r"layer_types has 23 names, but there are 24 layers"),
-        ({"quantization_config": {"quant_method": "mxfp4"}}, r"quantization_config is .* not built here"),
+        ({"swiglu_limit": 6.0}, r"swiglu_limit is 6.0, which changes the computation"),
+        ({"swiglu_alpha": 1.0}, r"swiglu_alpha is 1.0, which changes the computation"),
+        ({"layer_types": ["sliding_attention"] * 23}, r"layer_types has 23 names, but the model has 24 layers"),
+        ({"quantization_config": {"quant_method": "mxfp4"}}, r"quantization_config is .* not supported"),
     ],
 )
 def test_what_it_does_not_have_is_refused(changes, message):

@@ -1,4 +1,4 @@
-"""Every family against the reference itself: transformers on torch, tiny random models in float32."""
+"""Comparison of every family with the reference (transformers on PyTorch): tiny random models in float32."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -30,7 +30,7 @@ def reference():
     scope="module", params=golden_case.all_cases(), ids=["-".join(both) for both in golden_case.all_cases()]
 )
 def pair(request, reference, tmp_path_factory):
-    """(case, their model, ours as loaded from their files, the directory)."""
+    """(case, reference model, our model loaded from its files, directory)."""
     case = golden_case.cases(request.param[0])[request.param[1]]
     directory = tmp_path_factory.mktemp("theirs")
     theirs, _ = reference.fill(reference.build(case), case, directory)
@@ -46,13 +46,13 @@ def test_values(pair, reference, padding):
         pytest.skip("padding on the left is for decoders")
     expected = reference.run(theirs, case, padding)
     if padding == "right" and case.architecture.endswith("SequenceClassification") and "hidden" in expected:
-        del expected["hidden"]  # of the reference's padded tokens
+        del expected["hidden"]  # includes padding tokens of the reference
     got = ours.run(loaded.model, loaded.params, case, padding, loaded.fields.get("pad_token_id") or 0)
     ours.compare({name: got[name] for name in expected}, expected, padding, case)
 
 
 def test_gradients(pair, reference):
-    """With respect to every tensor: 1e-4 of its largest entry."""
+    """Compare the gradient by every tensor, with a tolerance of 1e-4 of its largest entry."""
     case, theirs, loaded, _ = pair
     shapes = parameter_shapes(loaded.params)
     if isinstance(loaded.model, Embedder):
@@ -61,7 +61,7 @@ def test_gradients(pair, reference):
     links = loaded.family.links(loaded.model, loaded.architecture, shapes)
     got = {name: make() for name, make in saved_tensors(links, ours.gradients(loaded.model, loaded.params, case))}
     assert expected.keys() <= got.keys()
-    # A bias of keys can't change attention without rotary positions: its gradient is 0, and what is there is rounding.
+    # Without rotary positions, a bias of keys does not change attention: its true gradient is 0, up to rounding.
     rounding = 1e-6 * max(np.abs(expected[name]).max() for name in expected)
     for name in expected:
         largest = np.abs(expected[name]).max()
@@ -94,7 +94,7 @@ def test_greedy_generation(pair, reference):
 
 
 def test_what_was_trained_here_opens_there(reference, tmp_path):
-    """A run's workdir, converted: the same logits, the same ids of a text."""
+    """A converted workdir gives the same logits and the same token ids of a text."""
     import torch
     import transformers
 
@@ -120,7 +120,7 @@ def test_what_was_trained_here_opens_there(reference, tmp_path):
     )
     train(recipe, tmp_path / "run")
     opened = open_model(tmp_path / "run")
-    assert opened.model.config.embedding.scale  # which no family of this form has: the table holds it
+    assert opened.model.config.embedding.scale  # no such family scales embeddings, so the table holds the scale
     assert export(opened, tmp_path / "out").name == "gpt_neox"
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")

@@ -18,7 +18,7 @@ YARN = {"rope_type": "yarn", "rope_theta": 99.0, "factor": 4.0, "original_max_po
 deepseek_v3 = Family("DeepseekV3", DECODER | LATENTS | EXPERTS | {"intermediate_size": 13, "num_attention_heads": 3})
 
 CASES = {
-    # A dense layer, then a routed one.
+    # A dense layer, then a layer with experts.
     "lm": deepseek_v3.causal_lm(),
     "yarn": deepseek_v3.causal_lm(
         q_lora_rank=None,

@@ -16,7 +16,7 @@ ROTARY = {
 }
 
 CASES = {
-    # Five local layers and a global one, then two local ones.
+    # Five local layers, a global layer, then two local layers.
     "lm": gemma3.causal_lm(num_hidden_layers=8, rope_parameters=ROTARY),
     "layer_types": gemma3.causal_lm(
         layer_types=["full_attention", "sliding_attention"],

@@ -1,4 +1,4 @@
-"""Tiny models of ModernBERT: windows of two tokens to each side in two of three layers."""
+"""Tiny models of ModernBERT, with a window of two tokens on each side in two of three layers."""
 
 from golden.case import Family
 from golden.sizes import ENCODER, YARN

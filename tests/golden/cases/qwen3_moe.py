@@ -1,4 +1,4 @@
-"""Tiny routed models of Qwen 3."""
+"""Tiny mixture-of-experts models of Qwen 3."""
 
 from golden.case import Family
 from golden.sizes import DECODER
@@ -8,7 +8,7 @@ EXPERTS = {"moe_intermediate_size": 8, "num_experts": 5, "num_experts_per_tok": 
 qwen3_moe = Family("Qwen3Moe", DECODER | EXPERTS | {"head_dim": 4})
 
 CASES = {
-    # A dense layer, then a routed one.
+    # A dense layer, then a layer with experts.
     "lm": qwen3_moe.causal_lm(decoder_sparse_step=2),
     "some_dense": qwen3_moe.causal_lm(
         num_hidden_layers=3,

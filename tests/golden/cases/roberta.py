@@ -7,7 +7,7 @@ roberta = Family(
     "Roberta",
     ENCODER
     | {"vocab_size": 37, "type_vocab_size": 1, "layer_norm_eps": 1e-5, "pad_token_id": 1}
-    # Two of the positions are for no token: as many are left as a row has tokens.
+    # The first two rows of the position table are unused; the others are as many as the tokens of a row.
     | {"max_position_embeddings": 13},
 )
 

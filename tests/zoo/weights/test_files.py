@@ -1,4 +1,4 @@
-"""Directories of a checkpoint: what is written is read, by us and by the library; what is broken or hostile is told."""
+"""Checkpoint directories: round trips, compatibility with the safetensors library, errors for invalid files."""
 
 import json
 import os
@@ -21,7 +21,7 @@ OTHERS = [np.float64, np.int64, np.uint8, np.bool_, np.complex64, jnp.float8_e4m
 
 
 def arrays(dtypes=FLOATS) -> dict[str, np.ndarray]:
-    """One of each dtype, of odd sizes, a scalar and an empty one."""
+    """Return tensors of each dtype with odd sizes, a scalar and an empty tensor."""
     made = {f"h.{i}.w": (np.arange(i + 3 * 5) % 7).astype(dtype) for i, dtype in enumerate(dtypes)}
     return made | {"scalar": np.array(1.5, np.float32), "none": np.zeros((0, 3), np.float32)}
 
@@ -132,10 +132,12 @@ def test_nothing_is_overwritten_and_nothing_half_written_opens(tmp_path):
         write_weights(tmp_path / "out", {}, {"a": lambda: next(calls)()})
     assert not (tmp_path / "out").exists()
     shapes = iter([3, 5])
-    with pytest.raises(WeightsError, match=r"expected float64 of shape \(3,\) as at first, got float64 of \(5,\)"):
+    with pytest.raises(
+        WeightsError, match=r"expected float64 of shape \(3,\) as in the first call, got float64 of \(5,\)"
+    ):
         write_weights(tmp_path / "out", {}, {"a": lambda: np.ones(next(shapes))})
     write_weights(tmp_path / "out", {}, {"a": np.ones(3)})
-    with pytest.raises(WeightsError, match=r"is not empty: nothing is overwritten\. Name a new directory"):
+    with pytest.raises(WeightsError, match=r"is not empty, and files are never overwritten\. Pass a new directory"):
         write_weights(tmp_path / "out", {}, {"a": np.zeros(3)})
     (tmp_path / "killed" / ".partial").mkdir(parents=True)
     with pytest.raises(WeightsError, match="is not empty"):
@@ -151,9 +153,9 @@ def test_nothing_is_overwritten_and_nothing_half_written_opens(tmp_path):
         ({}, {"": np.ones(3)}, "tensor '': a name must"),
         ({}, {"__metadata__": np.ones(3)}, "tensor '__metadata__': a name must"),
         ({}, {"a": np.array(["x"])}, "tensor 'a': dtype must be one of bool, int8.* got <U1"),
-        ({}, [("a", np.ones(3)), ("a", np.ones(3)), ("\t", np.ones(3))], r"tensor 'a' is there twice; tensor '\\t'"),
-        ({"a": {1, 2}}, {}, "config.json: the config is no JSON: .* Give plain values"),
-        ({"a": float("nan")}, {}, "the config is no JSON"),
+        ({}, [("a", np.ones(3)), ("a", np.ones(3)), ("\t", np.ones(3))], r"tensor 'a' appears twice; tensor '\\t'"),
+        ({"a": {1, 2}}, {}, "config.json: the config is not valid JSON: .* Use plain values"),
+        ({"a": float("nan")}, {}, "the config is not valid JSON"),
     ],
 )
 def test_what_cannot_be_written_is_told_before_anything_is(tmp_path, config, tensors, message):
@@ -163,18 +165,18 @@ def test_what_cannot_be_written_is_told_before_anything_is(tmp_path, config, ten
 
 
 HEADERS = {
-    "overlap": ({"a": entry(), "b": entry(shape=(3,), offsets=(12, 24))}, "'b' overlaps the one before it"),
+    "overlap": ({"a": entry(), "b": entry(shape=(3,), offsets=(12, 24))}, "'b' overlaps the previous one"),
     "hole": ({"a": entry(shape=(1,), offsets=(0, 4)), "b": entry(shape=(4,), offsets=(8, 24))}, "'b' comes after a h"),
-    "shift": ({"a": entry(shape=(5,), offsets=(4, 24))}, "comes after a hole: expected its data at byte 0, got 4"),
+    "shift": ({"a": entry(shape=(5,), offsets=(4, 24))}, "comes after a gap: expected its data at byte 0, got 4"),
     "short": ({"a": entry(shape=(9,), offsets=(0, 36))}, "its tensors take 36 bytes, got 24: the file was cut short"),
-    "long": ({"a": entry(shape=(1,), offsets=(0, 4))}, "its tensors take 4 bytes, got 24: there is something behind"),
+    "long": ({"a": entry(shape=(1,), offsets=(0, 4))}, "its tensors take 4 bytes, got 24: there is extra data"),
     "size": ({"a": entry(shape=(2, 2))}, r"F32 of shape \[2, 2\] takes 16 bytes, got 24"),
-    "wrap": ({"a": entry(shape=(2**32, 2**32, 1), offsets=(0, 0))}, "is too large for any memory"),
-    "wrap0": ({"a": entry(shape=(0, 2**62), offsets=(0, 0))}, "is too large for any memory"),
-    "minus": ({"a": entry(shape=(-2, -3))}, r"shape must be at most 32 whole numbers, got \[-2, -3\]"),
+    "wrap": ({"a": entry(shape=(2**32, 2**32, 1), offsets=(0, 0))}, "is too large"),
+    "wrap0": ({"a": entry(shape=(0, 2**62), offsets=(0, 0))}, "is too large"),
+    "minus": ({"a": entry(shape=(-2, -3))}, r"shape must be at most 32 non-negative integers, got \[-2, -3\]"),
     "rank": ({"a": entry(shape=[1] * 33)}, "shape must be at most 32"),
     "bool": ({"a": entry(shape=(True, 6))}, "shape must be"),
-    "float": ({"a": entry(offsets=(0, 24.0))}, "data_offsets must be two whole numbers"),
+    "float": ({"a": entry(offsets=(0, 24.0))}, "data_offsets must be two non-negative integers"),
     "nan": (b'{"a":{"dtype":"F32","shape":[NaN],"data_offsets":[0,24]}}', "shape must be"),
     "three": ({"a": entry(offsets=(0, 24, 48))}, "data_offsets must be two"),
     "dtype": ({"a": entry(dtype="F4")}, "dtype must be one of BOOL, .* got 'F4'"),
@@ -185,11 +187,11 @@ HEADERS = {
     "surrogate": (b'{"\\ud800":{}}', "a name must"),
     "empty": ({"": entry()}, "tensor '': a name must"),
     "name": ({"a" * 1025: entry()}, "a name must have 1 to 1024 printable characters, got 1025"),
-    "metadata": ({"__metadata__": {"a": 1}}, "__metadata__ must hold strings by name"),
+    "metadata": ({"__metadata__": {"a": 1}}, "__metadata__ must contain strings by name"),
     "blank": (b' {"a":1}', "its header must begin with '{'"),
     "utf8": (b'{"\xff":1}', "byte 2 is not valid UTF-8"),
     "deep": (b'{"a":' + b"[" * 100_000, "nested too deeply"),
-    "cut": (b'{"a":', "its header is no valid JSON"),
+    "cut": (b'{"a":', "its header is not valid JSON"),
     "digits": (b'{"a":{"dtype":"F32","shape":[' + b"9" * 5000 + b'],"data_offsets":[0,24]}}', "no valid JSON"),
 }
 
@@ -208,10 +210,13 @@ def test_all_faults_are_in_one_message(tmp_path):
 
 def test_a_file_cut_short_is_told_before_memory_is_taken(tmp_path):
     fault(put(tmp_path, b"abc"), "expected at least 8 bytes, got 3")
-    fault(put(tmp_path, struct.pack("<Q", 2**63) + b"{}"), f"said to have {2**63} bytes: expected at most 2 .*has 10")
+    fault(
+        put(tmp_path, struct.pack("<Q", 2**63) + b"{}"),
+        f"claims a length of {2**63} bytes: expected at most 2 .*has 10",
+    )
     with (put(tmp_path) / "model.safetensors").open("wb") as stream:
         stream.write(struct.pack("<Q", header.MAX_HEADER_BYTES + 1))
-        stream.truncate(2**31)  # takes no place on the disk
+        stream.truncate(2**31)  # sparse: takes no disk space
     fault(tmp_path, "expected at most 100000000")
 
 
@@ -299,11 +304,14 @@ def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path, make):
 
 def test_other_formats_are_refused_with_the_way_out(tmp_path):
     put(tmp_path, pytorch_model__bin=b"")
-    fault(tmp_path, r"pytorch_model\.bin: .*pickle can run any code.*transformers: AutoModel.*safe_serialization=True")
+    fault(
+        tmp_path,
+        r"pytorch_model\.bin: .*pickle can execute arbitrary code.*transformers: AutoModel.*safe_serialization=True",
+    )
     (tmp_path / "pytorch_model.bin").rename(tmp_path / "model.gguf")
-    fault(tmp_path, r"model\.gguf: this format is not read here")
+    fault(tmp_path, r"model\.gguf: this format is not supported")
     (tmp_path / "model.gguf").unlink()
-    fault(tmp_path, r"expected model\.safetensors or .*, got config\.json\. Get the whole")
+    fault(tmp_path, r"expected model\.safetensors or .*, got config\.json\. Download the complete")
     with pytest.raises(FileNotFoundError, match="no directory"):
         WeightFiles(tmp_path / "other")
 
@@ -316,9 +324,9 @@ def test_optional_json(tmp_path, monkeypatch):
     assert files.json("generation_config.json") is None
     assert files.json("modules.json", list) == [{"idx": 0}]
     assert files.json("1_Pooling/config.json") == {"pooling_mode_mean_tokens": True}
-    with pytest.raises(WeightsError, match=r"modules\.json must hold an object, got list"):
+    with pytest.raises(WeightsError, match=r"modules\.json must contain an object, got list"):
         files.json("modules.json")
-    with pytest.raises(WeightsError, match=r"bad\.json is no valid JSON: duplicate key 'a'"):
+    with pytest.raises(WeightsError, match=r"bad\.json is not valid JSON: duplicate key 'a'"):
         files.json("bad.json")
     (tmp_path.parent / "x.json").write_text("{}")
     with pytest.raises(WeightsError, match=r"'\.\./x\.json' must be the name of a file in the directory"):
@@ -370,7 +378,7 @@ def test_no_mutation_crashes_or_opens_a_file_outside(tmp_path_factory, which, ed
 
 
 def test_the_library_takes_the_last_of_two_tensors_of_one_name(tmp_path):
-    """Why this project reads headers itself: a file can show one tensor to a reviewer and load another."""
+    """Duplicate names are rejected, because tools may disagree about which of the tensors to load."""
     places = [json.dumps({"dtype": "F32", "shape": [1], "data_offsets": [at, at + 4]}).encode() for at in (0, 4, 0)]
     header = b'{"a":%s,"a":%s,"b":%s}' % tuple(places)
     raw = struct.pack("<Q", len(header)) + header + np.array([1, 2], np.float32).tobytes()

@@ -1,4 +1,4 @@
-"""Headers of safetensors files and index files that nobody wrote: read, or refused in one error; nothing else."""
+"""Fuzz tests of safetensors headers, index files and directories: they are read, or rejected with WeightsError."""
 
 import json
 import math
@@ -37,7 +37,7 @@ SIZES = {"F32": 4, "BF16": 2, "U8": 1, "I64": 8, "BOOL": 1, "F8_E5M2": 1}
 
 
 def side_by_side(parts: list[tuple[str, str, list[int]]]) -> dict:
-    """A right header: tensors of these names, dtypes and shapes, one after the other."""
+    """Return a valid header with contiguous tensors of these names, dtypes and shapes."""
     header, place = {}, 0
     for name, dtype, shape in parts:
         end = place + math.prod(shape) * SIZES[dtype]
@@ -65,13 +65,13 @@ HEADER = st.one_of(
     ),
 )
 LENGTHS = st.sampled_from([*[None] * 9, 0, 1, 7, 2**63, 2**64 - 1, 10**8, 10**8 + 1, 2**31])
-"""what the file says of the length of its header; None: the truth"""
+"""Claimed length of the header; None: the true length."""
 SURPLUS = st.sampled_from([*[0] * 9, -34, -1, 1, 100])
-"""bytes of data more than the header speaks of"""
+"""Surplus bytes of data, compared with the header."""
 
 
 def data_of(header: bytes) -> int:
-    """Bytes of data that a header speaks of, where it is one."""
+    """Return the number of data bytes that a header describes, if it is valid."""
     try:
         ends = [one["data_offsets"][1] for name, one in json.loads(header).items() if name != "__metadata__"]
         return int(min(max(ends, default=0), 1000))
@@ -80,15 +80,15 @@ def data_of(header: bytes) -> int:
 
 
 def safetensors(header: bytes, length: int | None = None, surplus: int = 0) -> bytes:
-    told = len(header) if length is None else length
-    return struct.pack("<Q", told) + header + bytes(max(data_of(header) + surplus, 0))
+    claimed = len(header) if length is None else length
+    return struct.pack("<Q", claimed) + header + bytes(max(data_of(header) + surplus, 0))
 
 
 FILES = st.builds(safetensors, HEADER, LENGTHS, SURPLUS)
 
 
 def read_all(folder: Path, _: object = None) -> None:
-    """Every tensor that the directory is said to have can be read, and is no larger than its file."""
+    """Read every listed tensor, and check that it is no larger than its file."""
     files = WeightFiles(folder)
     for name, info in files.tensors.items():
         assert info.file.parent == folder
@@ -155,7 +155,7 @@ INDEX = st.one_of(
 
 
 def test_indices(fuzz: Fuzz, tmp_path: Path):
-    """Links, pipes and folders lie among the shards, and a file outside that would be a good one."""
+    """The directory also contains links, pipes and folders, and a valid shard exists outside of it."""
     folder, outside = tmp_path / "inside", tmp_path / "outside"
     for place in (folder, outside, folder / "folder.safetensors"):
         place.mkdir()
@@ -181,7 +181,7 @@ KINDS = st.sampled_from(["good", "good", "nothing", "empty", "out", "loop", "pip
 
 
 def test_directories(fuzz: Fuzz, tmp_path: Path):
-    """Whatever lies in the place of each file: nothing is waited for, and no link is followed out."""
+    """Each file may be a link, pipe or folder: reading must not block, and links to the outside are not followed."""
     outside = tmp_path / "outside"
     outside.mkdir()
     good = {

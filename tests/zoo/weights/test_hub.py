@@ -1,4 +1,4 @@
-"""A name or a path becomes a directory; whatever hinders it is one line that says what to do."""
+"""Downloads from the hub, and their errors, each of which is one line with a solution."""
 
 import os
 import sys
@@ -15,19 +15,19 @@ errors = pytest.importorskip("huggingface_hub.errors")
 
 @pytest.fixture
 def snapshot(monkeypatch, tmp_path):
-    """Stands in for the download: gives a directory with the files of `files`, or raises `error`."""
-    told = SimpleNamespace(files=["config.json", "model.safetensors"], error=None, asked=None)
+    """Replace the download: return a directory with the files of `files`, or raise `error`."""
+    fake = SimpleNamespace(files=["config.json", "model.safetensors"], error=None, asked=None)
 
     def download(name, **arguments):
-        told.asked = (name, arguments)
-        if told.error:
-            raise told.error
-        for file in told.files:
+        fake.asked = (name, arguments)
+        if fake.error:
+            raise fake.error
+        for file in fake.files:
             (tmp_path / file).touch()
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    return told
+    return fake
 
 
 def http(kind: type[Exception], status: int) -> Exception:
@@ -74,7 +74,7 @@ def test_a_name_is_fetched_without_pickles(tmp_path, snapshot):
 )
 def test_what_can_be_no_name_is_no_directory(name, snapshot, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(FileNotFoundError, match=r"no directory .*can be no name on the Hugging Face hub"):
+    with pytest.raises(FileNotFoundError, match=r"no directory .*is not a valid id on the Hugging Face hub"):
         fetch(name)
     assert snapshot.asked is None
 
@@ -83,8 +83,11 @@ def test_what_can_be_no_name_is_no_directory(name, snapshot, tmp_path, monkeypat
     ("error", "message"),
     [
         (http(errors.GatedRepoError, 403), r"gated.*https://huggingface.co/org/name and log in: hf auth login"),
-        (http(errors.RepositoryNotFoundError, 401), "no directory org/name, and no model of this name on the hub"),
-        (http(errors.RevisionNotFoundError, 404), "org/name has no revision 'v9' on the hub. Name a branch"),
+        (
+            http(errors.RepositoryNotFoundError, 401),
+            "no directory org/name, and the hub has no public model of this name",
+        ),
+        (http(errors.RevisionNotFoundError, 404), "org/name has no revision 'v9' on the hub. Pass a branch"),
         (
             errors.LocalEntryNotFoundError("x"),
             "can't be reached.*hf download org/name --local-dir org-name, and give that",
@@ -93,7 +96,7 @@ def test_what_can_be_no_name_is_no_directory(name, snapshot, tmp_path, monkeypat
             http(errors.HfHubHTTPError, 500),
             "could not be fetched from the hub: HfHubHTTPError, 500 more lines. Try again",
         ),
-        (OSError(28, "No space left on device"), r"could not be fetched .* No space left on device"),
+        (OSError(28, "No space left on device"), r"could not be downloaded .* No space left on device"),
     ],
     ids=lambda value: type(value).__name__,
 )
@@ -117,7 +120,7 @@ def test_without_the_package(monkeypatch):
 
 
 def test_without_a_network(monkeypatch, tmp_path):
-    """The library itself, told to stay offline, and an empty cache."""
+    """The real library in offline mode, with an empty cache."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", os.fspath(tmp_path))
     with pytest.raises(WeightsError, match="the hub can't be reached"):

@@ -1,4 +1,4 @@
-"""Loading takes the memory of the parameters and little more, measured on a checkpoint of a gigabyte."""
+"""Peak memory of loading: little more than the parameters, measured with a checkpoint of 1 GB."""
 
 import json
 import os
@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[3]
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_peak_host_memory(dtype):
-    """At most 1.2 times the size of the file, parameters included."""
+    """Peak memory is at most 1.2 times the file size, including the parameters."""
     command = [sys.executable, "-m", "benchmarks.loading", "--gigabytes", "1", "--dtype", dtype]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)

@@ -1,4 +1,4 @@
-"""Quantized tensors: the numbers that they stand for, and whole directories of them."""
+"""Dequantization of tensors and of whole directories."""
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +39,7 @@ FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [4, 3
 
 
 def by_hand_mxfp4(blocks, scales):
-    """The format's definition, one number after the other."""
+    """Dequantize mxfp4 number by number, directly from the definition of the format."""
     experts, out, groups, _ = blocks.shape
     result = np.zeros((experts, 32 * groups, out), np.float32)
     for e, o, g, byte in np.ndindex(blocks.shape):
@@ -55,7 +55,7 @@ def packed(shape, scales=(110, 130)):
 
 
 def test_mxfp4_is_its_definition():
-    """Every byte, and scales from the least to the greatest that keeps numbers finite; bfloat16 rounds none."""
+    """All bytes, and all scales that keep numbers finite; bfloat16 represents every number exactly."""
     blocks = RANDOM.permutation(np.arange(2 * 256, dtype=np.uint16)).astype(np.uint8).reshape(2, 4, 4, 16)
     scales = np.array([0, 1, 2, 100, 120, 126, 127, 128, 129, 140, 200, 250, 251, 252, 252, 50], np.uint8)
     scales = np.stack([scales, scales[::-1]]).reshape(2, 4, 4)
@@ -66,7 +66,7 @@ def test_mxfp4_is_its_definition():
 
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, jnp.float8_e8m0fnu])
 def test_fp8_is_its_definition(dtype):
-    """Blocks that the matrix ends within."""
+    """The last blocks are incomplete."""
     weight = RANDOM.standard_normal((11, 7)).astype(jnp.float8_e4m3fn)
     scales = (2.0 ** RANDOM.randint(-3, 3, (3, 3))).astype(dtype)
     got = from_fp8(weight, scales, (4, 3))
@@ -75,7 +75,7 @@ def test_fp8_is_its_definition(dtype):
 
 
 def oss_tensors(width=32, inner=64, experts=3):
-    """Those of a tiny gpt-oss, experts quantized."""
+    """Return the tensors of a tiny gpt-oss with quantized experts."""
     tensors = {"model.embed_tokens.weight": (11, width), "lm_head.weight": (11, width), "model.norm.weight": (width,)}
     for layer in ("model.layers.0.", "model.layers.1."):
         for name in ("input_layernorm", "post_attention_layernorm"):
@@ -108,7 +108,7 @@ def plain(tensors):
 
 
 def test_a_quantized_directory_loads_as_the_plain_one(tmp_path):
-    """As published: bfloat16 without being asked, and in any dtype; experts' gate and up alternate."""
+    """As in published files: bfloat16 by default, or any dtype; gate and up of the experts are interleaved."""
     tensors = oss_tensors()
     write_weights(tmp_path / "quantized", OSS | MXFP4, tensors)
     write_weights(tmp_path / "plain", OSS, plain(tensors))
@@ -139,7 +139,7 @@ def llama_tensors():
 
 
 def test_a_directory_in_fp8_blocks(tmp_path):
-    """float32 where it is asked for keeps what bfloat16, the usual one, would round."""
+    """With dtype float32, values keep digits that bfloat16, the default, would round."""
     tensors = llama_tensors()
     write_weights(tmp_path / "fp8", LLAMA | FP8, tensors)
     assert load_pretrained(tmp_path / "fp8").model.config.param_dtype == "bfloat16"
@@ -170,7 +170,8 @@ def test_files_without_quantization_stay_as_they_are(tmp_path):
 )
 def test_other_methods_are_refused_by_name(tmp_path, settings, name):
     with pytest.raises(
-        ConfigError, match=r"quantized by .*, of which there are mxfp4, fp8 here. Take the weights"
+        ConfigError,
+        match=r"quantized by .*, which is not supported \(supported: mxfp4, fp8\). Use the original weights",
     ) as error:
         opened(tmp_path, {"quantization_config": settings}, {"x": np.ones(3, np.float32)})
     assert f"quantized by {name!r}" in str(error.value)
@@ -183,7 +184,7 @@ EIGHT = np.zeros((5, 3), jnp.float8_e4m3fn)
 @pytest.mark.parametrize(
     ("config", "tensors", "message"),
     [
-        (MXFP4, {"x_blocks": BYTES}, r"x_blocks is there without x_scales"),
+        (MXFP4, {"x_blocks": BYTES}, r"x_blocks has no matching x_scales"),
         (
             MXFP4,
             {"x_blocks": BYTES, "x_scales": np.zeros((1, 2, 4), np.uint8)},
@@ -201,7 +202,7 @@ EIGHT = np.zeros((5, 3), jnp.float8_e4m3fn)
     ],
 )
 def test_parts_that_do_not_fit_together(tmp_path, config, tensors, message):
-    with pytest.raises(WeightsError, match=rf"don't fit together: .*{message}.*get them again"):
+    with pytest.raises(WeightsError, match=rf"don't fit together: .*{message}.*Download them again"):
         opened(tmp_path, config, tensors)
 
 
@@ -217,7 +218,7 @@ def test_a_scale_that_no_sound_file_has_is_found(tmp_path, scale, number):
 
 
 def test_parameters_of_several_dtypes(tmp_path):
-    """By path: a bias that only float32 can hold stays so beside bfloat16."""
+    """Dtypes per path: a bias that needs float32 keeps it when the other parameters are bfloat16."""
     bias = np.array([14.7001, 14.7002], np.float32)
     write_weights(tmp_path / "files", {}, {"kernel": np.ones((2, 2), np.float32), "bias": bias})
     files, shapes = WeightFiles(tmp_path / "files"), {"kernel": (2, 2), "bias": (2,)}
