@@ -197,7 +197,7 @@ EIGHT = np.zeros((5, 3), jnp.float8_e4m3fn)
         (
             {"quantization_config": {"quant_method": "fp8", "weight_block_size": None}},
             {"x": EIGHT},
-            r"weight_block_size must be two whole numbers above 0, got None",
+            r"weight_block_size must be two positive integers, got None",
         ),
     ],
 )
