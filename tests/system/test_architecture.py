@@ -1,4 +1,4 @@
-"""The table of layers is true: imports go strictly downwards, files stay short, nothing hides an error."""
+"""The table of layers is correct: imports go strictly downwards, files stay short, and no error is swallowed."""
 
 import ast
 import importlib
@@ -19,23 +19,24 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "transformer"
 
 
-# What everything up to `generate` may need: taking one module into another project must not bring a training stack.
+# Packages that everything up to `generate` may import: using one module in another project must not require the
+# dependencies of training.
 CORE = {"jax", "flax", "numpy", "jaxtyping"}
 CORE_UNITS = {unit for unit in LAYERS if unit.startswith("nn/")} | {"__init__", "nn/__init__", "config", "generate"}
 
-# Median of the lines of a file in the package: half of the files fit on two screens. No file has a limit of its own.
+# Maximum of the median length of a file in the package: half of the files fit on two screens. No limit per file.
 LINES = 200
 
 
-# Folders of tests/ beside those of the rooms: what has a folder of its own beside the package, and the whole of it all.
+# Folders of tests/ that mirror no folder of the package: tests of other top-level folders, and of the whole system.
 EXTRA_TESTS = {"benchmarks", "reliability", "system"}
-# Folders of tests/ that hold no tests: data that tests read, and what makes it.
+# Folders of tests/ without tests: data for tests, and the programs that generate it.
 TEST_DATA = {"fixtures", "golden"}
 
-# Largest function of the package: one that fits on a page, with few enough cases to keep in mind.
+# Maximum size of a function in the package: it fits on a page and has few branches.
 FUNCTION_LINES, FUNCTION_BRANCHES = 60, 15
 
-# What `branches` counts: statements, expressions and loops that choose among ways to go on.
+# Nodes that count as branches: statements, expressions and loops that select a path of execution.
 BRANCHES = (
     *(ast.If, ast.IfExp, ast.BoolOp, ast.match_case, ast.ExceptHandler),
     *(ast.For, ast.AsyncFor, ast.While, ast.comprehension),
@@ -43,14 +44,14 @@ BRANCHES = (
 
 
 def python_files() -> list[Path]:
-    """Every Python file of the repository that we wrote."""
+    """Return all Python files of the repository."""
     folders = ("transformer", "configs", "tests", "benchmarks", "reliability", "examples")
     files = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
     return [*files, *sorted(ROOT.glob("*.py"))]
 
 
 def imports(source: str, package: str = "") -> Iterator[tuple[int, str]]:
-    """Yields (line, dotted name) of every import, inside functions too; `from a import b` gives a.b."""
+    """Yield (line, dotted name) of every import, including those inside functions; `from a import b` gives a.b."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -65,23 +66,23 @@ def imports(source: str, package: str = "") -> Iterator[tuple[int, str]]:
 
 
 def package_of(path: Path) -> str:
-    """The package that a file of ours is in: "transformer.nn.kernels" for transformer/nn/kernels/_blockwise.py."""
+    """Return the package of a file: "transformer.nn.kernels" for transformer/nn/kernels/_blockwise.py."""
     return ".".join(path.relative_to(ROOT).with_suffix("").parts[:-1])
 
 
 def unit_of(path: Path) -> str:
-    """The row of the table that a file of transformer/ belongs to."""
+    """Return the row of the table of layers that a file of transformer/ belongs to."""
     return unit_named(path.relative_to(PACKAGE).with_suffix("").parts)
 
 
 def unit_named(parts: Sequence[str]) -> str:
-    """The row of ("nn", "kernels", "blockwise"): "nn/kernels". What is in no row of its own is its folder."""
+    """Return the row of ("nn", "kernels", "blockwise"): "nn/kernels". A file without a row belongs to its folder."""
     both = "/".join([parts[0], *(part.removeprefix("_") if part != "__init__" else part for part in parts[1:2])])
     return both if both in LAYERS or parts[0] not in LAYERS else parts[0]
 
 
 def layer_faults(unit: str, source: str, package: str = "transformer") -> list[str]:
-    """The imports in a file of `unit` that do not go to a strictly lower level."""
+    """Return the imports in a file of `unit` that do not go to a strictly lower level."""
     faults = []
     for line, name in imports(source, package):
         top, _, rest = name.partition(".")
@@ -91,24 +92,24 @@ def layer_faults(unit: str, source: str, package: str = "transformer") -> list[s
         if target == unit:
             continue
         if target not in LAYERS:
-            # The package itself stands above all that it offers, and nn/__init__.py above all of nn: only the command
-            # line is above them.
+            # transformer/__init__.py is above everything that it exports, and nn/__init__.py above all of nn. Only the
+            # command line is above them.
             if unit not in ("cli", "__main__", "__init__"):
-                faults.append(f"line {line}: imports {name} from the package itself; import its file")
+                faults.append(f"line {line}: imports {name} from the package itself; import from its file")
         elif unit not in ("__init__", "nn/__init__") and LAYERS[target] >= LAYERS[unit]:
             faults.append(f"line {line}: {unit} (level {LAYERS[unit]}) imports {target} (level {LAYERS[target]})")
     return faults
 
 
 def core_faults(source: str, package: str = "transformer") -> list[str]:
-    """The imports of third-party packages that `import transformer` must not need."""
+    """Return the imports of third-party packages that `import transformer` must not require."""
     found = ((line, name.partition(".")[0]) for line, name in imports(source, package))
     allowed = CORE | {"transformer"} | sys.stdlib_module_names
     return [f"line {line}: imports {top}" for line, top in found if top not in allowed]
 
 
 def swallowed_errors(source: str) -> list[str]:
-    """Handlers of everything, or of any Exception, that do nothing."""
+    """Return the handlers of all exceptions, or of Exception, that do nothing."""
     faults = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ExceptHandler):
@@ -121,15 +122,16 @@ def swallowed_errors(source: str) -> list[str]:
                 for statement in node.body
             )
             if broad and idle:
-                faults.append(f"line {node.lineno}: an exception is dropped without a word")
+                faults.append(f"line {node.lineno}: an exception is swallowed")
     return faults
 
 
 def function_sizes(source: str) -> dict[str, tuple[int, int]]:
-    """Name -> (lines, branches) of each function, methods and nested functions included; of equal names the largest.
+    """Return {name: (lines, branches)} of all functions, including methods and nested functions.
 
-    Lines are those of the body that hold code: not the signature, docstrings, comments and empty lines. Functions
-    inside count as a part of the outer one, too. `BRANCHES` are counted in the body.
+    Of functions with equal names, the largest counts. Lines are the lines of code in the body, without signature,
+    docstrings, comments and empty lines. Nested functions also count as part of the outer function. Branches are the
+    nodes of type `BRANCHES` in the body.
     """
     text, found = source.splitlines(), {}
     for function in ast.walk(ast.parse(source)):
@@ -154,10 +156,10 @@ def report(faults: dict[Path, list[str]]) -> str:
 
 
 def test_every_file_has_a_level():
-    """A file that the table does not know has no place yet; a row without a file misleads the reader."""
+    """Every file is in the table of layers, and every row of the table has a file."""
     units = {unit_of(path) for path in PACKAGE.rglob("*.py")} - {"__init__", "nn/__init__"}
-    assert units - LAYERS.keys() == set(), "give these a level in LAYERS and in docs/architecture.md"
-    assert LAYERS.keys() - units == set(), "take these out of LAYERS and of docs/architecture.md"
+    assert units - LAYERS.keys() == set(), "add these to LAYERS and docs/architecture.md"
+    assert LAYERS.keys() - units == set(), "remove these from LAYERS and docs/architecture.md"
 
 
 def test_imports_go_strictly_downwards():
@@ -168,7 +170,7 @@ def test_imports_go_strictly_downwards():
 
 
 def test_what_is_imported_is_there():
-    """Also what is imported late, where no test may have come by."""
+    """Imported modules exist, also those of imports inside functions that no test may run."""
     modules = {".".join(path.relative_to(ROOT).with_suffix("").parts) for path in PACKAGE.rglob("*.py")}
     modules |= {name.removesuffix(".__init__") for name in modules}
     missing = {}
@@ -228,9 +230,7 @@ def test_a_dependency_of_training_in_the_core_is_seen():
 
 
 def test_nothing_imports_the_entry_points():
-    """train.py and the recipes are where a run starts; code that others share belongs into the package. A recipe may
-    build on another one.
-    """
+    """train.py and the recipes are entry points; shared code belongs into the package. Recipes may import recipes."""
     for path in python_files():
         if "tests" not in path.parts:
             tops = {name.partition(".")[0] for _, name in imports(path.read_text(), package_of(path))}
@@ -238,7 +238,7 @@ def test_nothing_imports_the_entry_points():
 
 
 def test_torch_and_tensorflow_stay_out():
-    """torch is what tests and benchmarks compare with; TensorFlow is needed nowhere."""
+    """Only tests and benchmarks compare with torch; nothing needs TensorFlow."""
     for path in python_files():
         tops = {name.partition(".")[0] for _, name in imports(path.read_text(), package_of(path))}
         assert "tensorflow" not in tops, path
@@ -247,14 +247,12 @@ def test_torch_and_tensorflow_stay_out():
 
 
 def misplaced_tests(files: Sequence[str], rooms: set[str]) -> list[str]:
-    """Of test files, relative to tests/, those in no folder of the package's `rooms` ("nn", "nn/kernels") or the named
-    extra ones.
-    """
+    """Return the test files, relative to tests/, in no folder of `rooms` ("nn", "nn/kernels") or EXTRA_TESTS."""
     return [file for file in files if file.rpartition("/")[0] not in rooms | EXTRA_TESTS]
 
 
 def test_tests_mirror_the_package():
-    """tests/nn/kernels/test_ring.py is about transformer/nn/kernels/, in most cases about its ring.py."""
+    """The folders of tests/ mirror the package: tests/nn/kernels/test_ring.py tests transformer/nn/kernels/."""
     rooms = {str(path.parent.relative_to(PACKAGE)) for path in PACKAGE.rglob("__init__.py")} - {"."}
     tests = ROOT / "tests"
     assert misplaced_tests([str(path.relative_to(tests)) for path in sorted(tests.rglob("test_*.py"))], rooms) == []
@@ -262,7 +260,7 @@ def test_tests_mirror_the_package():
     unknown = {path for path in folders if path.relative_to(tests).parts[0] not in TEST_DATA} - {
         tests / name for name in rooms | EXTRA_TESTS
     }
-    assert not unknown, f"neither a room of the package nor named in EXTRA_TESTS: {unknown}"
+    assert not unknown, f"neither a folder of the package nor in EXTRA_TESTS: {unknown}"
 
 
 def test_a_misplaced_test_is_seen():
@@ -273,18 +271,18 @@ def test_a_misplaced_test_is_seen():
 
 
 def hidden_exports(module: str, path: Path) -> set[str]:
-    """Public names of a public file that no user may rely on, and exports that are not there."""
+    """Return the public names of a public file that it does not export."""
     names = {member.name for member in members(path.read_text(encoding="utf-8")) if "." not in member.name} - {"module"}
     return {f"{module}.{name}" for name in names - exports(path)}
 
 
 def test_public_names_are_exported():
-    """What has no underscore, neither in its own name nor in that of its file, is in the `__all__` of its room."""
+    """Names without an underscore, in files without an underscore, are in `__all__` of their package."""
     public = rooms()
     assert not set().union(*(hidden_exports(module, path) for module, path in public.items()))
     files = {module for module, path in public.items() if path.name != "__init__.py"}
     assert not {file for file in files if file.rpartition(".")[2] not in exports(public[file.rpartition(".")[0]])}
-    assert all(exports(path) for path in public.values()), "each room says what a user may rely on"
+    assert all(exports(path) for path in public.values()), "each package defines its public names in __all__"
 
 
 def test_exports_are_there_and_are_what_their_room_says():
@@ -304,14 +302,14 @@ def test_a_public_name_that_no_room_exports_is_seen(tmp_path):
 
 
 def test_files_import_private_files_and_not_rooms():
-    """A room is for users: inside the package its `__init__` would make circles, and import more than is needed."""
+    """Package files import from private files: an `__init__` would cause import cycles and import too much."""
     public = rooms()
     found = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         if path.name not in ("__init__.py", "__main__.py"):
             ours = [(line, name.rpartition(".")) for line, name in imports(path.read_text(), package_of(path))]
             found[path] = [
-                f"line {line}: imports {name} by {room}, which has it from another file"
+                f"line {line}: imports {name} from {room}, which re-exports it from another file"
                 for line, (room, _, name) in ours
                 if room in public and name in exports(public[room]) and name not in defined(public[room])
             ]
@@ -319,7 +317,7 @@ def test_files_import_private_files_and_not_rooms():
 
 
 def defined(path: Path) -> set[str]:
-    """Names that a file has itself, and public files that lie beside it."""
+    """Return the names that a file defines, and the public files in the same folder."""
     own = {member.name for member in members(path.read_text(encoding="utf-8"))}
     return own | {file.stem for file in path.parent.glob("*.py")}
 
@@ -336,11 +334,11 @@ def test_no_function_is_larger_than_a_page():
         for name, (lines, branches) in function_sizes(path.read_text()).items()
         if lines > FUNCTION_LINES or branches > FUNCTION_BRANCHES
     }
-    assert not large, "split these by what they do"
+    assert not large, "split these into functions with one task each"
 
 
 def test_the_size_of_a_function():
-    """Docstrings, comments, empty lines and the signature do not count; what is nested does."""
+    """Docstrings, comments, empty lines and the signature do not count; nested functions do."""
     source = '''
 def outer(
     a,
@@ -386,7 +384,7 @@ def test_a_swallowed_error_is_seen(handler, body):
 
 
 def documented(title: str) -> dict[str, int]:
-    """The rows of a table of docs/architecture.md: {"axes": 0, "kernels": 2, ...}."""
+    """Return the rows of a table in docs/architecture.md: {"axes": 0, "kernels": 2, ...}."""
     text = (ROOT / "docs" / "architecture.md").read_text()
     section = re.search(rf"^## {title}\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
     assert section, f"docs/architecture.md has no section {title!r}"
@@ -399,7 +397,7 @@ def test_the_documented_table_is_this_one():
 
 
 def test_the_documented_rooms_are_those_of_the_package():
-    """At most twelve, so that the package can be taken in at a glance."""
+    """There are at most twelve, so that a reader can get an overview."""
     text = (ROOT / "docs" / "architecture.md").read_text()
     section = text.partition("\n## Rooms\n")[2].partition("\n## ")[0]
     rooms = re.findall(r"^\| `([\w.]+)/?` \|", section, re.MULTILINE)
@@ -409,7 +407,7 @@ def test_the_documented_rooms_are_those_of_the_package():
 
 
 def documented_walk() -> list[str]:
-    """The numbered files of the section on the way to the softmax."""
+    """Return the numbered files of the section about the path to the softmax."""
     text = (ROOT / "docs" / "architecture.md").read_text()
     section = text.partition("## From `train.py` to the softmax")[2].partition("\n## ")[0]
     return re.findall(r"^\d\. `([\w/.]+)`", section, re.MULTILINE)
@@ -423,22 +421,22 @@ def test_the_command_leads_to_the_step():
 
 @pytest.mark.parametrize("scan", [False, True])
 def test_six_files_call_each_other_from_the_step_to_the_softmax(scan, tmp_path, monkeypatch):
-    """The call stack of the first softmax of a training step: the documented files, and no others of the package."""
+    """The call stack of the first softmax of a training step consists of the documented files of the package."""
     stack = files_that_call_the_softmax(tmp_path, monkeypatch, scan)
     assert stack[: stack.index("transformer/training/_step.py")] == [
         "transformer/training/_loop.py",
-        "transformer/training/_parallel.py",  # puts the batch on the devices, and compiles the step for them
+        "transformer/training/_parallel.py",  # moves the batch to the devices, and compiles the step for them
     ]
     assert stack[stack.index("transformer/training/_step.py") :] == documented_walk()
     assert len(documented_walk()) == 6
 
 
 class SoftmaxReached(BaseException):
-    """Ends a run. No Exception, so that nothing handles it."""
+    """Ends a run. It is not an Exception, so that no handler catches it."""
 
 
 def files_that_call_the_softmax(folder: Path, monkeypatch: pytest.MonkeyPatch, scan: bool) -> list[str]:
-    """The files of the package that are on the call stack, outermost first, when a training step computes a softmax."""
+    """Return the package files on the call stack when a training step computes a softmax, outermost first."""
     from training_recipes import text_recipe
 
     from transformer.nn.kernels import _reference as reference
@@ -462,7 +460,7 @@ def files_that_call_the_softmax(folder: Path, monkeypatch: pytest.MonkeyPatch, s
 
 
 def imports_directly(here: Path, there: Path) -> bool:
-    """Whether `here` imports `there`, or a name that the package of `there` re-exports from it."""
+    """Return whether `here` imports `there`, or a name that the package of `there` re-exports from it."""
     target = module_of(there)
     names = {name for _, name in imports(here.read_text(), package_of(here))}
     init = there.parent / "__init__.py"
@@ -472,7 +470,7 @@ def imports_directly(here: Path, there: Path) -> bool:
 
 
 def module_of(path: Path) -> str:
-    """The dotted name of a file of ours: "transformer.nn.kernels" for transformer/nn/kernels/__init__.py."""
+    """Return the dotted name of a file: "transformer.nn.kernels" for transformer/nn/kernels/__init__.py."""
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 

@@ -1,4 +1,4 @@
-"""Whoever takes one module from here needs jax, flax, numpy and jaxtyping: nothing of what training needs."""
+"""Importing the package requires only jax, flax, numpy and jaxtyping, and none of the dependencies of training."""
 
 import os
 import shutil
@@ -17,7 +17,7 @@ import transformer
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
-# Run where there is the extra `zoo` beside them: a model goes out as GPT-2 and comes back.
+# Run with the extra `zoo` in addition: save a model in the format of GPT-2, and load it again.
 OPENING = """
 import jax
 import transformer
@@ -31,14 +31,14 @@ again = transformer.load("saved")[1]
 print(jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), params, again)))
 """
 
-# Run where only the base dependencies can be imported: every public name is there, and attention computes.
+# Run with only the base dependencies: every public name can be imported, and attention works.
 PROGRAM = """
 import jax
 import transformer
 from transformer import Mask, MultiHeadAttention
 
 for name in transformer.__all__:
-    if name != "load":  # reads what training wrote, and needs what training needs
+    if name != "load":  # reads training runs, and needs the dependencies of training
         getattr(transformer, name)
 attention = MultiHeadAttention(num_heads=3, head_dim=5)
 x = jax.numpy.ones((2, 7, 11))
@@ -47,7 +47,7 @@ y, cache = attention.apply(variables, x, mask=Mask.causal())
 print(y.shape, cache)
 """
 
-# What this environment has, and a bare one has not, is not found.
+# Hide the modules that a bare environment does not have.
 HIDING = """
 import sys
 from importlib.machinery import PathFinder
@@ -68,7 +68,7 @@ def base_dependencies() -> list[str]:
 
 
 def closure(requirements: list[str]) -> set[str]:
-    """The distributions that pip would install for these requirements, here."""
+    """Return the distributions that pip would install for these requirements in this environment."""
     found, waiting = set(), [(Requirement(text), "") for text in requirements]
     while waiting:
         requirement, extra = waiting.pop()
@@ -83,7 +83,7 @@ def closure(requirements: list[str]) -> set[str]:
 
 
 def foreign_modules() -> set[str]:
-    """Top-level modules that are installed here and would not be in a bare environment."""
+    """Return the top-level modules of this environment that a bare environment does not have."""
     allowed = closure(base_dependencies()) | {canonicalize_name(PROJECT["name"])}
     return {
         module
@@ -218,18 +218,18 @@ def test_what_is_hidden_is_not_found(tmp_path):
 
 @pytest.mark.slow
 def test_installed_package_works_in_a_bare_environment(tmp_path):
-    """A wheel of this project in a new environment, with nothing beside it; needs the network."""
+    """A wheel of this project works in a new environment that contains nothing else. Needs network access."""
     python = str(tmp_path / "bare" / "bin" / "python")
     pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "bare")], check=True)
-    # From a copy: a build leaves files behind.
+    # Build from a copy, because a build leaves files behind.
     source = tmp_path / "source"
     for name in ("transformer", "configs"):
         shutil.copytree(ROOT / name, source / name)
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     subprocess.run([*pip, "-c", str(ROOT / "requirements.txt"), str(source)], check=True)
-    # pyproject.toml says what should be there, and only that is.
+    # Exactly the dependencies in pyproject.toml are installed.
     code = "from importlib.metadata import distributions; print(*{d.name for d in distributions()})"
     installed = {canonicalize_name(name) for name in run(python, code, tmp_path).stdout.split()}
     assert installed - {"pip", "setuptools"} == closure(base_dependencies()) | {canonicalize_name(PROJECT["name"])}

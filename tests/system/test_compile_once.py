@@ -1,5 +1,5 @@
-"""A second call with arrays of the same sizes compiles nothing, also for the same directory loaded again; texts of any
-lengths need few sizes.
+"""A second call with arrays of the same shapes compiles nothing, even if the model was loaded again; and texts of all
+lengths need only few shapes.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ from transformer.training._step import make_eval_step
 
 LONG, SHORT = "the big cat sat on the small mat under a tree", "a dog ran"
 COMPILED = "/jax/core/compile/backend_compile_duration"
-"""JAX reports it for every program, those of single operations included"""
+"""event that JAX reports for every compiled program, including those of single operations"""
 _programs: list[str] = []
 jax.monitoring.register_event_duration_secs_listener(
     lambda event, seconds, **facts: _programs.append(facts.get("fun_name", "?")) if event == COMPILED else None
@@ -40,7 +40,7 @@ jax.monitoring.register_event_duration_secs_listener(
 
 
 def programs(call):
-    """Names of the programs that a call compiles."""
+    """Return the names of the programs that a call compiles."""
     before = len(_programs)
     call()
     return _programs[before:]
@@ -52,7 +52,7 @@ def directories(tmp_path_factory):
 
 
 def test_programs_are_seen():
-    """Those of jit, and those of operations outside of it."""
+    """`programs` reports the programs of jit and those of operations outside of jit."""
     assert any("jit(added)" in name for name in programs(lambda: jax.jit(_named(lambda x: x + 3))(np.ones(1009))))
     assert programs(lambda: jnp.ones(1013) * 3)
 
@@ -98,7 +98,7 @@ USES = {
 
 
 SLOW = ("generate in slots", "generate with a draft", "translate")
-"""several large programs each"""
+"""uses that compile several large programs each"""
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in USES])
@@ -109,14 +109,14 @@ def test_the_second_call_compiles_nothing(directories, name):
 
 
 def test_near_sizes_share_programs(directories):
-    """Texts of other lengths and other numbers of them, while they fit the same batch."""
+    """Different numbers of texts with different lengths share programs if they fit the same batch shape."""
     opened = open_model(directories["writer"])
     embed(opened, [LONG, SHORT])
     score(opened, [LONG, SHORT])
-    other = [SHORT, SHORT, "the cat ran on"]  # 14 tokens, and before 16
+    other = [SHORT, SHORT, "the cat ran on"]  # 14 tokens; the first call had 16
     assert programs(lambda: embed(opened, other)) == []
     assert programs(lambda: score(opened, other)) == []
-    assert programs(lambda: embed(opened, [LONG] * 3)) != []  # another size
+    assert programs(lambda: embed(opened, [LONG] * 3)) != []  # a different batch shape
 
 
 def test_evaluation():
@@ -152,7 +152,7 @@ def test_forecasts(tmp_path):
 @settings(max_examples=200, deadline=None)
 def test_batches_hold_every_token_once_with_its_place(lengths, longest, most):
     lengths = [min(length, longest or length) for length in lengths]
-    first = itertools.accumulate([1, *lengths])  # ids that tell every token from every other
+    first = itertools.accumulate([1, *lengths])  # a distinct id for each token
     texts = [(range(start, start + length),) for start, length in zip(first, lengths, strict=False)]
     seen = {}
     for numbers, batch in _batches(texts, longest, most):
@@ -162,7 +162,7 @@ def test_batches_hold_every_token_once_with_its_place(lengths, longest, most):
         flat, real = ids.reshape(-1), 0
         for place, number in numbers.items():
             start, length = batch.starts[place], batch.lengths[place]
-            assert start // ids.shape[1] == (start + length - 1) // ids.shape[1]  # within a row
+            assert start // ids.shape[1] == (start + length - 1) // ids.shape[1]  # within one row
             seen[number] = flat[start : start + length].tolist()
             real += length
             if batch.segments is not None:
@@ -171,12 +171,12 @@ def test_batches_hold_every_token_once_with_its_place(lengths, longest, most):
                 np.testing.assert_array_equal(batch.positions.reshape(-1)[own], np.arange(length))
             else:
                 assert start % ids.shape[1] == 0
-        assert np.count_nonzero(ids) == real  # the rest is padding
+        assert np.count_nonzero(ids) == real  # all other positions are padding
     assert seen == {number: list(text[0]) for number, text in enumerate(texts)}
 
 
 def test_few_sizes_and_little_padding():
-    """Of thousands of short texts, and of any number of any length."""
+    """Both for thousands of short texts, and for arbitrary numbers of texts with arbitrary lengths."""
     random, sizes = np.random.default_rng(0), set()
     for count in (1, 2, 3, 7, 40, 333, 3000):
         lengths = random.integers(4, PACKED, count)
@@ -215,7 +215,7 @@ def test_pairs_in_their_order():
 
 
 def test_a_neighbor_that_overflows_spoils_no_other_text(directories):
-    """Texts in one row are apart: the error names the text whose numbers are not finite, and no other."""
+    """Packed texts do not affect each other: the error reports only the text whose numbers are not finite."""
     opened = open_model(directories["encoder"])
     params = jax.tree.map(lambda leaf: leaf, opened.params)
     dog = opened.tokenizer.encode("dog")[0]

@@ -1,4 +1,4 @@
-"""Every recipe in configs/ is complete: it loads, says what it is, and its model can be built and trained."""
+"""Every recipe in configs/ is complete: it loads, has a description, and its model can be built and trained."""
 
 import dataclasses
 import subprocess
@@ -39,12 +39,12 @@ def test_a_recipe_says_what_it_is_and_keeps_its_word(file):
     assert "Expected: " in about
     assert "On 2 CPU cores: about" in " ".join(about.split()) or "accelerator" in about
     assert from_json(to_json(recipe)) == recipe
-    state = abstract_state(with_vocabulary(recipe, 100))  # the whole model and optimizer, as shapes
+    state = abstract_state(with_vocabulary(recipe, 100))  # shapes of the whole model and optimizer state
     assert count_parameters(state.params) > 40_000
 
 
 def test_the_paper_s_models_have_the_paper_s_sizes():
-    """Table 3 of arXiv 1706.03762: 65 and 213 million, with 37,000 tokens; base and big differ in what it says."""
+    """Table 3 of arXiv 1706.03762: 65 and 213 million parameters with a vocabulary of 37,000 tokens."""
     for name, millions in (("wmt14_base", 65), ("wmt14_big", 213), ("sentence_pairs", 65)):
         recipe = with_vocabulary(recipe_of(name), 37_000)
         parameters = count_parameters(abstract_state(recipe).params)
@@ -69,7 +69,7 @@ def test_shakespeare_has_the_sizes_that_were_asked_for():
     model, data = recipe.model, recipe.data
     assert (model.num_layers, model.num_heads, model.d_model, model.dropout_rate) == (6, 6, 384, 0.2)
     assert (data.sequence_length, data.batch_size, recipe.training.steps) == (256, 64, 5000)
-    assert recipe.checkpoint.keep_best == 1  # the text is read some 80 times: the best model is not the last
+    assert recipe.checkpoint.keep_best == 1  # about 80 epochs, so the best checkpoint is not the last one
 
 
 def test_fast_runs_everything_once(tmp_path):
@@ -80,7 +80,7 @@ def test_fast_runs_everything_once(tmp_path):
     assert run.returncode == 0, run.stderr
     for words in ("device: ", "compiling", "step 2: eval loss", "step 4/4", "exact match on the basics", "try it:"):
         assert words in run.stdout
-    assert "\x1b" not in run.stdout + run.stderr  # no control codes into a pipe
+    assert "\x1b" not in run.stdout + run.stderr  # no control codes in a pipe
     workdir = Path(run.stdout.rsplit("generate ", 1)[1].split()[0])
     assert {"2", "4"} <= {path.name for path in (workdir / "checkpoints").iterdir()}
     assert workdir.name.startswith("number_words-fast-")
@@ -95,7 +95,7 @@ TINY = {
 
 
 def tiny(name, folder, *words):
-    """The recipe's `--fast` with a model and batches of a thousandth of their size, on a text of a few lines."""
+    """Return the recipe with `--fast`, a tiny model and tiny batches, on a text of a few lines."""
     text = folder / "text.txt"
     text.write_text("\n".join(f"line {number} of a text of one's own" for number in range(200)))
     given = [f"--data.path={text}"]
@@ -114,7 +114,7 @@ def test_gpt2_124m_is_gpt_2_and_trains(tmp_path):
 
 @pytest.mark.slow
 def test_llama_1b_is_llama_3_2_and_trains_whole_and_by_low_rank_updates(tmp_path):
-    """Its default is LoRA of a model that --init names; --lora None trains all of it."""
+    """By default the recipe trains a LoRA of the model in --init; --lora None trains all parameters."""
     whole = dataclasses.replace(with_vocabulary(recipe_of("llama_1b"), 128_256), lora=None)
     assert count_parameters(abstract_state(whole).params) == LLAMA.variants["llama-3.2-1b"].parameters
     kv_heads = "--model.num-kv-heads=2"
@@ -123,9 +123,9 @@ def test_llama_1b_is_llama_3_2_and_trains_whole_and_by_low_rank_updates(tmp_path
     first = tmp_path / "whole"
     assert train(tiny("llama_1b", tmp_path, kv_heads, "--lora", "None"), first).step == 4
     lora = tiny("llama_1b", tmp_path, kv_heads, "--lora.rank=2")
-    with jax.default_device(jax.devices()[3]):  # as an accelerator is
+    with jax.default_device(jax.devices()[3]):  # stands for an accelerator
         start = start_from(first, lora)
-    assert {leaf.device for leaf in jax.tree.leaves(start.params)} == {jax.devices("cpu")[0]}  # the host's memory
+    assert {leaf.device for leaf in jax.tree.leaves(start.params)} == {jax.devices("cpu")[0]}  # host memory
     assert train(lora, tmp_path / "lora", start=start).step == 4
 
 

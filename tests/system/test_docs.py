@@ -1,6 +1,6 @@
-"""What the pages of docs/ say is so: their Python blocks run, links lead somewhere, quoted code stands there.
+"""The pages of docs/ are correct: their Python blocks run, their links lead to files, and their quoted code exists.
 
-A page may quote code: a point of a list, with file and link, then lines that follow each other in that file.
+A page can quote code: a list item with file and link, followed by consecutive lines of that file.
 
 - Computed in [`transformer/nn/_layers.py`](../transformer/nn/_layers.py): `activate(self.activation, up, gate)`
 """
@@ -14,7 +14,7 @@ import pytest
 ROOT = pathlib.Path(__file__).parents[2]
 PAGES = [page for page in sorted((ROOT / "docs").rglob("*.md")) if page.parent.name != "results"]  # parts of results.md
 OTHERS = ("README", "CONTRIBUTING", "SECURITY", "CHANGELOG")
-# A picture and its words, or a link: what is in the round brackets, an anchor apart. Not within code.
+# Target and anchor of a link or an image. Not applied to code.
 LINK = re.compile(r"\]\(([^)\s#]*)(#[^)\s]*)?\)")
 NAMED = re.compile(r"`((?:transformer|tests|benchmarks|reliability|configs|examples|notebooks)/[a-z0-9_/.\-]+)`")
 FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
@@ -27,19 +27,19 @@ def read(page):
 
 
 def blocks(text):
-    """Python blocks, each preceded by empty lines so that a failure names the page's own line."""
+    """Return the Python blocks, each after so many empty lines that errors report the line number of the page."""
     found = re.finditer(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     return ["\n" * text[: match.start(1)].count("\n") + match[1] for match in found]
 
 
 def quotes(text):
-    """(file as written, link, lines of code) of every quotation."""
+    """Return (file, link, lines of code) of every quotation."""
     return [(file, link, re.findall(r"`([^`]+)`", code)) for file, link, code in QUOTE.findall(text)]
 
 
 by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 SLOW = {"colab", "fine-tuning", "long-sequences", "reuse", "vectors"}
-"""pages whose blocks train, or compile much"""
+"""pages whose blocks train models or compile many programs"""
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ SLOW = {"colab", "fine-tuning", "long-sequences", "reuse", "vectors"}
 )
 def test_python_blocks_run_in_order_in_one_namespace(page):
     namespace = {"__name__": page.stem}
-    with jax.numpy_rank_promotion("allow"):  # a reader's JAX allows it
+    with jax.numpy_rank_promotion("allow"):  # the default of JAX, which readers use
         for block in blocks(read(page)):
             exec(compile(block, str(page), "exec"), namespace)
 
@@ -59,20 +59,22 @@ def test_links_and_images_lead_to_files(page):
         if target.startswith(("http:", "https:", "mailto:")):
             continue
         there = page.parent / target if target else page
-        assert there.exists(), f"{page.name} links to {target}, which is not there"
+        assert there.exists(), f"{page.name} links to {target}, which does not exist"
         assert there.resolve().is_relative_to(ROOT), f"{page.name} links to {target}, outside of the repository"
         if anchor and there.suffix == ".md":
-            assert anchor[1:] in anchors(read(there)), f"{page.name} links to {target}{anchor}: no such heading"
+            assert anchor[1:] in anchors(read(there)), (
+                f"{page.name} links to {target}{anchor}, but there is no such heading"
+            )
 
 
 @pytest.mark.parametrize("page", [*PAGES, *(ROOT / f"{name}.md" for name in OTHERS)], ids=lambda page: page.stem)
 def test_files_that_a_text_names_are_there(page):
     for file in NAMED.findall(FENCED.sub("", read(page))):
-        assert (ROOT / file).exists(), f"{page.name} names {file}, which is not there"
+        assert (ROOT / file).exists(), f"{page.name} mentions {file}, which does not exist"
 
 
 def test_test_files_that_scripts_name_are_there():
-    """Also where no page is: what continuous integration runs, and the settings of the tools."""
+    """Test files that the scripts of continuous integration and the tool settings mention exist."""
     scripts = [*sorted((ROOT / ".ci").iterdir()), *(ROOT / name for name in ("Makefile", "pyproject.toml"))]
     named = [(script.name, file) for script in scripts for file in re.findall(r"tests/[\w/]+\.py", read(script))]
     floor = read(ROOT / ".ci" / "floor").partition("tests=(")[2].partition(")")[0].split()
@@ -82,7 +84,7 @@ def test_test_files_that_scripts_name_are_there():
 
 
 def anchors(text):
-    """What GitHub calls the headings of a page."""
+    """Return the anchors that GitHub generates for the headings of a page."""
     headings = re.findall(r"^#+ (.*)$", FENCED.sub("", text), re.MULTILINE)
     return [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
 
@@ -90,16 +92,18 @@ def anchors(text):
 @by_page
 def test_quoted_lines_stand_in_their_file_once(page):
     text = read(page)
-    assert text.count("\n- Computed") == len(quotes(text)), "a quotation of another form than the one that is checked"
+    assert text.count("\n- Computed") == len(quotes(text)), "a quotation does not have the checked format"
     for file, link, code in quotes(text):
-        assert (page.parent / link).resolve() == ROOT / file, f"{page.name}: the link of {file} leads elsewhere"
+        assert (page.parent / link).resolve() == ROOT / file, (
+            f"{page.name}: the link for {file} leads to a different file"
+        )
         lines = r"\n *".join(map(re.escape, code))
         times = len(re.findall(rf"^ *{lines}$", read(ROOT / file), re.MULTILINE))
-        assert times == 1, f"{page.name} quotes {code}, which stands {times} times in {file}"
+        assert times == 1, f"{page.name} quotes {code}, which occurs {times} times in {file}"
 
 
 def test_the_forms_that_are_checked_are_there():
-    """A page whose blocks or quotations no pattern finds would pass unseen."""
+    """The patterns find blocks and quotations; otherwise the tests above would check nothing."""
     text = read(ROOT / "docs" / "mathematics.md")
     assert len(blocks(text)) == text.count("```python") >= 10
     assert len(quotes(text)) == text.count("Computed in") >= 30
@@ -108,7 +112,7 @@ def test_the_forms_that_are_checked_are_there():
 
 
 def test_every_row_has_its_tests_in_the_table():
-    """The table of docs/mathematics.md has each row, with the tests whose names begin with it, and no other."""
+    """The table in docs/mathematics.md has exactly these rows, each with the tests whose names begin with it."""
     table = dict(ROW_TABLE.findall(read(ROOT / "docs" / "mathematics.md")))
     sources = "".join(map(read, sorted((ROOT / "tests").rglob("test_*.py"))))
     expected: dict[str, list[str]] = {}

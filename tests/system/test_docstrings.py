@@ -1,8 +1,8 @@
-"""Whoever asks help() of a public name is told what it is and which errors it raises; axes have letters of one legend.
+"""Every public name has a docstring that documents its fields and errors; axis letters come from one legend.
 
-Public is what a room of the package exports. Nothing is imported, but where help() itself is tested. A method without a
-docstring of its own has that of the base class, as help() shows it. Dunder methods need none, but for `__call__` of a
-module; `setup` is Flax's. The class may speak for its methods and fields.
+Public names are those that a package exports. The files are parsed and not imported, except to test help(). A method
+without a docstring inherits that of the base class, as in help(). Dunder methods need none, except `__call__` of a
+module; `setup` belongs to Flax. The docstring of a class can document its methods and fields.
 """
 
 import ast
@@ -20,11 +20,11 @@ import transformer
 
 ROOT = Path(__file__).resolve().parents[2]
 
-SAME_EVERYWHERE = {"dtype", "param_dtype"}  # fields of every module of Flax: of products, and of parameters
+SAME_EVERYWHERE = {"dtype", "param_dtype"}  # fields of every Flax module: dtypes of computation and of parameters
 
 JAXTYPING = {"Float", "Int", "Bool"}
 
-Check = Callable[["Member"], str]  # what is missing in the words about a name; "" where nothing is
+Check = Callable[["Member"], str]  # returns what is missing in the documentation of a name, or ""
 
 
 def is_field(member: Member) -> bool:
@@ -35,22 +35,22 @@ def missing_docstring(member: Member) -> str:
     """Everything but fields and constants has a docstring."""
     last = member.name.rpartition(".")[2]
     needless = isinstance(member.node, ast.Assign | ast.AnnAssign) or last in ("setup", "__init__", "__post_init__")
-    return "" if needless or member.doc.strip() else "no docstring: say in one line what it is or does"
+    return "" if needless or member.doc.strip() else "no docstring: add at least one line"
 
 
 def missing_field(member: Member) -> str:
-    """A field is told after it, or named by its class, or said by its type (`recipe: Recipe`)."""
+    """A field has a docstring after it, is mentioned by its class, or has a descriptive type (`recipe: Recipe`)."""
     if not is_field(member) or member.doc:
         return ""
     name, annotation = member.name.rpartition(".")[2], ast.unparse(member.node.annotation)
     snake = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", annotation.removesuffix(" | None")).lower()
-    said = name in SAME_EVERYWHERE or snake.endswith(name) or annotation.startswith("ClassVar")
-    told = re.search(rf"\b{name.replace('_', '[_ ]')}\b", member.around)  # as a name, or in words
-    return "" if said or told else "a field nobody tells: a docstring after it, or its name in that of the class"
+    typed = name in SAME_EVERYWHERE or snake.endswith(name) or annotation.startswith("ClassVar")
+    mentioned = re.search(rf"\b{name.replace('_', '[_ ]')}\b", member.around)  # as an identifier, or as words
+    return "" if typed or mentioned else "undocumented field: add a docstring after it, or mention it in the class"
 
 
 def missing_constant(member: Member) -> str:
-    """A constant is told after it or in a comment, unless its value says it: a string, Literal[...], Family(...)."""
+    """A constant has a docstring after it or a comment, unless its value is a string, Literal[...] or Family(...)."""
     if not isinstance(member.node, ast.Assign | ast.AnnAssign) or is_field(member) or member.doc:
         return ""
     value = member.node.value
@@ -58,31 +58,31 @@ def missing_constant(member: Member) -> str:
         return ""
     head = value.value if isinstance(value, ast.Subscript) else value.func if isinstance(value, ast.Call) else value
     plain = ast.unparse(head) in {"Literal", "TypeVar", "Family", *JAXTYPING}
-    return "" if plain else "a constant nobody tells: a docstring after it, or a comment"
+    return "" if plain else "undocumented constant: add a docstring after it, or a comment"
 
 
 def errors(node: ast.AST) -> set[str]:
-    """The classes of error that a function itself raises."""
+    """Return the classes of errors that a function itself raises."""
     raised = [child.exc for child in ast.walk(node) if isinstance(child, ast.Raise) and child.exc]
     names = [ast.unparse(error.func if isinstance(error, ast.Call) else error) for error in raised]
     return {name for name in names if name[:1].isupper() and name not in ("AssertionError", "NotImplementedError")}
 
 
 def missing_errors(member: Member) -> str:
-    """What a function itself raises is named. `main` of a verb ends in an exit code instead."""
+    """The errors that a function itself raises are documented. `main` of a verb returns an exit code instead."""
     if not isinstance(member.node, ast.FunctionDef) or member.name == "main":
         return ""
     silent = [error for error in sorted(errors(member.node)) if not re.search(rf"\b{error}\b", member.words)]
-    return f"raises {', '.join(silent)} and doesn't say so: name it and say when" if silent else ""
+    return f"raises {', '.join(silent)} without documentation: add it to Raises:" if silent else ""
 
 
 def public(path: Path) -> set[str]:
-    """Names of a file that users may rely on, and the file itself, whose first words a reader of the code meets."""
+    """Return the public names of a file, and "module" for the file itself."""
     return {"module", *exporters(path)}
 
 
 def faults(path: str, source: str, check: Check, names: set[str] | None = None) -> list[str]:
-    """Each line names a place and what to write there; `names`: the only ones that are asked about."""
+    """Return one line per missing piece of documentation, with its location. `names` restricts the check to these."""
     chosen = [one for one in members(source) if names is None or one.name.partition(".")[0] in names]
     found = [(member, check(member)) for member in chosen]
     return [f"{path}:{getattr(member.node, 'lineno', 1)} {member.name}: {fault}" for member, fault in found if fault]
@@ -101,7 +101,7 @@ def test_nothing_is_missing_in_the_package(check):
 
 
 def test_the_legend_has_every_axis():
-    """A letter in an annotation is one of axes.py; a small one is a part of its capital."""
+    """Each axis letter in an annotation is in the legend of _axes.py; a lower-case letter is a part of its capital."""
     paragraph = members((PACKAGE / "nn" / "_axes.py").read_text())[0].doc.split("\n\n")[1].partition(". ")[0]
     legend = set(re.findall(r"(?:^|,\s|\band\s)([A-Z][a-z]?)\s", paragraph))
     annotations = re.compile(rf"\b(?:{'|'.join(JAXTYPING)})\[[\w.]+, \"([^\"]*)\"\]")
@@ -112,9 +112,9 @@ def test_the_legend_has_every_axis():
             assert not unknown, f"{path.relative_to(ROOT)}: {unknown} of {axes!r} is not in transformer/nn/_axes.py"
 
 
-@pytest.mark.parametrize("name", sorted({*transformer.__all__} - {"load"}))  # that one would import all of training
+@pytest.mark.parametrize("name", sorted({*transformer.__all__} - {"load"}))  # importing it would import all of training
 def test_help_of_what_the_package_offers(name):
-    """Its own words, not the signature that dataclasses puts where there are none."""
+    """Each has its own docstring instead of the signature that dataclasses generate."""
     offered = getattr(transformer, name)
     doc = inspect.getdoc(offered) or ""
     assert len(doc.split()) > 3

@@ -1,4 +1,4 @@
-"""Runs that earlier versions left (tests/fixtures/, made by its make.py): they open, compute the same, and go on."""
+"""Runs of earlier versions (tests/fixtures/, created by its make.py) load, compute the same values, and resume."""
 
 import dataclasses
 import json
@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.usefixtures("compile_once"), pytest.mark.parametrize("
 
 @pytest.fixture
 def workdir(commit, tmp_path):
-    """A run of six steps, as that version left it."""
+    """The workdir of a run of six steps by that version."""
     with tarfile.open(FIXTURES / f"{commit}.tar.xz") as archive:
         archive.extractall(tmp_path, filter="data")
     return tmp_path / commit
@@ -33,7 +33,7 @@ def workdir(commit, tmp_path):
 
 @pytest.fixture
 def recorded(commit):
-    """What that version made of it."""
+    """The values that that version computed from it."""
     return json.loads((FIXTURES / f"{commit}.json").read_text())
 
 

@@ -1,4 +1,4 @@
-"""The patches in examples/elsewhere/ are well-formed and call us as our signatures say; with a checkout, they train."""
+"""The patches in examples/elsewhere/ are well-formed and match our signatures; with a checkout, they are trained."""
 
 import ast
 import importlib
@@ -28,7 +28,7 @@ COMPARISONS = {
     "lm1b.patch": ("lm1b", "flax"),
     "gemma.patch": ("gemma", "gemma"),
 }
-"""patch -> its driver, and the folder of the project's checkout in TRANSFORMER_ELSEWHERE"""
+"""patch -> its driver, and the folder of the checkout inside TRANSFORMER_ELSEWHERE"""
 
 
 def text_of(patch):
@@ -36,7 +36,7 @@ def text_of(patch):
 
 
 def hunks(text):
-    """For each hunk of a unified diff (file, first old line, number of old lines, of new lines, lines of the hunk)."""
+    """Return (file, first old line, number of old lines, number of new lines, lines) of each hunk of a unified diff."""
     found = []
     for line in text.splitlines():
         if line.startswith("--- a/"):
@@ -50,12 +50,12 @@ def hunks(text):
 
 
 def side(lines, sign):
-    """The lines of a hunk before ("-") or after ("+") the patch."""
+    """Return the lines of a hunk before ("-") or after ("+") the patch."""
     return [line[1:] for line in lines if line[0] in (" ", sign)]
 
 
 def write_original(text, folder):
-    """The files that a patch changes, as far as the patch shows them; empty lines stand for the rest."""
+    """Write the files that a patch changes, as far as the patch shows them; all other lines are empty."""
     files = {}
     for file, start, old, _, lines in hunks(text):
         whole = files.setdefault(file, [])
@@ -69,7 +69,7 @@ def write_original(text, folder):
 
 
 def imported(text):
-    """What a patch imports from this library: local name -> object."""
+    """Return the imports of a patch from this library: {local name: object}."""
     names = {}
     for line in [line for hunk in hunks(text) for line in hunk[4] if line.startswith("+")]:
         if re.match(r"\+\s*(from|import) transformer\b", line):
@@ -80,7 +80,7 @@ def imported(text):
 
 
 def calls(text, name):
-    """Every call of `name` in the patched lines, with the calls of its result: "Name(...)(...)"."""
+    """Return every call of `name` in the patched lines, including calls of its result: "Name(...)(...)"."""
     found = []
     for hunk in hunks(text):
         code = "\n".join(line for line in side(hunk[4], "+") if "import" not in line)
@@ -93,13 +93,13 @@ def calls(text, name):
 
 
 def closing(code, start):
-    """Where the parenthesis that opens at `start` closes. The patches have none in strings or comments of a call."""
+    """Return the index of the parenthesis that closes the one at `start`, for code without parentheses in strings."""
     depth = 0
     for place in range(start, len(code)):
         depth += {"(": 1, ")": -1}.get(code[place], 0)
         if depth == 0:
             return place
-    pytest.fail(f"a call does not end within its hunk, make the patch with more context: {code[start:]}")
+    pytest.fail(f"a call does not end within its hunk; create the patch with more context: {code[start:]}")
 
 
 def bind(node, names):
@@ -153,7 +153,7 @@ def test_a_patch_fits_our_signatures(patch):
     assert names
     for name in names:
         found = calls(text, name)
-        assert found, f"{patch} imports {name} and does not call it"
+        assert found, f"{patch} imports {name} but does not call it"
         for node in found:
             bind(node, names)
 
@@ -230,10 +230,10 @@ def test_the_patched_project_trains_as_the_original(patch):
     driver, project = COMPARISONS[patch]
     checkouts = os.environ.get("TRANSFORMER_ELSEWHERE")
     if not checkouts:
-        pytest.skip("TRANSFORMER_ELSEWHERE names no folder with checkouts: see examples/elsewhere/README.md")
+        pytest.skip("TRANSFORMER_ELSEWHERE is not set to a folder with checkouts: see examples/elsewhere/README.md")
     checkout = pathlib.Path(checkouts).resolve() / project
     if not checkout.is_dir():
-        pytest.skip(f"there is no checkout {checkout}: see examples/elsewhere/README.md")
+        pytest.skip(f"checkout {checkout} not found: see examples/elsewhere/README.md")
     arguments = [str(checkout), patch] if driver == "nanodo" else [str(checkout)]
     command = [sys.executable, "-m", f"examples.elsewhere.{driver}", *arguments]
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}

@@ -1,4 +1,4 @@
-"""The examples: short, linked, told how to run, and each does what it says."""
+"""The examples are short, are linked in the README, document their usage, and do what they claim."""
 
 import ast
 import importlib
@@ -17,7 +17,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def load(name):
-    """An example as a module."""
+    """Import an example."""
     return importlib.import_module(f"examples.{name}")
 
 
@@ -102,7 +102,7 @@ def test_scanned_block_is_the_loop():
     assert result["sizes"].shape == (5,)
     kernel = result["params"]["layers"]["block"]["self_attention"]["query"]["kernel"]
     assert kernel.shape[0] == 5
-    assert jnp.abs(kernel[0] - kernel[1]).max() > 0.01  # layers of their own, not one repeated
+    assert jnp.abs(kernel[0] - kernel[1]).max() > 0.01  # the layers have different parameters
 
 
 def test_optax_loop_gets_below_its_bound():
@@ -113,7 +113,7 @@ def test_optax_loop_gets_below_its_bound():
 
 
 def test_export_names_the_package_that_is_missing(monkeypatch):
-    """Before anything is trained."""
+    """The error comes before the training."""
     module = load("export_stablehlo")
     monkeypatch.setitem(sys.modules, "flatbuffers", None)  # as if it were not installed
     monkeypatch.setattr(module, "train", lambda: pytest.fail("trained although the file cannot be written"))
@@ -121,7 +121,7 @@ def test_export_names_the_package_that_is_missing(monkeypatch):
         module.main()
 
 
-# In a process of its own: the types that tests check say `int` where an exported program has a size left open.
+# Run in a separate process: the type checks of the tests require `int` for sizes that an exported program leaves open.
 WRITER = """
 import sys
 import jax
@@ -145,7 +145,7 @@ assert result["difference"] < 1e-5, result["difference"]
 np.save(f"{sys.argv[1]}/expected.npy", result["logits"](jnp.arange(10).reshape(2, 5)))
 """
 
-# What somebody without this library does with the file.
+# Reads the file without this library.
 READER = """
 import sys
 import jax.numpy as jnp
@@ -160,12 +160,12 @@ assert "transformer" not in sys.modules and "flax" not in sys.modules
 
 @pytest.mark.slow
 def test_export_is_read_without_the_library(tmp_path):
-    pytest.importorskip("flatbuffers", reason="jax.export writes files by flatbuffers: pip install flatbuffers")
+    pytest.importorskip("flatbuffers", reason="jax.export needs flatbuffers: pip install flatbuffers")
     subprocess.run([sys.executable, "-c", WRITER, str(tmp_path)], cwd=ROOT, check=True)
     subprocess.run([sys.executable, "-c", READER], cwd=tmp_path, check=True)
     logits, expected = np.load(tmp_path / "logits.npy"), np.load(tmp_path / "expected.npy")
     np.testing.assert_allclose(logits, expected, atol=1e-5)
-    np.testing.assert_array_equal(logits.argmax(-1), [[1, 2, 3, 4, 5], [6, 7, 8, 9, 0]])  # it was trained
+    np.testing.assert_array_equal(logits.argmax(-1), [[1, 2, 3, 4, 5], [6, 7, 8, 9, 0]])  # it can count
 
 
 def test_array_shapes_walks_through_the_sizes_of_the_paper():
@@ -178,7 +178,7 @@ def test_array_shapes_walks_through_the_sizes_of_the_paper():
 
 @pytest.mark.slow
 def test_gender_agreement_runs_to_its_pictures(tmp_path, capsys):
-    """Two steps teach nothing; the whole way is there."""
+    """All stages run; two training steps are too few to learn anything."""
     module = load("gender_agreement")
     text = " ".join(module.sentences())
     assert "La sopa se cocinó en la olla" not in text

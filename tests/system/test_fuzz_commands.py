@@ -1,4 +1,4 @@
-"""Words on a command line and what a run left, as nobody wrote them: done, or exit code 2 and one line."""
+"""Random command lines and random files in workdirs: the program works, or exits with code 2 and a one-line error."""
 
 import contextlib
 import dataclasses
@@ -56,7 +56,7 @@ WORDS = st.one_of(
 
 
 def options(recipe: Recipe) -> st.SearchStrategy[list[str]]:
-    """Options of a recipe, right, misspelled or none, and values for them."""
+    """Return a strategy of recipe options: correct, misspelled or unknown, with random values."""
     known = st.sampled_from([f"--{name.replace('_', '-')}" for name in flatten(recipe)])
     wrong = st.sampled_from(
         ["--model", "--model.", "--.", "--data.nothing", "--lora.rank", "--workdir", "-x", "---", "--\0"]
@@ -73,7 +73,7 @@ ARGUMENTS = st.integers(0, len(RECIPES) - 1).flatmap(
 
 @contextlib.contextmanager
 def quiet():
-    """--help writes a page; it is a success as well."""
+    """Suppress output, and accept an exit with code 0, as after --help."""
     with contextlib.redirect_stdout(io.StringIO()):
         try:
             yield
@@ -85,7 +85,7 @@ def quiet():
 
 
 def test_overrides(fuzz: Fuzz):
-    """What is accepted is a recipe that its workdir can keep."""
+    """Accepted options give a recipe that can be saved and loaded."""
 
     def read(folder: Path, value: tuple) -> None:
         with quiet():
@@ -148,7 +148,7 @@ def test_prompts_from_a_pipe(fuzz: Fuzz, monkeypatch: pytest.MonkeyPatch):
 
 @pytest.fixture(scope="module")
 def opened(tmp_path_factory: pytest.TempPathFactory):
-    """A tiny model of bytes that a run left."""
+    """A tiny byte-level model from a workdir."""
     root = tmp_path_factory.mktemp("runs")
     recipe = text_recipe(root, model={"dropout_rate": 0.0})
     tokenizer = dataclasses.replace(recipe.data.tokenizer, kind="byte")
@@ -157,12 +157,12 @@ def opened(tmp_path_factory: pytest.TempPathFactory):
 
 
 def test_generation(fuzz: Fuzz, opened):
-    """The real thing, a few times: whatever is asked is answered with text, or refused."""
+    """Actual generation: each request returns text or a clear error."""
 
     def read(folder: Path, value: tuple) -> None:
         prompts, tokens, temperature, seed = value
         sampling = Sampling(temperature=temperature)
-        with warnings.catch_warnings(action="ignore"):  # of prompts that fill what the model reads at once
+        with warnings.catch_warnings(action="ignore"):  # about prompts that fill the context of the model
             found = texts.continue_texts(opened, prompts, max_new_tokens=tokens, sampling=sampling, seed=seed)
         assert [one.prompt for one in found] == prompts
 

@@ -1,7 +1,7 @@
-"""What `pip install` gives: the command `transformer-zoo`, recipes inside the package, no need for a checkout.
+"""The result of `pip install`: the command `transformer-zoo`, recipes inside the package, no need for a checkout.
 
-The default run uses a copy of the package in the layout of the wheel. A slow test builds the source distribution and,
-from it, the wheel, and repeats the same tests with that; it needs the network.
+The default tests use a copy of the package with the file layout of the wheel. Slow tests build the source distribution,
+build the wheel from it, and repeat the same tests with the wheel; they need network access.
 """
 
 import os
@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 ENTRY = PYPROJECT["project"]["scripts"]["transformer-zoo"]
 
-# The script that pip writes for an entry point.
+# The script that pip generates for an entry point.
 SCRIPT = """#!{python}
 import sys
 from {module} import {function}
@@ -37,7 +37,7 @@ if __name__ == '__main__':
 
 @dataclass(frozen=True)
 class Installed:
-    """The package and its command in a folder that `pip install --target` could have made, and an empty folder."""
+    """The package and its command in a folder as created by `pip install --target`, and an empty folder."""
 
     target: Path
     empty: Path
@@ -53,7 +53,7 @@ class Installed:
 
 
 def copied(folder: Path) -> Path:
-    """The package in the layout of the wheel, and the console script."""
+    """Copy the package with the file layout of the wheel, and write the console script."""
     target = folder / "target"
     shutil.copytree(ROOT / "transformer", target / "transformer", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(ROOT / "configs", target / "transformer" / "recipes", ignore=shutil.ignore_patterns("__pycache__"))
@@ -66,9 +66,9 @@ def copied(folder: Path) -> Path:
 
 
 def files_of_the_checkout() -> list[str]:
-    """What git tracks, or would track."""
+    """Return the files that git tracks, and the new files that it does not ignore."""
     if shutil.which("git") is None or not (ROOT / ".git").exists():
-        pytest.skip("only git knows which files are the project's, and this is no clone")
+        pytest.skip("this is not a git clone, so the list of files is unknown")
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
     return [name for name in names if (ROOT / name).is_file()]
@@ -76,7 +76,7 @@ def files_of_the_checkout() -> list[str]:
 
 @pytest.fixture(scope="module")
 def distributions(tmp_path_factory) -> tuple[Path, Path]:
-    """A source distribution, built from a clean copy of the checkout, and the wheel that is built from it."""
+    """A source distribution built from a clean copy of the checkout, and a wheel built from it."""
     folder = tmp_path_factory.mktemp("distributions")
     source = folder / "source"
     for name in files_of_the_checkout():
@@ -125,7 +125,7 @@ def test_recipes_are_listed_anywhere(installed):
 
 
 def test_a_bundled_recipe_is_the_installed_file(installed):
-    """Not the one of a checkout that happens to be importable."""
+    """The recipe is the installed file, not that of a checkout that can also be imported."""
     code = "from transformer.config._recipe_files import find_recipe; print(find_recipe('configs/number_words.py'))"
     done = installed.run(sys.executable, "-c", code)
     assert done.stdout.strip() == str(installed.target / "transformer" / "recipes" / "number_words.py"), done.stderr
@@ -153,7 +153,7 @@ def test_messages_name_the_command_that_was_called(installed):
 
 
 def test_a_missing_package_is_installed_by_an_extra(installed):
-    """There is no folder of this project to install from."""
+    """Without a checkout, the error message suggests to install an extra of the package."""
     code = "import sys; sys.modules['tyro'] = None; from transformer.__main__ import main; sys.exit(main(['embed']))"
     done = installed.run(sys.executable, "-c", code)
     assert done.returncode == 1
@@ -162,7 +162,7 @@ def test_a_missing_package_is_installed_by_an_extra(installed):
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc's allocator needs the restart")
 def test_the_command_restarts_once_with_the_same_words(installed):
-    """A restart replaces the process: what Python prints at its start (`sitecustomize`) appears twice, with one pid."""
+    """A restart replaces the process: the output of `sitecustomize` appears twice, with the same process id."""
     (installed.empty / "sitecustomize.py").write_text(
         f"import os, sys\nprint(os.getpid(), sys.orig_argv[2:], os.environ.get({VARIABLE!r}), flush=True)\n"
     )
@@ -187,7 +187,7 @@ def test_a_recipe_trains_from_an_empty_folder(installed):
 
 @pytest.mark.slow
 def test_the_source_distribution_has_every_file(distributions):
-    """So that the tests run from it, too. A file that is missing has no line in MANIFEST.in."""
+    """The tests can run from the source distribution. A missing file must be added to MANIFEST.in."""
     with tarfile.open(distributions[0]) as archive:
         names = {name.partition("/")[2] for name in archive.getnames() if archive.getmember(name).isfile()}
     made = {"PKG-INFO", "setup.cfg"}
@@ -207,7 +207,7 @@ def test_the_wheel_has_the_package_and_nothing_else(distributions):
         assert archive.read(metadata.replace("METADATA", "licenses/LICENSE")) == (ROOT / "LICENSE").read_bytes()
     assert names == ours | recipes
     assert {"transformer/py.typed", "transformer/viz/report_page.js"} <= names
-    # An index shows this page alone: nothing in it may lead to a file beside it.
+    # A package index shows only this page, so it must not link to files of the repository.
     text = re.sub(r"^```.*?^```$", "", description, flags=re.MULTILINE | re.DOTALL)
     assert text.startswith("# Transformer Zoo\n")
     assert not re.findall(r"\]\((?!https?:|#)", text)
@@ -216,7 +216,7 @@ def test_the_wheel_has_the_package_and_nothing_else(distributions):
 
 @pytest.mark.slow
 def test_an_editable_installation_uses_the_checkout(tmp_path):
-    """Recipes are read from configs/ itself: an edited or a new one takes effect without another installation."""
+    """Recipes are read from configs/, so edited and new recipes work without another installation."""
     subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "env")], check=True)
     python = str(tmp_path / "env" / "bin" / "python")
     source = tmp_path / "source"
@@ -234,7 +234,7 @@ def test_an_editable_installation_uses_the_checkout(tmp_path):
 
 
 class TestProgram:
-    """The first words of a printed command, by what was called."""
+    """The program name in printed commands depends on the program that was called."""
 
     @pytest.fixture
     def called(self, monkeypatch, tmp_path):

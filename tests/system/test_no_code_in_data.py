@@ -1,4 +1,4 @@
-"""Data is never run: no pickle, no eval, no shell anywhere in what we ship, and every exception has its reason here."""
+"""Data is never executed: the code has no pickle, eval or shell calls, and every exception is listed with its reason."""
 
 import ast
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Modules that make programs of data, or hand words to other programs. numpy, torch and yaml are looked at by call.
+# Modules that execute data as code. numpy, torch and yaml are checked by their calls.
 MODULES = {
     "pickle",
     "cPickle",
@@ -22,7 +22,7 @@ MODULES = {
     "codeop",
     "runpy",
 }
-# Calls by the last two parts of their name. `compile` of the builtins only: that of re, and of jax, is no program.
+# Calls, by the last two parts of their name. `compile` is the builtin function; those of re and jax are harmless.
 CALLS = {
     *("eval", "exec", "compile", "__import__"),
     *("os.system", "os.popen", "os.execv", "os.execvp", "os.spawnl", "os.spawnv", "os.startfile", "pty.spawn"),
@@ -31,34 +31,40 @@ CALLS = {
     *("loader.exec_module", "util.spec_from_file_location", "importlib.import_module", "ctypes.CDLL"),
     *("tempfile.mktemp", "shutil.unpack_archive"),
 }
-# Arguments by name, and the values that they may have.
+# Arguments by name, with their allowed values.
 ARGUMENTS = {"shell": (False,), "allow_pickle": (False,), "trust_remote_code": (False,), "weights_only": (True,)}
 
 ALLOWED = {
     **{
-        (f"transformer/{file}.py", "importlib.import_module"): "a file of this package, by a name of its own list"
+        (
+            f"transformer/{file}.py",
+            "importlib.import_module",
+        ): "imports a file of this package, with a name from a fixed list"
         for file in ("__init__", "config/_lazy")
     },
     (
         "transformer/training/_overrides.py",
         "util.spec_from_file_location",
-    ): "a recipe is the user's own Python, and runs",
-    ("transformer/training/_overrides.py", "loader.exec_module"): "a recipe is the user's own Python, and runs",
-    ("examples/elsewhere/compare.py", "importlib.import_module"): "a project that the user names is run, patched",
-    ("reliability/monitored.py", "runpy"): "runs train.py, as python would",
-    ("reliability/monitored.py", "ctypes.CDLL"): "opens what the process has loaded anyway: the C library",
+    ): "a recipe is Python code of the user",
+    ("transformer/training/_overrides.py", "loader.exec_module"): "a recipe is Python code of the user",
+    (
+        "examples/elsewhere/compare.py",
+        "importlib.import_module",
+    ): "runs a patched copy of a project that the user passes",
+    ("reliability/monitored.py", "runpy"): "runs train.py as a script",
+    ("reliability/monitored.py", "ctypes.CDLL"): "opens the C library, which the process has already loaded",
 }
-"""what is found all the same, and why it may be"""
+"""exceptions: findings that are allowed, with the reason"""
 
 
 def files() -> list[Path]:
-    """What we ship or measure with; tests and the notebooks are nobody's way in."""
+    """Return the files of the package, benchmarks and examples. Tests and notebooks process no untrusted data."""
     folders = ("transformer", "benchmarks", "reliability", "configs", "examples", "docs")
     return [*sorted(ROOT.glob("*.py")), *(path for folder in folders for path in sorted((ROOT / folder).rglob("*.py")))]
 
 
 def called(node: ast.expr) -> str:
-    """The last two parts of a dotted name: "os.system", "eval"."""
+    """Return the last two parts of a dotted name: "os.system", "eval"."""
     if isinstance(node, ast.Name):
         return node.id
     if isinstance(node, ast.Attribute):
@@ -67,7 +73,7 @@ def called(node: ast.expr) -> str:
 
 
 def faults(source: str) -> Iterator[tuple[int, str]]:
-    """Line and name of everything that can make a program of data."""
+    """Yield (line, name) of everything that can execute data as code."""
     names: dict[str, str] = {}
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import | ast.ImportFrom):

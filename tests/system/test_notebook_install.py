@@ -1,4 +1,4 @@
-"""How the notebooks find and install the project, and the one line that they show where that fails."""
+"""How the notebooks find and install the project, and the one-line errors if that fails."""
 
 import importlib
 import pathlib
@@ -17,7 +17,7 @@ ADDRESS = "https://example.org/zoo"
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """Where the notebook is run."""
+    """The working directory of the notebook."""
     folder = tmp_path / "content"
     folder.mkdir()
     monkeypatch.chdir(folder)
@@ -25,7 +25,7 @@ def folder(tmp_path, monkeypatch):
 
 
 class Machine:
-    """A machine with its own JAX and without this project, in which git and pip are recorded or fail."""
+    """A simulated machine with JAX but without this project. Calls of git and pip are recorded, or fail."""
 
     def __init__(self, monkeypatch, *, failing="", output=""):
         self.failing, self.output, self.calls, self.constraints = failing, output, [], []
@@ -47,7 +47,7 @@ class Machine:
 
 
 def checkout(folder):
-    """What the notebook knows a checkout by."""
+    """Create the file by which the notebook recognizes a checkout."""
     (folder / "transformer" / "cli").mkdir(parents=True)
     shutil.copy(ROOT / "transformer" / "cli" / "runtime.py", folder / "transformer" / "cli")
 
@@ -83,7 +83,7 @@ def test_the_repository_is_cloned_once(folder, monkeypatch):
     install(ADDRESS)
     assert machine.calls == [("git", "clone", "--depth", "1", ADDRESS, "transformer-zoo")]
     assert sys.path[0] == str(folder / "transformer-zoo")
-    install(ADDRESS)  # Run all again
+    install(ADDRESS)  # Run all a second time
     assert len(machine.calls) == 1
 
 
@@ -143,13 +143,13 @@ def test_missing_packages_are_installed_and_checked_again(monkeypatch):
 
 
 def claim(folder, name, version):
-    """Metadata of a package of this version, before that of the real one."""
+    """Write metadata of a package with this version, which is found before the real metadata."""
     (folder / f"{name}-{version}.dist-info").mkdir(parents=True)
     (folder / f"{name}-{version}.dist-info" / "METADATA").write_text(f"Name: {name}\nVersion: {version}\n")
 
 
 def test_jax_upgraded_before_a_restart(tmp_path, folder):
-    """As after `%pip install -U jax` in a session that has imported JAX: what is loaded is not what is installed."""
+    """After `%pip install -U jax` in a session that has imported JAX, loaded and installed versions differ."""
     claim(tmp_path / "modules", "jax", "99.0")
     notebook = until(read(TRAINING), "versions")
     notebook.cells.insert(0, new_code_cell("import jax", id="before"))
@@ -172,9 +172,9 @@ def test_a_jax_that_is_too_old(tmp_path, folder):
 
 
 def test_errors_after_that_are_one_line_each(tmp_path, folder):
-    """A misspelled recipe; and an error of the reader's own cell keeps its traceback."""
+    """A misspelled recipe gives one line; an error in a cell of the reader keeps its traceback."""
     notebook = until(read(TRAINING), "recipe")
-    notebook.cells = [cell for cell in notebook.cells if cell.id != "devices"]  # JAX need not start
+    notebook.cells = [cell for cell in notebook.cells if cell.id != "devices"]  # JAX does not have to start
     (parameters,) = [cell for cell in notebook.cells if cell.id == "parameters"]
     parameters.source = parameters.source.replace('"number_words"', '"number_wrods"')
     name, (line,) = stopped(notebook, tmp_path, folder)

@@ -1,4 +1,4 @@
-"""The address of the repository in notebooks and pages: written by one command, into every place."""
+"""One command writes the address of the repository into all notebooks and pages."""
 
 import importlib.util
 import re
@@ -56,7 +56,7 @@ def test_one_command_fills_in_the_address(links, copy, capsys):
         assert (
             f"{address.removeprefix('https://')}/blob/main/notebooks/{path.name})" in (copy / "README.md").read_text()
         )
-    for name in ("README.md", "docs/colab.md"):  # the badge, by a path from the page
+    for name in ("README.md", "docs/colab.md"):  # the badge has a path relative to the page
         (image,) = set(re.findall(r"!\[Open in Colab\]\(([^)]+)\)", (copy / name).read_text()))
         assert ((ROOT / name).parent / image).exists()
     assert links.main(["--check"], root=copy) == 0
@@ -72,7 +72,8 @@ def test_another_address_replaces_the_first_one(links, copy):
     }
     assert '"https://git.example.org/group/zoo"' in code_of(read(copy / "notebooks" / PATHS[0].name), "setup")
     assert "github.com/somebody" not in "".join((copy / name).read_text() for name in FILES)
-    assert "colab.research.google.com" not in (copy / "docs" / "colab.md").read_text()  # it opens github.com alone
+    # Colab opens only repositories on github.com.
+    assert "colab.research.google.com" not in (copy / "docs" / "colab.md").read_text()
 
 
 @pytest.mark.parametrize("address", ["", "git@github.com:somebody/zoo", "https://github.com", 'https://a/b"c'])

@@ -1,4 +1,4 @@
-"""The notebooks: clean as committed, and run from top to bottom in a kernel of this very Python, without TensorFlow."""
+"""The notebooks are clean as committed, and run from top to bottom in a kernel of this Python, without TensorFlow."""
 
 import json
 import os
@@ -36,7 +36,7 @@ from transformer.config import gpt2_decoder
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 COLAB_PAGE = (ROOT / "docs" / "colab.md").read_text(encoding="utf-8")
 
-# A run of few steps on few pairs, with options of the command line.
+# Command-line options for a run with few steps and few pairs.
 QUICK = ["--training.steps", "80", "--data.train-examples", "400", "--data.max-digits", "2", "--data.batch-size", "32"]
 QUICK += ["--model.num-layers", "1", "--model.d-model", "32", "--model.d-ff", "64", "--optimizer.learning-rate", "1e-2"]
 QUICK += ["--evaluation.every", "80", "--evaluation.translations", "3"]
@@ -46,7 +46,7 @@ every = pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
 
 @pytest.fixture
 def folder(tmp_path):
-    """Where the notebook is run."""
+    """The working directory of the notebook."""
     folder = tmp_path / "a folder"
     folder.mkdir()
     return folder
@@ -54,7 +54,7 @@ def folder(tmp_path):
 
 @every
 def test_a_notebook_is_clean(path):
-    """Valid, without results, with names for its cells, in the form in which nbformat writes: short diffs."""
+    """A notebook is valid, has no outputs, has named cells, and is formatted like nbformat, which gives short diffs."""
     notebook = read(path)
     nbformat.validate(notebook)
     assert (notebook.nbformat, notebook.nbformat_minor) == (4, 5)
@@ -89,7 +89,7 @@ def test_all_install_in_the_same_way():
         assert len(sources) == 1, name
 
 
-# Of what was trained, and of what was trained after it: the losses of all steps, none twice, are in one file.
+# After training and resuming, metrics.jsonl contains the loss of every step exactly once.
 TRAINING_CHECK = """
 from transformer.viz._records import read_metrics
 
@@ -103,7 +103,7 @@ assert again.exact_match[""].rate >= 0.99, again.exact_match
 
 @pytest.mark.slow
 def test_train_and_resume(tmp_path, folder):
-    """Few steps, enough for numbers of two digits; the lock that a lost machine left is in the way."""
+    """A short run on numbers of two digits, with a lock left by a machine that disappeared."""
     workdir = folder / "runs" / "number_words"
     workdir.mkdir(parents=True)
     (workdir / ".lock").write_text(json.dumps({"pid": os.getpid(), "host": "gone", "started": "boot a tick 1"}))
@@ -125,7 +125,7 @@ def test_sharding_shows_what_it_promises(tmp_path, folder):
 assert count == 8
 assert len(losses) == 5 and {len(found) for found in losses.values()} == {STEPS}
 assert max(largest.values()) < 1e-5, largest
-assert 0 < max(largest.values()), "all of them were computed in the same way"
+assert 0 < max(largest.values()), "all layouts gave identical losses, so they did not run differently"
 assert difference < 1e-5, difference
 assert kilobytes["fsdp x 8"] < 0.15 * kilobytes["data x 8"]
 assert kilobytes["tensor x 4, data x 2"] < 0.3 * kilobytes["data x 8"]
@@ -141,7 +141,7 @@ assert kilobytes["pmap x 8"] == kilobytes["data x 8"] == kilobytes["one device"]
 
 
 def gpt2_directory(folder):
-    """A tiny model in GPT-2's form with random weights; its tokens are bytes."""
+    """Write a tiny byte-level model in the format of GPT-2, with random weights."""
     letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {letter: number for number, letter in enumerate(letters)} | {"<|endoftext|>": 256}
     config = gpt2_decoder(vocab_size=257, d_model=16, num_layers=2, num_heads=2, max_length=128)
@@ -158,7 +158,7 @@ def gpt2_directory(folder):
 
 @pytest.mark.slow
 def test_a_pretrained_model_is_used_and_fine_tuned(tmp_path, folder):
-    """Twice, as after a disconnect: the second time the run is finished already."""
+    """Run the notebook twice, as after a disconnect: the second time, the run is already finished."""
     changes = ["--lora.rank", "2", "--lora.targets", "query", "value", "up", "down", "--evaluation.samples", "1"]
     values = {"MODEL": str(gpt2_directory(tmp_path / "gpt2")), "EMBEDDER": str(bert_directory(tmp_path / "bert"))}
     values |= {"SENTENCES": ["a good film", "a good film", "very bad"], "STEPS": 20, "CHANGES": changes}
@@ -188,7 +188,7 @@ assert {path.split("/")[-2] for path in changed} == {"query", "value", "up", "do
 
 @pytest.mark.slow
 def test_train_as_committed_with_a_disconnect(tmp_path, folder):
-    """The notebook unchanged but for the place of the Drive: its machine is taken away, and all cells are run again."""
+    """The unchanged notebook, except for the path of the Drive: its kernel is killed, and then all cells run again."""
     drive = tmp_path / "modules" / "google" / "colab" / "drive.py"
     drive.parent.mkdir(parents=True)
     (drive.parent / "__init__.py").touch()
@@ -208,7 +208,7 @@ def test_train_as_committed_with_a_disconnect(tmp_path, folder):
     threading.Thread(target=disconnect, daemon=True).start()
     with pytest.raises(DeadKernelError):
         execute(with_parameters(read(TRAINING), DRIVE=place), tmp_path, folder)
-    shutil.rmtree(tmp_path / "tfds")  # the machine's own disk is a new one
+    shutil.rmtree(tmp_path / "tfds")  # a new machine has an empty disk
     out = execute(check(with_parameters(read(TRAINING), DRIVE=place), TRAINING_CHECK), tmp_path, folder)
     assert "on host gone" in printed(out["train"])
     assert re.search(r"from step [12]00, to step 300", printed(out["train"]))

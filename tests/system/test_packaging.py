@@ -1,4 +1,4 @@
-"""The files that a stranger installs from: exact pins within the ranges, and a Makefile that does what it says."""
+"""Files for the installation: exact pins within the version ranges, and the targets of the Makefile."""
 
 import hashlib
 import os
@@ -28,7 +28,7 @@ def pins(name: str) -> list[Requirement]:
 
 
 def pinned(name: str, python: str) -> dict[str, str]:
-    """Distribution -> version for one Python on Linux."""
+    """Return {distribution: version} for one Python version on Linux."""
     environment = {"python_version": python, "python_full_version": f"{python}.0", "sys_platform": "linux"}
     chosen = {}
     for pin in pins(name):
@@ -39,7 +39,7 @@ def pinned(name: str, python: str) -> dict[str, str]:
 
 
 def ranges(extra: str) -> list[Requirement]:
-    """What pyproject.toml asks for with an extra, extras of the project itself resolved."""
+    """Return the requirements of an extra in pyproject.toml, with the extras of this project resolved."""
     found = []
     for text in PROJECT["optional-dependencies"][extra]:
         requirement = Requirement(text)
@@ -93,7 +93,7 @@ def test_an_accelerator_adds_to_the_same_jax(name, extra, needs):
 
 @pytest.mark.parametrize("name", [*PINS, *OTHER_PINS, "Makefile", ".ci/run", "scripts/setup", "scripts/pins"])
 def test_nothing_names_where_packages_come_from(name):
-    """A mirror, a proxy or a folder of wheels is the user's own choice."""
+    """No file names a package index, so that users can choose a mirror, a proxy or a folder of wheels."""
     assert not re.search(r"://|--(extra-)?index-url|--find-links|--trusted-host|pypi", (ROOT / name).read_text())
 
 
@@ -103,12 +103,12 @@ def test_one_version():
 
 
 def test_the_license_is_whole():
-    """The text at apache.org/licenses/LICENSE-2.0.txt, byte for byte."""
+    """The license equals apache.org/licenses/LICENSE-2.0.txt, byte for byte."""
     digest = hashlib.sha256((ROOT / "LICENSE").read_bytes()).hexdigest()
     assert digest == "cfc7749b96f63bd31c3c42b5c471bf756814053e847c10f3eb003417bc523d30"
 
 
-# The Makefile, with a Python that writes down what it is asked to do instead of doing it.
+# Tests of the Makefile use a fake Python that records its arguments instead of running them.
 
 FAKE_PYTHON = """#!/bin/sh
 case "$*" in
@@ -126,7 +126,7 @@ echo "$*" >> '{log}'
 
 
 class Checkout:
-    """A copy of what `make setup` needs, beside a fake Python."""
+    """A copy of the files that `make setup` needs, with a fake Python."""
 
     def __init__(self, folder: Path):
         self.path = folder / "a checkout"
@@ -142,7 +142,7 @@ class Checkout:
             shutil.copy(ROOT / name, self.path / name)
 
     def make(self, *words: str, path: str | None = None, home: Path | None = None) -> subprocess.CompletedProcess:
-        """Runs make as a user would: with no variable of the make that may be running this test."""
+        """Run make as a user does, without the variables of a make that may be running this test."""
         ours = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "VENV", "PYTHON", "ACCELERATOR", "ARGS", "WORKDIR")
         environment = {name: value for name, value in os.environ.items() if name not in ours}
         if path is not None:
@@ -154,7 +154,7 @@ class Checkout:
         return subprocess.run(program, cwd=self.path, env=environment, capture_output=True, text=True, check=False)
 
     def done(self) -> list[str]:
-        """What the fake Python was asked to do since the last look."""
+        """Return the calls of the fake Python since the last call of this method."""
         lines = self.log.read_text().splitlines() if self.log.exists() else []
         self.log.unlink(missing_ok=True)
         return [re.sub(r" --(disable-pip-version-check|quiet)", "", line) for line in lines]
@@ -163,7 +163,7 @@ class Checkout:
 @pytest.fixture
 def checkout(tmp_path) -> Checkout:
     if shutil.which("make") is None:
-        pytest.skip("there is no make on this machine")
+        pytest.skip("make is not installed")
     return Checkout(tmp_path)
 
 
@@ -264,7 +264,7 @@ def test_docs_installs_once_into_an_environment_of_its_own(checkout):
     assert checkout.done() == [*INSTALLATION, *own, *built]
     assert checkout.make("docs").returncode == 0
     assert checkout.done() == built
-    (checkout.path / ".venv-docs" / "docs").unlink()  # as an interrupted installation leaves it
+    (checkout.path / ".venv-docs" / "docs").unlink()  # the state after an interrupted installation
     assert checkout.make("docs").returncode == 0
     assert checkout.done() == [*own, *built]
 

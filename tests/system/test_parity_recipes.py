@@ -1,6 +1,6 @@
-"""Every recipe, trained and converted from the command line, opens in transformers and computes the same there.
+"""Every recipe, trained and converted on the command line, can be loaded in transformers and computes the same there.
 
-Data that is downloaded is replaced by a few lines of the same kind; the model is the recipe's, with smaller sizes.
+Downloaded data is replaced by a few lines of the same kind. The models are those of the recipes with smaller sizes.
 """
 
 import json
@@ -45,7 +45,7 @@ EXPORTS = {
     "wmt14_base": "MarianMTModel",
     "wmt14_big": "MarianMTModel",
 }
-"""the architecture that a recipe is converted to, or what the refusal says"""
+"""the architecture that a recipe is converted to, or a pattern for the error message"""
 
 BLOCKED = [name for name, said in EXPORTS.items() if not said.isidentifier()]
 OPENED = [name for name in EXPORTS if name not in BLOCKED]
@@ -56,11 +56,11 @@ AUTO = {
     "MTModel": "AutoModelForSeq2SeqLM",
     "ForSequenceClassification": "AutoModelForSequenceClassification",
     "ForImageClassification": "AutoModelForImageClassification",
-    "ForPrediction": "PatchTSTForPrediction",  # which no AutoModel opens
+    "ForPrediction": "PatchTSTForPrediction",  # no AutoModel supports it
 }
-"""how a user of transformers opens an architecture, by the end of its name"""
+"""class that loads an architecture in transformers, by the end of its name"""
 
-# The same kind of data, of a few lines, in place of what is downloaded: the arguments are those of its config.
+# Data of the same kind with a few lines that replaces downloaded data, as constructor calls of its config.
 STAND_INS = {
     "TinyShakespeare": "TextFile(path='{folder}/text.txt', tokenizer=data.tokenizer, sequence_length=16)",
     "ETTh1": "SeriesFile(path='{folder}/series.csv', context_length=data.context_length, horizon=data.horizon)",
@@ -89,7 +89,7 @@ SMALL = ["--model.d-model", "24", "--model.num-heads", "4", "--model.num-layers"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """The few lines of data."""
+    """A folder with a few lines of data."""
     place = tmp_path_factory.mktemp("data")
     (place / "text.txt").write_text("".join(f"line {number} of the text: but soft!\n" for number in range(90)))
     steps = np.random.default_rng(0).standard_normal((2200, 7)).cumsum(0)
@@ -100,7 +100,7 @@ def folder(tmp_path_factory):
 
 
 def options_of(name, folder):
-    """What the command line of this recipe has beside the recipe."""
+    """Return the command-line options for this recipe."""
     from transformer.training._overrides import load_recipe_file
 
     recipe = load_recipe_file(ROOT / "configs" / f"{name}.py")[0]
@@ -111,7 +111,7 @@ def options_of(name, folder):
         words += SMALL
     if recipe.model.num_kv_heads is not None:
         words += ["--model.num-kv-heads", "2"]
-    if recipe.model.d_ff is not None and name != "digits_vit":  # else it stays 4 d_model, which convert fills in
+    if recipe.model.d_ff is not None and name != "digits_vit":  # otherwise it stays 4 d_model, which convert fills in
         words += ["--model.d-ff", "40"]
     if recipe.model.max_length is not None and recipe.task == "causal_lm":
         words += ["--model.max-length", "16"]
@@ -136,7 +136,7 @@ def options_of(name, folder):
 
 
 def recipe_file(name, folder):
-    """The recipe, or one that differs from it in its data."""
+    """Return the file of the recipe, or of a copy with different data."""
     from transformer.training._overrides import load_recipe_file
 
     path = ROOT / "configs" / f"{name}.py"
@@ -145,35 +145,35 @@ def recipe_file(name, folder):
         return path
     written = folder / f"{name}.py"
     stand_in = STAND_INS[data].format(folder=folder)
-    # The name is that of the file; all else is the recipe's.
+    # The copy has the name of the recipe, and differs only in its data.
     written.write_text(RECIPE.format(path=str(path), data=stand_in, stand_in=stand_in.partition("(")[0]))
     return written
 
 
 def converted(name, folder, tmp_path, capsys):
-    """(exit code of convert, workdir, where convert wrote, what it said)."""
+    """Train and convert a recipe. Return (exit code of convert, workdir, output directory, captured output)."""
     if name == "digits_vit":
         pytest.importorskip("sklearn")
     run, out = tmp_path / "run", tmp_path / "out"
     words = [str(recipe_file(name, folder)), "--workdir", str(run), *options_of(name, folder)]
     assert main(["train", *words]) == 0, capsys.readouterr().err
     capsys.readouterr()
-    with warnings.catch_warnings():  # its prompts are normalized in a way that tokenizer.json cannot say
+    with warnings.catch_warnings():  # tokenizer.json cannot express its normalization
         warnings.filterwarnings("ignore", "the tokenizer was not saved: this tokenizer normalizes prompts")
         code = main(["convert", str(run), str(out)])
     return code, run, out, capsys.readouterr()
 
 
 def test_every_recipe_says_what_it_exports_as():
-    """A new recipe is added to the table above, and to that of the documentation."""
+    """Every recipe is in the table above and in that of the documentation."""
     assert set(EXPORTS) == {path.stem for path in (ROOT / "configs").glob("*.py")}
     page = (ROOT / "docs" / "pretrained.md").read_text(encoding="utf-8")
-    told = dict(re.findall(r"^\| `(\w+)` \| (?:`(\w+)`|none:.*) \|$", page, flags=re.M))
-    assert told == {name: "" if name in BLOCKED else said for name, said in EXPORTS.items()}
+    documented = dict(re.findall(r"^\| `(\w+)` \| (?:`(\w+)`|none:.*) \|$", page, flags=re.M))
+    assert documented == {name: "" if name in BLOCKED else said for name, said in EXPORTS.items()}
 
 
 def inputs_of(model):
-    """Two inputs of a model, as NumPy arrays, and their names in the reference."""
+    """Return inputs of a model (batch size 2) as NumPy arrays, by their names in transformers."""
     config, random = model.config, np.random.default_rng(1)
     if isinstance(model, Forecaster):
         shape = (2, config.series.context_length, config.series.channels)
@@ -224,7 +224,7 @@ def test_a_recipe_s_export_computes_the_same_there(transformers, folder, tmp_pat
 
 
 def assert_writes_the_same(theirs, opened, torch):
-    """Greedily, by the settings that are in the directory."""
+    """Check that greedy decoding gives the same tokens, with the settings in the directory."""
     text = opened.tokenizer.encode("forty two" if isinstance(opened.model, Seq2Seq) else "line 4")
     arguments = {"prompts": [text]}
     if isinstance(opened.model, Seq2Seq):

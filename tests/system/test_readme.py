@@ -1,4 +1,4 @@
-"""What the README shows: its Python blocks run, what it names is there. For shell blocks see test_shell_blocks.py."""
+"""The Python blocks of the README run, and the files that it links exist. For shell blocks see test_shell_blocks.py."""
 
 import pathlib
 import re
@@ -34,4 +34,4 @@ def test_the_table_of_families_is_the_generated_one():
     from transformer.cli._families import markdown
 
     table = TEXT.partition("<!-- families -->\n")[2].partition("\n<!-- end of families -->")[0]
-    assert table == markdown(), "write it anew: .venv/bin/python -m transformer list --markdown"
+    assert table == markdown(), "update it with the output of: .venv/bin/python -m transformer list --markdown"

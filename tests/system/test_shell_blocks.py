@@ -1,9 +1,9 @@
-"""Every shell block of README.md, CONTRIBUTING.md and docs/ works: bash runs each one, whole and as it stands.
+"""Every shell block of README.md, CONTRIBUTING.md and docs/ works: bash runs each complete block.
 
-By default the programs that it calls stand in for themselves: they write down how they were called, and each of our own
-programs then reads those words with its own parser, up to where its work would begin. So a wrong recipe, verb, option,
-value, target or quote is seen, and nothing is trained. The blocks of RUN are run in earnest by a slow test, too;
-PARSED says why those of other pages are not. There is no third kind.
+By default, the called programs are replaced by stand-ins that record their arguments. Then each of our programs parses
+these arguments with its own parser, up to the point where its work would begin. This finds wrong recipes, verbs,
+options, values, targets and quotes without training anything. A slow test actually runs the blocks in RUN; PARSED gives
+the reason why the blocks of other pages are only parsed. Every page with blocks is in one of the two tables.
 """
 
 import argparse
@@ -33,33 +33,33 @@ RUN = {
     "README.md": ("generate runs/number_words", "inspect --scale"),
     "docs/tutorial.md": ("",),
 }
-"""pages whose blocks are run in earnest: those that begin with a command which has one of these parts"""
+"""pages with blocks that are actually run: those whose first command contains one of these strings"""
 
 PARSED = {
-    "README.md": "installs, trains for minutes on data that is downloaded, or fetches GPT-2",
-    "CONTRIBUTING.md": "runs these very tests",
-    "docs/decoding.md": "DIR is a model of the reader's",
-    "docs/fine-tuning.md": "BERT and SST-2 are not here",
-    "docs/index.md": "trains, as the tutorial does",
-    "docs/inspect.md": "the tutorial runs the same",
+    "README.md": "installs packages, trains for minutes on downloaded data, or downloads GPT-2",
+    "CONTRIBUTING.md": "runs these tests",
+    "docs/decoding.md": "DIR is a model of the reader",
+    "docs/fine-tuning.md": "needs BERT and SST-2",
+    "docs/index.md": "trains the same model as the tutorial",
+    "docs/inspect.md": "the tutorial runs the same commands",
     "docs/long-sequences.md": "trains for hours on a CPU, or needs the TPU compiler",
-    "docs/pretrained.md": "fetches GPT-2, or DIR is a model of the reader's",
+    "docs/pretrained.md": "downloads GPT-2, or DIR is a model of the reader",
     "docs/reliability.md": "kills runs for hours",
     "docs/report.md": "needs longer runs, and xprof",
     "docs/scaling.md": "needs several devices or hosts, or the TPU compiler",
     "docs/shakespeare-fast.md": "trains for an hour",
-    "docs/translation.md": "trains for hours, on data that is downloaded",
-    "docs/vectors.md": "trains on data that is downloaded",
+    "docs/translation.md": "trains for hours on downloaded data",
+    "docs/vectors.md": "trains on downloaded data",
     "docs/without-attention.md": "trains for two hours",
 }
-"""pages with blocks that are not run in earnest, and why"""
+"""pages with blocks that are only parsed, with the reason"""
 
 FOREIGN = {"git", "hf", "pip", "sacrebleu", "srun", "xprof"}
-"""programs of others: that they are called is all that is looked at"""
+"""programs of other projects: their arguments are not checked"""
 OURS = (".venv/bin/python", ".venv/bin/transformer-zoo", "python", "transformer-zoo", "make", ".ci/run")
 
-# Writes down its name and words, each ended by a byte that no word has, in one piece, as others may write at the same
-# time; `git clone` makes its folder, `srun` calls what it is to start.
+# Records its name and arguments, each followed by a separator byte. It uses a single write, because other stand-ins may
+# write at the same time. `git clone` creates its folder, and `srun` calls the program that it would start.
 STAND_IN = """#!/bin/bash
 name=${0#"$BLOCK_ROOT"/bin/}; name=${name#"$BLOCK_ROOT"/}
 printf '%s\\037' "$name" "$@" $'\\036' >> "$BLOCK_ROOT/calls"
@@ -68,7 +68,7 @@ case "$name $1" in
   srun*) while [[ $# -gt 0 && $1 != python ]]; do shift; done; exec "$@" ;;
 esac
 """
-# In earnest: the tests' Python, and of make the two targets that a reader begins with.
+# For the blocks that are actually run: the Python of the tests, and the targets `setup` and `train` of make.
 PYTHON = '#!/bin/bash\nexec "{python}" "$@"\n'
 COMMAND = '#!/bin/bash\nexec python -m transformer "$@"\n'
 MAKE = '#!/bin/bash\n[ "$1" != train ] || exec python train.py configs/number_words.py\n'
@@ -84,24 +84,24 @@ class Block:
 
     @property
     def first(self) -> str:
-        """The command that it begins with."""
+        """The first command."""
         return self.script.partition("\n")[0]
 
     @property
     def runs(self) -> bool:
-        """Whether it is run in earnest."""
+        """Whether the block is actually run."""
         return any(part in self.first for part in RUN.get(self.page, ()))
 
 
 def fences(path: Path) -> list[tuple[int, str, str]]:
-    """(line, language, text) of every fenced block of a page."""
+    """Return (line, language, text) of every fenced block of a page."""
     text = path.read_text(encoding="utf-8")
     found = re.finditer(r"^```([^\n]*)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     return [(text[: match.start()].count("\n") + 1, match[1], match[2]) for match in found]
 
 
 def typed(session: str) -> str:
-    """What was typed in a session: lines after `$ `, with those that go on behind a backslash."""
+    """Return the input lines of a session: lines after `$ `, with their continuation lines after a backslash."""
     return "".join(match[1] for match in re.finditer(r"^\$ ((?:.*\\\n)*.*\n)", session, re.MULTILINE))
 
 
@@ -115,14 +115,14 @@ each_block = pytest.mark.parametrize("block", BLOCKS, ids=lambda block: f"{Path(
 
 
 def run(script: str, folder: Path, **environment: str) -> subprocess.CompletedProcess:
-    """A block in bash, stopping at its first error, with `folder`/bin before all other programs."""
+    """Run a block in bash until its first error, with `folder`/bin first in PATH."""
     environment = {**os.environ, "PATH": f"{folder / 'bin'}:{os.environ['PATH']}", **environment}
     command = ["bash", "-euo", "pipefail", "-c", script]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
 
 def calls(script: str, folder: Path) -> list[list[str]]:
-    """The programs that a block calls, with their words; none of them does anything."""
+    """Return the programs that a block calls with their arguments, using stand-ins that do nothing."""
     for name in (*OURS, *FOREIGN):
         place = folder / (name if "/" in name else f"bin/{name}")
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -137,12 +137,12 @@ def calls(script: str, folder: Path) -> list[list[str]]:
 
 
 class Understood(BaseException):
-    """Raised by a parser that has read all words."""
+    """Raised by a parser that has parsed all arguments."""
 
 
 @contextlib.contextmanager
 def parsing_only(monkeypatch, folder):
-    """Inside, our programs start in this folder and end where they have read their words."""
+    """Return a context in which our programs run in this folder, and end after parsing their arguments."""
 
     def ends_behind(parse):
         @functools.wraps(parse)
@@ -159,13 +159,13 @@ def parsing_only(monkeypatch, folder):
             yield patch
         except Understood:
             return
-        except SystemExit as stop:  # --help ends so
+        except SystemExit as stop:  # --help exits
             if stop.code:
                 raise
 
 
 def check_call(words: list[str], folder: Path, monkeypatch) -> None:
-    """Fails, with the program's own message, unless the words are such as it takes."""
+    """Fail with the error of the program if it does not accept these arguments."""
     match words:
         case [("python" | ".venv/bin/python"), *rest]:
             check_python(rest, folder, monkeypatch)
@@ -174,9 +174,9 @@ def check_call(words: list[str], folder: Path, monkeypatch) -> None:
         case ["make", target, *rest]:
             assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE), f"make has no {target}"
             settings = re.findall(r"^ *'?(\w+)[ =?]", (ROOT / "Makefile").read_text(), re.MULTILINE)
-            assert all(word.partition("=")[0] in settings for word in rest), f"make knows no {rest}"
+            assert all(word.partition("=")[0] in settings for word in rest), f"make has no variable for {rest}"
         case [program, *_]:
-            assert program in FOREIGN or os.access(ROOT / program, os.X_OK), f"there is no {program}"
+            assert program in FOREIGN or os.access(ROOT / program, os.X_OK), f"unknown program {program}"
 
 
 def check_python(words: list[str], folder: Path, monkeypatch) -> None:
@@ -189,24 +189,24 @@ def check_python(words: list[str], folder: Path, monkeypatch) -> None:
             case ["-m", "transformer", verb, *rest]:
                 VERBS[verb].run(rest)
             case ["-m", module, *rest]:
-                assert (ROOT / module.replace(".", "/")).with_suffix(".py").exists(), f"there is no {module}"
+                assert (ROOT / module.replace(".", "/")).with_suffix(".py").exists(), f"module {module} does not exist"
                 patch.setattr(sys, "argv", [module, *rest])
                 importlib.import_module(module).main()
             case ["-c", code]:
                 ast.parse(code)
             case _:
-                pytest.fail(f"python {words}: say in this test how these words are checked")
+                pytest.fail(f"python {words}: add a check for these arguments to this test")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_every_block_says_what_it_is(page):
-    """What has no language is neither run nor known to be output."""
+    """Every fenced block has a known language, so that it is known to be input or output."""
     assert {language for _, language, _ in fences(page)} <= LANGUAGES
 
 
 def test_every_block_is_run_or_not_for_a_reason():
     asleep = {block.page for block in BLOCKS if not block.runs}
-    assert PARSED.keys() == asleep, "say in PARSED why blocks of a page are not run, or run them"
+    assert PARSED.keys() == asleep, "add the reason why a page is only parsed to PARSED, or add the page to RUN"
     for page, parts in RUN.items():
         for part in parts:
             assert any(part in block.first for block in BLOCKS if block.page == page), (page, part)
@@ -256,7 +256,7 @@ def test_what_was_typed_in_a_session_is_found():
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory):
-    """A folder in which everything lies as in the repository, but for what runs write."""
+    """A folder with links to all files of the repository, except for outputs of runs."""
     folder = tmp_path_factory.mktemp("checkout")
     for entry in ROOT.iterdir():
         if not entry.name.startswith(".") and entry.name not in ("runs", "data", "site"):
@@ -272,9 +272,9 @@ def checkout(tmp_path_factory):
 
 @pytest.mark.slow
 def test_blocks_run_as_they_stand(checkout):
-    """The tutorial's before the README's, which take the model that it trains."""
+    """The blocks of the tutorial run first, because those of the README use the model that it trains."""
     for block in sorted(BLOCKS, key=lambda block: block.page, reverse=True):
         if block.runs:
             done = run(block.script, checkout, BLOCK_ROOT=str(checkout), TFDS_DATA_DIR=str(checkout / "prepared"))
-            told = f"{block.page}:{block.line}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
-            assert done.returncode == 0, told
+            output = f"{block.page}:{block.line}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+            assert done.returncode == 0, output

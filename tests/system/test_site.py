@@ -1,4 +1,4 @@
-"""The site that `make docs` makes of docs/: every public name is in its reference, and its pages fetch nothing."""
+"""The site that `make docs` builds: its reference contains every public name, and its pages download nothing."""
 
 import importlib.util
 import os
@@ -20,7 +20,7 @@ API = {path.stem: path.read_text(encoding="utf-8") for path in sorted((DOCS / "a
 
 
 def load(name: str) -> ModuleType:
-    """A file of docs/, which is no package."""
+    """Import a file of docs/, which is not a package."""
     spec = importlib.util.spec_from_file_location(f"docs_{name}", DOCS / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -28,14 +28,14 @@ def load(name: str) -> ModuleType:
 
 
 def referenced() -> list[str]:
-    """Dotted names that the pages of the reference document, modules left out."""
+    """Return the dotted names that the reference documents, without modules."""
     modules = re.findall(r"^::: (transformer[\w.]*)$", "\n".join(API.values()), re.MULTILINE)
     named = load("hooks").named
     return [name for module in modules for name, is_module in named(module) if not is_module]
 
 
 def test_every_export_is_in_the_reference_once():
-    """Under the name of a room that exports it: `transformer.nn.CausalLM` is `transformer.nn.models.CausalLM`, too."""
+    """Each name has one entry, although two packages may export it, as `transformer.nn` and `transformer.nn.models`."""
     found = [(name.split(".")[1], name.rpartition(".")[2]) for name in referenced()]
     public = set(rooms())
     expected = {(room.split(".")[1], name) for room, path in rooms().items() for name in exports(path)}
@@ -43,7 +43,9 @@ def test_every_export_is_in_the_reference_once():
     expected -= {(room.split(".")[1], room.rpartition(".")[2]) for room in modules}
     expected |= {("__main__", name) for name in exports(PACKAGE / "__main__.py")}
     assert set(found) == expected
-    assert len(found) - len(set(found)) == 1, "dot_product_attention, ours and Flax's, is the only name of two"
+    assert len(found) - len(set(found)) == 1, (
+        "dot_product_attention is the only name with two entries: ours, and the one compatible with Flax"
+    )
 
 
 def test_what_the_package_offers_is_in_the_table():
@@ -57,7 +59,7 @@ def test_the_picture_of_the_layers_is_that_of_the_table():
     assert {
         name.removesuffix("/").removesuffix(".py").replace("/_", "/"): level for name, level in found.items()
     } == LAYERS
-    assert layers.PICTURE.read_text() == layers.picture(layers.layers()), "draw it anew: python docs/layers.py"
+    assert layers.PICTURE.read_text() == layers.picture(layers.layers()), "update it: python docs/layers.py"
 
 
 @pytest.mark.parametrize(
@@ -100,10 +102,10 @@ def test_a_directive_is_spelled_out_to_the_names_that_a_room_exports():
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory) -> Path:
-    """The site, built anew."""
+    """Build the site."""
     python = ROOT / ".venv-docs" / "bin" / "python"
     if not (ROOT / ".venv-docs" / "docs").exists():
-        pytest.skip("there is no .venv-docs to build the site with: `make docs` makes it")
+        pytest.skip(".venv-docs not found: `make docs` creates it")
     folder = tmp_path_factory.mktemp("site")
     command = [python, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", folder]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1", "REPOSITORY": ""}

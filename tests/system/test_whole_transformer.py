@@ -1,6 +1,6 @@
-"""What the teaching text S2 'the whole Transformer' says, claim by claim, shown on this code.
+"""The claims of the teaching text S2 'the whole Transformer', each shown with this code.
 
-A test is named after the row it shows; docs/mathematics.md ends with the table of all rows.
+Each test is named after the row that it shows; docs/mathematics.md ends with the table of all rows.
 """
 
 import functools
@@ -23,14 +23,14 @@ from transformer.nn.models import CausalLM, Classifier, Seq2Seq
 from transformer.viz._attention_maps import save_attention_maps
 from transformer.viz._attention_weights import attention_maps
 
-# The sizes of the text: L = 6, d_model = 512, h = 8, d_k = d_v = 64; and a target that is shorter than the source.
+# The sizes in the text: L = 6, d_model = 512, h = 8, d_k = d_v = 64. The target is shorter than the source.
 SOURCE, TARGET = jnp.array([[3, 1, 4, 1, 5, 9]]), jnp.array([[2, 6, 5, 3]])
 PAPER = transformer_base(vocab_size=11)
 ONE_LAYER = Seq2Seq(PAPER.replace(num_layers=1, **{"stack.prefix": (LayerKind(),)}))
 
 
 def recorded(module, params, *inputs, **options):
-    """Every call inside a call, in order: {path: (first input, output)}."""
+    """Return all module calls of a forward pass in order: {path: (first input, output)}."""
     calls = {}
 
     def note(call, args, kwargs, context):
@@ -46,9 +46,9 @@ def recorded(module, params, *inputs, **options):
 
 @functools.cache
 def paper(deterministic=True):
-    """Parameters of one encoder and one decoder layer of the paper, and all calls inside them."""
+    """Return parameters of one encoder and one decoder layer of the paper, and all calls inside them."""
     params = start(ONE_LAYER, SOURCE, TARGET)["params"]
-    # Near the sizes of a model at its beginning, so that softmax is not one-hot.
+    # Scale the parameters to about their initial size, so that the softmax is not one-hot.
     params = jax.tree.map(lambda leaf: leaf / 8 if leaf.ndim > 1 else leaf, params)
     rngs = None if deterministic else {"dropout": KEYS[7]}
     options = {"deterministic": deterministic, "rngs": rngs}
@@ -56,13 +56,13 @@ def paper(deterministic=True):
 
 
 def assert_dropped(out, whole):
-    """A tenth is 0, the rest is 1 / 0.9 times what it was."""
+    """Check inverted dropout: a tenth of the entries is 0, the others are divided by 0.9."""
     assert (out == 0).mean() == pytest.approx(0.1, abs=0.03)
     np.testing.assert_allclose(out, jnp.where(out == 0, 0, whole / 0.9), rtol=1e-5)
 
 
 def test_s2_1_embeddings_are_rows_of_a_table_times_sqrt_d_model():
-    """A lookup in (vocab, d_model), multiplied by sqrt(d_model); one table for source and target."""
+    """A lookup in (vocab, d_model), multiplied by sqrt(d_model); source and target share one table."""
     params, calls = paper()
     table = params["embedding"]["embedding"]
     assert table.shape == (11, 512)
@@ -71,7 +71,7 @@ def test_s2_1_embeddings_are_rows_of_a_table_times_sqrt_d_model():
 
 
 def test_s2_2_sinusoids_are_added_and_a_tenth_dropped():
-    """PE(pos, 2i) = sin(pos / 10000^(2i/d)), PE(pos, 2i+1) = cos(same), a matrix (L, d), added; then dropout 0.1."""
+    """PE(pos, 2i) = sin(pos / 10000^(2i/d)), PE(pos, 2i+1) = cos(same): a matrix (L, d) is added; then dropout 0.1."""
     length, d = 6, 512
     literal, stable = np.zeros((2, length, d))
     for pos in range(length):
@@ -111,7 +111,7 @@ def test_s2_3_four_kinds_of_attention_are_one_formula(kind):
 
 
 def test_s2_3_the_encoder_gives_keys_and_values_and_the_decoder_queries():
-    """Four queries of the decoder read six keys and values of the encoder's output."""
+    """Four queries from the decoder attend to six keys and values from the encoder output."""
     _, calls = paper()
     memory, cross = calls["encoder"][1][0], "decoder/prefix_0/cross_attention"
     np.testing.assert_array_equal(calls[f"{cross}/key"][0], memory)
@@ -122,7 +122,7 @@ def test_s2_3_the_encoder_gives_keys_and_values_and_the_decoder_queries():
 
 
 def test_s2_4_all_heads_in_parallel_with_the_sizes_of_the_text():
-    """(6, 512) -> (6, 8, 64) -> (8, 6, 64) a head -> (6, 512) -> W_O, with the batch in front."""
+    """(6, 512) -> (6, 8, 64) -> (8, 6, 64), heads first -> (6, 512) -> W_O, with the batch axis in front."""
     params, calls = paper()
     own, path = params["encoder"]["prefix_0"]["self_attention"], "encoder/prefix_0/self_attention"
     shapes = {name: own[name]["kernel"].shape for name in own}
@@ -145,7 +145,7 @@ SUBLAYERS |= {"feed_forward_norm": "feed_forward"}
 
 
 def test_s2_5_add_and_norm():
-    """LayerNorm(x + Dropout(Sublayer(x))) around each sublayer: mean and variance of a token, learnt gamma, beta."""
+    """LayerNorm(x + Dropout(Sublayer(x))) around each sublayer, with mean and variance per token, gamma and beta."""
     params, calls = paper()
     _, noisy = paper(deterministic=False)
     for number, (norm, sublayer) in enumerate(SUBLAYERS.items()):
@@ -168,7 +168,7 @@ def test_s2_5_add_and_norm():
 
 
 def test_s2_5_layer_norm_gives_each_token_mean_0_and_variance_1():
-    """As it begins, gamma 1 and beta 0, whatever the token's own mean and variance were."""
+    """With the initial gamma 1 and beta 0, for every mean and variance of the input token."""
     x = X * jnp.arange(1.0, T + 1)[None, :, None] + 5
     norm = LayerNorm()
     y = norm.apply(norm.init(KEYS[0], x), x)
@@ -202,7 +202,7 @@ SIX = SMALL.replace(**{"stack.prefix": ()}, num_layers=6)
 
 
 def test_s2_7_the_encoder_serves_a_classifier():
-    """Six layers, the mean of their output over the real tokens, and a linear map to classes."""
+    """Six layers, the mean of their output over the non-padding tokens, and a linear map to classes."""
     model = Classifier(SIX.replace(**{"output.num_classes": 3}))
     tokens, mask = jnp.array([[1, 2, 3, 4, 0]]), Mask.lengths(jnp.array([4]))
     params = start(model, tokens)
@@ -214,7 +214,7 @@ def test_s2_7_the_encoder_serves_a_classifier():
 
 
 def test_s2_7_a_decoder_without_an_encoder_is_legal():
-    """The cross-attention is left out, parameters and all; what remains is causal."""
+    """A decoder without encoder has no cross-attention and no parameters for it; it is causal."""
     model, tokens = CausalLM(SIX), jnp.array([[1, 2, 3, 4]])
     params = start(model, tokens)
     layer = params["params"]["decoder"]["layers"]["slot_0"]
@@ -226,10 +226,13 @@ def test_s2_7_a_decoder_without_an_encoder_is_legal():
 
 
 def test_s2_8_head_and_generation():
-    """A linear map d_model -> vocab and a softmax; the likeliest token is appended and read again."""
+    """A linear map d_model -> vocab and a softmax; the most likely token is appended to the input."""
     model, prompt, new = CausalLM(SMALL.replace(**{"embedding.tie": False})), [3, 1, 4], 5
     params = start(model, jnp.array([prompt]))["params"]
-    params["decoder"]["final_norm"] = {"scale": jnp.ones(D), "bias": jnp.zeros(D)}  # a bias would choose the word
+    params["decoder"]["final_norm"] = {
+        "scale": jnp.ones(D),
+        "bias": jnp.zeros(D),
+    }  # a random bias would determine the token
     run = jax.jit(functools.partial(model.apply, method="hidden"))
     text = list(prompt)
     for length in range(3, 3 + new):
@@ -256,7 +259,7 @@ def test_s2_9_a_sentence_of_six_words_through_the_sizes():
     def run(key):
         calls.update(recorded(model, model.init(key, tokens), tokens))
 
-    jax.eval_shape(run, KEYS[0])  # shapes of the whole model of six layers, without its numbers
+    jax.eval_shape(run, KEYS[0])  # only the shapes of the model with six layers
     layer = "decoder/layers/slot_0"
     sizes = {name: calls[f"{layer}/self_attention/{name}"][1].shape for name in ("query", "key", "value", "out")}
     assert tokens.shape == (1, 6)
@@ -268,7 +271,7 @@ def test_s2_9_a_sentence_of_six_words_through_the_sizes():
 
 
 def test_s2_9_see_which_word_attends_to_which(tmp_path):
-    """'La sopa se cocinó en la olla y estaba rica': a map a layer, ten words by ten for each head, rows of sum 1."""
+    """'La sopa se cocinó en la olla y estaba rica': one map per layer, 10 x 10 words per head, rows sum to 1."""
     words = ["La", "sopa", "se", "cocinó", "en", "la", "olla", "y", "estaba", "rica"]
     tokens = jnp.arange(10)[None]
     model = Classifier(SMALL.replace(num_layers=2, **{"output.num_classes": 2}), Execution(sow_weights=True))
