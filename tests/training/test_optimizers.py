@@ -1,4 +1,4 @@
-"""Schedules at the steps that define them, decay by path, Muon's matrices, clipping."""
+"""Schedules at the steps that define them, weight decay by path, Muon's matrices, and clipping."""
 
 import math
 
@@ -16,7 +16,7 @@ from transformer.training._state import make_state, parameter_paths
 
 
 def rates(numbers, **optimizer):
-    """Rate of the n-th update (the first is 1) for each n."""
+    """Return the learning rate of the n-th update, for each n (the first update has n = 1)."""
     schedule = make_schedule(tiny_recipe(optimizer={"learning_rate": 0.5, "warmup_steps": 4} | optimizer, steps=20))
     return [float(schedule(number - 1)) for number in numbers]
 
@@ -43,12 +43,14 @@ def test_cosine_is_half_way_in_the_middle_and_ends_at_its_fraction():
 
 def test_wsd_is_constant_and_then_falls_on_a_line_to_its_fraction():
     falling = {"schedule": "wsd", "decay_fraction": 0.4, "final_fraction": 0.2}
-    got = rates([4, 8, 12, 14, 16, 20, 30], **falling)  # of 20 steps the last eight
+    got = rates([4, 8, 12, 14, 16, 20, 30], **falling)  # the last eight of 20 steps
     np.testing.assert_allclose(got, [0.5, 0.5, 0.5, 0.4, 0.3, 0.1, 0.1], rtol=1e-6)
     np.testing.assert_allclose(rates([6, 9, 10], **falling, decay_steps=10), [0.5, 0.2, 0.1], rtol=1e-6)
     at_once = rates([19, 20], **falling | {"decay_fraction": 0.0})
     np.testing.assert_allclose(at_once, [0.5, 0.1], rtol=1e-6)
-    whole = rates([3, 4, 12, 20], **falling | {"decay_fraction": 1.0})  # no part of the warm-up: nothing jumps
+    whole = rates(
+        [3, 4, 12, 20], **falling | {"decay_fraction": 1.0}
+    )  # the decay starts after the warm-up, so the rate does not jump
     np.testing.assert_allclose(whole, [0.375, 0.5, 0.3, 0.1], rtol=1e-6)
     for wrong in (-0.1, 1.0 + 1e-10, math.nan, True):
         with pytest.raises(ConfigError, match=r"optimizer.decay_fraction must be a number from 0 to 1, got"):
@@ -64,7 +66,7 @@ def test_noam_is_the_formula_of_the_paper():
     expected = [6**-0.5 * min(n**-0.5, n * 4**-1.5) for n in numbers]
     np.testing.assert_allclose(rates(numbers, schedule="noam", learning_rate=1.0), expected, rtol=1e-6)
     base = 1 / math.sqrt(512 * 4000)
-    assert base == pytest.approx(6.99e-4, rel=1e-3)  # the paper's base model at its highest
+    assert base == pytest.approx(6.99e-4, rel=1e-3)  # the peak of the paper's base model
 
 
 def params_of(recipe):
@@ -95,7 +97,7 @@ def test_decay_takes_matrices_only():
 
 
 def test_decayed_parameters_shrink_and_others_stay():
-    """With gradients of zero only weight decay is left: p (1 - rate * decay)."""
+    """With gradients of zero, only weight decay changes a parameter: p (1 - rate * decay)."""
     recipe = tiny_recipe(model=FULL, optimizer={"learning_rate": 0.5, "weight_decay": 0.1})
     params = jax.tree.map(lambda leaf: jnp.ones(leaf.shape), params_of(recipe))
     optimizer = make_optimizer(recipe)
@@ -105,7 +107,7 @@ def test_decayed_parameters_shrink_and_others_stay():
 
 
 def test_clipping_is_by_the_norm_of_all_gradients():
-    """The second moment sees clipped gradients: their squares add up to the square of the limit."""
+    """The second moment contains clipped gradients: their squares sum to the square of the limit."""
     recipe = tiny_recipe(optimizer={"clip_norm": 0.25, "beta2": 0.5})
     params = jax.tree.map(lambda leaf: jnp.ones(leaf.shape), params_of(recipe))
     optimizer = make_optimizer(recipe)
@@ -123,7 +125,7 @@ def test_muon_takes_the_matrices_of_the_layers_as_whole_matrices():
     dimensions = jax.tree.leaves(muon_dimensions(params), is_leaf=lambda node: node is None or hasattr(node, "_fields"))
     taken = {path: spec for path, spec in zip(parameter_paths(params), dimensions, strict=True) if spec is not None}
     short = {path.removeprefix("decoder/layers/slot_0/"): tuple(spec) for path, spec in taken.items()}
-    heads, merge, plain = ((1,), (2, 3)), ((1, 2), (3,)), ((1,), (2,))  # axis 0 is the layer
+    heads, merge, plain = ((1,), (2, 3)), ((1, 2), (3,)), ((1,), (2,))  # axis 0 indexes the layers
     assert short == {
         "self_attention/query/kernel": heads,
         "self_attention/key/kernel": heads,
@@ -151,7 +153,9 @@ def test_muon_steps_are_orthogonal_for_each_layer():
         assert singular.min() > 0.6
         assert singular.max() < 1.3
     scale = updates["decoder"]["final_norm"]["scale"]
-    np.testing.assert_allclose(np.abs(scale), np.abs(scale[0]), rtol=1e-3)  # adam's first step is a sign
+    np.testing.assert_allclose(
+        np.abs(scale), np.abs(scale[0]), rtol=1e-3
+    )  # Adam's first step is the sign of the gradient
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])

@@ -1,4 +1,4 @@
-"""One recipe over one device and over eight, by mesh and by pmap: the same losses, parts where they should lie."""
+"""One recipe on one device and on eight, by mesh and by pmap: equal losses, and correct shardings."""
 
 import dataclasses
 import itertools
@@ -34,7 +34,7 @@ def recipe_for(task, parallel, dropout=0.0, **training):
 
 
 def batches(task, count):
-    """Rows of unequal length, eight targets each."""
+    """Return rows of different lengths, with eight targets each."""
     for seed in range(count):
         batch = {name: np.asarray(array) for name, array in tiny_batch(task, seed=seed).items()}
         for name in ("tokens", "targets", "weights"):
@@ -55,7 +55,7 @@ def losses(recipe, steps=6):
 
 @pytest.mark.parametrize("kind", ["mesh", "pmap"])
 def test_a_placement_runs_the_step_that_it_is_given(kind):
-    """The loop hands over the pure step; a placement only spreads it."""
+    """The loop passes the pure step; a placement only distributes it."""
 
     def make_counting_step(recipe, axis_name=None):
         return lambda state, batch, limit=None: (state.replace(step=state.step + 7), {"rows": batch["weights"].sum()})
@@ -69,7 +69,7 @@ def test_a_placement_runs_the_step_that_it_is_given(kind):
 
 @pytest.fixture(scope="module")
 def alone():
-    """Losses and parameters on one device, computed once."""
+    """Return losses and parameters on one device, computed once."""
     found = {}
 
     def get(task, dropout):
@@ -92,7 +92,7 @@ QUICK = {("causal_lm", "fsdp x8"), ("seq2seq", "fsdp x2, tensor x2, data x2")}
     ],
 )
 def test_any_mesh_gives_the_same_losses(task, layout, alone):
-    """With dropout: keys are partitionable, so the same numbers are drawn wherever they are drawn."""
+    """With dropout: random keys are partitionable, so the values do not depend on the device that computes them."""
     expected, state = alone(task, 0.2)
     found, other = losses(recipe_for(task, ParallelConfig(**LAYOUTS[layout]), 0.2))
     np.testing.assert_allclose(found, expected, rtol=1e-5)
@@ -100,7 +100,8 @@ def test_any_mesh_gives_the_same_losses(task, layout, alone):
         dict(zip(parameter_paths(s.params), jax.tree.leaves(s.params), strict=True)) for s in (state, other)
     )
     for path in ours:
-        # A bias on keys adds the same to all scores of a query: no gradient, and Adam divides rounding by rounding.
+        # A bias on keys adds the same value to all scores of a query. Its gradient is only rounding error, which Adam
+        # divides by its own size, so it can't be compared.
         if not path.endswith("key/bias"):
             np.testing.assert_allclose(ours[path], theirs[path], atol=2e-4, err_msg=path)
 
@@ -115,7 +116,7 @@ def test_pmap_gives_the_same_losses(task, alone):
 
 @pytest.mark.parametrize("kernel", [pytest.param("splash", marks=pytest.mark.slow), "ring"])
 def test_a_recipe_may_name_a_kernel_for_whole_sequences(kernel, alone):
-    """Its parameters are made from an example that such a kernel would refuse."""
+    """Its parameters are initialized from an example that such a kernel would reject."""
     expected, _ = alone("causal_lm", 0.0)
     recipe = recipe_for("causal_lm", ParallelConfig(context=4 if kernel == "ring" else 1))
     recipe = dataclasses.replace(recipe, execution=dataclasses.replace(recipe.execution, attention=kernel))
@@ -129,7 +130,7 @@ def test_accumulation_within_a_mesh(alone):
 
 
 def test_fsdp_holds_an_eighth():
-    """Parameters and optimizer state: all but what is too small to be split."""
+    """Parameters and optimizer state are split, except for those that are too small."""
     recipe = tiny_recipe(model=MODEL | {"d_model": 64, "d_ff": 96})
     placement = place(dataclasses.replace(recipe, parallel=ParallelConfig(fsdp=8)))
     state = placement.new_state()
@@ -142,7 +143,7 @@ def test_fsdp_holds_an_eighth():
 
 @pytest.mark.parametrize("parallel", [ParallelConfig(fsdp=4, tensor=2), ParallelConfig(kind="pmap", devices=4)])
 def test_a_step_leaves_the_state_where_it_was(parallel):
-    """Else the next one would be compiled anew."""
+    """Otherwise the next step would be compiled again."""
     placement = place(recipe_for("causal_lm", parallel))
     state = placement.spread(placement.new_state())
     before = jax.tree.map(where, state)
@@ -151,7 +152,7 @@ def test_a_step_leaves_the_state_where_it_was(parallel):
 
 
 def where(leaf):
-    """The sharding of an array; before JAX 0.10 pmap has a kind of its own, so which device holds which part."""
+    """Return the sharding of an array in comparable form; before JAX 0.10, pmap used a different class of shardings."""
     if jax.__version_info__ >= (0, 10):
         return leaf.sharding
     parts = leaf.sharding.devices_indices_map(leaf.shape)
@@ -161,7 +162,7 @@ def where(leaf):
 
 
 def test_a_new_state_is_traced_once(monkeypatch):
-    """Its shapes and its values come of one trace: of a model with many kinds of layers that takes seconds."""
+    """Its shapes and its values come from one trace, which takes seconds for a model with many kinds of layers."""
     calls, make = [], state_module.initial_params
     monkeypatch.setattr(state_module, "initial_params", lambda recipe: calls.append(recipe) or make(recipe))
     placement = place(recipe_for("causal_lm", ParallelConfig(fsdp=8)))
@@ -173,7 +174,7 @@ def test_a_new_state_is_traced_once(monkeypatch):
 
 @pytest.fixture(scope="module")
 def one_device():
-    """Compiled once."""
+    """The step is compiled once."""
     return place(recipe_for("causal_lm", ParallelConfig(devices=1)))
 
 
@@ -210,7 +211,7 @@ def test_where_a_parameter_lies(path, shape, spec):
 
 
 def test_every_parameter_of_the_models_has_a_rule():
-    """FSDP over two devices splits each of them: one that no rule knows would lie whole everywhere."""
+    """FSDP over two devices splits every parameter; one without a rule would be replicated."""
     for task in ("causal_lm", "seq2seq"):
         recipe = tiny_recipe(task, model=MODEL | {"position": "t5", "embedding.tie": False, "gated": True})
         state = MeshPlacement(dataclasses.replace(recipe, parallel=ParallelConfig(fsdp=8))).abstract_state()
@@ -229,7 +230,7 @@ def test_what_is_left_fills_the_mesh():
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """What makes a mesh of a torus: where each device is."""
+    """The attributes that JAX needs to make a mesh of a torus: the coordinates of each device."""
 
     id: int
     coords: tuple[int, int, int]
@@ -242,7 +243,7 @@ class Chip:
 
 @pytest.mark.parametrize("sizes", [{"fsdp": 64}, {"data": 16, "tensor": 4}, {"data": 2, "fsdp": 32}], ids=str)
 def test_a_mesh_may_cut_the_axes_of_a_torus(sizes):
-    """Of 4x4x4 chips the last is made of half an axis, and of what is left."""
+    """With 4x4x4 chips, the last mesh axis consists of half an axis of the torus and of the rest."""
     chips = [Chip(id, coords) for id, coords in enumerate(itertools.product(range(4), repeat=3))]
     mesh = make_mesh(sizes, chips)
     assert {axis: size for axis, size in mesh.shape.items() if size > 1} == sizes

@@ -1,4 +1,4 @@
-"""Several processes train as one: the same losses, one writer, and nobody hangs when one of them is gone."""
+"""Multi-process training: the same losses, one writer, and no process hangs when another one is lost."""
 
 import contextlib
 import dataclasses
@@ -43,7 +43,7 @@ MESH = ("--parallel.fsdp", "4", "--parallel.data", "2")
 
 
 class Group:
-    """Processes that train together, each with some of the devices; their output in files."""
+    """Processes of one run, each with some of the devices; their output goes to files."""
 
     def __init__(self, folder, workdir, *flags, devices=(4, 4), patience=60, steps=12, slurm=False, last=()):
         (folder / "recipe.py").write_text(RECIPE.format(folder=str(folder)))
@@ -62,7 +62,7 @@ class Group:
                 "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
                 "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             }
-            if slurm:  # what srun says to each task; JAX makes the port of the number of the job
+            if slurm:  # the variables that srun sets for each task; JAX derives the port from the job ID
                 said = {"JOB_ID": port - 61440, "STEP_NODELIST": "localhost", "NTASKS": len(devices)}
                 said |= {"PROCID": index, "LOCALID": index}
                 environment |= {f"SLURM_{name}": str(value) for name, value in said.items()}
@@ -72,10 +72,10 @@ class Group:
                 )
 
     def wait(self, seconds=600):
-        """Exit codes and outputs of all."""
+        """Return the exit codes and outputs of all processes."""
         try:
             codes = [member.wait(seconds) for member in self.members]
-            time.sleep(0.5)  # what is told after the end of a process
+            time.sleep(0.5)  # output after the end of a process
             return codes, self.told()
         finally:
             self.kill()
@@ -111,7 +111,7 @@ def losses(workdir):
 
 @pytest.fixture(scope="module")
 def alone(folder):
-    """The same run by this process alone, with all eight devices."""
+    """The same run in this process alone, with all eight devices."""
     namespace = {}
     exec(RECIPE.format(folder=str(folder)), namespace)
     recipe = change(namespace["get_config"](), parallel={"fsdp": 4, "data": 2}, training={"steps": 12})
@@ -121,7 +121,7 @@ def alone(folder):
 
 @pytest.fixture(scope="module")
 def together(folder):
-    """The run by two processes of four devices, never interrupted."""
+    """The run in two processes with four devices each, never interrupted."""
     codes, told = Group(folder, folder / "together", *MESH).wait()
     assert codes == [0, 0], told
     return folder / "together", told
@@ -140,7 +140,7 @@ def test_two_processes_train_as_one(alone, together):
 
 @pytest.mark.slow
 def test_a_checkpoint_of_two_processes_is_read_by_one(folder, alone, together):
-    """And one of one process by two: thirds of a run, by other numbers of processes."""
+    """A run starts with two processes, is resumed by one, and then by two again."""
     workdir = folder / "elastic"
     for steps, devices in ((4, (4, 4)), (8, (2,)), (12, (2, 2))):
         flags = () if sum(devices) < 8 else MESH
@@ -162,7 +162,7 @@ def test_the_others_end_when_one_is_killed_and_all_go_on_from_there(folder, toge
     assert f"process {1 - victim} of 2" in told[1 - victim]
     assert "Restart all processes with the same command" in told[1 - victim]
     assert "Traceback" not in told[1 - victim]
-    # Back to a checkpoint that both runs have had: the same bits from there on
+    # Go back to a checkpoint that both runs had: from there on, the results must be bit-identical
     for path in (workdir / "checkpoints").iterdir():
         if path.name != "4":
             path.rename(workdir / path.name)
@@ -207,7 +207,7 @@ def test_a_signal_to_one_stops_all(folder):
 
 @pytest.mark.slow
 def test_others_that_do_not_come(folder):
-    """The first waits for the second, and the second for the first: not for ever, and each says what to do."""
+    """The processes wait for each other for a limited time, and each one prints what to do."""
     group = Group(folder, folder / "second", patience=3)
     group.members[0].kill()
     codes, told = group.wait()
@@ -250,7 +250,7 @@ def test_processes_that_cannot_be(fields, message):
 )
 @pytest.mark.parametrize("ending", [False, True])
 def test_an_error_of_another_being_gone_says_so(said, lost, ending, monkeypatch):
-    """In the middle, and while the last one waits for the others."""
+    """During training, and at the end, while a process waits for the others."""
 
     def fail():
         raise jax.errors.JaxRuntimeError(said)
@@ -273,7 +273,7 @@ def test_who_started_this_one():
     assert processes.launcher(slurm) == "Slurm"
     assert processes.launcher({"OMPI_COMM_WORLD_SIZE": "4"}) == "Open MPI"
     assert processes.launcher({"TPU_WORKER_HOSTNAMES": "a,b"}) == "a TPU slice"
-    shell = slurm | {"SLURM_STEP_NUM_TASKS": "1"}  # inside an allocation of two
+    shell = slurm | {"SLURM_STEP_NUM_TASKS": "1"}  # a shell inside an allocation of two tasks
     for alone in ({}, slurm | {"SLURM_NTASKS": "1"}, shell, {"SLURM_NTASKS": "2"}, {"TPU_WORKER_HOSTNAMES": "a"}):
         assert processes.launcher(alone) is None
 

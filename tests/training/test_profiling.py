@@ -1,4 +1,4 @@
-"""`--profile START:STOP`: steps that are traced, and what is said of it. JAX's profiler is a list of calls here."""
+"""`--profile START:STOP`: the traced steps and the printed messages. A list of calls replaces JAX's profiler."""
 
 import pathlib
 from pathlib import Path
@@ -15,7 +15,7 @@ from transformer.training._profiling import Profiler, Window, parse_window
 
 @pytest.fixture
 def calls(monkeypatch):
-    """What the profiler was asked to do."""
+    """The calls of JAX's profiler."""
     found = []
     monkeypatch.setattr(jax.profiler, "start_trace", lambda folder: found.append(("start", Path(folder).name)))
     monkeypatch.setattr(jax.profiler, "stop_trace", lambda: found.append(("stop",)))
@@ -23,7 +23,7 @@ def calls(monkeypatch):
 
 
 def run(window, steps, done=0, **kwargs):
-    """A run from step `done`; what was said, and after how many steps it was waited for the devices."""
+    """Run from step `done`; return the printed messages, and the steps after which the devices were waited for."""
     said, waited = [], []
     with Profiler(window, "somewhere", step=done, say=said.append, **kwargs) as profiler:
         for step in range(done, steps):
@@ -107,7 +107,7 @@ def test_of_several_processes_the_first_writes(calls):
 
 
 def test_on_the_command_line(tmp_path, monkeypatch):
-    """It is checked before anything is read or written, and handed on."""
+    """The option is checked before anything is read or written, and passed on."""
     recipe = tmp_path / "mine.py"
     source = f"import sys\nsys.path.insert(0, {str(pathlib.Path(__file__).parents[1])!r})\n"
     source += "from training_recipes import tiny_recipe\ndef get_config():\n    return tiny_recipe(steps=40)\n"
@@ -131,7 +131,7 @@ def test_on_the_command_line(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_a_real_trace_has_the_steps(tmp_path):
-    """XProf's format: one .xplane.pb of this host, with an event for each step of the window."""
+    """XProf's format: one .xplane.pb file for this host, with an event for each step of the window."""
     recipe = change(text_recipe(tmp_path), training={"steps": 6}, evaluation={"every": None})
     train(recipe, tmp_path / "run", profile=Window(2, 5))
     (trace,) = (tmp_path / "run" / "profile").rglob("*.xplane.pb")

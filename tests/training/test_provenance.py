@@ -1,4 +1,4 @@
-"""A recipe or tokenizer that was changed after training: whoever opens the run refuses it."""
+"""A recipe or tokenizer that was changed after training: every command that opens the run rejects it."""
 
 import json
 import shutil
@@ -14,7 +14,7 @@ from transformer.training._runs import load_run
 
 
 def drawn(folder, **options):
-    """A run on numbers of two digits, with checkpoints of steps 3 (the best) and 5."""
+    """A run on numbers with two digits, with checkpoints of steps 3 (the best) and 5."""
     small = {"max_digits": 2, "train_examples": 200, "data_dir": str(folder / "tfds")}
     recipe = change(tiny_recipe("seq2seq", model={"vocab_size": None}), data=small)
     return record_drawn_run(recipe, folder / "run", (3, 5), **options)
@@ -116,7 +116,7 @@ def test_a_run_of_before_the_fingerprint_opens_as_it_did(tmp_path):
 
 
 def test_the_fingerprint_of_a_tokenizer_stays_between_versions():
-    """Another value would make every earlier run a changed one."""
+    """A different value would make every earlier run look changed."""
     tokenizer = TOKENIZERS["char"](["a", "b", "é"])
     assert tokenizer_fingerprint(tokenizer) == "7dbede309197f19c123aab76da91b12584ea5150a0f483f4772923f89e894d2d"
     assert tokenizer_fingerprint(TOKENIZERS["char"](["b", "a", "é"])) != tokenizer_fingerprint(tokenizer)

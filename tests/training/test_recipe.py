@@ -1,4 +1,4 @@
-"""Recipes: JSON and back, what may change in a workdir, and every mistake on a command line in one line that helps."""
+"""Recipes: JSON and back, fields that may change on resume, and one-line errors for command-line mistakes."""
 
 import dataclasses
 import json
@@ -112,7 +112,7 @@ def test_a_workdir_keeps_its_recipe(tmp_path):
         load_recipe(tmp_path / "nowhere")
 
 
-# Fields that must fit
+# Fields that must be consistent
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_the_data_decides_the_model():
     assert with_vocabulary(tiny_recipe(), 9).model.vocab_size == 13
 
 
-# What may change in a workdir
+# Fields that may change on resume
 
 
 def names(changes):
@@ -234,7 +234,7 @@ def test_another_pattern_of_layers_must_match():
 
 
 def test_what_may_change_exists():
-    """A field that is renamed must not fall out of the list silently."""
+    """A renamed field must not silently disappear from the list."""
     origin = flatten(Origin(source="", model="", fingerprint=""), "origin")
     known = set(origin).union(*(flatten(rich_recipe(data)) for data in ALL_DATA))
     for entry in MAY_CHANGE:
@@ -285,7 +285,7 @@ def test_a_wrong_override_is_one_line_that_helps(arguments, message, capsys):
 
 
 def test_every_field_has_a_meaning_in_help(capsys):
-    """tyro takes the meaning from the docstring below a field: without one it shows the default alone."""
+    """tyro takes the help text from the docstring below a field; without one it shows only the default."""
     for data in ALL_DATA:
         with pytest.raises(SystemExit) as stop:
             override(rich_recipe(data), ["--help"], program="train.py")
@@ -297,7 +297,7 @@ def test_every_field_has_a_meaning_in_help(capsys):
 
 
 def help_entries(text):
-    """(option, first words of its meaning)"""
+    """Return pairs of an option and the first words of its help text."""
     plain = [line.strip("│ ").strip() for line in text.splitlines()]
     entries = []
     for place, line in enumerate(plain):
@@ -308,7 +308,7 @@ def help_entries(text):
 
 
 def test_a_path_that_is_empty_is_an_error():
-    """An empty one would be the current directory, or silently the default."""
+    """An empty path would mean the current directory, or silently the default."""
     with pytest.raises(ConfigError, match=r"^data.data_dir must name a file or a folder, got ''. Remove it"):
         override(tiny_recipe("seq2seq"), ["--data.data-dir", ""], program="train.py")
     with pytest.raises(ConfigError, match="path must be a file name, got ''"):

@@ -1,4 +1,4 @@
-"""Runs whose checkpoints are gone, beginning anew, and a workdir that can no longer be written."""
+"""Runs whose checkpoints are missing, `--restart`, and a workdir that is no longer writable."""
 
 import errno
 import json
@@ -24,14 +24,14 @@ pytestmark = pytest.mark.usefixtures("compile_once")
 
 @pytest.fixture(scope="module")
 def finished(folder):
-    """A run of six steps, with checkpoints of steps 4 and 6."""
+    """A run of six steps with checkpoints at steps 4 and 6."""
     assert train(text_recipe(folder, training={"steps": 6}), folder / "whole").finished
     return folder / "whole"
 
 
 @pytest.fixture
 def lost(finished, tmp_path):
-    """The same without its checkpoints, as after `rm -rf WORKDIR/checkpoints/*`."""
+    """The same run without its checkpoints, as after `rm -rf WORKDIR/checkpoints/*`."""
     workdir = shutil.copytree(finished, tmp_path / "run")
     shutil.rmtree(workdir / "checkpoints")
     (workdir / "checkpoints").mkdir()
@@ -49,7 +49,7 @@ def test_a_run_without_its_checkpoints_is_refused_and_left_as_it_is(folder, lost
     said = str(error.value)
     assert f"{lost} contains an earlier run with metrics up to step 6 (metrics.jsonl, samples.txt, summary.json" in said
     assert f"but {lost}/checkpoints has no checkpoint, although first_checkpoint.json shows that one was saved" in said
-    assert "pass --restart (in Python: restart=True) to start a new run (the old files move to " in said
+    assert f"(in Python: restart=True) to start a new run (the old files move to {lost}/previous)" in said
     assert files(lost) == before
 
 
@@ -93,7 +93,7 @@ def test_a_new_run_from_the_same_workdir_needs_its_start_again(tmp_path, folder)
         train(recipe, tmp_path, restart=True)
 
 
-# What tells a run that lost its checkpoints from one that was killed before its first
+# The difference between a run that lost its checkpoints and one that was killed before its first checkpoint
 
 
 def workdir_with(folder, path, *, last_step, every=4, **extra):
@@ -107,7 +107,7 @@ def workdir_with(folder, path, *, last_step, every=4, **extra):
 
 @pytest.mark.parametrize("last_step", [0, 3, 8])
 def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again(folder, tmp_path, last_step):
-    """Also where it trained on while its first checkpoint was being written."""
+    """Also if it continued to train while its first checkpoint was being written."""
     check_not_lost(workdir_with(folder, tmp_path / "run", last_step=last_step))
 
 
@@ -159,7 +159,7 @@ def test_only_files_of_a_run_are_set_aside(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["previous"]
 
 
-# A workdir that can't be written any more
+# A workdir that is no longer writable
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_a_file_of_the_workdir_that_cannot_be_written_is_one_line(tmp_path, numb
         raise OSError(number, os.strerror(number), "/elsewhere/file")
 
 
-# Root passes over permissions, unless it gives up the right to.
+# root ignores file permissions unless it drops the capability.
 BOUND = ["setpriv", "--bounding-set=-dac_override,-dac_read_search"] if os.geteuid() == 0 else []
 
 

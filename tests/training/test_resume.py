@@ -1,4 +1,4 @@
-"""A run that was stopped, interrupted and crashed ends exactly where one ends that was never touched."""
+"""A run that was stopped, interrupted and crashed gives exactly the result of an uninterrupted run."""
 
 import json
 import os
@@ -30,14 +30,14 @@ pytestmark = pytest.mark.usefixtures("compile_once")
 
 @pytest.fixture(scope="module")
 def finished(folder):
-    """A run that was never touched."""
+    """An uninterrupted run."""
     summary = train(text_recipe(folder), folder / "whole")
     assert summary.finished
     return folder / "whole"
 
 
 def final_state(recipe, workdir, step=12):
-    """State and data of that very checkpoint, whatever else there is."""
+    """Return the state and data of exactly this checkpoint, even if there are others."""
     with tempfile.TemporaryDirectory() as alone:
         shutil.copytree(workdir / "checkpoints" / str(step), Path(alone) / "checkpoints" / str(step))
         with Checkpointer(alone) as checkpoints:
@@ -50,7 +50,7 @@ def vocabulary(workdir):
 
 
 def lines(workdir):
-    """Metrics, without what a clock measured."""
+    """Return the metrics without the measured times."""
     return [
         {name: value for name, value in line.items() if not name.startswith("perf/")}
         for line in read_metrics(workdir / "metrics.jsonl")
@@ -62,7 +62,7 @@ def timeless(ledger):
 
 
 class Trouble:
-    """Makes things happen at the n-th batch, evaluation or save of one call of `train`."""
+    """Trigger an action at the n-th batch, evaluation or save of a call of `train`."""
 
     def __init__(self, monkeypatch):
         self.at = {}
@@ -73,7 +73,7 @@ class Trouble:
         self._wrap(monkeypatch, Checkpointer, "save", "save")
 
     def send(self, number):
-        """A signal, and the moment until it was noticed (a thread listens)."""
+        """Send a signal, and wait until the listening thread has noticed it."""
         os.kill(os.getpid(), number)
         while not self.stop.requested:
             time.sleep(0.001)
@@ -113,24 +113,24 @@ def test_stopped_anywhere_equals_never_stopped_bit_for_bit(folder, finished, mon
     assert "stopped at step 4 of 12; everything is saved" in said
     assert said.rstrip().endswith("the command")
 
-    trouble.plan("evaluation", 1, lambda: trouble.send(signal.SIGINT))  # at step 6: it is made up for
+    trouble.plan("evaluation", 1, lambda: trouble.send(signal.SIGINT))  # at step 6; the resumed run evaluates again
     summary = train(recipe, workdir)
     assert (summary.step, summary.exit_code) == (6, 130)
     assert "resuming from step 4" in capsys.readouterr().out
     assert [line["step"] for line in lines(workdir) if "eval/loss" in line] == [3]
 
-    trouble.plan("batch", 1, lambda: trouble.send(signal.SIGTERM))  # step 7, in the middle of a line of metrics
+    trouble.plan("batch", 1, lambda: trouble.send(signal.SIGTERM))  # at step 7, between two lines of metrics
     assert train(recipe, workdir).step == 7
     evaluation = [line for line in lines(workdir) if "eval/loss" in line][-1]
     assert evaluation["step"] == 6
     _, data, metric = final_state(recipe, workdir, step=6)
     assert metric == data["ledger"]["eval_loss"] == evaluation["eval/loss"]
 
-    trouble.plan("batch", 5, crash)  # after steps 8 to 11, with texts of step 9: back to 8
+    trouble.plan("batch", 5, crash)  # after steps 8 to 11 and the samples of step 9: back to step 8
     with pytest.raises(MemoryError):
         train(recipe, workdir)
     assert lines(workdir)[-1]["step"] == 10
-    trouble.plan("save", 2, lambda: trouble.send(signal.SIGTERM))  # the last one: only the report is missing
+    trouble.plan("save", 2, lambda: trouble.send(signal.SIGTERM))  # during the last save: only the report is missing
     summary = train(recipe, workdir)
     said = capsys.readouterr().out
     assert "resuming from step 8" in said
@@ -162,12 +162,12 @@ def test_lines_are_means_over_their_steps(folder, finished):
     np.testing.assert_allclose(
         [grouped[5], grouped[10], grouped[12]],
         [np.mean(each[:5]), np.mean(each[5:10]), np.mean(each[10:])],
-        rtol=1e-6,  # each batch has the same weight here
+        rtol=1e-6,  # all batches have the same weight here
     )
 
 
 def test_a_saved_state_is_that_of_its_step(folder, finished):
-    """The buffers of a state that is being saved are given to the next step: the copy must be made before."""
+    """The next step reuses the buffers of the state that is being saved, so a copy must be made before."""
     recipe = text_recipe(folder)
     train(change(recipe, training={"steps": 8}), folder / "short")
     expected, *_ = final_state(recipe, folder / "short", step=8)
@@ -200,7 +200,7 @@ def test_more_steps_go_on_and_changes_are_printed(folder, finished, capsys):
 @pytest.mark.parametrize("group", ["model", "training", "optimizer", "data"])
 @pytest.mark.parametrize("keep_json", [True, False])
 def test_another_recipe_is_refused_with_the_difference(folder, finished, group, keep_json, tmp_path):
-    """By recipe.json, and when that is lost by the checkpoint itself: of another shape, or by the recipe it holds."""
+    """Detected by recipe.json or, if it is missing, by the checkpoint: by its shapes or by its recipe."""
     fields, difference = {
         "model": ({"d_ff": 7}, "model.d_ff: 5 -> 7"),
         "training": ({"seed": 1}, "training.seed: 0 -> 1"),
@@ -236,14 +236,14 @@ def test_a_changed_tokenizer_is_refused_by_its_name(folder, finished, tmp_path):
     path.write_text(json.dumps(state))
     with pytest.raises(WorkdirError, match=f"{workdir}/tokenizer was changed"):
         train(text_recipe(folder), workdir)
-    state |= {"kind": "byte", "vocabulary": []}  # more tokens than the model has
+    state |= {"kind": "byte", "vocabulary": []}  # more tokens than the model's vocabulary
     path.write_text(json.dumps(state))
     with pytest.raises(WorkdirError, match=f"{workdir}/tokenizer was changed"):
         train(text_recipe(folder), workdir)
 
 
 def test_an_edited_recipe_file_is_refused_by_its_name(folder, finished, tmp_path):
-    """The command is as before: it is not the one to change."""
+    """The command is unchanged, so the message must not suggest to change it."""
     workdir = tmp_path / "run"
     shutil.copytree(finished, workdir)
     path = workdir / "recipe.json"
@@ -280,7 +280,7 @@ def test_the_same_data_elsewhere_is_the_same_data(folder, finished, tmp_path, ca
 
 
 def test_a_directory_that_is_no_step_is_no_checkpoint(tmp_path):
-    """Else a run would look for one to go on from, and find none."""
+    """Otherwise the run would look for a checkpoint to resume from, and find none."""
     for name in ("007", "notes", "20.tmp", "٣"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
     assert not has_checkpoints(tmp_path)

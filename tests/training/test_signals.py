@@ -13,7 +13,7 @@ from transformer.training._signals import StopSignal
 
 
 def start(body):
-    """A process that imports the module alone, inside StopSignal; it says "ready" first."""
+    """Start a process that imports only this module and runs inside StopSignal; it prints "ready" first."""
     path = os.path.abspath(module.__file__)
     script = f"""
 import importlib.util, os, signal, sys, time
@@ -60,7 +60,7 @@ def test_the_second_signal_leaves_at_once(first, second):
     assert (out, process.returncode) == ("", 128 + signal.Signals[second])
 
 
-# A call that does not come back to Python whatever happens, as a compilation may, though it lets others run.
+# A call that does not return to Python in spite of a signal, like a compilation, but lets other threads run.
 LONG_CALL = """
 import ctypes
 libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(128)
@@ -105,7 +105,7 @@ def test_a_flag_is_set_and_no_exception_raised(capfd):
         while not stop.requested and time.monotonic() < deadline:
             time.sleep(0.01)
         assert (stop.requested, stop.signum, stop.exit_code) == (True, signal.SIGINT, 130)
-    assert (stop.requested, stop.exit_code) == (True, 130)  # still known after the end
+    assert (stop.requested, stop.exit_code) == (True, 130)  # still available after the end
     assert "SIGINT: will save and stop" in capfd.readouterr().err
 
 
@@ -136,7 +136,7 @@ def test_outside_the_main_thread_it_does_nothing():
 
 @pytest.mark.slow
 def test_a_process_of_its_own_dies_of_sigterm_with_jax_s_sync_point_alone():
-    """Why this project listens itself: JAX's sync point is for SIGTERM in processes of one distributed program."""
+    """The reason for this module: JAX's sync point only handles SIGTERM in distributed programs."""
     script = """
 import time
 from jax.experimental.multihost_utils import reached_preemption_sync_point

@@ -1,4 +1,4 @@
-"""What every line of metrics tells of speed: FLOP/s and MFU by a stated formula, memory, and time of compilation."""
+"""Speed in the metrics: FLOP/s and MFU by the documented formula, memory, and compilation time."""
 
 import dataclasses
 import math
@@ -22,7 +22,7 @@ from transformer.training.plan import batch_shapes, step_flops
 
 
 class Spread:
-    """A place for a recipe: so many devices, and this process has one row of so many."""
+    """A placement on several devices, where this process has an equal part of the rows."""
 
     def __init__(self, devices=1, processes=1):
         self.sizes, self.processes = {"data": devices}, processes
@@ -50,7 +50,7 @@ def test_a_device_that_no_table_has_has_no_peak(kind):
 
 
 def test_the_formula_of_palm():
-    """6 N + 12 L H Q T a token (Chowdhery et al. 2022, appendix B), where nothing but matrices has parameters."""
+    """6 N + 12 L H Q T per token (Chowdhery et al. 2022, appendix B), if only matrices have parameters."""
     layers, heads, size, length, rows, vocabulary = 3, 2, 6, 11, 4, 13
     model = TransformerConfig(
         vocab_size=vocabulary,
@@ -70,7 +70,7 @@ def test_the_formula_of_palm():
 
 
 def test_shapes_of_the_batch_count_not_those_of_the_recipe():
-    """Batches of pairs have several shapes; rows, and length in matrices, count in proportion."""
+    """Batches of pairs have different shapes; FLOPs of matrices are proportional to rows and length."""
     recipe = tiny_recipe("seq2seq")
     params, batch = shapes_of(recipe), tiny_batch("seq2seq", rows=4)
     once = step_flops(recipe, batch, params)
@@ -111,7 +111,7 @@ def test_without_a_peak_there_is_no_mfu_and_that_is_said():
 
 
 def journal_lines(tmp_path, monkeypatch, *, compiled_at=(), **kwargs):
-    """Lines of six steps of a second each, two a line; some had to be compiled, ten seconds each."""
+    """Return the metrics of six steps of one second each, two per line; compilations take ten seconds each."""
     now = [0.0]
     monkeypatch.setattr("transformer.training._journal.time.perf_counter", lambda: now[0])
     recipe = tiny_recipe(steps=6)
@@ -140,7 +140,7 @@ def test_every_line_has_speed_and_memory(tmp_path, monkeypatch, known):
 
 
 def test_compilation_is_told_and_is_not_training(tmp_path, monkeypatch):
-    """A batch of another size, in the middle of a run, does not make the devices look slow."""
+    """A batch of a new size during a run, which is compiled, does not reduce the reported speed."""
     (tmp_path / "a").mkdir()
     plain, _ = journal_lines(tmp_path / "a", monkeypatch, compiled_at=(1,))
     lines, _ = journal_lines(tmp_path, monkeypatch, compiled_at=(1, 4))

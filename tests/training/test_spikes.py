@@ -1,4 +1,4 @@
-"""Losses far above what was usual, and numbers that are not finite: seen, named, passed over or the end, by choice."""
+"""Loss spikes and non-finite values: detect, name, skip, or stop, depending on the recipe."""
 
 import dataclasses
 import io
@@ -33,11 +33,11 @@ from transformer.training._step import NonFiniteError, check_finite
 
 pytestmark = pytest.mark.usefixtures("compile_once")
 
-# What is usual
+# The usual loss
 
 
 def watched(losses, deviations=3.0):
-    """The ledger after these losses, each judged by the limit of all before it, and which were spikes."""
+    """Return the statistics after these losses, each compared with the limit of all previous ones, and the spikes."""
     ledger, spikes = TrainStats(), []
     for loss in losses:
         spikes.append(ledger.watch(loss, ledger.limit, deviations))
@@ -45,7 +45,7 @@ def watched(losses, deviations=3.0):
 
 
 def test_the_limit_is_so_many_deviations_over_the_mean():
-    """Of up to fifty losses: later ones count less and less."""
+    """The mean of up to fifty losses; older ones count less and less."""
     losses = list(np.random.default_rng(0).normal(2.0, 0.1, 40))
     ledger, spikes = watched(losses, deviations=8.0)
     assert not any(spikes)
@@ -72,11 +72,11 @@ def test_a_loss_that_falls_fast_is_no_spike_and_one_that_stays_high_becomes_usua
     assert not any(risen[90:])
 
 
-# What the recipe says
+# The policy of the recipe
 
 
 def played(tmp_path, losses, finite=True, most_in_a_row=None, **training):
-    """A journal that got these losses, one a step; what it said."""
+    """Return a journal of these losses, one per step, and its messages."""
     recipe = tiny_recipe(steps=len(losses), **training)
     recipe = dataclasses.replace(recipe, logging=dataclasses.replace(recipe.logging, every=1))
     ledger, said = TrainStats(), io.StringIO()
@@ -150,7 +150,7 @@ def limits_of(tmp_path, losses, pauses, bad=()):
 
 
 def test_the_limit_does_not_depend_on_when_a_step_is_read(tmp_path):
-    """A save or a signal reads what is pending: the next step must be judged as if it had not."""
+    """A save or a signal reads the pending metrics, but must not change how the next step is judged."""
     losses = np.random.default_rng(2).normal(2.0, 0.1, 60)
     found = [limits_of(tmp_path, losses, pauses) for pauses in ((), (25,), (24, 25, 26, 40))]
     assert found[0] == found[1] == found[2]
@@ -182,16 +182,16 @@ def test_a_loss_above_the_limit_changes_nothing_and_one_below_all():
     expected, metrics = step(state, batch)
     loss = metrics["loss_sum"] / metrics["weight"]
     same, _ = step(state, batch, loss * 1.0001)
-    chex.assert_trees_all_close(same, expected, atol=1e-6)  # another program: the same to rounding
+    chex.assert_trees_all_close(same, expected, atol=1e-6)  # a different program: equal up to rounding
     after, metrics = step(state, batch, loss * 0.9999)
     chex.assert_trees_all_equal((after.params, after.opt_state, after.ema), (state.params, state.opt_state, state.ema))
     assert (after.step, after.skipped, metrics["skipped"], metrics["finite"]) == (1, 1, 1, True)
-    following, _ = step(after, batch, jnp.float32(jnp.inf))  # with nan_policy "stop", a spike ends nothing
+    following, _ = step(after, batch, jnp.float32(jnp.inf))  # with nan_policy "stop", a spike does not end training
     chex.assert_trees_all_equal(following.params, same.params)
 
 
 def test_batches_skipped_once_do_not_hold_up_a_run_that_now_stops_at_one():
-    """A run may change its nan_policy: what it skipped before is no failure."""
+    """A run may change its nan_policy; batches that it skipped before do not count as failures."""
     state, step = start(tiny_recipe())
     expected, _ = step(state, tiny_batch())
     after, metrics = step(state.replace(skipped=jnp.int32(3)), tiny_batch())
@@ -217,7 +217,7 @@ def test_every_placement_takes_a_limit(parallel):
 
 @pytest.mark.slow
 def test_a_run_that_skips_spikes_goes_on_as_if_never_stopped(tmp_path, monkeypatch):
-    """With a limit so low that some of twelve batches are above it."""
+    """The limit is so low that some of twelve batches exceed it."""
     monkeypatch.setattr(module, "_FEWEST", 2)
     recipe = text_recipe(
         tmp_path, training={"spike_policy": "skip", "spike_deviations": 1.0}, optimizer={"learning_rate": 1e-4}
@@ -228,11 +228,11 @@ def test_a_run_that_skips_spikes_goes_on_as_if_never_stopped(tmp_path, monkeypat
     assert_equals_one_gone_on_with(tmp_path / "run", recipe, 5, tmp_path / "other")
 
 
-# What is named
+# Names in the error message
 
 
 def with_row(params, token, value):
-    """The parameters with one row of the embedding changed."""
+    """Return the parameters with one row of the embedding changed."""
     table = params["embedding"]["embedding"].at[token].set(value)
     return params | {"embedding": params["embedding"] | {"embedding": table}}
 
@@ -273,7 +273,7 @@ def test_an_update_that_is_not_finite_is_named_and_so_is_what_is_known_besides()
 
 @pytest.mark.slow
 def test_a_run_that_stops_says_where_it_came_from(tmp_path, monkeypatch):
-    """As a checkpoint would that holds NaN: the first step after it says which parameter."""
+    """Like a checkpoint that contains NaN: the error of the first step names the parameter."""
     from transformer.training import _loop as loop
 
     original = loop.begin

@@ -1,4 +1,4 @@
-"""Fine-tuning: labeled texts as data, a run that starts from a model, whole or by low-rank updates, what it leaves."""
+"""Fine-tuning: labeled texts, runs that are initialized from a pretrained model (full or LoRA), and their results."""
 
 import dataclasses
 import json
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.usefixtures("compile_once")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """`bert`, a directory of weights, and `sst2`, one of texts."""
+    """A directory with weights, `bert`, and texts, `sst2`."""
     folder = tmp_path_factory.mktemp("finetune")
     bert_directory(folder / "bert")
     write_sst2(folder / "sst2")
@@ -47,7 +47,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def adapted(folder):
-    """A run of low-rank updates, all of it."""
+    """A complete LoRA run."""
     recipe = finetuning(folder / "sst2", lora=SMALL_LORA)
     train(recipe, folder / "adapted", start=start_from(folder / "bert", recipe))
     return folder / "adapted"
@@ -149,7 +149,7 @@ def test_impossible_labeled_data_says_what_to_change(kind, fields, message):
 
 
 def test_a_pretrained_tokenizer_is_the_same_from_a_workdir(folder, tmp_path):
-    """Also what config.json alone says of it: a number for the end, and what a decoder starts with."""
+    """Also if only config.json defines them: the end token, and the start token of a decoder."""
     source = tmp_path / "source"
     shutil.copytree(folder / "bert", source)
     (source / "config.json").write_text('{"eos_token_id": 3, "decoder_start_token_id": 4, "hidden_size": 12}')
@@ -164,7 +164,7 @@ def test_a_pretrained_tokenizer_is_the_same_from_a_workdir(folder, tmp_path):
         load_tokenizer(tmp_path / "alone")
 
 
-# A model to start from
+# Initialization from a pretrained model
 
 
 def opened_run(folder, recipe, workdir="nowhere", start=None):
@@ -195,7 +195,7 @@ def test_what_is_there_is_taken_and_the_new_head_is_initialized(folder):
 
 
 def test_a_pooler_in_the_files_is_taken(folder, tmp_path):
-    """As BERT was published: the model is named BertForMaskedLM, the pooler is there."""
+    """Like the published BERT: the architecture is BertForMaskedLM, and there is a pooler."""
     recipe = finetuning(folder / "sst2")
     model = Classifier(start_from(folder / "bert", recipe).config)
     params = jax.jit(model.init)(jax.random.key(0), np.zeros((1, 1), np.int32))["params"]
@@ -215,7 +215,7 @@ def _opened(model, params, folder):
 
 
 def test_begun_over_a_mesh_each_parameter_lies_in_its_place(folder):
-    """fsdp 2 x tensor 1 over two of the simulated devices; with an average, which begins there, too."""
+    """fsdp 2 x tensor 1 over two of the simulated devices; the moving average is initialized too."""
     recipe = finetuning(folder / "sst2", parallel=ParallelConfig(devices=2, data=1, fsdp=2), lora=SMALL_LORA)
     recipe = dataclasses.replace(recipe, training=dataclasses.replace(recipe.training, ema_decay=0.9))
     recipe, start = opened_run(folder, recipe)
@@ -260,7 +260,7 @@ def test_a_classifier_counts_its_classes_by_itself(folder):
 
 @pytest.mark.slow
 def test_a_writer_starts_from_a_run(tmp_path):
-    """A causal model on text, from the workdir of another run: the first loss is the last one of that."""
+    """A language model, initialized from the workdir of another run: its first loss is the last one of that run."""
     recipe = text_recipe(tmp_path)
     train(recipe, tmp_path / "first")
     again = dataclasses.replace(recipe, name="again", training=dataclasses.replace(recipe.training, steps=4))
@@ -272,7 +272,7 @@ def test_a_writer_starts_from_a_run(tmp_path):
     assert load_tokenizer(tmp_path / "second" / "tokenizer").state() == start.tokenizer.state()
 
 
-# Whole runs
+# Complete runs
 
 
 def test_low_rank_updates_learn_and_the_run_stands_alone(adapted, capsys):
@@ -332,7 +332,7 @@ def final_state(workdir, step):
 
 @pytest.mark.slow
 def test_stopped_and_gone_on_with_equals_never_stopped(adapted, folder):
-    """Stopped after ten of thirty steps; the start is not named again."""
+    """Stopped after ten of thirty steps, and resumed without --init."""
     recipe = finetuning(folder / "sst2", lora=SMALL_LORA)
     short = dataclasses.replace(recipe.training, steps=10)
     start = start_from(folder / "bert", recipe)
@@ -351,7 +351,7 @@ def test_a_whole_model_learns(folder):
 
 
 def test_a_tied_table_under_the_name_of_the_head_is_taken(tmp_path):
-    """As safetensors.torch.save_model writes it: of names for one tensor the first."""
+    """Like safetensors.torch.save_model: a tensor with several names is stored under the first one."""
     record = golden_case.golden("gpt2")["lm"]
     directory = ours.write(tmp_path / "gpt2", record)
     files = WeightFiles(directory)

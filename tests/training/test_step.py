@@ -1,4 +1,4 @@
-"""The step: any split of a batch gives the same update; nothing that is not finite gets into the state."""
+"""The step: every split of a batch gives the same update, and no non-finite value gets into the state."""
 
 import chex
 import jax
@@ -15,7 +15,7 @@ TASKS = ["causal_lm", "seq2seq"]
 
 
 def calm(task="causal_lm", **training):
-    """Adam divides by the size of a gradient: one that is 0 but for rounding (a key's bias) would be all noise."""
+    """Adam divides by the size of a gradient, so a gradient that is only rounding error (a key's bias) gives noise."""
     return tiny_recipe(task, optimizer={"epsilon": 1e-3}, **training)
 
 
@@ -67,7 +67,7 @@ def test_pmap_drops_differently_on_each_device_and_updates_alike():
     together, metrics = step(replicate(state, 2), {name: jnp.stack([array, array]) for name, array in batch.items()})
     for leaf in jax.tree.leaves(together.params):
         np.testing.assert_array_equal(leaf[0], leaf[1])
-    # were the masks alike, the same row on two devices would give exactly twice the loss of one of them
+    # with equal masks, the same row on two devices would give exactly twice the loss of one device
     losses = [float(single(state.replace(step=jnp.asarray(number)), batch)[1]["loss_sum"]) for number in range(1)]
     assert all(abs(float(metrics["loss_sum"][0]) - 2 * loss) > 1e-4 for loss in losses)
 
@@ -94,7 +94,7 @@ def test_randomness_comes_from_seed_and_step_alone():
 
 
 def test_micro_batches_drop_differently():
-    """Two rows, each a micro-batch: with one mask for both, their order would make no difference."""
+    """Two rows, each a micro-batch: with the same mask for both, their order would make no difference."""
     recipe = tiny_recipe(model={"dropout_rate": 0.5}, accumulation=2)
     rows = tiny_batch(rows=2, padding=False)
     swapped = {name: array[::-1] for name, array in rows.items()}
@@ -123,7 +123,7 @@ def test_stop_keeps_the_state_of_before_even_if_steps_follow():
     bad = tiny_batch()
     bad["targets"] = bad["targets"].at[0, 0].set(-1)
     after, metrics = step(state, bad)
-    following, _ = step(after, tiny_batch())  # the loop has dispatched it before it reads the metrics
+    following, _ = step(after, tiny_batch())  # the loop dispatches this step before it reads the metrics
     chex.assert_trees_all_equal((following.params, following.opt_state), (state.params, state.opt_state))
     with pytest.raises(NonFiniteError, match=r"step 2: the loss is nan, every gradient is finite. The state"):
         check_finite(2, jax.device_get(metrics), parameter_paths(state.params))
@@ -225,7 +225,7 @@ def test_parameters_are_counted_and_named_in_order():
 
 
 def test_the_z_loss_is_trained_on():
-    """Its term is in the loss of a step, which for a new model is near z_loss ln(V)^2 above that without."""
+    """The loss of a step contains its term, which is about z_loss ln(V)^2 for a new model."""
     batch = tiny_batch()
     plain, with_term = (run(tiny_recipe(z_loss=weight), [batch])[1] for weight in (0.0, 0.5))
     more = (with_term["loss_sum"] - plain["loss_sum"]) / plain["weight"]

@@ -1,4 +1,4 @@
-"""All differences between tasks are on the task: no code compares names of tasks, and each task is complete."""
+"""All differences between tasks are in the task classes: no code compares task names, and every task is complete."""
 
 import ast
 from collections.abc import Iterator
@@ -85,7 +85,7 @@ RECIPES = {
 
 @pytest.mark.parametrize("name", TASKS)
 def test_the_batch_the_model_and_the_loss_of_a_task_fit_together(name):
-    """By shapes alone: the model reads what `shapes` promises, and the loss weighs each of its targets once."""
+    """With shapes only: the model accepts the batch of `shapes`, and the loss weighs each target once."""
     recipe, _ = without_data(load_recipe_file(ROOT / "configs" / f"{RECIPES[name]}.py")[0])
     task, batch = TASKS[recipe.task], batch_shapes(recipe)
     assert task.name == name

@@ -1,4 +1,4 @@
-"""BLEU and chrF: as sacreBLEU computes them, at the end of a run and by `evaluate`; the files that are compared."""
+"""BLEU and chrF: equal to sacreBLEU, at the end of a run and by `evaluate`; and the files that are written."""
 
 import dataclasses
 import json
@@ -76,7 +76,7 @@ pytestmark = pytest.mark.usefixtures("compile_once")
 
 
 def copying(folder):
-    """To write down again what is read, sentences of unlike lengths."""
+    """A copy task with sentences of different lengths."""
     words = "abcdefg"
     lines = [" ".join(words[(i * k + i) % 7] for k in range(2 + i % 7)) + ("" if i % 3 else " .") for i in range(60)]
     (folder / "pairs.tsv").write_text("".join(f"{line}\t{line}\n" for line in lines))
@@ -101,7 +101,7 @@ def copying(folder):
 
 @pytest.fixture(scope="module")
 def copied(tmp_path_factory):
-    """A run that was not trained, and what is told at its end."""
+    """A run without training, and the output at its end."""
     folder = tmp_path_factory.mktemp("copied")
     workdir = record_drawn_run(copying(folder), folder / "run", (60,), seed=7)
     run = load_run(workdir)
@@ -142,7 +142,9 @@ def test_a_summary_of_earlier_is_read(copied, tmp_path):
     values = json.loads((workdir / "summary.json").read_text())
     del values["corpus"], values["split"]
     (tmp_path / "summary.json").write_text(json.dumps(values))
-    expected = dataclasses.replace(summary, corpus=None, split="", workdir=str(tmp_path))  # where the file is now
+    expected = dataclasses.replace(
+        summary, corpus=None, split="", workdir=str(tmp_path)
+    )  # the new location of the file
     assert read_summary(tmp_path) == expected
 
 
@@ -181,7 +183,7 @@ def test_evaluate_says_it_in_words(copied, capsys):
 
 
 def test_the_order_of_the_data_is_kept(copied):
-    """Whatever shares a batch: each source has the translation that it has alone."""
+    """The translation of a source does not depend on the other sources in its batch."""
     run = load_run(copied[0])
     sources = [example.source for example in prepare(run.recipe.data, tokenizer=run.tokenizer).examples()]
     assert len({len(source) for source in sources}) > 3
@@ -194,7 +196,7 @@ def test_the_order_of_the_data_is_kept(copied):
 
 @pytest.mark.slow
 def test_a_wider_beam_is_used_where_it_is_asked_for(copied, capsys):
-    """By an option or in the recipe."""
+    """Set by an option or in the recipe."""
     workdir, narrow = copied
     wide = evaluated(capsys, workdir, "--beam-size", 3, "--alpha", 0)
     assert wide["beam"] == {"size": 3, "alpha": 0}

@@ -49,15 +49,18 @@ class OptimizerConfig:
     """
 
     name: OptimizerName = "adamw"
-    """optimizer: adamw, or muon (orthogonalized momentum) for the weight matrices of the layers with AdamW (Nesterov
-    momentum) for all other parameters"""
+    """optimizer: adamw;
+    or muon (orthogonalized momentum) for the weight matrices of the layers, with AdamW for all other parameters"""
     learning_rate: float = 1e-3
-    """peak learning rate, reached at the end of the warm-up; noam: factor of the paper's rate, whose peak is
-    (d_model * warmup_steps)^-0.5 (1 in the paper)"""
+    """peak learning rate, reached at the end of the warm-up;
+    noam: factor of the paper's rate, whose peak is (d_model * warmup_steps)^-0.5"""
     schedule: ScheduleName = "cosine"
-    """learning-rate schedule after the warm-up: cosine (cosine decay to final_fraction), rsqrt (1/sqrt(step)), noam
-    (rsqrt with the peak of "Attention Is All You Need"), constant, or wsd (warm-up, stable, decay: constant, then
-    linear decay to final_fraction)"""
+    """learning-rate schedule after the warm-up:
+    cosine: cosine decay to final_fraction;
+    rsqrt: 1/sqrt(step);
+    noam: rsqrt with the peak of "Attention Is All You Need";
+    constant;
+    wsd (warm-up, stable, decay): constant, then linear decay to final_fraction"""
     warmup_steps: int = 100
     """number of warm-up steps, during which the learning rate rises linearly from 0"""
     decay_steps: int | None = None
@@ -65,8 +68,8 @@ class OptimizerConfig:
     final_fraction: float = 0.1
     """final learning rate of cosine and wsd, as a fraction of learning_rate"""
     decay_fraction: float = 0.2
-    """wsd: length of the decay, as a fraction of the steps up to its end (at most the steps after the warm-up); 0: drop
-    to the final rate in the last step"""
+    """wsd: length of the decay, as a fraction of the steps up to its end (at most the steps after the warm-up);
+    0: drop to the final rate in the last step"""
     beta1: float = 0.9
     """AdamW: decay rate of the moving average of gradients (first moment)"""
     beta2: float = 0.99
@@ -76,8 +79,8 @@ class OptimizerConfig:
     momentum: float = 0.95
     """Muon: decay rate of the momentum"""
     weight_decay: float = 0.01
-    """decoupled weight decay (multiplied by the learning rate); not applied to norms, biases, other vectors and
-    position tables"""
+    """decoupled weight decay (multiplied by the learning rate);
+    not applied to norms, biases, other vectors and position tables"""
     decay_embeddings: bool = False
     """apply weight decay to token embeddings too"""
     clip_norm: float | None = 1.0
@@ -129,18 +132,18 @@ class TrainingConfig:
     seed: int = 0
     """random seed of initialization, dropout and data order"""
     accumulation: int = 1
-    """gradient accumulation: number of micro-batches per update, computed one after another to save memory; must divide
-    data.batch_size"""
+    """gradient accumulation: number of micro-batches per update, computed one after another to save memory;
+    must divide data.batch_size"""
     label_smoothing: float = 0.0
     """label smoothing: probability mass spread over the vocabulary (training loss only)"""
     z_loss: float = 0.0
     """weight of the z-loss, the squared log-sum-exp of the logits, which keeps logits small (training loss only)"""
     loss_tokens: int | None = None
-    """number of tokens per device whose logits are in memory at the same time; None: chosen automatically; 0: all
-    tokens"""
+    """number of tokens per device whose logits are in memory at the same time;
+    None: chosen automatically; 0: all tokens"""
     ema_decay: float | None = None
-    """decay rate of an exponential moving average of the parameters, which evaluation and the trained model use; None:
-    no average"""
+    """decay rate of an exponential moving average of the parameters, which evaluation and the trained model use;
+    None: no moving average"""
     nan_policy: NanPolicy = "stop"
     """if the loss, a gradient or a parameter is not finite: stop with an error, or skip the update and count it"""
     spike_policy: SpikePolicy = "log"
@@ -173,15 +176,15 @@ class EvaluationConfig:
     temperature: float = 0.8
     """sampling temperature of generated texts (language models only; translations are greedy); 0 is greedy"""
     exact_match_examples: int = 1000
-    """number of held-out pairs to translate and score after training: number words by exact match, other pairs by BLEU
-    and chrF; 0 disables it"""
+    """number of held-out pairs to translate and score after training;
+    number words are scored by exact match, other pairs by BLEU and chrF; 0 disables it"""
     translations: int = 10
     """number of these translations to show in the summary"""
     beam_size: int = 1
     """beam size of the translations after training; 1 is greedy decoding"""
     beam_alpha: float = 0.6
-    """length penalty of beam search: scores are divided by ((5 + length) / 6)^beam_alpha; larger values favor
-    longer targets"""
+    """length penalty of beam search: scores are divided by ((5 + length) / 6)^beam_alpha;
+    larger values favor longer targets"""
 
     def __post_init__(self):
         _check_whole("evaluation", self, 1, "every", "batches", "sample_tokens", "beam_size")
@@ -194,8 +197,8 @@ class CheckpointConfig:
     """How often to save checkpoints, and which of them to keep."""
 
     every: int | None = None
-    """steps between checkpoints; None: one at each evaluation; a checkpoint is always saved at the end and on a stop
-    signal"""
+    """steps between checkpoints; None: one at each evaluation;
+    a checkpoint is also saved at the end and on a stop signal"""
     keep_last: int = 2
     """number of newest checkpoints to keep"""
     keep_best: int = 1

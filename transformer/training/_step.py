@@ -61,7 +61,7 @@ def make_train_step(recipe: Recipe, axis_name: str | None = None) -> TrainStep:
         if axis_name is not None:  # otherwise all replicas would apply the same dropout mask to different rows
             key = jax.random.fold_in(key, jax.lax.axis_index(axis_name))
         (loss_sum, sums), gradients = _summed_gradients(loss, state, batch, key, training.accumulation)
-        if axis_name is not None:
+        if axis_name is not None:  # pmap: add the sums of all replicas; with jit, XLA inserts the communication
             loss_sum, sums, gradients = jax.lax.psum((loss_sum, sums, gradients), axis_name)
         if "router_loss" in sums:
             loss_sum = (
@@ -158,6 +158,7 @@ def training_loss(
     if not aux:
         return loss_sum, weight, None
     counts = (weights > 0).any(tuple(range(1, weights.ndim)))  # (B,), False for rows that only fill up the batch
+    # aux has one term per row, (B,), for each kind of router loss. `where` removes those of rows without weight.
     return loss_sum, weight, jnp.where(counts, sum(aux.values()), 0.0).sum()
 
 
@@ -207,7 +208,8 @@ def _summed_gradients(
     # A scan and not a Python loop: XLA then reuses the memory of one micro-batch's activations for the next.
     parts = jnp.arange(accumulation), jax.tree.map(split_rows, dict(batch))
     first = jax.tree.map(lambda array: array[0], parts[1])
-    sums = jax.eval_shape(loss, state.params, state.base, first, key)
+    sums = jax.eval_shape(loss, state.params, state.base, first, key)  # shapes of (loss sum, other sums)
+    # The carry: sums and gradients, which are added in the dtype of the parameters.
     zero = jax.tree.map(jnp.zeros_like, (sums, state.params))
     return jax.lax.scan(micro_batch, zero, parts)[0]
 
@@ -256,7 +258,8 @@ def _averaged(decay: float | None, state: TrainState, params: Any) -> Any:
     """
     if state.ema is None:
         return None
-    updates = (state.step - state.skipped).astype(jnp.float32)
+    updates = (state.step - state.skipped).astype(jnp.float32)  # number n of applied updates
+    # min(decay, (1 + n) / (10 + n)). In float32, and rounded to the dtype of the average only at the end.
     decay = jnp.minimum(decay, (1.0 + updates) / (10.0 + updates))
     return jax.tree.map(lambda mean, new: (decay * mean + (1.0 - decay) * new).astype(mean.dtype), state.ema, params)
 

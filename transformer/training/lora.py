@@ -39,11 +39,11 @@ class LoRA:
     rank: int = 8
     """rank r of the updates: A has r columns, B has r rows"""
     alpha: float = 16.0
-    """scale of the updates: they are multiplied by alpha / rank, so that a different rank does not need a different
-    learning rate"""
+    """scale of the updates: they are multiplied by alpha / rank;
+    a different rank then does not need a different learning rate"""
     targets: tuple[str, ...] = ("query", "value")
-    """linear layers to update, any of query, key, value, out, up, gate, down; with MLA also query_latent, latent,
-    rotary_key"""
+    """linear layers to update: query, key, value, out, up, gate, down;
+    with MLA also query_latent, latent, rotary_key"""
 
     def __post_init__(self):
         check_whole(self, "rank")
@@ -71,8 +71,9 @@ def init(key: PRNGKey, params: Any, config: LoRA) -> Any:
     """
     kernels = _targeted(params, config.targets)
     updates = {}
-    for number, (path, kernel) in enumerate(sorted(kernels.items())):
+    for number, (path, kernel) in enumerate(sorted(kernels.items())):  # sorted: each layer always has the same key
         lead, inputs, outputs = _matrix(path, kernel.shape)
+        # (..., I, r): stacked layers and experts, the leading axes, have one update each
         a = jax.random.normal(jax.random.fold_in(key, number), (*lead, inputs, config.rank), jnp.float32)
         # Variance 1 / I: each entry of x A (a sum over I terms) then has the variance of an entry of x. If B were
         # random too, the model would differ from the pretrained one; if A were 0 too, no gradient would reach either.
@@ -102,7 +103,8 @@ def merge(params: Any, updates: Any, config: LoRA) -> Any:
                 f"the updates of {'/'.join(path)} have shapes {a.shape} and {b.shape}, which don't fit its kernel of "
                 f"shape {kernel.shape}. Use the updates of this model."
             )
-        # In float32, and rounded once after the addition: in bfloat16, rounding A B first would lose small updates.
+        # alpha / r A B, (..., I, r) x (..., r, O) -> (..., I, O), reshaped below to (..., *in, *out). In float32, and
+        # rounded only once, after the addition: rounding A B to bfloat16 first would add a second rounding error.
         update = (config.alpha / config.rank) * jnp.matmul(a.astype(jnp.float32), b.astype(jnp.float32))
         merged[*path, "kernel"] = (kernel + update.reshape(kernel.shape)).astype(kernel.dtype)
     return flax.traverse_util.unflatten_dict(merged)

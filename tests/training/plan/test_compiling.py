@@ -1,4 +1,4 @@
-"""What the compiler says of memory: that a program fits, that it does not, or another reason to refuse it."""
+"""Memory reported by the compiler: the program fits, does not fit, or is rejected for another reason."""
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ def test_what_the_compiler_lacked(message, sizes):
 
 
 class Refused:
-    """A program that the compiler refuses."""
+    """A program that the compiler rejects."""
 
     def __init__(self, message):
         self.message = message
@@ -49,7 +49,7 @@ def test_another_refusal_is_an_error(message):
 
 @pytest.mark.parametrize(("needed", "fits"), [(0.9, True), (1.1, False)])
 def test_a_compiler_that_never_refuses(needed, fits):
-    """Of devices that are no known TPU, what is needed is compared with what there is."""
+    """For devices other than known TPUs, the needed memory is compared with the available memory."""
     numbers = 2**14
     lowered = jax.jit(lambda x: x + 1).lower(jax.ShapeDtypeStruct((numbers,), jnp.float32))
     chip = Chip(

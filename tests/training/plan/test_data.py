@@ -1,4 +1,4 @@
-"""What a plan makes of kinds of data and of low-rank updates, and data that a recipe can't be trained on."""
+"""Plans for each kind of data and for LoRA, and data that a recipe can't be trained on."""
 
 import dataclasses
 from pathlib import Path
@@ -39,7 +39,7 @@ def test_made_up_texts_are_whole_and_their_labels_are_classes(kind):
     recipe = reading(kind(max_length=20), model={"output.num_classes": classes})
     batch = made_up_batch(recipe)
     np.testing.assert_array_equal(batch["lengths"], 20)
-    check_batch(batch, recipe.model.vocab_size, num_classes=2)  # or it raises
+    check_batch(batch, recipe.model.vocab_size, num_classes=2)  # otherwise it raises an error
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_made_up_texts_are_whole_and_their_labels_are_classes(kind):
     [("etth1", 4 * 7 * 21, (4 * 7 * 96, "forecast values")), ("digits_vit", 4 * 17, (4, "images"))],
 )
 def test_tokens_of_a_step_are_patches_where_the_data_is_numbers(name, tokens, told):
-    """But speed is told by what training counts."""
+    """Speed is reported in the units that training counts."""
     recipe = change(recipe_of(name), data={"batch_size": 4})
     assert step_tokens(recipe) == tokens
     assert counted(recipe) == told
@@ -77,10 +77,10 @@ def test_low_rank_updates_are_trained_and_the_other_parameters_frozen(kind):
     assert assumed == []
     one = program(recipe, jax.devices(), batch_shapes(recipe))
     whole = count_parameters(abstract_state(SMALL).params)
-    updates = 2 * (32 + 4 * 8) + 2 * (32 + 2 * 8)  # rank x (inputs + outputs), of queries and of values
+    updates = 2 * (32 + 4 * 8) + 2 * (32 + 2 * 8)  # rank x (inputs + outputs), for queries and values
     assert count_parameters(one.params) == whole
     assert (one.held["frozen parameters"], one.held["trained parameters (LoRA)"]) == (4 * whole, 4 * updates)
-    assert one.held["optimizer state"] == pytest.approx(8 * updates, abs=16)  # two moments, and counts
+    assert one.held["optimizer state"] == pytest.approx(8 * updates, abs=16)  # two moments, and step counters
 
 
 def test_generation_is_planned_with_merged_parameters():

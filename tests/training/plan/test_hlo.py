@@ -1,4 +1,4 @@
-"""Counting what a compiled program does: loops as often as they turn, products, bytes of the HBM, collectives."""
+"""Costs of compiled programs: iterations of loops, matrix multiplications, bytes of the HBM, collectives."""
 
 import dataclasses
 
@@ -96,7 +96,7 @@ class TestCollectives:
         assert cost.wire_bytes == sum(one.wire_bytes for one in cost.collectives)
 
     def test_of_a_real_program(self):
-        """Data parallel over eight devices: each gradient, and so all parameters, go through all-reduces."""
+        """Data parallelism over eight devices: every gradient goes through an all-reduce."""
         model = TEXT.model.replace(num_layers=1)
         recipe = dataclasses.replace(
             TEXT, model=model, parallel=ParallelConfig(data=8), execution=Execution(scan=False)
@@ -186,7 +186,7 @@ class TestLoops:
         looped, unrolled = cost(True), cost(False)
         assert looped.loops_known
         assert looped.flops == pytest.approx(unrolled.flops, rel=0.01)
-        if remat == "full":  # else a loop stacks what the backward pass needs, which is more to write and to read
+        if remat == "full":  # otherwise the loop stacks activations for the backward pass, which writes and reads more
             assert looped.hbm_bytes == pytest.approx(unrolled.hbm_bytes, rel=0.2)
 
 
@@ -258,7 +258,7 @@ class TestBytes:
             "%b = f32[128,8]{1,0:T(8,128)S(1)} negate(%a)",
             "ROOT %c = f32[128,8]{1,0:T(8,128)S(1)} negate(%b)",
         )
-        assert program.cost(1).hbm_bytes == 128 * 128 * 4  # read once, in whole tiles
+        assert program.cost(1).hbm_bytes == 128 * 128 * 4  # read once, padded to whole tiles
 
     def test_read_and_written(self):
         text = text_of(lambda x: x + 1, floats(1031))

@@ -1,4 +1,4 @@
-"""Plans beside that of a step on a mesh: pmap, generation, and steps measured on the devices that are here.
+"""Other modes of planning: pmap, generation, and steps measured on the present devices.
 
 The compiler is the CPU's, for its eight simulated devices with the figures of a TPU; test_planning.py has the TPU's.
 """
@@ -80,8 +80,8 @@ class TestDecode:
         recipe = dataclasses.replace(parallel(TEXT, data=4, tensor=2), execution=Execution(scan=scan))
         plan = make_decode_plan(recipe, Generation(8, 16, 8), CHIPS, jax.devices())
         assert (plan.fits, plan.mesh) == (True, "mesh: data 4 x tensor 2")
-        keys = 3 * 2 * 8 * 24 * 2 * 8 * 4  # layers, keys and values, rows, slots, heads, size of a head, bytes
-        assert keys / 8 <= plan.cache_bytes < 1.2 * keys / 8  # beside them positions and lengths
+        keys = 3 * 2 * 8 * 24 * 2 * 8 * 4  # layers, keys and values, rows, cache slots, heads, head size, bytes
+        assert keys / 8 <= plan.cache_bytes < 1.2 * keys / 8  # in addition, positions and lengths
         assert 2 * plan.num_parameters < plan.memory["parameters"] < 2.2 * plan.num_parameters
         needed = plan.memory["parameters"] + plan.cache_bytes
         assert plan.token.memory_seconds >= needed / CHIPS.chip.hbm_bandwidth
@@ -93,7 +93,7 @@ class TestDecode:
         model = SMALL.model.replace(num_kv_heads=None, **{"attention.mla": mla})
         recipe = dataclasses.replace(parallel(SMALL, data=4, tensor=2), model=model)
         plan = make_decode_plan(recipe, Generation(8, 16, 8), CHIPS, jax.devices())
-        latents = 8 * 24 * (6 + 4) * 4  # rows, slots, numbers of a token, bytes
+        latents = 8 * 24 * (6 + 4) * 4  # rows, cache slots, values per token, bytes
         assert latents / 4 <= plan.cache_bytes < 1.2 * latents / 4
 
     def test_a_kernel_for_whole_sequences_is_not_that_of_writing(self):
@@ -119,7 +119,7 @@ class TestDecode:
 
     @pytest.mark.parametrize("mesh", [{"devices": 1}, {"data": 2, "expert": 4}], ids=str)
     def test_of_experts_all_blocks_are_read(self, mesh):
-        """One block for each of 8 x 2 copies of tokens; of a device's experts it may be all."""
+        """At most one block for each of 8 x 2 copies of tokens; a device's experts may receive all of them."""
         experts = TEXT.model.replace(num_layers=1, **{"stack.period": (LayerKind(moe=MoE(num_experts=4, d_ff=512)),)})
         recipe = dataclasses.replace(parallel(TEXT, **mesh), model=experts)
         plan = make_decode_plan(recipe, Generation(8, 16, 8), CHIPS, jax.devices())
@@ -150,7 +150,7 @@ class TestDecode:
         assert f"collectives: not available, {why}" in text
 
     def test_a_token_computes_with_each_matrix(self, monkeypatch):
-        """Also where the compiler writes no products, as of a single row."""
+        """Also if the compiler uses no dot operations, as for a single row."""
         monkeypatch.setattr(hlo.Program, "_flops", lambda *given: 0)
         plan = make_decode_plan(parallel(SMALL, devices=1), Generation(1, 8, 8), CHIPS, jax.devices())
         matrices = 32 * 32 + 2 * 32 * 16 + 32 * 32 + 2 * 32 * 64 + 32 * 96

@@ -1,4 +1,4 @@
-"""Planning: topologies, operations counted from the model, collectives read from a program, and what the verb says."""
+"""Planning: topologies, FLOPs counted from the model, collectives read from a program, and the output of `plan`."""
 
 import dataclasses
 import importlib.util
@@ -90,14 +90,14 @@ def test_a_topology_that_the_compiler_does_not_give(monkeypatch):
         raise jax.errors.JaxRuntimeError("INVALID_ARGUMENT: no such layout\nand more")
 
     monkeypatch.setattr(topologies.importlib.util, "find_spec", lambda name: name)
-    monkeypatch.setattr(topologies, "PROBE", "raise SystemExit(1)")  # an error, which the caller meets again
+    monkeypatch.setattr(topologies, "PROBE", "raise SystemExit(1)")  # an error, which occurs again in the caller
     monkeypatch.setattr(topologies.topologies, "get_topology_desc", refuse)
     with pytest.raises(CompilerError, match=r"no topology v5e:3x5\. A usual one is v5e:4x4\. .*: no such layout$"):
         topology_devices(parse_topology("v5e:3x5"))
 
 
 def test_a_compiler_that_crashes_is_an_error_that_names_the_version_to_install(monkeypatch):
-    """As libtpu 0.0.21.1 does with jax 0.7.2, but in a subprocess, so that the tests continue."""
+    """Like libtpu 0.0.21.1 with jax 0.7.2, but in a subprocess, so that the tests continue."""
     monkeypatch.setattr(topologies.importlib.util, "find_spec", lambda name: name)
     monkeypatch.setattr(topologies, "PROBE", "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
     message = (
@@ -154,14 +154,14 @@ class TestFlops:
         ids=["plain", "unlike", "without_attention", "pairs"],
     )
     def test_they_are_those_that_the_program_has(self, recipe, changes):
-        """The rest of the program (norms, softmax, Adam) is a few percent at this size."""
+        """The rest of the program (norms, softmax, Adam) takes a few percent at this size."""
         recipe = with_model(recipe, **changes)
         lowered = jax.jit(make_train_step(recipe)).lower(abstract_state(recipe), batch_shapes(recipe))
         counted = step_flops(recipe).total
         assert 0.99 * counted < lowered.cost_analysis()["flops"] < 1.09 * counted
 
     def test_by_hand(self):
-        """Width 2: four maps 2 x 2, two of 2 x 8 and 5 rows of the table for 3 x 4 tokens."""
+        """Width 2: four matrices 2 x 2, two matrices 2 x 8 and 5 rows of the embedding table, for 3 x 4 tokens."""
         model = TransformerConfig(vocab_size=5, d_model=2, num_heads=1, num_layers=1, use_bias=False)
         recipe = dataclasses.replace(TEXT, model=model, data=TextFile(path="x", sequence_length=4, batch_size=3))
         flops = step_flops(recipe)
@@ -178,7 +178,7 @@ class TestFlops:
         assert step_flops(looped) == step_flops(TEXT)
 
     def test_a_classifier(self):
-        """2 operations a number of each matrix and token, three times; of labels there are two where nobody says."""
+        """2 FLOPs per entry of a matrix and token, three times; the default is two labels."""
         sizes = {"vocab_size": 11, "d_model": 6, "num_heads": 3, "d_ff": 5, "num_layers": 1}
         data = LabeledText(path="a.tsv", max_length=7, batch_size=4)
         recipe, assumed = without_data(Recipe(name="a", model=TransformerConfig(**sizes), data=data))
@@ -208,7 +208,7 @@ class TestRoofline:
 
 
 def test_remedies_are_recipes():
-    """Each flag, put on a command line, gives a recipe that the mesh takes."""
+    """Each suggested option, appended to the command line, gives a recipe that fits the mesh."""
     recipe = dataclasses.replace(TEXT, data=dataclasses.replace(TEXT.data, batch_size=32))
     sizes = MeshPlacement(recipe).mesh.shape
     flags = [remedy.flags.split() for remedy in remedies(recipe, sizes, 4)]
@@ -220,7 +220,7 @@ def test_remedies_are_recipes():
 
 
 def test_remedies_of_batches_by_tokens_speak_of_tokens():
-    """Smaller batches are those of fewer tokens, as large as the mesh can share; micro-batches share row_multiple."""
+    """Smaller batches have fewer tokens, the most that the mesh can divide; micro-batches divide row_multiple."""
     data = ParallelText(
         source_path="x.tsv", max_source_length=64, max_target_length=32, batch_tokens=9000, row_multiple=16
     )

@@ -1,4 +1,4 @@
-"""Searches among meshes, batch sizes and remat policies: what is tried, in which order, and what is told."""
+"""Search over meshes, batch sizes and remat policies: which candidates, in which order, and the output."""
 
 import dataclasses
 import math
@@ -39,10 +39,12 @@ class TestSearch:
             assert one.recipe.data.batch_size in (4, 8, 16)
             assert one.recipe.data.batch_size % ways == 0
         found = {(one.recipe.data.batch_tokens, batch_rows(one.recipe.data)) for one in candidates(BY_TOKENS, CHIPS, 8)}
-        assert found == {(150, 8), (300, 24)}  # of 75 there is no room for the 8 rows of a bucket
+        assert found == {(150, 8), (300, 24)}  # 75 tokens have no room for the 8 rows of a bucket
 
     def test_a_state_that_can_not_fit_is_not_compiled(self):
-        small = Topology(dataclasses.replace(CHIPS.chip, hbm=200_000 / 2**30), (2, 4))  # the state: 12 x 31,000 bytes
+        small = Topology(
+            dataclasses.replace(CHIPS.chip, hbm=200_000 / 2**30), (2, 4)
+        )  # the training state: 12 x 31,000 bytes
         found = candidates(TEXT, small, 8)
         assert found
         assert all(one.sizes["fsdp"] * one.sizes["tensor"] > 1 for one in found)
@@ -95,8 +97,8 @@ class TestSearch:
             (
                 dataclasses.replace(TEXT, data=dataclasses.replace(TEXT.data, batch_size=1)),
                 parse_topology("v5e:1x7"),
-                r"no mesh for 7 chips: --data.batch-size 1 is not a multiple of 7, --model.d-model 32 is not a multiple "
-                r"of 7, --model.num-heads 4 .* Change one of them, preferably the rows, or",
+                r"no mesh for 7 chips: --data.batch-size 1 is not a multiple of 7, --model.d-model 32 is not a "
+                r"multiple of 7, --model.num-heads 4 .* Change one of them, preferably the rows, or",
             ),
             (
                 BY_TOKENS,
@@ -169,7 +171,7 @@ class TestSearch:
 
 @pytest.mark.parametrize(("name", "parameters"), [("llama3_8b", 8_030_261_248), ("llama3_70b", 70_553_706_496)])
 def test_recipes_of_published_sizes(name, parameters):
-    """arXiv 2407.21783, table 3; the counts are those of the published weights."""
+    """arXiv 2407.21783, table 3; the parameter counts are those of the published weights."""
     recipe, _ = load_recipe_file(Path(__file__).resolve().parents[3] / "configs" / f"{name}.py")
     assert count_parameters(abstract_state(recipe).params) == parameters
     assert (recipe.data.sequence_length, recipe.model.dtype, recipe.execution.scan) == (8192, "bfloat16", True)

@@ -40,10 +40,11 @@ def estimate(
         hbm_bytes: M, bytes that one device reads from and writes to the HBM.
         wire_bytes: C, bytes that one device sends.
     """
+    # Figures of a chip are shared by its devices: on some TPUs a JAX device is one of two cores of a chip.
     peak = chip.flops / chip.devices
-    compute = flops / peak
-    memory = hbm_bytes / (chip.hbm_bandwidth / chip.devices)
-    collective = wire_bytes / (chip.ici_bandwidth / chip.devices)
+    compute = flops / peak  # F / P
+    memory = hbm_bytes / (chip.hbm_bandwidth / chip.devices)  # M / W
+    collective = wire_bytes / (chip.ici_bandwidth / chip.devices)  # C / I
     # Computation and memory traffic overlap, so the slower one determines the time.
     seconds = max(compute, memory) + collective
     return Estimate(seconds, compute, memory, collective, model_flops / (num_devices * peak * seconds))
