@@ -1,6 +1,8 @@
-"""Known vulnerabilities of everything that requirements*.txt names, by pip-audit and the database of osv.dev.
+"""Search the dependencies in requirements*.txt for known vulnerabilities, with pip-audit and the database of osv.dev.
 
-Usage: python -m reliability.audit [--python .venv-audit/bin/python]    exit code 1: there are some; 77: not reached
+Usage: python -m reliability.audit [--python .venv-audit/bin/python]
+
+The exit code is 1 if there are vulnerabilities, and 77 if the database can't be reached.
 """
 
 from __future__ import annotations
@@ -16,11 +18,11 @@ ROOT = Path(__file__).resolve().parent.parent
 SERVICE = "https://api.osv.dev/v1/query"
 NOT_RUN = 77
 OPTIONS = ("--no-deps", "--disable-pip", "--vulnerability-service", "osv", "--progress-spinner", "off")
-"""every pin is exact: nothing has to be resolved or installed"""
+"""all versions are pinned, so that nothing has to be resolved or installed"""
 
 
 def unreachable(service: str = SERVICE) -> str | None:
-    """Why the database can't be asked; None when it answers."""
+    """Return the reason why the database can't be reached, or None if it answers."""
     question = {"package": {"name": "jax", "ecosystem": "PyPI"}, "version": "0.10.2"}
     request = urllib.request.Request(service, json.dumps(question).encode(), {"Content-Type": "application/json"})
     try:
@@ -32,12 +34,15 @@ def unreachable(service: str = SERVICE) -> str | None:
 
 
 def main(arguments: list[str], service: str = SERVICE) -> int:
-    """Audits each file; the exit code."""
+    """Audit each requirements file; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--python", default=sys.executable, help="of the environment that pip-audit is in")
+    parser.add_argument("--python", default=sys.executable, help="Python of the environment that contains pip-audit")
     options = parser.parse_args(arguments)
     if reason := unreachable(service):
-        print(f"skipped: {service} can't be reached ({reason}), and nothing was audited. Call it with a network.")
+        print(
+            f"skipped: {service} can't be reached ({reason}); nothing was audited. Run this command with network "
+            f"access."
+        )
         return NOT_RUN
     bad = []
     for path in sorted(ROOT.glob("requirements*.txt")):
@@ -45,7 +50,7 @@ def main(arguments: list[str], service: str = SERVICE) -> int:
         if subprocess.run([options.python, "-m", "pip_audit", "-r", str(path), *OPTIONS]).returncode:
             bad.append(path.name)
     if bad:
-        print(f"found something, or failed, in {', '.join(bad)}: raise what is named there, then `make pins`.")
+        print(f"vulnerabilities or errors in {', '.join(bad)}: update the packages listed above, then run `make pins`.")
     return 1 if bad else 0
 
 

@@ -1,13 +1,13 @@
-"""Training runs that are killed, stopped, starved of disk and damaged, and whether anything is lost.
+"""Kill, stop and damage training runs, fill their disk, and check that nothing is lost.
 
-Usage: python -m reliability.crash --kills 50 --seed 0             every scenario; exit code 1 if anything is lost
-       python -m reliability.crash --only one_process --kills 5    one of them, or several: --only a --only b
-       python -m reliability.crash --output docs/reliability.json  keeps the results, and puts the table
-                                                                   into docs/reliability.md
+Usage: python -m reliability.crash --kills 50 --seed 0             run all scenarios
+       python -m reliability.crash --only one_process --kills 5    run one scenario, or several: --only a --only b
+       python -m reliability.crash --output docs/reliability.json  also write the results to this file, and the table
+                                                                   to docs/reliability.md
 
-Each scenario calls train.py in processes of their own, on CPU, and judges by exit codes, by what is printed and by
-what lies in the workdir afterwards: the newest checkpoint has to be that of a run that nobody touched, bit for bit, and
-so have the lines of metrics (but for times) and the texts.
+Each scenario runs train.py in separate processes on CPU. It checks the exit codes, the printed lines, and the workdir
+at the end: the newest checkpoint, the metrics (except times) and the generated texts must be bit-identical to those of
+an uninterrupted run. The exit code is 1 if anything is lost.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ SCENARIOS = {
     "two_runs": harming.two_runs,
     "clock_moved": harming.clock_moved,
 }
-"""what can be asked for with --only"""
+"""scenarios by name, as for --only"""
 
 
 def line(tally: Tally) -> str:
-    """A scenario on one line."""
+    """Return the result of a scenario in one line."""
     if tally.not_run:
         return f"{tally.name:14} not run: {tally.not_run}"
     verdict = "FAILED" if tally.failed else "ok"
-    told = f" ({tally.told})" if tally.told else ""
-    return f"{tally.name:14} {verdict:6} {tally.good} of {tally.times} as expected, {tally.seconds:.0f} s{told}"
+    remarks = f" ({tally.summary})" if tally.summary else ""
+    return f"{tally.name:14} {verdict:6} {tally.good} of {tally.times} as expected, {tally.seconds:.0f} s{remarks}"
 
 
 def record(tallies: list[Tally], kills: int, seed: int, where: str) -> dict[str, Any]:
-    """What is kept of a call, as JSON values; `where` is the machine in words."""
+    """Return the results as JSON values; `where` describes the machine."""
     return {
         "date": date.today().isoformat(),
         "machine": where,
@@ -72,7 +72,7 @@ def record(tallies: list[Tally], kills: int, seed: int, where: str) -> dict[str,
                 "good": tally.good,
                 "failed": tally.failed,
                 "not_run": tally.not_run,
-                "told": tally.told,
+                "told": tally.summary,
                 "faults": tally.faults,
                 "seconds": round(tally.seconds),
             }
@@ -82,27 +82,35 @@ def record(tallies: list[Tally], kills: int, seed: int, where: str) -> dict[str,
 
 
 def main(arguments: list[str]) -> int:
-    """Runs the scenarios; the exit code."""
+    """Run the scenarios; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=50, help="SIGKILLs of a run, for one process and for two (50)")
-    parser.add_argument("--seed", type=int, default=0, help="of the moments, victims and places (0)")
+    parser.add_argument(
+        "--kills", type=int, default=50, help="number of SIGKILLs, for one process and again for two (default: 50)"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="random seed of times, processes and file positions (default: 0)"
+    )
     parser.add_argument("--only", action="append", choices=SCENARIOS, metavar="NAME", help=", ".join(SCENARIOS))
     parser.add_argument(
-        "--output", type=Path, help="a .json file for the results; the table goes into the .md beside it"
+        "--output",
+        type=Path,
+        help=".json file for the results; the table is written into the .md file of the same name",
     )
-    parser.add_argument("--folder", type=Path, help="where to work (a folder for temporary files); it is kept")
+    parser.add_argument(
+        "--folder", type=Path, help="working directory, which is not deleted (default: a temporary directory)"
+    )
     options = parser.parse_args(arguments)
     if options.kills < 1:
         parser.error(f"--kills must be at least 1, got {options.kills}")
     if options.output and options.only:
-        parser.error("--output is for all scenarios: leave out --only")
+        parser.error("--output needs all scenarios: remove --only")
     if options.output and (options.output.suffix != ".json" or not options.output.with_suffix(".md").exists()):
-        parser.error(f"--output must be a .json file beside a page of the same name in .md, got {options.output}")
+        parser.error(f"--output must be a .json file with an existing .md file of the same name, got {options.output}")
 
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that no call outlives this one
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that no run outlives this process
     folder = Path(tempfile.mkdtemp(prefix="crash-", dir=options.folder))
     print(f"working in {folder}", flush=True)
-    began, tallies = time.monotonic(), []
+    start, tallies = time.monotonic(), []
     world = World(folder, options.kills, options.seed, say=lambda text: print(text, flush=True))
     for name in options.only or SCENARIOS:
         tallies.append(timed(SCENARIOS[name], world, name))
@@ -121,10 +129,10 @@ def main(arguments: list[str]) -> int:
         beside.write_text(put(beside.read_text(encoding="utf-8"), "crash", table), encoding="utf-8")
     failed = [tally.name for tally in tallies if tally.failed]
     if failed:
-        print(f"failed: {', '.join(failed)}. What the calls said is in {folder / 'log'}.", file=sys.stderr)
+        print(f"failed: {', '.join(failed)}. The output of the runs is in {folder / 'log'}.", file=sys.stderr)
     elif not options.folder:
         shutil.rmtree(folder, ignore_errors=True)
-    print(json.dumps(result | {"seconds": round(time.monotonic() - began)}))
+    print(json.dumps(result | {"seconds": round(time.monotonic() - start)}))
     return 1 if failed else 0
 
 

@@ -1,8 +1,9 @@
-"""The fuzz tests (test_fuzz_*.py in tests/) with as many cases as asked for, and a table of what came of them.
+"""Run the fuzz tests (test_fuzz_*.py in tests/) with a number of cases, and print a table of the results.
 
-Usage: python -m reliability.fuzz --cases 100000 --seed 0                 exit code 1 if any case crashed, hung, opened
-                                                                          what it must not or took too much
-       python -m reliability.fuzz --output docs/reliability.md            puts the table into the page
+Usage: python -m reliability.fuzz --cases 100000 --seed 0
+       python -m reliability.fuzz --output docs/reliability.md            also write the table into the page
+
+The exit code is 1 if any case crashed, hung, opened a forbidden file, or used too much time or memory.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ VERSIONS = ("hypothesis", "jax", "tokenizers", "tyro")
 
 
 def records(report: Path) -> list[dict[str, Any]]:
-    """What the tests of a JUnit report recorded by the name of "fuzz"."""
+    """Return the records named "fuzz" that the tests wrote into a JUnit report."""
     properties = ElementTree.parse(report).iter("property")
     return [json.loads(one.attrib["value"]) for one in properties if one.attrib["name"] == "fuzz"]
 
 
 def kinds(found: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
-    """Sums by kind of input, of several tests each; of the longest case the maximum. By falling number of cases."""
+    """Sum the records by kind of input (the longest case: maximum), sorted by descending number of cases."""
     sums: dict[str, dict[str, float]] = {}
     for one in found:
         row = sums.setdefault(one["kind"], {"cases": 0, "read": 0, "refused": 0, "longest": 0.0})
@@ -47,7 +48,7 @@ def kinds(found: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """What `main` found, in words: when and where, a row for each kind of input, and all together."""
+    """Return the results of `main` as Markdown: date and machine, one row per kind of input, and the total."""
     rows = result["kinds"]
     whole = {name: sum(row[name] for row in rows.values()) for name in ("cases", "read", "refused")}
     whole["longest"] = max((row["longest"] for row in rows.values()), default=0.0)
@@ -68,16 +69,25 @@ def table(result: Mapping[str, Any]) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Runs the tests; the exit code of pytest, 1 where one failed."""
+    """Run the tests; return the exit code of pytest, which is 1 if a test failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", type=int, default=100_000, help="in all, of which each test has its share (100000)")
-    parser.add_argument("--seed", type=int, default=0, help="of what is drawn (0)")
-    parser.add_argument("--workers", default="auto", help="processes, 4 at most (auto)")
-    parser.add_argument("--output", type=Path, help="a page with the marks of fuzz, such as docs/reliability.md")
+    parser.add_argument(
+        "--cases",
+        type=int,
+        default=100_000,
+        help="total number of cases; each test has a fixed share (default: 100000)",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="random seed of the cases (default: 0)")
+    parser.add_argument("--workers", default="auto", help="number of processes, at most 4 (default: auto)")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        help="page with the marks <!-- fuzz --> and <!-- end of fuzz -->, such as docs/reliability.md",
+    )
     options = parser.parse_args(arguments)
     if options.cases < 1:
         parser.error(f"--cases must be at least 1, got {options.cases}")
-    began = time.monotonic()
+    start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         tests = sorted(str(path) for path in (ROOT / "tests").rglob("test_fuzz_*.py"))
@@ -96,7 +106,7 @@ def main(arguments: list[str]) -> int:
         "versions": {"python": platform.python_version()} | {name: version(name) for name in VERSIONS},
         "cases": options.cases,
         "seed": options.seed,
-        "seconds": time.monotonic() - began,
+        "seconds": time.monotonic() - start,
         "peak": max((one["peak"] for one in found), default=0),
         "failed": failed,
         "kinds": kinds(found),

@@ -1,6 +1,6 @@
-"""Calls of train.py as a user makes them, by one process or by several: started, watched, killed; and what they leave.
+"""Run train.py as a user does, in one or several processes: start, observe and kill it, and read its results.
 
-Everything is judged from outside, by exit codes, by what is printed and by the files that lie there afterwards.
+All checks are external: exit codes, printed lines, and the files in the workdir.
 """
 
 from __future__ import annotations
@@ -37,34 +37,42 @@ OPTIONS = (
     *("--checkpoint.every", str(SAVE_EVERY), "--evaluation.every", str(EVALUATE_EVERY), "--evaluation.samples", "2"),
     *("--evaluation.exact-match-examples", "0", "--logging.every", "1"),
 )
-"""what scenarios give the recipe: a model that is quick, with all that has to survive (dropout, an average, texts)"""
+"""overrides of the recipe: a fast model with all state that must survive (dropout, parameter average, samples)"""
 RECIPE = "configs/number_words.py"
 PATIENCE = 1800.0
-"""seconds after which a call that goes on is said to hang; the longest there is takes tens of them"""
+"""seconds after which a run counts as hanging; the longest run takes tens of seconds"""
 JOINING = 60
-"""seconds for which a process waits for the others to come: one that is killed before never does"""
+"""seconds that a process waits for the others at the start; a process that was killed never joins"""
 GONE = 90.0
-"""seconds in which a process has to end by itself when another one of its run is gone"""
+"""seconds within which a process must exit on its own after another process of its run was killed"""
 
 _numbers = itertools.count()
 
 
 def train_words(workdir: Path, data: Path, *options: str) -> list[str]:
-    """The words of a command line that trains the recipe in `workdir`, with `data` for what the dataset prepares."""
+    """Return the arguments that train the recipe in `workdir`; `data` is the directory of the prepared dataset."""
     return ["train.py", RECIPE, "--workdir", str(workdir), "--data.data-dir", str(data), *options]
 
 
 def command(options: Sequence[str] = OPTIONS) -> str:
-    """What is called, for the page: without the folders of one machine."""
+    """Return the command for the page, without machine-specific paths."""
     return shlex.join(["python", "train.py", RECIPE, "--workdir", "RUN", *options])
 
 
 class Call:
-    """One call of train.py, by `processes` that train together. Use it as a context manager: none outlives it.
+    """A run of train.py in one or several processes. Use it as a context manager, which kills all processes at the end.
 
-    `log` is a folder for what they print, `compiled` one for compiled programs (None: each call compiles anew), `path`
-    a folder that Python looks into first, `common` what comes before the `options`, `under` what train.py is run by,
-    `variables` more of the environment.
+    Args:
+        workdir: workdir of the run.
+        data: directory of the prepared dataset.
+        log: directory for the output of the processes.
+        options: options of train.py.
+        processes: number of processes that train together.
+        compiled: directory of the compilation cache; None: no cache.
+        path: directory that Python searches first for modules.
+        common: options before `options`.
+        under: options of Python before train.py, such as `-m MODULE`.
+        variables: additional environment variables.
     """
 
     def __init__(
@@ -88,7 +96,7 @@ class Call:
         environment["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
         if path is not None:
             environment["PYTHONPATH"] = str(path)
-        self.began = time.monotonic()
+        self.start = time.monotonic()
         port = free_port() if processes > 1 else None
         for index, output in enumerate(self.outputs):
             words = [sys.executable, *under, *train_words(workdir, data, *common, *options)]
@@ -107,41 +115,45 @@ class Call:
 
     @property
     def seconds(self) -> float:
-        """Since it was started."""
-        return time.monotonic() - self.began
+        """Seconds since the start."""
+        return time.monotonic() - self.start
 
-    def told(self, index: int = 0) -> str:
-        """What one of the processes has printed so far, errors included."""
+    def output(self, index: int = 0) -> str:
+        """Return the output of one process so far, including errors."""
         return self.outputs[index].read_text(encoding="utf-8", errors="replace")
 
-    def told_by_all(self) -> str:
-        """What all of them have printed so far."""
-        return "\n".join(self.told(index) for index in range(len(self.members)))
+    def all_output(self) -> str:
+        """Return the output of all processes so far."""
+        return "\n".join(self.output(index) for index in range(len(self.members)))
 
     def running(self) -> bool:
-        """Whether all of them still run."""
+        """Return whether all processes are running."""
         return all(member.poll() is None for member in self.members)
 
     def wait_until(self, condition: Callable[[], Any], every: float = 0.002) -> bool:
-        """Whether the condition came true while all of them ran; looks `every` so many seconds.
+        """Wait until the condition is true (return True) or a process has ended (return False).
+
+        Args:
+            condition: the condition.
+            every: seconds between two checks.
 
         Raises:
-            TimeoutError: neither within `PATIENCE` seconds of the start.
+            TimeoutError: neither happened within `PATIENCE` seconds of the start.
         """
         while self.running():
             if condition():
                 return True
             if self.seconds > PATIENCE:
-                raise TimeoutError(f"{self.outputs[0].name}: still there after {PATIENCE:.0f} s")
+                raise TimeoutError(f"{self.outputs[0].name}: still running after {PATIENCE:.0f} s")
             time.sleep(every)
         return False
 
     def signal(self, number: int = signal.SIGTERM, index: int = 0) -> None:
-        """Sends one of them a signal."""
+        """Send a signal to one process."""
         self.members[index].send_signal(number)
 
     def kill(self, *victims: int) -> None:
-        """SIGKILL to these, to all where none is named; those it hits are gone afterwards."""
+        """Kill these processes (by default, all) with SIGKILL, and wait for their end."""
         for index in victims or range(len(self.members)):
             with contextlib.suppress(OSError):
                 self.members[index].kill()
@@ -149,62 +161,64 @@ class Call:
             self.members[index].wait()
 
     def end(self, seconds: float = PATIENCE) -> list[int]:
-        """The exit codes of all, once they have ended. TimeoutError when one has not within so many seconds."""
+        """Wait for all processes and return their exit codes; raise TimeoutError after `seconds`."""
         deadline = time.monotonic() + seconds
         try:
             return [member.wait(max(deadline - time.monotonic(), 0.1)) for member in self.members]
         except subprocess.TimeoutExpired:
-            raise TimeoutError(f"{self.outputs[0].name}: still there after {seconds:.0f} s") from None
+            raise TimeoutError(f"{self.outputs[0].name}: still running after {seconds:.0f} s") from None
 
 
 def free_port() -> int:
-    """A port that nobody listens at now."""
+    """Return a port that is free now."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return free.getsockname()[1]
 
 
 def checkpoints(workdir: Path) -> Path:
-    """The folder of a run's checkpoints."""
+    """Return the checkpoint directory of a run."""
     return workdir / "checkpoints"
 
 
 def newest(workdir: Path) -> int:
-    """The newest step whose directory is there, 0 when there is none: what a next call has to go on from."""
+    """Return the newest step with a checkpoint directory, or 0. The next run must resume from this step."""
     return max(find_steps(checkpoints(workdir)), default=0)
 
 
 def unfinished(workdir: Path) -> dict[int, int]:
-    """Steps of the directories that are being written or deleted, or were when a call was killed, and the time of each
-    (ns), which tells a new one from one left over.
+    """Return the steps of temporary directories, which are being written or deleted, with their modification times
+    (ns).
+
+    A killed run may leave such a directory; the time distinguishes a new directory from an old one.
     """
     found = {}
     for path in checkpoints(workdir).glob("*.tmp"):
-        with contextlib.suppress(OSError):  # gone by now
+        with contextlib.suppress(OSError):  # deleted in the meantime
             if path.stem.isdecimal():
                 found[int(path.stem)] = path.stat().st_mtime_ns
     return found
 
 
-def begun_since(before: dict[int, int], workdir: Path) -> list[int]:
-    """Steps of `unfinished` that are not those of `before`."""
+def started_since(before: dict[int, int], workdir: Path) -> list[int]:
+    """Return the steps of `unfinished` directories that are new since `before`."""
     return [step for step, when in unfinished(workdir).items() if before.get(step) != when]
 
 
 @dataclass(frozen=True)
-class Left:
-    """What a run has left, without what a clock measured: two runs that did the same have equal ones."""
+class RunState:
+    """Final state of a run, without measured times. Two equal runs have equal states."""
 
     step: int
     leaves: dict[str, str]
-    """of the newest checkpoint: path -> SHA-256 of type, shape and bytes"""
+    """arrays of the newest checkpoint: path -> SHA-256 of dtype, shape and bytes"""
     data: Any
-    """place in the data, and sums"""
+    """position in the data, and training statistics"""
     metrics: list[dict[str, Any]]
     samples: str
 
-    def differences(self, other: Left) -> list[str]:
-        """In words, what differs from the other; [] when it is the same bit for bit."""
+    def differences(self, other: RunState) -> list[str]:
+        """Describe the differences from another state; [] if they are bit-identical."""
         if self.step != other.step:
             return [f"the newest checkpoint is of step {self.step}, expected {other.step}"]
         paths = [path for path in {**self.leaves, **other.leaves} if self.leaves.get(path) != other.leaves.get(path)]
@@ -215,12 +229,16 @@ class Left:
         return found
 
 
-CLOCKS = ("seconds", "train_seconds", "tokens")  # of the ledger: tokens are counted while the clock runs
+CLOCKS = (
+    "seconds",
+    "train_seconds",
+    "tokens",
+)  # entries of the statistics that depend on time: tokens are counted only during training time
 
 
-def left(workdir: Path) -> Left:
-    """What lies in a workdir now. CheckpointError where no checkpoint is right to the last byte."""
-    with warnings.catch_warnings():  # of others that are damaged: that is what a call says, not this one
+def run_state(workdir: Path) -> RunState:
+    """Read the state in a workdir; raise CheckpointError if it has no valid checkpoint."""
+    with warnings.catch_warnings():  # about damaged checkpoints, which the run itself reports
         warnings.simplefilter("ignore")
         found = newest_valid(checkpoints(workdir), set())
     if found is None:
@@ -228,7 +246,7 @@ def left(workdir: Path) -> Left:
     directory, manifest = found
     wanted = {
         path: np.zeros(leaf.shape, leaf.dtype) for path, leaf in arrays.described(manifest["state"]).items()
-    }  # NumPy in, NumPy out: as it lies there
+    }  # NumPy arrays: no device placement or conversion
     leaves = arrays.restore(directory / "state", wanted)
     data = load_data(workdir, manifest["step"])
     data["ledger"] = {name: value for name, value in data["ledger"].items() if name not in CLOCKS}
@@ -236,7 +254,7 @@ def left(workdir: Path) -> Left:
         {name: value for name, value in line.items() if not name.startswith("perf/")}
         for line in read_metrics(workdir / "metrics.jsonl")
     ]
-    return Left(
+    return RunState(
         step=manifest["step"],
         leaves={"/".join(path): digest(array) for path, array in leaves.items()},
         data=data,
@@ -246,33 +264,34 @@ def left(workdir: Path) -> Left:
 
 
 def digest(array: np.ndarray) -> str:
-    """SHA-256 of the type, shape and bytes of an array of any shape."""
+    """Return the SHA-256 hash of dtype, shape and bytes of an array."""
     array = np.asarray(array)
     return hashlib.sha256(f"{array.dtype} {array.shape} ".encode() + array.tobytes()).hexdigest()
 
 
-def went_on(told: str, step: int) -> list[str]:
-    """What is wrong with the first words of a call on a workdir whose newest checkpoint is of `step` (0: it has none);
-    [] also when it did not come so far.
+def check_resumed(output: str, step: int) -> list[str]:
+    """Check that a run reports resuming from `step` (0: a new run); return the faults.
+
+    The result is also [] if the run was killed before it printed this line.
     """
-    faults = [f"it says: {line}" for line in told.splitlines() if "damaged" in line or "Traceback" in line]
-    begun = [line for line in told.splitlines() if line.startswith("workdir: ")]
+    faults = [f"printed: {line}" for line in output.splitlines() if "damaged" in line or "Traceback" in line]
+    started = [line for line in output.splitlines() if line.startswith("workdir: ")]
     expected = f"resuming from step {step}," if step else "a new run,"
-    if begun and expected not in begun[0]:
-        faults.append(f"expected '{expected}', got '{begun[0]}'")
+    if started and expected not in started[0]:
+        faults.append(f"expected '{expected}', got '{started[0]}'")
     return faults
 
 
-def reached(told: str, steps: int = STEPS) -> int:
-    """The last step that was told, 0 before the first."""
-    words = [line.split(maxsplit=2) for line in told.splitlines() if line.startswith("step ")]
+def reached(output: str, steps: int = STEPS) -> int:
+    """Return the last step that was printed, or 0."""
+    words = [line.split(maxsplit=2) for line in output.splitlines() if line.startswith("step ")]
     numbers = [pair[1].partition("/") for pair in words if len(pair) > 1]
     return max((int(step) for step, _, of in numbers if of == str(steps) and step.isdecimal()), default=0)
 
 
-def first_fault(codes: Sequence[int], expected: Sequence[int], told: str) -> list[str]:
-    """A line about exit codes that are not the expected ones, with the last thing that was said."""
+def first_fault(codes: Sequence[int], expected: Sequence[int], output: str) -> list[str]:
+    """Return a line about unexpected exit codes with the last printed line, or []."""
     if list(codes) == list(expected):
         return []
-    last = next((line for line in reversed(told.splitlines()) if line.strip()), "")
-    return [f"exit codes {list(codes)}, expected {list(expected)}; last said: {last[:300]}"]
+    last = next((line for line in reversed(output.splitlines()) if line.strip()), "")
+    return [f"exit codes {list(codes)}, expected {list(expected)}; last line: {last[:300]}"]

@@ -1,6 +1,6 @@
-"""Runs a program and writes down, from inside, what nobody sees from outside: bytes in use, and what JAX compiles.
+"""Run a program and record values that can't be measured externally: allocated bytes and programs compiled by JAX.
 
-Usage: python -m reliability.watched FILE train.py WORDS
+Usage: python -m reliability.monitored FILE train.py ARGUMENTS
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any
 from transformer.cli._allocator import keep_freed_memory
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
-"""JAX's name for the event; a program that comes from a cache on the disk counts, too: it is one more in memory"""
+"""JAX's name of the event; a program read from the compilation cache also counts, because it takes memory"""
 EVERY = 0.23
-"""seconds between two counts of what is in use"""
+"""seconds between two measurements of the allocated bytes"""
 
 
 class _Mallinfo(ctypes.Structure):
@@ -43,30 +43,28 @@ class _Mallinfo(ctypes.Structure):
 
 
 def bytes_in_use() -> int:
-    """What malloc has given out and not been given back. With PYTHONMALLOC=malloc that holds Python's objects, too.
+    """Return the bytes allocated by malloc and not freed. With PYTHONMALLOC=malloc this includes Python objects.
 
     Raises:
         OSError: the C library is not glibc 2.33 or later.
     """
     library = ctypes.CDLL(None)
     if not hasattr(library, "mallinfo2"):
-        raise OSError(
-            "bytes in use are counted by mallinfo2, which this C library has not: it takes glibc 2.33 or later"
-        )
+        raise OSError("counting allocated bytes needs mallinfo2, which this C library lacks. Use glibc 2.33 or later.")
     library.mallinfo2.restype = _Mallinfo
     found = library.mallinfo2()
     return found.uordblks + found.hblkhd
 
 
 def main(file: str, program: str, *words: str) -> None:
-    """Runs the program as if called with these words; it ends this process.
+    """Run the program in this process with these arguments, and write records to the file.
 
-    Each line of the file is a JSON object: `at` (`time.monotonic`, seconds), and `in_use` (bytes) or `compiled` (the
-    name of a program of JAX).
+    Each line of the file is a JSON object with `at` (`time.monotonic`, seconds) and either `in_use` (bytes) or
+    `compiled` (name of a program compiled by JAX).
     """
     import jax
 
-    out = open(file, "ab", buffering=0)  # noqa: SIM115  the thread writes until the process is gone
+    out = open(file, "ab", buffering=0)  # noqa: SIM115  the thread writes until the process ends
 
     def write(**facts: Any) -> None:
         out.write(json.dumps({"at": round(time.monotonic(), 3)} | facts).encode() + b"\n")
@@ -80,7 +78,7 @@ def main(file: str, program: str, *words: str) -> None:
             write(in_use=bytes_in_use())
             time.sleep(EVERY)
 
-    bytes_in_use()  # else it would be the thread that says so
+    bytes_in_use()  # raise the OSError here rather than in the thread
     jax.monitoring.register_event_duration_secs_listener(heard)
     threading.Thread(target=count, daemon=True).start()
     sys.argv = [program, *words]
@@ -88,13 +86,13 @@ def main(file: str, program: str, *words: str) -> None:
 
 
 class Lines:
-    """Objects of a file of JSON lines that grows: each time those that are new and whole."""
+    """Read new complete lines of a growing JSON lines file."""
 
     def __init__(self, path: Path):
         self._path, self._read = path, 0
 
     def new(self) -> list[dict[str, Any]]:
-        """Those since the last call; [] where there is no file yet."""
+        """Return the objects added since the last call; [] if the file does not exist yet."""
         if not self._path.exists():
             return []
         with open(self._path, "rb") as file:
@@ -105,5 +103,5 @@ class Lines:
 
 
 if __name__ == "__main__":
-    keep_freed_memory()  # before JAX, as train.py: it starts anew
+    keep_freed_memory()  # before importing JAX, as in train.py, because it restarts the process
     main(*sys.argv[1:])

@@ -1,4 +1,4 @@
-"""The parts of docs/reliability.md that are made of what `python -m reliability.crash` and `.soak` found."""
+"""Generated parts of docs/reliability.md: the results of `python -m reliability.crash` and `.soak`."""
 
 from __future__ import annotations
 
@@ -7,20 +7,22 @@ from typing import Any
 
 
 def put(text: str, name: str, made: str) -> str:
-    """A page with `made` between the two marks of a name. ValueError where it has not both."""
+    """Return the text of a page with `made` between the two marks of a name; raise ValueError if a mark is missing."""
     marks = f"<!-- {name} -->", f"<!-- end of {name} -->"
     before, begin, rest = text.partition(marks[0])
     _, end, after = rest.partition(marks[1])
     if not (begin and end):
-        raise ValueError(f"the page has not the lines {marks[0]} and {marks[1]}: put them where the table is to stand.")
+        raise ValueError(
+            f"the page must contain the lines {marks[0]} and {marks[1]}. Add them where the table belongs."
+        )
     return f"{before}{begin}\n{made}{end}{after}"
 
 
 def crash_table(result: Mapping[str, Any]) -> str:
-    """What `crash.record` gives, in words: when and where, what was called, a row for each scenario."""
+    """Return the results of `crash.record` as Markdown: date and machine, command, one row per scenario."""
     lines = [
         f"{where(result)}, {round(result['seconds'] / 60)} min: `make crash KILLS={result['kills']}`, seed "
-        f"{result['seed']}. Each call, by one process or by two, is",
+        f"{result['seed']}. Each run uses this command, in one process or in two:",
         *_code(result["command"]),
         "| scenario | what is done | times | as expected | |",
         "| --- | --- | ---: | ---: | --- |",
@@ -34,30 +36,30 @@ def crash_table(result: Mapping[str, Any]) -> str:
 
 
 def soak_table(result: Mapping[str, Any]) -> str:
-    """What `soak.record` gives, in words: when and where, what was called, how far it came, a row for each measure."""
+    """Return the results of `soak.record` as Markdown: date and machine, command, progress, one row per measure."""
     lines = [
         f"{where(result)}: `make soak HOURS={result['hours']:g}`, {result['steps']:,} steps, "
-        f"{result['evaluations']:,} evaluations and {result['spikes']:,} spikes of the loss, of",
+        f"{result['evaluations']:,} evaluations and {result['spikes']:,} loss spikes, with this command:",
         *_code(result["command"]),
         "| what | second quarter | last quarter | | allowed |",
         "| --- | ---: | ---: | --- | --- |",
     ]
     for row in result["measures"]:
-        told = " ".join(part for part in ("**too much**" if row["failed"] else "", row["told"]) if part)
-        lines.append(f"| {row['what']} | {row['before']} | {row['after']} | {told} | {row['allowed']} |")
+        remark = " ".join(part for part in ("**too much**" if row["failed"] else "", row["told"]) if part)
+        lines.append(f"| {row['what']} | {row['before']} | {row['after']} | {remark} | {row['allowed']} |")
     lines += [f"\n**A fault**: {fault}" for fault in result["faults"]]
-    lines += ["", "![Memory and speed over the time](images/soak.png)"]
+    lines += ["", "![Memory and throughput by time](images/soak.png)"]
     return "\n".join(lines) + "\n"
 
 
 def where(result: Mapping[str, Any]) -> str:
-    """When, on what machine, and with which versions a result was found."""
+    """Return date, machine and versions of a result."""
     versions = ", ".join(f"{name} {number}" for name, number in result["versions"].items())
     return f"{result['date']}, {result['machine']}, {versions}"
 
 
 def _code(command: str, width: int = 116) -> list[str]:
-    """A block with a command over several lines, each but the last ending in a backslash."""
+    """Return a code block with a command that is wrapped with backslashes."""
     first, *options = command.split(" --")
     lines = [first]
     for option in options:

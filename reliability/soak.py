@@ -1,12 +1,12 @@
-"""A run that trains, evaluates and saves for hours, watched from outside: whether anything grows.
+"""Train, evaluate and save for hours, and check that memory use does not grow and throughput does not fall.
 
-Usage: python -m reliability.soak --hours 2                            exit code 1 if anything grows, or is slower
-       python -m reliability.soak --hours 2 --output docs/soak.json    keeps the results, and puts table and picture
-                                                                       into reliability.md in that folder
+Usage: python -m reliability.soak --hours 2
+       python -m reliability.soak --hours 2 --output docs/soak.json    also write the results to this file, and table
+                                                                       and plot to reliability.md in its directory
 
-train.py runs in a process of its own, until it is told to stop. Resident memory, files and threads are read from /proc
-(Linux), speed from metrics.jsonl; bytes in use and compiled programs are counted inside (`reliability.monitored`). The
-first quarter of the time is the warm-up.
+train.py runs in a separate process until it receives SIGTERM. Resident memory, open files and threads are read from
+/proc (Linux), the throughput from metrics.jsonl. Allocated bytes and compiled programs are counted inside the process
+(`reliability.monitored`). The first quarter of the time is the warm-up. The exit code is 1 if a limit is exceeded.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from typing import Any
 
 import numpy as np
 
-from reliability.invocations import Call, command, first_fault, left, newest
+from reliability.invocations import Call, command, first_fault, newest, run_state
 from reliability.monitored import Lines, bytes_in_use
 from reliability.page import put, soak_table
 from reliability.steady import MB, Measure, Sample, measures
@@ -42,40 +42,47 @@ OPTIONS = (
     *("--training.ema-decay", "0.99", "--model.dropout-rate", "0.1"),
     *("--checkpoint.every", "3000", "--evaluation.every", "50", "--evaluation.exact-match-examples", "0"),
 )
-"""what the run is called with: the recipe's own model, with an evaluation every few seconds and a checkpoint about
-every five minutes: not oftener, as each leaves some tens of kilobytes (docs/reliability.md)"""
+"""options of the run: the unmodified model of the recipe, an evaluation every few seconds, and a checkpoint about every
+five minutes, not more often, because each checkpoint leaks tens of kilobytes (docs/reliability.md)"""
 VARIABLES = {"PYTHONMALLOC": "malloc"}
-"""of its environment: Python's objects are counted with all else that is in use"""
+"""environment variables of the run, with which the allocated bytes include Python objects"""
 EVERY = 10.0
-"""seconds between two looks, on average"""
+"""mean number of seconds between two samples"""
 KEPT = 240
-"""most looks that are kept in the file of results"""
+"""maximum number of samples in the results file"""
 LEAST_HOURS = 0.1
-"""what a verdict needs: below that compilation is most of it"""
+"""minimum duration for a verdict; shorter runs mostly compile"""
 PAGE = "reliability.md"
 
 
 class Watch:
-    """Looks at a run that goes on. `programs` are those compiled so far: when (on that clock), its name."""
+    """Sample a running process. `programs` contains the time (`time.monotonic`) and name of each compiled program."""
 
-    def __init__(self, pid: int, began: float, workdir: Path, told: Path):
-        """`began`: `time.monotonic()` of the start; `told`: the file of `reliability.monitored`."""
-        self._process, self._began = Path("/proc", str(pid)), began
-        self._metrics, self._told = Lines(workdir / "metrics.jsonl"), Lines(told)
+    def __init__(self, pid: int, start: float, workdir: Path, inside: Path):
+        """Create a watch.
+
+        Args:
+            pid: process id.
+            start: `time.monotonic()` at the start of the process.
+            workdir: workdir of the run.
+            inside: file written by `reliability.monitored`.
+        """
+        self._process, self._start = Path("/proc", str(pid)), start
+        self._metrics, self._inside = Lines(workdir / "metrics.jsonl"), Lines(inside)
         self._step = 0
         self.programs: list[tuple[float, str]] = []
 
     def look(self) -> Sample:
-        """What is there now. OSError when the process is gone."""
+        """Return a sample; raise OSError if the process has ended."""
         now = time.monotonic()
         resident = dict(_fields(self._process / "smaps_rollup"))["Rss"] * 1024
         files, threads = len(os.listdir(self._process / "fd")), dict(_fields(self._process / "status"))["Threads"]
-        told, lines = self._told.new(), self._metrics.new()
-        self.programs += [(line["at"], line["compiled"]) for line in told if "compiled" in line]
+        records, lines = self._inside.new(), self._metrics.new()
+        self.programs += [(line["at"], line["compiled"]) for line in records if "compiled" in line]
         self._step = max([self._step, *(line["step"] for line in lines)])
         return Sample(
-            seconds=now - self._began,
-            in_use=min((line["in_use"] for line in told if "in_use" in line), default=math.nan),
+            seconds=now - self._start,
+            in_use=min((line["in_use"] for line in records if "in_use" in line), default=math.nan),
             resident=resident,
             files=files,
             threads=threads,
@@ -86,24 +93,24 @@ class Watch:
 
 
 def _fields(path: Path) -> list[tuple[str, int]]:
-    """Names and numbers of a file of /proc whose lines are `Name:  12 kB` or `Name: 12`."""
+    """Return names and numbers of a file in /proc with lines `Name:  12 kB` or `Name: 12`."""
     pairs = [line.partition(":")[::2] for line in path.read_text(encoding="ascii", errors="replace").splitlines()]
     return [(name, int(rest.split()[0])) for name, rest in pairs if rest.split() and rest.split()[0].isdecimal()]
 
 
 @dataclass
 class Soaked:
-    """What was seen of a run, and what it left."""
+    """Observations of a run, and its results."""
 
     samples: list[Sample]
     late: list[str]
     """names of programs that were compiled after the first quarter"""
     faults: list[str]
-    """of how it ended and what it said"""
+    """faults of its exit code and output"""
     steps: int
     evaluations: int
     spikes: int
-    """losses far above what was usual: hours at one learning rate have some, and they are no fault of the program"""
+    """number of loss spikes, which are normal in hours at a constant learning rate and are not faults"""
 
 
 def soak(
@@ -113,39 +120,46 @@ def soak(
     options: Sequence[str] = OPTIONS,
     enough: Callable[[Sample], bool] = lambda sample: False,
 ) -> Soaked:
-    """Trains in `folder` for so many hours, or until a look has seen `enough`, and looks at it `every` so many seconds,
-    in no rhythm of its own.
+    """Train in `folder` and sample the process.
+
+    Args:
+        folder: working directory.
+        hours: duration.
+        every: mean number of seconds between samples. The intervals are random, so that they do not follow the period
+            of evaluations and checkpoints.
+        options: options of train.py.
+        enough: condition on a sample that ends the run early.
     """
-    workdir, inside, chance = folder / "run", folder / "inside.jsonl", random.Random(0)
-    end, samples, told_at = 3600 * hours, [], 0.0
+    workdir, inside, rng = folder / "run", folder / "inside.jsonl", random.Random(0)
+    end, samples, printed_at = 3600 * hours, [], 0.0
     under = ("-m", "reliability.monitored", str(inside))
     with Call(workdir, folder / "data", folder, common=options, under=under, variables=VARIABLES) as call:
-        watch = Watch(call.members[0].pid, call.began, workdir, inside)
+        watch = Watch(call.members[0].pid, call.start, workdir, inside)
         while call.seconds < end and call.running():
-            time.sleep(min(every * chance.uniform(0.5, 1.5), max(end - call.seconds, 0.0)))
+            time.sleep(min(every * rng.uniform(0.5, 1.5), max(end - call.seconds, 0.0)))
             try:
                 samples.append(watch.look())
             except OSError:
-                break  # it is gone: the exit code says why
+                break  # the process has ended; its exit code is checked below
             if enough(samples[-1]):
                 break
-            if samples[-1].seconds - told_at >= 300:
-                told_at, last = samples[-1].seconds, samples[-1]
-                print(f"{told_at / 60:.0f} min: step {last.step:,}, {last.in_use / MB:,.1f} MB in use", flush=True)
+            if samples[-1].seconds - printed_at >= 300:
+                printed_at, last = samples[-1].seconds, samples[-1]
+                print(f"{printed_at / 60:.0f} min: step {last.step:,}, {last.in_use / MB:,.1f} MB in use", flush=True)
         call.signal(signal.SIGTERM)
-        faults = first_fault(call.end(), [128 + signal.SIGTERM], call.told())
-        told = call.told().splitlines()
-    faults += [f"it says: {line}" for line in told if "Traceback" in line or "damaged" in line]
-    if not faults and left(workdir).step != newest(workdir):
+        faults = first_fault(call.end(), [128 + signal.SIGTERM], call.output())
+        output = call.output().splitlines()
+    faults += [f"printed: {line}" for line in output if "Traceback" in line or "damaged" in line]
+    if not faults and run_state(workdir).step != newest(workdir):
         faults.append(f"the newest checkpoint, of step {newest(workdir)}, is damaged")
     seconds = samples[-1].seconds if samples else 0.0
-    late = [name for when, name in watch.programs if when - call.began > seconds / 4]
-    evaluations, spikes = (sum(words in line for line in told) for words in (": eval loss", "loss spike"))
+    late = [name for when, name in watch.programs if when - call.start > seconds / 4]
+    evaluations, spikes = (sum(words in line for line in output) for words in (": eval loss", "loss spike"))
     return Soaked(samples, late, faults, newest(workdir), evaluations, spikes)
 
 
 def record(soaked: Soaked, found: list[Measure], hours: float, where: str) -> dict[str, Any]:
-    """What is kept, as JSON values; `where` is the machine in words."""
+    """Return the results as JSON values; `where` describes the machine."""
     kept = soaked.samples[:: math.ceil(len(soaked.samples) / KEPT)]
     return {
         "date": date.today().isoformat(),
@@ -173,7 +187,7 @@ def _whole(number: float) -> int | None:
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Memory and speed over the time, into a PNG."""
+    """Plot memory and throughput by time into a PNG file."""
     from transformer.viz._style import BLUE, GREEN, dress, new_figure, save
 
     series = result["series"]
@@ -194,27 +208,31 @@ def draw(result: dict[str, Any], path: Path) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Trains, watches, judges; the exit code."""
+    """Train, sample and check the limits; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hours", type=float, default=2.0, help="how long (2)")
-    parser.add_argument("--output", type=Path, help=f"a .json file for the results; {PAGE} lies beside it")
-    parser.add_argument("--folder", type=Path, help="where to work (a folder for temporary files); it is kept")
+    parser.add_argument("--hours", type=float, default=2.0, help="duration in hours (default: 2)")
+    parser.add_argument("--output", type=Path, help=f".json file for the results, in the directory of {PAGE}")
+    parser.add_argument(
+        "--folder", type=Path, help="working directory, which is not deleted (default: a temporary directory)"
+    )
     options = parser.parse_args(arguments)
     if not options.hours >= LEAST_HOURS:
         parser.error(
-            f"--hours must be at least {LEAST_HOURS:g}, of which a quarter is the warm-up, got {options.hours:g}"
+            f"--hours must be at least {LEAST_HOURS:g} (a quarter of it is the warm-up), got {options.hours:g}"
         )
     if not Path("/proc/self/smaps_rollup").exists():
-        parser.error("memory is read from /proc/PID/smaps_rollup, which this system has not: run it on Linux")
+        parser.error("memory is read from /proc/PID/smaps_rollup, which this system lacks: run this command on Linux")
     try:
         bytes_in_use()
     except OSError as error:
         parser.error(str(error))
     page = options.output.with_name(PAGE) if options.output else None
     if page and (options.output.suffix != ".json" or not page.exists()):
-        parser.error(f"--output must be a .json file beside {PAGE}, got {options.output}")
+        parser.error(f"--output must be a .json file in the directory of {PAGE}, got {options.output}")
 
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that no call outlives this one
+    signal.signal(
+        signal.SIGTERM, lambda number, frame: sys.exit(128 + number)
+    )  # so that the run does not outlive this process
     folder = Path(tempfile.mkdtemp(prefix="soak-", dir=options.folder))
     print(f"working in {folder}", flush=True)
     soaked = soak(folder, options.hours)
@@ -226,7 +244,7 @@ def main(arguments: list[str]) -> int:
     try:
         found = measures(soaked.samples, soaked.late)
     except ValueError as error:
-        print(f"failed: {error} What the run said is in {folder}.", file=sys.stderr)
+        print(f"failed: {error} The output of the run is in {folder}.", file=sys.stderr)
         return 1
     result = record(soaked, found, options.hours, machine())
     table = soak_table(result)

@@ -1,4 +1,4 @@
-"""Whether a run that goes on for hours stays as it was: slopes and quarters of what was seen of it from outside."""
+"""Check that a run of hours is steady: slope of memory use, and comparison of the second and the last quarter."""
 
 from __future__ import annotations
 
@@ -12,37 +12,40 @@ from scipy.stats import theilslopes
 
 MB = 1e6
 MOST_GROWTH = 1.0
-"""MB of memory an hour, after the first quarter"""
+"""maximum growth of the allocated memory after the first quarter, in MB per hour"""
 MOST_CHANGE = 0.05
-"""share by which the last quarter may be slower or faster, or hold more of the machine's memory, than the second"""
+"""maximum relative change of throughput, and maximum increase of resident memory, from the second to the last
+quarter"""
 BLOCKS = 18
-"""of the time after the first quarter, for a slope: 5 minutes each in 2 hours"""
+"""number of time blocks after the first quarter, for a slope; in 2 hours, 5 minutes each"""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """What is seen of a process at one moment."""
+    """Measurements of a process at one time."""
 
     seconds: float
-    """since the process was started"""
+    """seconds since the start of the process"""
     in_use: float
-    """bytes that it holds, arrays and Python's objects: the least since the last look, NaN where none was counted"""
+    """allocated bytes, arrays and Python objects: minimum since the last sample, NaN if nothing was counted"""
     resident: int
-    """bytes of the process in memory: that, what the allocator keeps to give it out again, and files that are mapped"""
+    """resident bytes: allocated memory, freed memory that the allocator keeps, and mapped files"""
     files: int
-    """that are open"""
+    """number of open files"""
     threads: int
     programs: int
-    """compiled so far"""
+    """number of programs compiled so far"""
     step: int
-    """last one in metrics.jsonl"""
+    """last step in metrics.jsonl"""
     speed: float
-    """target tokens a second of the lines since the last sample; NaN where there was none"""
+    """target tokens per second, median of the records since the last sample; NaN if there is none"""
 
 
 @dataclass(frozen=True)
 class Measure:
-    """A row of the table: what was in the second and in the last quarter of the time, and whether that is too much."""
+    """A row of the table: values in the second and in the last quarter of the time, and whether the change is too
+    large.
+    """
 
     what: str
     before: str
@@ -53,53 +56,63 @@ class Measure:
 
 
 def slope(times: Sequence[float], values: Sequence[float]) -> tuple[float, float, float]:
-    """The median of the slopes between the medians of blocks of time, and its 95 % bounds (Theil 1950; Sen 1968,
-    Estimates of the regression coefficient based on Kendall's tau, section 5). One odd block moves it little.
+    """Return the Theil-Sen slope of the medians of time blocks, and its 95 % confidence bounds.
+
+    The slope is the median of the slopes between all pairs of blocks (Theil 1950; Sen 1968, Estimates of the regression
+    coefficient based on Kendall's tau, section 5). A single outlier changes it only slightly.
 
     Raises:
         ValueError: fewer than three blocks have a value.
     """
     times, values = np.asarray(times, float), np.asarray(values, float)
     if len(times) < 3:
-        raise ValueError(f"a slope needs 3 blocks of time with samples, got {len(times)} samples: run for longer.")
+        raise ValueError(f"a slope needs 3 blocks of time with samples, got {len(times)} samples. Run it for longer.")
     block = np.minimum((times - times[0]) / (np.ptp(times) or 1.0) * BLOCKS, BLOCKS - 1).astype(int)
     points = [(np.median(times[block == i]), np.median(values[block == i])) for i in np.unique(block)]
     if len(points) < 3:
-        raise ValueError(f"a slope needs 3 blocks of time with samples, got {len(points)}: run for longer.")
+        raise ValueError(f"a slope needs 3 blocks of time with samples, got {len(points)}. Run it for longer.")
     times, values = zip(*points, strict=True)
     found = theilslopes(values, times)
     return float(found.slope), float(found.low_slope), float(found.high_slope)
 
 
 def measures(samples: Sequence[Sample], late: Sequence[str] = ()) -> list[Measure]:
-    """The rows of the table. The first quarter is the warm-up; `late` are the programs compiled after it.
+    """Return the rows of the table.
+
+    Args:
+        samples: all samples. The first quarter of the time is the warm-up.
+        late: names of the programs that were compiled after the warm-up.
 
     Raises:
-        ValueError: too few samples.
+        ValueError: there are too few samples.
     """
     end = samples[-1].seconds if samples else 0.0
     settled = [sample for sample in samples if sample.seconds >= end / 4]
     second = [sample for sample in settled if sample.seconds < end / 2]
     last = [sample for sample in settled if sample.seconds >= end * 3 / 4]
     if len(second) < 3 or len(last) < 3:
-        raise ValueError(f"expected 3 samples in a quarter of the time, got {len(samples)} in all: run for longer.")
+        raise ValueError(
+            f"expected 3 samples in a quarter of the time, got {len(samples)} in total. Run it for longer."
+        )
     rows = []
     counted = [sample for sample in settled if not math.isnan(sample.in_use)]
     grown, low, high = slope([s.seconds / 3600 for s in counted], [s.in_use / MB for s in counted])
-    told = f"{grown:+.2f} MB an hour (95 %: {low:+.2f} to {high:+.2f})"
+    remark = f"{grown:+.2f} MB per hour (95 %: {low:+.2f} to {high:+.2f})"
     before, after = (f"{np.nanmedian([s.in_use for s in part]) / MB:,.1f} MB" for part in (second, last))
     rows.append(
-        Measure("memory in use", before, after, told, f"below {MOST_GROWTH:g} MB an hour", not grown < MOST_GROWTH)
+        Measure("memory in use", before, after, remark, f"below {MOST_GROWTH:g} MB per hour", not grown < MOST_GROWTH)
     )
     before, after = (max(sample.resident for sample in part) for part in (second, last))
-    told, most = f"{100 * (after / before - 1):+.1f} %", f"{100 * MOST_CHANGE:g} % more"
+    remark, most = f"{100 * (after / before - 1):+.1f} %", f"{100 * MOST_CHANGE:g} % increase"
     words = f"{before / MB:,.1f} MB", f"{after / MB:,.1f} MB"
-    rows.append(Measure("resident memory, most", *words, told, most, after > before * (1 + MOST_CHANGE)))
-    for name, what in (("files", "open files, least"), ("threads", "threads, least")):  # a leak lifts the least
+    rows.append(Measure("resident memory, maximum", *words, remark, most, after > before * (1 + MOST_CHANGE)))
+    for name, what in (("files", "open files, minimum"), ("threads", "threads, minimum")):  # a leak raises the minimum
         before, after = (min(getattr(sample, name) for sample in part) for part in (second, last))
-        rows.append(Measure(what, f"{before}", f"{after}", "", "no more", after > before))
+        rows.append(Measure(what, f"{before}", f"{after}", "", "no increase", after > before))
     before = settled[0].programs
-    rows.append(Measure("programs compiled", f"{before}", f"{last[-1].programs}", names(late), "no more", bool(late)))
+    rows.append(
+        Measure("programs compiled", f"{before}", f"{last[-1].programs}", names(late), "no increase", bool(late))
+    )
     before, after = (float(np.nanmedian([sample.speed for sample in part])) for part in (second, last))
     rows.append(_speed("tokens/s while training, median", before, after, [sample.speed for sample in second]))
     before, after = ((part[-1].step - part[0].step) / (part[-1].seconds - part[0].seconds) for part in (second, last))
@@ -108,15 +121,15 @@ def measures(samples: Sequence[Sample], late: Sequence[str] = ()) -> list[Measur
 
 
 def names(programs: Sequence[str]) -> str:
-    """Each once, with how often."""
+    """Return the distinct names with their counts."""
     return ", ".join(f"{name} x {count}" for name, count in Counter(programs).most_common())
 
 
 def _speed(what: str, before: float, after: float, among: Sequence[float] = ()) -> Measure:
     change = after / before - 1.0
-    told = f"{100 * change:+.1f} %"
+    remark = f"{100 * change:+.1f} %"
     if among:
         low, high = np.nanpercentile(among, (25, 75))
-        told += f" (half of all within {100 * (high - low) / before:.1f} %)"
+        remark += f" (interquartile range {100 * (high - low) / before:.1f} %)"
     allowed = f"{100 * MOST_CHANGE:g} %"
-    return Measure(what, f"{before:,.1f}", f"{after:,.1f}", told, allowed, not abs(change) <= MOST_CHANGE)
+    return Measure(what, f"{before:,.1f}", f"{after:,.1f}", remark, allowed, not abs(change) <= MOST_CHANGE)

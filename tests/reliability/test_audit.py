@@ -1,4 +1,4 @@
-"""`make audit` without a network, and the page of `make fuzz`: what they say, without the hours that they take."""
+"""Tests of `make audit` without a network, and of the table of `make fuzz`."""
 
 import http.server
 import json
@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Service(http.server.BaseHTTPRequestHandler):
-    """Knows of no vulnerability."""
+    """A service that reports no vulnerabilities."""
 
     def do_POST(self):
         self.send_response(200)
@@ -23,12 +23,12 @@ class Service(http.server.BaseHTTPRequestHandler):
         self.wfile.write(b"{}")
 
     def log_message(self, *words):
-        """Nothing on stderr."""
+        """Print nothing on stderr."""
 
 
 @pytest.fixture
 def service():
-    """The address of a service on this machine."""
+    """URL of a service on this machine."""
     server = http.server.HTTPServer(("127.0.0.1", 0), Service)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}"

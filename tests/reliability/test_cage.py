@@ -1,4 +1,4 @@
-"""The cage of the fuzz tests holds: each thing that a reader must not do is seen."""
+"""Tests of the sandbox of the fuzz tests: it detects each forbidden operation."""
 
 import os
 import subprocess
@@ -28,7 +28,7 @@ def outside(tmp_path: Path) -> Path:
 
 def test_what_a_reader_may_do(fuzz: Fuzz, tmp_path: Path):
     def read(folder: Path, value: None) -> None:
-        import difflib  # noqa: F401  Python's own files
+        import difflib  # noqa: F401  Python may open its own files
 
         assert (folder / "a.json").read_text() == "{}"
         assert [path.name for path in folder.iterdir()] == ["a.json"]
@@ -80,11 +80,11 @@ def test_a_refusal_is_counted_and_looked_at(fuzz: Fuzz, request):
     request.node.user_properties.clear()
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="memory is limited on Linux alone")
+@pytest.mark.skipif(sys.platform != "linux", reason="memory can be limited only on Linux")
 def test_memory_is_bounded(fuzz: Fuzz):
     with pytest.raises(MemoryError):
         fuzz("test", 1, ONE, lambda folder, value: np.empty(2 * fuzz_parts.MEMORY, np.uint8))
-    assert np.empty(fuzz_parts.MEMORY, np.uint8).size, "and afterwards no longer"
+    assert np.empty(fuzz_parts.MEMORY, np.uint8).size, "not limited afterwards"
 
 
 def test_time_is_bounded(fuzz: Fuzz, monkeypatch):
@@ -101,7 +101,7 @@ def test_time_is_bounded(fuzz: Fuzz, monkeypatch):
 
 @pytest.mark.slow
 def test_a_case_without_an_end_ends_the_process():
-    """In a process of its own, whose watchdog is wound for a second."""
+    """A separate process has a watchdog with a limit of one second."""
     program = (
         "import faulthandler, fuzz_parts, time\nfuzz_parts.HANGS = 1\nfuzz_parts.Watchdog().alive()\ntime.sleep(60)\n"
     )
@@ -114,7 +114,7 @@ def test_a_case_without_an_end_ends_the_process():
 def test_edits():
     tree = {"a": [1, {"b": "c"}], "d": 2.5}
     put = rewritten(tree, [(2, "put", None, "")])
-    assert tree == {"a": [1, {"b": "c"}], "d": 2.5}, "the valid one stays"
+    assert tree == {"a": [1, {"b": "c"}], "d": 2.5}, "the original is unchanged"
     assert put == {"a": [None, {"b": "c"}], "d": 2.5}
     assert rewritten(tree, [(1, "drop", None, "")]) == {"d": 2.5}
     assert rewritten(tree, [(1, "rename", None, "x")]) == {"d": 2.5, "x": [1, {"b": "c"}]}

@@ -1,4 +1,4 @@
-"""The parts of reliability/ that need no training; a slow test calls all of it."""
+"""Tests of reliability/: the parts that need no training, and a slow test with two scenarios."""
 
 import json
 import os
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from reliability import crash, harming
-from reliability.invocations import Left, begun_since, digest, newest, reached, unfinished, went_on
+from reliability.invocations import RunState, check_resumed, digest, newest, reached, started_since, unfinished
 from reliability.page import crash_table, put
 from reliability.world import AFTER, Tally, Timing, World, draw_moment, phase, timed
 from transformer.training._checkpoint import Checkpointer
@@ -34,8 +34,8 @@ def test_moments_lie_between_the_start_and_the_expected_end():
     assert timing.expected_end(0, 60) == 10.0
     assert timing.expected_end(30, 60) == 7.0
     assert timing.corrected(3.5, 30, 60) == Timing(2.0, 5.0)
-    chance = random.Random(0)
-    moments = [draw_moment(chance, timing, 30, 60) for _ in range(1000)]
+    rng = random.Random(0)
+    moments = [draw_moment(rng, timing, 30, 60) for _ in range(1000)]
     seconds = [moment.seconds for moment in moments]
     assert 0 <= min(seconds) < 0.1
     assert 6.9 < max(seconds) <= 7.0
@@ -45,9 +45,9 @@ def test_moments_lie_between_the_start_and_the_expected_end():
 
 def test_a_scenario_draws_the_same_with_the_same_seed(tmp_path):
     worlds = [World(tmp_path / str(number), 1, seed, print) for number, seed in enumerate((0, 0, 1))]
-    same, again, other = (world.chance("a").random() for world in worlds)
+    same, again, other = (world.rng("a").random() for world in worlds)
     assert same == again != other
-    assert worlds[0].chance("b").random() != same
+    assert worlds[0].rng("b").random() != same
 
 
 def test_what_a_call_was_doing_is_told_by_what_it_left():
@@ -68,15 +68,15 @@ def test_steps_are_read_from_what_is_told():
 
 
 def test_where_a_call_went_on_is_checked():
-    assert went_on(TOLD, 40) == []
-    assert went_on("", 40) == [], "it was killed before it said so"
-    assert went_on(TOLD, 30) == [
+    assert check_resumed(TOLD, 40) == []
+    assert check_resumed("", 40) == [], "killed before it printed the line"
+    assert check_resumed(TOLD, 30) == [
         "expected 'resuming from step 30,', got 'workdir: here, resuming from step 40, to step 60'"
     ]
-    assert len(went_on(TOLD, 4)) == 1, "not a part of the number"
-    assert len(went_on(TOLD, 0)) == 1
-    assert went_on("workdir: here, a new run, to step 60", 0) == []
-    (fault,) = went_on(f"warning: Using the checkpoint of step 30, because a newer one is damaged: x\n{TOLD}", 40)
+    assert len(check_resumed(TOLD, 4)) == 1, "a prefix of the number does not match"
+    assert len(check_resumed(TOLD, 0)) == 1
+    assert check_resumed("workdir: here, a new run, to step 60", 0) == []
+    (fault,) = check_resumed(f"warning: Using the checkpoint of step 30, because a newer one is damaged: x\n{TOLD}", 40)
     assert "a newer one is damaged" in fault
 
 
@@ -88,11 +88,11 @@ def test_a_save_that_is_new_is_told_from_one_left_over(tmp_path):
     stale = unfinished(tmp_path)
     assert newest(tmp_path) == 10
     assert list(stale) == [20]
-    assert begun_since(stale, tmp_path) == []
+    assert started_since(stale, tmp_path) == []
     (folder / "30.tmp").mkdir()
-    assert begun_since(stale, tmp_path) == [30]
-    os.utime(folder / "20.tmp", (1, 1))  # removed and made again
-    assert sorted(begun_since(stale, tmp_path)) == [20, 30]
+    assert started_since(stale, tmp_path) == [30]
+    os.utime(folder / "20.tmp", (1, 1))  # deleted and created again
+    assert sorted(started_since(stale, tmp_path)) == [20, 30]
 
 
 def test_bits_types_and_shapes_are_compared():
@@ -103,11 +103,11 @@ def test_bits_types_and_shapes_are_compared():
 
 
 def test_differences_of_two_runs_are_told():
-    left = Left(9, {"a": "1", "b": "2"}, {"x": 1}, [{"step": 9}], "text")
-    assert left.differences(left) == []
-    assert Left(8, {}, {}, [], "").differences(left) == ["the newest checkpoint is of step 8, expected 9"]
-    other = Left(9, {"a": "1", "b": "3", "c": "4"}, {"x": 2}, [], "text")
-    assert other.differences(left) == ["2 of 2 arrays differ, the first is b", "data differ", "metrics differ"]
+    state = RunState(9, {"a": "1", "b": "2"}, {"x": 1}, [{"step": 9}], "text")
+    assert state.differences(state) == []
+    assert RunState(8, {}, {}, [], "").differences(state) == ["the newest checkpoint is of step 8, expected 9"]
+    other = RunState(9, {"a": "1", "b": "3", "c": "4"}, {"x": 2}, [], "text")
+    assert other.differences(state) == ["2 of 2 arrays differ, the first is b", "data differ", "metrics differ"]
 
 
 # Harm
@@ -122,11 +122,11 @@ def workdir(tmp_path):
 
 
 def test_a_file_is_harmed_as_the_name_says(tmp_path):
-    path, content, chance = tmp_path / "file", bytes(range(100)), random.Random(0)
+    path, content, rng = tmp_path / "file", bytes(range(100)), random.Random(0)
     found = {}
     for name, (harm, _) in harming.HARMS.items():
         path.write_bytes(content)
-        harm(path, chance)
+        harm(path, rng)
         found[name] = path.read_bytes() if path.exists() else None
     assert (found["truncated"], found["emptied"], found["deleted"]) == (content[:50], b"", None)
     changed = [a ^ b for a, b in zip(found["a bit flipped"], content, strict=True)]
@@ -134,14 +134,14 @@ def test_a_file_is_harmed_as_the_name_says(tmp_path):
 
 
 def test_every_harmed_file_of_a_checkpoint_is_found_and_one_left_alone_is_a_fault(workdir):
-    chance = random.Random(0)
+    rng = random.Random(0)
     files = harming.files(workdir / "checkpoints" / "20")
     assert "manifest.json" in {path.name for path in files}
     assert len(files) > 4
     for path in files:
         content = path.read_bytes()
         for name, (harm, _) in harming.HARMS.items():
-            harm(path, chance)
+            harm(path, rng)
             assert harming.found(workdir, path, 10) == [], (path, name)
             path.write_bytes(content)
     used, named = harming.found(workdir, files[0], 10)
@@ -159,7 +159,7 @@ def test_an_error_in_a_scenario_is_a_fault_of_it():
     tally = timed(scenario, None, "broken")
     assert tally.failed
     assert tally.faults == ["the scenario itself: TimeoutError: it hangs"]
-    assert Tally("empty", "").failed, "nothing was tried"
+    assert Tally("empty", "").failed, "no case was run"
     assert not Tally("there", "", not_run="no root").failed
 
 
@@ -180,7 +180,7 @@ def test_the_table_tells_counts_and_faults():
     assert "| `none` | x | not run | | no root |" in text
     assert "an abacus" in text
     assert "1 min: `make crash KILLS=3`, seed 0" in text
-    assert "\n```bash\npython train.py " in text, "what the page's blocks are tested by"
+    assert "\n```bash\npython train.py " in text, "a shell block, which the documentation tests check"
     assert all(len(line) <= 120 for line in text.splitlines() if "--training.steps" in line)
 
 
@@ -191,7 +191,7 @@ def test_the_table_is_put_between_two_lines_of_the_page():
     assert once.endswith("<!-- end of crash -->\ntail\n")
     assert "old" not in once
     assert put(once, "crash", made) == once
-    with pytest.raises(ValueError, match="has not the lines <!-- crash --> and"):
+    with pytest.raises(ValueError, match="must contain the lines <!-- crash --> and"):
         put("head", "crash", made)
 
 
@@ -211,8 +211,8 @@ def test_the_page_is_what_the_command_makes_of_the_results():
     [
         ("--kills 0", "--kills must be at least 1, got 0"),
         ("--only nothing", "invalid choice: 'nothing'"),
-        ("--only strays --output docs/reliability.json", "leave out --only"),
-        ("--output docs/nowhere.json", "beside a page of the same name in .md"),
+        ("--only strays --output docs/reliability.json", "remove --only"),
+        ("--output docs/nowhere.json", "an existing .md file of the same name"),
     ],
 )
 def test_what_cannot_be_is_said(words, message, capsys):
@@ -223,8 +223,8 @@ def test_what_cannot_be_is_said(words, message, capsys):
 
 @pytest.mark.slow
 def test_nothing_is_lost(capsys):
-    """Two scenarios of those that `make crash` has: all of them take a quarter of an hour and more."""
+    """Run two of the scenarios of `make crash`; all scenarios take a quarter of an hour or more."""
     assert crash.main(["--kills", "1", "--only", "one_process", "--only", "strays"]) == 0
-    told = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert [scenario["name"] for scenario in told["scenarios"]] == ["one_process", "strays"]
-    assert all(scenario["times"] == scenario["good"] > 0 for scenario in told["scenarios"])
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [scenario["name"] for scenario in result["scenarios"]] == ["one_process", "strays"]
+    assert all(scenario["times"] == scenario["good"] > 0 for scenario in result["scenarios"])

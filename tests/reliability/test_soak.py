@@ -1,4 +1,4 @@
-"""What judges a long run, on runs that are made up; a slow test watches a short one."""
+"""Tests of the limits for long runs, with simulated samples, and a slow test with a short run."""
 
 import ctypes
 import dataclasses
@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def samples(**changes):
-    """Two hours of a run that stays as it is, a look every 10 seconds; each change is a function of (hours, value)."""
+    """Return samples of two steady hours, every 10 seconds; each change is a function of (hours, value)."""
     random, made = np.random.default_rng(0), []
     for seconds in range(10, 7201, 10):
         hours = seconds / 3600
@@ -62,7 +62,7 @@ def test_a_part_that_is_odd_moves_a_slope_little():
     middle, low, high = slope(times, values)
     assert low < middle < high
     assert middle == pytest.approx(4, abs=0.3)
-    assert np.polyfit(times, values, 1)[0] < -100, "as least squares see it"
+    assert np.polyfit(times, values, 1)[0] < -100, "a least-squares fit is affected"
 
 
 def test_bounds_hold_the_slope_about_as_often_as_they_say():
@@ -78,7 +78,7 @@ def test_a_slope_of_nothing_is_refused():
         slope([0.0, 1.0], [0.0, 1.0])
     with pytest.raises(ValueError, match="3 blocks of time with samples, got 0"):
         slope([], [])
-    with pytest.raises(ValueError, match="3 samples in a quarter of the time, got 5 in all"):
+    with pytest.raises(ValueError, match="3 samples in a quarter of the time, got 5 in total"):
         measures(samples()[:5])
 
 
@@ -109,9 +109,9 @@ def test_what_happens_in_the_first_quarter_is_the_warm_up():
     ("what", "change"),
     [
         ("memory in use", {"in_use": lambda hours, value: value + 1.5 * MB * hours}),
-        ("resident memory, most", {"resident": lambda hours, value: value + int(50 * MB * hours)}),
-        ("open files, least", {"files": lambda hours, value: value + int(hours)}),
-        ("threads, least", {"threads": lambda hours, value: value + int(hours)}),
+        ("resident memory, maximum", {"resident": lambda hours, value: value + int(50 * MB * hours)}),
+        ("open files, minimum", {"files": lambda hours, value: value + int(hours)}),
+        ("threads, minimum", {"threads": lambda hours, value: value + int(hours)}),
         ("tokens/s while training, median", {"speed": lambda hours, value: value * (1 - 0.08 * hours)}),
         ("tokens/s while training, median", {"speed": lambda hours, value: value * (1 + 0.08 * hours)}),
         ("tokens/s while training, median", {"speed": lambda hours, value: value if hours < 1 else math.nan}),
@@ -146,13 +146,13 @@ def test_what_gets_less_passes():
 # Looking
 
 
-LINUX = pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="it takes Linux with glibc 2.33")
+LINUX = pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="needs Linux with glibc 2.33 or later")
 
 
 @LINUX
 def test_a_process_is_seen_from_outside(tmp_path):
-    metrics, told = tmp_path / "metrics.jsonl", tmp_path / "told.jsonl"
-    watch = soak.Watch(os.getpid(), time.monotonic() - 5, tmp_path, told)
+    metrics, inside = tmp_path / "metrics.jsonl", tmp_path / "told.jsonl"
+    watch = soak.Watch(os.getpid(), time.monotonic() - 5, tmp_path, inside)
     first = watch.look()
     assert 5 <= first.seconds < 60
     assert (first.programs, first.step) == (0, 0)
@@ -160,7 +160,7 @@ def test_a_process_is_seen_from_outside(tmp_path):
     assert math.isnan(first.in_use)
 
     held = np.ones(10_000_000)  # 80 MB
-    write(told, {"at": 1.0, "compiled": "jit(step)"}, {"at": 2.0, "in_use": 9e6}, {"at": 3.0, "in_use": 5e6})
+    write(inside, {"at": 1.0, "compiled": "jit(step)"}, {"at": 2.0, "in_use": 9e6}, {"at": 3.0, "in_use": 5e6})
     speeds = (
         {"step": 10, "perf/tokens_per_s": 1.0},
         {"step": 20, "perf/tokens_per_s": 3.0},
@@ -177,7 +177,7 @@ def test_a_process_is_seen_from_outside(tmp_path):
     assert watch.programs == [(1.0, "jit(step)")]
     metrics.write_text(metrics.read_text() + 'ens_per_s": 7.0}\n')
     third = watch.look()
-    assert (third.programs, third.step, third.speed) == (1, 30, 7.0), "what was half written is read when it is whole"
+    assert (third.programs, third.step, third.speed) == (1, 30, 7.0), "an incomplete line is read when it is complete"
     assert held.all()
 
 
@@ -199,16 +199,16 @@ time.sleep(3.0)
 @pytest.mark.slow
 @LINUX
 def test_a_program_tells_what_it_compiles_and_what_it_holds(tmp_path):
-    program, told = tmp_path / "program.py", tmp_path / "told.jsonl"
+    program, inside = tmp_path / "program.py", tmp_path / "told.jsonl"
     program.write_text(PROGRAM)
-    words = [sys.executable, "-m", "reliability.monitored", str(told), str(program), "a word"]
+    words = [sys.executable, "-m", "reliability.monitored", str(inside), str(program), "a word"]
     subprocess.run(words, cwd=ROOT, check=True, env=os.environ | soak.VARIABLES | {"JAX_PLATFORMS": "cpu"})
-    lines = Lines(told).new()
+    lines = Lines(inside).new()
     (compiled,) = (line for line in lines if "compiled" in line)
     assert 0 < time.monotonic() - compiled["at"] < 60
     assert "lambda" in compiled["compiled"]
     in_use = [line["in_use"] for line in lines if line.get("in_use") and line["at"] > compiled["at"]]
-    assert 50 * MB < in_use[-1] - in_use[0] < 150 * MB, "Python's objects, too"
+    assert 50 * MB < in_use[-1] - in_use[0] < 150 * MB, "includes Python objects"
 
 
 # Results
@@ -230,19 +230,19 @@ def test_results_are_kept_thinned_and_drawn(tmp_path):
 def test_the_table_tells_what_was_and_what_may_be():
     text = soak_table(results(files=lambda hours, value: value + int(hours)))
     assert "an abacus" in text
-    assert "`make soak HOURS=2`, 72,000 steps, 1,440 evaluations and 3 spikes of the loss" in text
-    assert "| open files, least | 9 | 10 | **too much** | no more |" in text
-    assert "| programs compiled | 5 | 5 |  | no more |" in text
+    assert "`make soak HOURS=2`, 72,000 steps, 1,440 evaluations and 3 loss spikes" in text
+    assert "| open files, minimum | 9 | 10 | **too much** | no increase |" in text
+    assert "| programs compiled | 5 | 5 |  | no increase |" in text
     page = put("head\n<!-- soak -->\nold\n<!-- end of soak -->\ntail\n", "soak", text)
     assert page == f"head\n<!-- soak -->\n{text}<!-- end of soak -->\ntail\n"
 
 
 @pytest.mark.parametrize(
     ("faults", "slower", "code"),
-    [([], 0.0, 0), (["exit codes [1]"], 0.0, 1), ([], 0.08, 1), (["it says: no"], 0.08, 1)],
+    [([], 0.0, 0), (["exit codes [1]"], 0.0, 1), ([], 0.08, 1), (["printed: no"], 0.08, 1)],
 )
 def test_what_was_seen_is_kept_whatever_the_verdict(tmp_path, monkeypatch, capsys, faults, slower, code):
-    """Two hours are not thrown away because something was wrong in them."""
+    """The results of two hours are stored even if a check failed."""
     seen = samples(speed=lambda hours, value: value * (1 - slower * hours))
     monkeypatch.setattr(soak, "soak", lambda folder, hours: soak.Soaked(seen, [], faults, 72_000, 1440, 3))
     page = tmp_path / soak.PAGE
@@ -255,10 +255,10 @@ def test_what_was_seen_is_kept_whatever_the_verdict(tmp_path, monkeypatch, capsy
     assert page.read_text() == f"<!-- soak -->\n{soak_table(kept)}<!-- end of soak -->\n"
     assert page.read_text().count("**A fault**") == len(faults)
     assert (tmp_path / "images" / "soak.png").exists()
-    told = capsys.readouterr()
-    assert "tokens/s while training" in told.out
-    assert all(fault in told.out for fault in faults)
-    assert ("failed: " in told.err) == bool(code)
+    printed = capsys.readouterr()
+    assert "tokens/s while training" in printed.out
+    assert all(fault in printed.out for fault in faults)
+    assert ("failed: " in printed.err) == bool(code)
 
 
 @pytest.mark.parametrize("looks", [0, 2])
@@ -266,9 +266,9 @@ def test_a_run_too_short_for_a_verdict_is_said(tmp_path, monkeypatch, capsys, lo
     seen = samples()[:looks]
     monkeypatch.setattr(soak, "soak", lambda folder, hours: soak.Soaked(seen, [], ["exit codes [1]"], 0, 0, 0))
     assert soak.main(["--folder", str(tmp_path)]) == 1
-    told = capsys.readouterr()
-    assert "exit codes [1]" in told.out
-    assert f"3 samples in a quarter of the time, got {looks} in all" in told.err
+    printed = capsys.readouterr()
+    assert "exit codes [1]" in printed.out
+    assert f"3 samples in a quarter of the time, got {looks} in total" in printed.err
 
 
 def test_the_page_is_what_the_command_makes_of_the_results():
@@ -286,10 +286,13 @@ def test_the_page_is_what_the_command_makes_of_the_results():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--hours 0.01", "--hours must be at least 0.1, of which a quarter is the warm-up, got 0.01"),
+        ("--hours 0.01", "--hours must be at least 0.1 (a quarter of it is the warm-up), got 0.01"),
         ("--hours nan", "--hours must be at least 0.1"),
-        ("--output docs/soak.txt", "--output must be a .json file beside reliability.md, got docs/soak.txt"),
-        ("--output nowhere/soak.json", "--output must be a .json file beside reliability.md"),
+        (
+            "--output docs/soak.txt",
+            "--output must be a .json file in the directory of reliability.md, got docs/soak.txt",
+        ),
+        ("--output nowhere/soak.json", "--output must be a .json file in the directory of reliability.md"),
     ],
 )
 def test_what_cannot_be_is_said(words, message, capsys):
@@ -301,11 +304,11 @@ def test_what_cannot_be_is_said(words, message, capsys):
 @pytest.mark.slow
 def test_a_run_is_watched_and_stopped(tmp_path):
     words = [*OPTIONS, "--training.steps", "1000000", "--training.spike-deviations", "1"]
-    words += ["--optimizer.learning-rate", "1e-9"]  # the loss goes up as often as down
+    words += ["--optimizer.learning-rate", "1e-9"]  # the loss rises as often as it falls
     soaked = soak.soak(tmp_path, 600 / 3600, every=1.0, options=words, enough=lambda sample: sample.step > 100)
     assert soaked.faults == []
     assert soaked.steps > 100
     assert soaked.evaluations >= 1
-    assert soaked.spikes >= 1, "counted, and no fault"
+    assert soaked.spikes >= 1, "counted, but not a fault"
     assert soaked.samples[-1].programs >= 3
     assert not math.isnan(np.nanmean([sample.speed for sample in soaked.samples]))
