@@ -76,7 +76,7 @@ class Profiler:
             first: whether this is the first process.
             say: function that prints a message to the user.
         """
-        self._folder, self._say, self._begun = Path(workdir) / FOLDER, say, None
+        self._folder, self._say, self._started = Path(workdir) / FOLDER, say, None
         self._window = window if first else None
         if window is not None and step >= window.stop:
             say(f"no trace: the run resumes from step {step}, but --profile ends at step {window.stop}")
@@ -85,7 +85,7 @@ class Profiler:
     @property
     def running(self) -> bool:
         """Whether a trace is being recorded."""
-        return self._begun is not None
+        return self._started is not None
 
     def at(self, step: int, wait: Callable[[], None]) -> None:
         """Start or end the trace if it is time to. Call it between steps.
@@ -99,7 +99,7 @@ class Profiler:
         if not self.running and self._window.start <= step < self._window.stop:
             wait()
             jax.profiler.start_trace(self._folder)
-            self._begun = step
+            self._started = step
         elif self.running and step >= self._window.stop:
             wait()
             self._end(step)
@@ -121,12 +121,12 @@ class Profiler:
             self._end(None)
 
     def _end(self, step: int | None) -> None:
-        begun, self._begun, self._window = self._begun, None, None
+        started, self._started, self._window = self._started, None, None
         jax.profiler.stop_trace()
         until = "the end" if step is None else f"step {step}"
         folder = shlex.quote(str(self._folder))
         self._say(
-            f"trace from step {begun} to {until}: {self._folder}\n"
+            f"trace from step {started} to {until}: {self._folder}\n"
             f"  to open it: pip install xprof; xprof --logdir {folder} --port 8791, then http://localhost:8791\n"
             f"  (with xprof installed, TensorBoard shows it too: tensorboard --logdir {folder})"
         )

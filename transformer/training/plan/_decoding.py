@@ -142,7 +142,7 @@ def make_decode_plan(recipe: Recipe, generation: Generation, topology: Topology,
     Raises:
         ConfigError: parallel.kind is pmap, or the model or the rows do not fit the mesh.
     """
-    begun = time.perf_counter()
+    started = time.perf_counter()
     recipe = dataclasses.replace(recipe, lora=None)  # generation uses the merged parameters
     devices = recipe.parallel.choose(devices)
     sizes = _checked_sizes(recipe, generation, len(devices))
@@ -167,7 +167,7 @@ def make_decode_plan(recipe: Recipe, generation: Generation, topology: Topology,
         loops_known=costs is not None and all(cost.loops_known for cost in costs),
         unavailable=unavailable,
         remedies=[] if fit.fits else _remedies(recipe, generation, sizes),
-        seconds=time.perf_counter() - begun,
+        seconds=time.perf_counter() - started,
     )
 
 

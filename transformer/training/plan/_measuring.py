@@ -81,9 +81,9 @@ def _timed(function: Callable[[Any], Any], x: np.ndarray, devices: list[Any]) ->
     jax.block_until_ready([run(part) for part in parts])
     seconds = []
     for _ in range(5):
-        begun = time.perf_counter()
+        started = time.perf_counter()
         jax.block_until_ready([run(part) for part in parts])
-        seconds.append(time.perf_counter() - begun)
+        seconds.append(time.perf_counter() - started)
     return min(seconds)
 
 
@@ -107,10 +107,10 @@ def measure(recipe: Recipe, steps: int) -> Measured:
     jax.block_until_ready(metrics)
     seconds = []
     for _ in range(steps):
-        begun = time.perf_counter()
+        started = time.perf_counter()
         state, metrics = placement.train_step(state, batch)
         jax.block_until_ready((state, metrics))
-        seconds.append(time.perf_counter() - begun)
+        seconds.append(time.perf_counter() - started)
     stats = jax.local_devices()[0].memory_stats() or {}
     return Measured(step_seconds=statistics.median(seconds), steps=steps, peak_bytes=stats.get("peak_bytes_in_use"))
 

@@ -70,7 +70,7 @@ def make_plan(recipe: Recipe, topology: Topology, devices: list[Any]) -> Plan:
     Raises:
         ConfigError: the recipe does not fit the mesh.
     """
-    begun = time.perf_counter()
+    started = time.perf_counter()
     batch, (number, unit) = batch_shapes(recipe), counted(recipe)
     step = program(recipe, devices, batch)
     fit, text = compile_program(step.lowered, step.held, topology)
@@ -103,5 +103,5 @@ def make_plan(recipe: Recipe, topology: Topology, devices: list[Any]) -> Plan:
         loops_known=cost is not None and cost.loops_known,
         estimate=expected,
         remedies=[] if fit.fits else [*map(str, remedies(recipe, step.sizes, times)), MORE],
-        seconds=time.perf_counter() - begun,
+        seconds=time.perf_counter() - started,
     )

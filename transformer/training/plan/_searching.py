@@ -200,7 +200,7 @@ def search(recipe: Recipe, topology: Topology, devices: list[Any], limit: int) -
         if any(_asks_more(candidate, other) for other in too_large):
             continue
         tried += 1
-        begun, plan, message = time.perf_counter(), None, ""
+        started, plan, message = time.perf_counter(), None, ""
         try:
             plan = make_plan(candidate.recipe, topology, devices)
         except (
@@ -210,7 +210,7 @@ def search(recipe: Recipe, topology: Topology, devices: list[Any], limit: int) -
             message = f"{type(error).__name__}: {error}".partition("\n")[0]
         if plan is not None and not plan.fits:
             too_large.append(candidate)
-        yield Tried(candidate, plan, message, time.perf_counter() - begun)
+        yield Tried(candidate, plan, message, time.perf_counter() - started)
 
 
 def _why_none(recipe: Recipe, topology: Topology, num_devices: int) -> str:
