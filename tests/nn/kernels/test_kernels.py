@@ -1,4 +1,4 @@
-"""Kernels: each does what the documented table says; the chunked one skips what it may, and stays linear."""
+"""Attention kernels: each supports what the documented table says; the blockwise kernel skips blocks and is linear."""
 
 import functools
 import logging
@@ -51,7 +51,7 @@ MASKS = {
 
 
 def relative_bias(table):
-    """A learnt bias by distance, as a function of indices: what the schemes pass."""
+    """Return a learned bias by distance as a function of indices, as position schemes pass it."""
     return lambda queries, keys: table[:, queries[:, None] - keys[None, :] + S - 1][None]
 
 
@@ -110,7 +110,7 @@ def test_a_row_that_may_attend_nothing_gives_zeros_and_no_gradient():
     ids=["causal", "window", "lengths", "segments", "array"],
 )
 def test_blocks_that_the_mask_rules_out_are_not_computed(mask, hidden):
-    """Not a number times a weight of zero is not a number: values in a block that is computed would show."""
+    """NaN times a weight of zero is NaN, so NaN values in a block would appear if the block were computed."""
     query, key, value = (jax.random.normal(KEYS[0], (2, length, 1, 4)) for length in (8, 24, 24))
     poisoned = value.at[:, hidden].set(jnp.nan)
 
@@ -153,7 +153,7 @@ def test_dropout_drops_its_share_and_its_gradient_fits(kernel, options):
     keys = jax.random.split(KEYS[7], 600)
     many = jax.lax.map(lambda key: run(QUERY, key), keys)
     np.testing.assert_allclose(many.mean(0), expected, atol=0.25)
-    # The first query sees one key alone: it keeps its value times 1 / (1 - rate), or loses it.
+    # The first query sees only one key: its output is the value times 1 / (1 - rate), or zero.
     first, whole = many[:, :, 0], expected[None, :, 0]
     np.testing.assert_allclose(first, jnp.where(first == 0, 0, whole / 0.75), rtol=1e-5)
     assert (first == 0).mean() == pytest.approx(0.25, abs=0.02)
@@ -177,7 +177,7 @@ def test_what_auto_takes_is_logged_once_for_each_size(caplog):
     for length in (331, 331, 337):
         for implementation in ("auto", "blockwise"):
             choose(implementation, attention_spec(length, 4001))
-    assert caplog.messages == [f"{n} x 4001 scores a head on cpu: auto takes blockwise" for n in (331, 337)]
+    assert caplog.messages == [f"{n} x 4001 scores per head on cpu: auto selects blockwise" for n in (331, 337)]
 
 
 def test_a_gpu_takes_its_fused_kernel_where_it_serves(monkeypatch):
@@ -227,7 +227,7 @@ Q, KV, VALUES = (
     jax.random.normal(key, shape) for key, shape in zip(KEYS, [(2, L, 4, 8), (2, L, 2, 8), (2, L, 2, 8)], strict=False)
 )
 THIRDS = jnp.repeat(jnp.arange(3), jnp.array([7, 4, 5]))[None]
-# What is asked beside queries (2, 16, 4, 8), keys and values (2, 16, 2, 8): a row of docs/architecture.md each.
+# Options of calls with queries (2, 16, 4, 8), keys and values (2, 16, 2, 8): one row each in docs/architecture.md.
 ASKED = {
     "causal mask": {"mask": Mask.causal()},
     "padding": {"mask": Mask.lengths(jnp.array([11, 5]))},
@@ -254,7 +254,7 @@ ASKED = {
 
 
 def documented_cells():
-    """{(what is asked, kernel): whether it serves} of docs/architecture.md."""
+    """Return {(option, kernel): whether the kernel supports it} from docs/architecture.md."""
     text = (Path(__file__).resolve().parents[3] / "docs" / "architecture.md").read_text()
     section = text.partition("\n## Attention kernels\n")[2].partition("\n## ")[0]
     head, _, *rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in re.findall(r"^\|.*$", section, re.M)]
@@ -267,7 +267,7 @@ def documented_cells():
 
 
 def attend(kernel, asked):
-    """Output, weights, and gradients by all numbers that are asked with."""
+    """Return output and weights, and gradients with respect to all floating-point arguments."""
     options = {"query": Q, "key": KV, "value": VALUES} | ASKED[asked]
     dtype = options.pop("dtype", jnp.bfloat16 if kernel in GPU_KERNELS else jnp.float32)
     floats = {name: options.pop(name) for name in ("query", "key", "value", "sinks", "table") if name in options}
@@ -295,10 +295,10 @@ def test_the_documented_table_has_a_cell_for_all_that_is_tested():
 @pytest.mark.parametrize("asked", ASKED)
 @pytest.mark.parametrize("kernel", [name for name in ALL_KERNELS if name != "reference"])
 def test_each_kernel_does_what_the_documented_table_says(kernel, asked, monkeypatch):
-    if kernel == "cudnn" and jax.default_backend() != "gpu":  # the same call, answered by XLA
+    if kernel == "cudnn" and jax.default_backend() != "gpu":  # the same call, computed by XLA
         monkeypatch.setattr("transformer.nn.kernels._cudnn.LIBRARY", "xla")
         if asked == "float16":
-            pytest.skip("XLA's answer to cuDNN's call multiplies no float16 on CPU")
+            pytest.skip("the XLA implementation of the call supports no float16 matrix multiplication on CPU")
     sizes = {"data": 2, "context": 4} if kernel in SPLIT_KERNELS else {"data": 1}
     devices = jax.devices()[: np.prod(list(sizes.values()))]
     axis_types = (AxisType.Auto,) * len(sizes)
@@ -308,7 +308,7 @@ def test_each_kernel_does_what_the_documented_table_says(kernel, asked, monkeypa
                 attend(kernel, asked)
             return
         grads, out = attend(kernel, asked)
-    if asked == "dropout":  # each query sees itself alone: its value times 1 / (1 - rate), or nothing
+    if asked == "dropout":  # each query sees only itself: its value times 1 / (1 - rate), or zero
         alone = jnp.repeat(VALUES, 2, axis=2)
         np.testing.assert_allclose(out, jnp.where(out == 0, 0, alone / 0.75), rtol=1e-5)
         assert (out == 0).mean() == pytest.approx(0.25, abs=0.15)

@@ -1,4 +1,4 @@
-"""Kernels that the compiler at hand rejects: `auto` passes over them with a warning, and a given name is an error."""
+"""Kernels that the installed compiler rejects: `auto` skips them with a warning; selecting one by name is an error."""
 
 import functools
 import re
@@ -33,14 +33,14 @@ def request(length=2048, dtype=jnp.bfloat16, **facts):
 
 @pytest.fixture
 def rejected(monkeypatch):
-    """A compiler that rejects every example; gives the (example, dtype) pairs that it was asked for."""
+    """Install a compiler that rejects every example; return the list of (example, dtype) pairs that it is asked for."""
     asked = []
 
     def reject(example, dtype, device):
         asked.append((example, dtype))
         raise RuntimeError(f"\n{ERROR}\nat location: loc(unknown)")
 
-    class Device:  # hashed by identity: no test finds the answer of another
+    class Device:  # hashed by identity, so that tests do not share cached results
         platform = None
 
     device = Device()
@@ -63,7 +63,7 @@ def test_auto_warns_once_and_chooses_a_kernel_that_compiles(on, rejected):
     assert len(found) == 1
     assert re.search(rf"the {name} attention kernel can't be compiled .*{ERROR}\)", str(found[0].message))
     assert "A slower kernel is used instead." in str(found[0].message)
-    assert len(rejected) == 1  # compiled once, though asked for twice
+    assert len(rejected) == 1  # compiled once for two calls
 
 
 def test_each_dtype_is_compiled_for_itself(rejected):
@@ -97,19 +97,19 @@ def test_what_a_kernel_can_not_do_is_said_without_compiling(rejected):
 
 
 def test_without_a_device_to_compile_for_nothing_is_rejected(monkeypatch):
-    monkeypatch.setattr(probing, "_compile", lambda *_: pytest.fail("compiled for a device that is not here"))
-    with computing_on("tpu", "TPU that is not here"):
+    monkeypatch.setattr(probing, "_compile", lambda *_: pytest.fail("compiled for a device that does not exist"))
+    with computing_on("tpu", "TPU that does not exist"):
         assert choose("auto", request()) == "splash"
 
 
 @pytest.mark.parametrize("example", [splash._example, cudnn._example], ids=["splash", "cudnn"])
 def test_the_examples_compile_and_a_broken_kernel_does_not(example, monkeypatch):
-    """On a CPU splash is interpreted, and cuDNN's arithmetic is XLA's: the same code up to the compiler."""
+    """On CPU splash runs in interpret mode and cuDNN's call is computed by XLA: the same code up to the compiler."""
     monkeypatch.setattr(cudnn, "LIBRARY", "xla")
     module = splash if example is splash._example else cudnn
     assert probing.compiler_error(example, jnp.float32, "cpu") is None
     monkeypatch.setattr(module, "shard_map", lambda function, *_: lambda *arrays: object().nothing)
-    renamed = functools.partial(example)  # another key: the answer for the example itself is known
+    renamed = functools.partial(example)  # a different cache key: the result for the example itself is cached
     assert "has no attribute 'nothing'" in probing.compiler_error(renamed, jnp.float32, "cpu")
 
 
@@ -138,7 +138,7 @@ def test_versions_are_those_that_are_installed():
 
 @pytest.mark.slow
 class TestCompiler:
-    """The TPU's own compiler."""
+    """The real TPU compiler."""
 
     @pytest.fixture(autouse=True)
     def compiler(self):
@@ -150,7 +150,7 @@ class TestCompiler:
         ids=["v5e-bfloat16", "v5e-float32", "v3-bfloat16"],
     )
     def test_it_is_asked_for_devices_that_are_not_here(self, topology, dtype, accepted):
-        """The compiler of kernels multiplies no bfloat16 on a v3: splash must not be chosen there."""
+        """The kernel compiler supports no bfloat16 matrix multiplication on v3, so splash must not be chosen there."""
         devices = topology_devices(parse_topology(topology))
         answers = []
 

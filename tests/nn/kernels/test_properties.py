@@ -1,4 +1,4 @@
-"""Every kernel equals the reference, tried on random requests of those that it says it can serve."""
+"""Every kernel equals the reference kernel on random calls that it supports."""
 
 import contextlib
 import dataclasses
@@ -18,7 +18,7 @@ from transformer.nn._masks import Mask
 from transformer.nn.kernels import ALL_KERNELS, GPU_KERNELS, SPLIT_KERNELS
 
 BLOCKS = {"blockwise": 5, "ring": 3}
-"""queries and keys a block: few, so that short sequences have several"""
+"""block sizes for the tests: small, so that short sequences have several blocks"""
 FACTS = {
     "bias": {"has_bias": True},
     "array": {"has_dense_mask": True},
@@ -28,12 +28,12 @@ FACTS = {
     "softcap": {"has_softcap": True},
     "sinks": {"has_sinks": True},
 }
-"""what may be asked, and how a request says it"""
+"""option -> arguments of `attention_spec` that request it"""
 
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A call of attention: its sizes, what is asked, and the seed of the numbers."""
+    """An attention call: its sizes, its options, and the random seed of its arrays."""
 
     kernel: str
     queries: int
@@ -52,7 +52,7 @@ class Call:
 
 @contextlib.contextmanager
 def made_for_tests(kernel: str):
-    """The kernel with small blocks, on the devices that it is for or what stands for them."""
+    """Use the kernel with small blocks, on its devices or on CPU devices in their place."""
     sizes = {"data": 2, "context": 4} if kernel in SPLIT_KERNELS else {"data": 1}
     devices = jax.devices()[: np.prod(list(sizes.values()))]
     axis_types = (AxisType.Auto,) * len(sizes)
@@ -60,7 +60,7 @@ def made_for_tests(kernel: str):
     if kernel in BLOCKS:
         changed = dataclasses.replace(changed, run=functools.partial(changed.run, block=BLOCKS[kernel]))
     with (
-        mock.patch("transformer.nn.kernels._query_chunked.SLICE", 6),
+        mock.patch("transformer.nn.kernels._query_chunked.CHUNK_SIZE", 6),
         mock.patch("transformer.nn.kernels._splash.BLOCK", 128),
         mock.patch("transformer.nn.kernels._cudnn.LIBRARY", "xla"),
         mock.patch.dict(ALL_KERNELS, {kernel: changed}),
@@ -76,7 +76,7 @@ def refused(kernel: str, request: dict) -> bool:
 
 @st.composite
 def calls(draw, *kernels: str) -> Call:
-    """Calls of one of these kernels, of those that it says it can serve."""
+    """Generate calls that one of these kernels supports."""
     kernel = draw(st.sampled_from(kernels))
     split = kernel in SPLIT_KERNELS
     longest = 300 if kernel == "splash" else 19
@@ -122,7 +122,7 @@ def calls(draw, *kernels: str) -> Call:
 
 
 def arguments(call: Call, dtype) -> tuple[dict, Mask]:
-    """Arrays that gradients are taken by, and the mask."""
+    """Return the differentiable arrays of a call, and its mask."""
     random = np.random.default_rng(call.seed)
 
     def normal(*shape):

@@ -35,7 +35,7 @@ def mesh(**sizes):
 
 
 def value_and_grads(kernel, softcap=None, sinks=SINKS, arrays=(QUERY, KEY, VALUE), **options):
-    """The mask is an argument, so that masks of one structure share a program."""
+    """The mask is an argument, so that masks with the same structure share a compiled program."""
 
     def loss(query, key, value, sinks, mask):
         extras = PLAIN | {"softcap": softcap, "sinks": sinks}
@@ -51,7 +51,7 @@ def assert_close(got, expected, tolerance=2e-5):
 
 
 def masks(base, **rows):
-    """The same structure from rows that hide nothing or much: lengths, segments, offset."""
+    """Return masks with the same structure, whose lengths, segments and offsets hide nothing or much."""
     plain = {"lengths": [T, T], "segments": [T, 0, 0], "offset": [0, 0]}
     cases = [plain] + [plain | {name: row} for name, row in rows.items()] + [plain | rows]
     return [
@@ -92,9 +92,9 @@ def test_ring_equals_reference_in_values_and_gradients(case):
 
 
 def test_heads_that_do_not_divide_stay_whole():
-    """Three key heads over two devices, one row over two: all devices compute them, and gradients count once.
+    """Three key heads or one batch row can't be split over two devices: all compute them, and gradients count once.
 
-    Not causal, so that each device works on the chunks that lie on it.
+    The mask is not causal, so that each device computes the chunks that it stores.
     """
     arrays = [jax.random.normal(key, (1, 24, heads, 3)) for key, heads in zip(KEYS[:3], (6, 3, 3), strict=True)]
 
@@ -125,7 +125,7 @@ def test_bfloat16_with_a_row_that_sees_nothing():
 
 @pytest.mark.parametrize(("mask", "each"), [(Mask.causal(), 9), (Mask(), 16), (Mask.causal() & Mask.window(2), 4)])
 def test_every_device_computes_as_many_pairs_of_chunks(mask, each, monkeypatch):
-    """Counted while it runs. Contiguous halves of 8 chunks under a causal mask would give 3, 7, 11 and 15."""
+    """Count at run time. With contiguous chunks, a causal mask would give the four devices 3, 7, 11 and 15 pairs."""
     counts = collections.Counter()
     forward = blockwise.forward
 
@@ -144,7 +144,7 @@ def test_every_device_computes_as_many_pairs_of_chunks(mask, each, monkeypatch):
 
 
 def compiled_gradient(implementation, length, devices, bias=None):
-    """Gradients of causal attention by all three arguments, split along the length."""
+    """Compile the gradients of causal attention for all three arguments, sharded along the length."""
     ring = mesh(context=devices)
     split = NamedSharding(ring, PartitionSpec(None, "context"))
     array = jax.ShapeDtypeStruct((1, length, 2, 8), jnp.float32, sharding=split)
@@ -259,10 +259,10 @@ def test_auto_takes_the_ring_where_the_length_is_split():
     assert choose("auto", request()) == "ring"
     assert choose("ring", request()) == "ring"
     assert choose("blockwise", request()) == "blockwise"
-    assert choose("auto", request(128, has_bias=True)) == "reference"  # 128 x 32 scores a device
+    assert choose("auto", request(128, has_bias=True)) == "reference"  # 128 x 32 scores per device
     assert choose("auto", request(512, has_bias=True)) == "all_gather_kv"
     assert choose("auto", request(512, 24_000)) == "all_gather_kv"
-    assert choose("auto", request(513)) == "blockwise"  # does not divide: the length is whole on each device
+    assert choose("auto", request(513)) == "blockwise"  # not divisible: each device has the whole length
     with pytest.raises(
         ConfigError,
         match=r"one of auto, .*, blockwise, splash, cudnn, ring, all_gather_kv, got 'rings'. Did you mean 'ring'",

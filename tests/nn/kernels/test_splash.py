@@ -1,6 +1,6 @@
-"""Splash attention, interpreted: equal to the reference alone and over meshes, blocks left out, compiled for a TPU.
+"""Splash attention in interpret mode: equals the reference, also over meshes, skips blocks, and compiles for TPU.
 
-What it serves and refuses, each with values and gradients, is in the table that tests/nn/kernels/test_kernels.py reads.
+tests/nn/kernels/test_kernels.py checks the supported options, with values and gradients, against the documented table.
 """
 
 import collections
@@ -44,7 +44,7 @@ def arrays(batch, queries, keys, heads, kv_heads, head_dim=5, value_dim=7):
 
 
 def value_and_grads(kernel, given, mask, softcap=None):
-    """Output and gradients by query, key, value and sinks."""
+    """Return the output and the gradients for query, key, value and sinks."""
     sinks = jax.random.normal(KEYS[3], given[0].shape[2:3])
     out_grad = jax.random.normal(KEYS[4], (*given[0].shape[:3], given[2].shape[3]))
 
@@ -92,7 +92,7 @@ def test_blocks_are_alike_and_little_is_filled_up():
     assert [splash._block(length) for length in (1, 128, 129, 512, 640, 1024)] == [128, 128, 256, 512, 384, 512]
 
 
-# Where the length is split, gradients of keys and values are summed over devices that hold other queries.
+# If the length is sharded, gradients of keys and values are summed over devices with different queries.
 MESHES = {
     "rows and heads": ({"data": 2, "tensor": 4}, Mask.causal() & third_segments(140), 4),
     "key heads that do not divide": ({"fsdp": 4, "tensor": 2}, Mask.causal() & Mask.window(9), 3),
@@ -112,7 +112,7 @@ def test_over_a_mesh_equals_reference_in_values_and_gradients(case):
 
 
 def test_key_heads_that_do_not_divide_leave_query_heads_split(monkeypatch):
-    """Six query heads over two devices: three each, with a key head of its own for each of them."""
+    """Six query heads over two devices: each device has three, and each of these gets a separate key head."""
     seen = []
 
     def recorded(function, *names):
@@ -127,7 +127,7 @@ def test_key_heads_that_do_not_divide_leave_query_heads_split(monkeypatch):
 
 
 def test_rows_and_heads_stay_where_they_are():
-    """Nothing is told from device to device: a program without the mesh in it would make all of it whole."""
+    """No communication between devices: without the mesh the compiled program would gather all arrays."""
     split = mesh(data=2, tensor=2)
     place = NamedSharding(split, PartitionSpec("data", None, "tensor"))
     given = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place) for x in arrays(2, 128, 128, 4, 2)]
@@ -146,7 +146,7 @@ def test_rows_and_heads_stay_where_they_are():
     ids=["causal", "window"],
 )
 def test_blocks_that_the_mask_rules_out_are_not_computed(mask, hidden):
-    """Not a number times a weight of zero is not a number: values in a block that is computed would show."""
+    """NaN times a weight of zero is NaN, so NaN values in a block would appear if the block were computed."""
     query, key, value = arrays(1, 512, 1536, 1, 1)
     poisoned = value.at[:, hidden].set(jnp.nan)
 
@@ -171,7 +171,7 @@ def test_bfloat16_with_a_row_that_sees_nothing():
 
 @pytest.mark.slow
 def test_a_whole_model_is_the_same():
-    """Packed rows, layers with and without a window, scanned and computed again, over rows and heads."""
+    """Packed rows, layers with and without a window, scan and rematerialization, over rows and heads."""
     period = (LayerKind(), LayerKind(window=5))
     sizes = {"d_model": 16, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "d_ff": 8, "attention.softcap": 5.0}
     config = TransformerConfig(vocab_size=11, position="rotary", stack=StackOptions(period=period), **sizes)
@@ -200,12 +200,15 @@ def request(queries=2048, keys=None, **facts):
 REFUSED = {
     "weights": (request(return_weights=True), r"return attention weights: .* Use reference"),
     "bias": (request(has_bias=True), r"add a bias: scores never leave the kernel\. Use reference or query_chunked"),
-    "dropout": (request(has_dropout=True), r"drop attention weights: it draws no random numbers\. Use"),
-    "array": (request(has_dense_mask=True), r"apply a mask array: it would hold all of it\."),
-    "offset": (request(has_offset=True), r"begin at an offset \(a cache\): .*\. Use reference or query_chunked"),
-    "heads": (request(head_dim=257), r"take heads of 257: blocks of more than 256 .*\. Use reference or query_chunked"),
-    "float16": (request(dtype=jnp.float16), r"compute in float16: it takes float32 and bfloat16\. Use"),
-    "float64": (request(dtype=np.dtype("float64")), r"compute in float64: it takes float32 and bfloat16\. Use"),
+    "dropout": (request(has_dropout=True), r"drop attention weights: it does not generate random numbers\. Use"),
+    "array": (request(has_dense_mask=True), r"apply a mask array: it would store the whole array\."),
+    "offset": (request(has_offset=True), r"start at an offset \(a cache\): .*\. Use reference or query_chunked"),
+    "heads": (
+        request(head_dim=257),
+        r"use a head size of 257: blocks with more than 256 .*\. Use reference or query_chunked",
+    ),
+    "float16": (request(dtype=jnp.float16), r"compute in float16: it supports float32 and bfloat16\. Use"),
+    "float64": (request(dtype=np.dtype("float64")), r"compute in float64: it supports float32 and bfloat16\. Use"),
 }
 
 
@@ -221,14 +224,14 @@ def test_what_splash_can_not_do_says_who_can(case):
 @pytest.mark.parametrize(("head_dim", "value_dim"), [(257, 8), (8, 257)])
 def test_the_larger_head_size_decides(head_dim, value_dim):
     query, value = jnp.zeros((1, 3, 1, head_dim)), jnp.zeros((1, 3, 1, value_dim))
-    with pytest.raises(ConfigError, match="take heads of 257"):
+    with pytest.raises(ConfigError, match="use a head size of 257"):
         dot_product_attention(query, query, value, implementation="splash")
 
 
 def test_a_length_left_open_is_refused(monkeypatch):
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # which has no type for it
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # it has no type for symbolic lengths
     (length,) = jax.export.symbolic_shape("length")
-    with pytest.raises(ConfigError, match=r"splash .* can't work on a length left open: .* Use reference"):
+    with pytest.raises(ConfigError, match=r"splash .* can't handle a symbolic length: .* Use reference"):
         choose("splash", request(length))
 
 
@@ -274,7 +277,7 @@ def tiny(length, **groups):
 
 @pytest.mark.slow
 class TestCompiler:
-    """The TPU compiler takes what the interpreter takes, and more: sizes of blocks, places in memory."""
+    """The TPU compiler accepts the kernels; it also checks block sizes and memory, which interpret mode does not."""
 
     @pytest.fixture
     def devices(self):

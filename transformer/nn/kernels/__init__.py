@@ -1,4 +1,4 @@
-"""Attention kernels under one contract, and the choice among them."""
+"""Attention kernels with a common interface, and the selection of a kernel for a call."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ __all__ = [
     "splash_attention",
 ]
 
-_NO_WEIGHTS = {"weights": "it never holds all weights at once"}
-"""why kernels in blocks do not return attention weights"""
+_NO_WEIGHTS = {"weights": "it never stores the full attention matrix"}
+"""why blockwise kernels do not return attention weights"""
 
 
 def _by_name(*kernels: Kernel) -> dict[str, Kernel]:
@@ -70,64 +70,72 @@ KERNELS = _by_name(
     Kernel("query_chunked", query_chunked_attention, limits=query_chunked_limits, reasons=_NO_WEIGHTS),
     Kernel("blockwise", blockwise_attention, reasons=_NO_WEIGHTS),
 )
-"""kernels by name, for keys and values that are whole along their length, on any device"""
+"""kernels by name, for any device; they need the whole length of keys and values on each device"""
 
 TPU_KERNELS = _by_name(Kernel("splash", splash_attention, limits=splash_limits, reasons=splash.REASONS))
-"""kernels by name, for the same on a TPU; a CPU interprets them, for tests"""
+"""kernels by name, for TPUs; on CPU they run in interpret mode, for tests"""
 
 GPU_KERNELS = _by_name(Kernel("cudnn", cudnn_attention, limits=cudnn_limits, reasons=cudnn.REASONS))
-"""kernels by name, for the same on an NVIDIA GPU"""
+"""kernels by name, for NVIDIA GPUs"""
 
 SPLIT_KERNELS = _by_name(
     Kernel("ring", ring_attention, limits=ring_limits, reasons=RING_REASONS, split_keys=True),
     Kernel("all_gather_kv", all_gather_kv_attention, limits=all_gather_kv_limits, reasons=_NO_WEIGHTS),
 )
-"""kernels by name, for queries whose length a mesh splits, and nowhere else"""
+"""kernels by name, only for queries whose length is sharded over a mesh"""
 
 ALL_KERNELS: dict[str, Kernel] = KERNELS | TPU_KERNELS | GPU_KERNELS | SPLIT_KERNELS
-"""every kernel by name"""
+"""all kernels by name"""
 
 _COMPILER_REFUSALS: dict[str, Callable[[AttentionSpec], str | None]] = {
     "splash": splash_compiler_refusal,
     "cudnn": cudnn_compiler_refusal,
 }
-"""for kernels that depend on versions of other software: why they don't compile for the devices in use, or None"""
+"""for kernels that depend on other software's versions: returns why they don't compile for the current devices, or
+None"""
 
 FUSED_FROM = 256 * 256
-"""auto: from this many scores per head, cudnn is chosen on a GPU (a guess: docs/benchmarks.md)"""
+"""auto: minimum number of scores per head for cudnn on a GPU (an estimate, not a measurement: docs/benchmarks.md)"""
 
 SPLASH_FROM = 512 * 512
-"""auto: from this many scores per head, splash is chosen on a TPU (not measured on hardware; by the estimates of the
-compiler for v5e, a GPT-2 124M training step takes 152 ms with it and 205 ms without at 512 x 512)"""
+"""auto: minimum number of scores per head for splash on a TPU (not measured on hardware; the compiler estimates for v5e
+that a GPT-2 124M training step at 512 x 512 takes 152 ms with splash and 205 ms without)"""
 
 FULL_MATRIX_SCORES = {"cpu": 96 * 96, "gpu": 1024 * 1024, "tpu": 1024 * 1024}
-"""auto: without such a kernel, up to this many scores per head, the full attention matrix is faster than a loop over
-blocks (docs/benchmarks.md: measured on CPU; elsewhere a guess in favor of few, large operations). Scores are counted
-per device."""
+"""auto: maximum number of scores per head and device for the reference kernel, if no fused kernel is used. Up to this
+size the full attention matrix is faster than a loop over blocks (docs/benchmarks.md: measured on CPU; the values for
+other platforms are estimates that favor few, large operations)."""
 
 QUERY_CHUNKED_SCORES = {"cpu": 1024 * 1024}
-"""auto: beyond these, up to so many scores are computed in slices (docs/benchmarks.md)"""
+"""auto: maximum number of scores per head for the query_chunked kernel, above the reference limit
+(docs/benchmarks.md)"""
 
 
 def choose(implementation: str, spec: AttentionSpec) -> str:
-    """The name of the kernel that serves a call: the given one, or for "auto" the fastest that can serve it.
+    """Return the name of the kernel for a call: the given kernel, or for "auto" the fastest one that supports the call.
 
-    "auto" logs its choice once for each size (`logging`, "transformer.nn.kernels", level INFO). If the compiler at hand
-    rejects the kernel it would choose, it warns once and chooses another.
+    "auto" logs its choice once per size (logger "transformer.nn.kernels", level INFO). If the installed compiler
+    rejects the fastest kernel, "auto" warns once and chooses another one.
+
+    Args:
+        implementation: name of a kernel, or "auto".
+        spec: options and sizes of the call.
 
     Raises:
-        ConfigError: an unknown name, or a kernel that can't do what is asked or does not compile here; the message
-            names the kernels that can.
+        ConfigError: if the name is unknown, or if the kernel does not support the call or does not compile for the
+            current devices. The message lists the kernels that support the call.
     """
     implementation = current_kernel_name(implementation)
     if implementation == "auto":
         name = _fastest(spec)
-        _tell(f"{spec.shapes.num_queries} x {spec.shapes.num_keys} scores a head on {platform()}: auto takes {name}")
+        _log_once(
+            f"{spec.shapes.num_queries} x {spec.shapes.num_keys} scores per head on {platform()}: auto selects {name}"
+        )
         return name
     if implementation not in ALL_KERNELS:
         names = ["auto", *(ALL_KERNELS if spec.shapes.length_shards > 1 else KERNELS | TPU_KERNELS | GPU_KERNELS)]
         raise ConfigError(
-            f"attention kernel must be one of {', '.join(names)}, got {implementation!r}."
+            f"the attention kernel must be one of {', '.join(names)}, got {implementation!r}."
             f"{nearest(implementation, names)}"
         )
     refused = ALL_KERNELS[implementation].unsupported(spec) or _compiler_refusal(implementation, spec)
@@ -138,7 +146,7 @@ def choose(implementation: str, spec: AttentionSpec) -> str:
 
 
 def __getattr__(name: str) -> Callable:
-    """The functions of kernels by their names of version 0.1, such as `chunked_attention`."""
+    """Return a kernel function by its name in version 0.1, such as `chunked_attention`."""
     kernel = name.removesuffix("_attention")
     if kernel not in FORMER_KERNEL_NAMES or kernel == name:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -146,8 +154,9 @@ def __getattr__(name: str) -> Callable:
 
 
 def portable(execution: Execution) -> Execution:
-    """The execution for any device, with a cache and without a mesh: "auto" in place of a kernel that was made for less
-    (splash, cudnn, ring, all_gather_kv).
+    """Return execution options that work on any device, with a KV cache and without a mesh.
+
+    Kernels with narrower support (splash, cudnn, ring, all_gather_kv) are replaced by "auto".
     """
     if execution.attention not in {**TPU_KERNELS, **GPU_KERNELS, **SPLIT_KERNELS}:
         return execution
@@ -156,13 +165,14 @@ def portable(execution: Execution) -> Execution:
 
 def _fastest(spec: AttentionSpec) -> str:
     if not isinstance(spec.shapes.num_queries, int) or not isinstance(spec.shapes.num_keys, int):
-        return "reference"  # a length left open (jax.export) can't be cut into blocks
+        return "reference"  # a symbolic length (jax.export) can't be divided into blocks
     if _serves("ring", spec):
         return "ring"
-    scores = spec.shapes.num_queries * spec.shapes.num_keys // spec.shapes.length_shards
+    scores = spec.shapes.num_queries * spec.shapes.num_keys // spec.shapes.length_shards  # per head and device
     for name, least in (("cudnn", FUSED_FROM), ("splash", SPLASH_FROM)):
         if scores >= least and spec.shapes.num_queries > 1 and _compiles(name, spec) and _has_its_devices(name):
             return name
+    # A single query (a decoding step) has one row of scores: nothing that a loop over blocks could save.
     if scores <= FULL_MATRIX_SCORES.get(platform(), 0) or spec.shapes.num_queries == 1 or spec.return_weights:
         return "reference"
     if scores <= QUERY_CHUNKED_SCORES.get(platform(), 0) and _serves("query_chunked", spec):
@@ -171,7 +181,7 @@ def _fastest(spec: AttentionSpec) -> str:
 
 
 def _compiles(name: str, spec: AttentionSpec) -> bool:
-    """Whether a kernel serves a call and compiles here; warns once if only the compiler is in the way."""
+    """Return whether a kernel supports a call and compiles here; warn once if only the compiler rejects it."""
     if not _serves(name, spec):
         return False
     refused = _compiler_refusal(name, spec)
@@ -181,14 +191,16 @@ def _compiles(name: str, spec: AttentionSpec) -> bool:
 
 
 def _has_its_devices(name: str) -> bool:
-    """False, with a warning, for splash without a mesh on several devices: arrays may be split over them, and the
-    compiler, which alone knows how, can't split a Pallas kernel.
+    """Return False, with a warning, for splash on several devices without a mesh.
+
+    Arrays may be sharded over these devices in a way that only the compiler knows, and the compiler can't partition a
+    Pallas kernel.
     """
     if name not in TPU_KERNELS or has_mesh() or inside_pmap() or jax.device_count() == 1:
         return True
     _warn(
-        f"the {name} attention kernel must know over which of {jax.device_count()} devices arrays are split, but no "
-        f"mesh is in force. A slower kernel is used instead. Call inside `with jax.set_mesh(mesh):`, of one device too."
+        f"the {name} attention kernel must know how arrays are sharded over {jax.device_count()} devices, but no mesh "
+        f"is active. A slower kernel is used instead. Call inside `with jax.set_mesh(mesh):`, also for one device."
     )
     return False
 
@@ -203,10 +215,10 @@ def _warn(text: str) -> None:
 
 
 @functools.cache
-def _tell(choice: str) -> None:
+def _log_once(choice: str) -> None:
     logging.getLogger(__name__).info(choice)
 
 
 def _serves(name: str, spec: AttentionSpec) -> bool:
-    """Whether a kernel can do what is asked, and is made for the platform in use, whether or not it compiles here."""
+    """Return whether a kernel supports a call on the current platform; it may still fail to compile."""
     return ALL_KERNELS[name].unsupported(spec) is None and (name not in TPU_KERNELS or platform() == "tpu")

@@ -1,4 +1,4 @@
-"""What an attention kernel is asked for, in one object, and which kernels serve which of its options."""
+"""The interface of attention kernels: the specification of a call, and which kernels support which option."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from transformer.nn._masks import Mask
 from transformer.nn._partitioning import num_shards
 
 BiasFunction: TypeAlias = Callable[[jax.Array, jax.Array], jax.Array]
-"""(query indices (t,), key indices (s,)) -> what is added to that block of scores, broadcast to (B, N, t, s)"""
+"""(query indices (t,), key indices (s,)) -> the term added to that block of scores; broadcasts to (B, N, t, s)"""
 
 
 def _static(default: Any) -> Any:
@@ -23,22 +23,22 @@ def _static(default: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionShapes:
-    """The sizes of one call that decide which kernels can serve it: `num_queries` T and `num_keys` S."""
+    """Sizes of a call that determine which kernels support it: `num_queries` T and `num_keys` S."""
 
     num_queries: int
     num_keys: int
     head_dim: int = 64
-    """H, size of a head of queries and keys"""
+    """H, head dimension of queries and keys"""
     value_dim: int = 64
-    """Hv, size of a head of values"""
+    """Hv, head dimension of values"""
     dtype: DType = jnp.float32
-    """of queries, keys and values"""
+    """data type of queries, keys and values"""
     length_shards: int = 1
-    """into how many parts the mesh in force splits the length"""
+    """number of shards into which the active mesh splits the sequence length"""
 
     @staticmethod
     def of(query: Query, key: Key, value: Value) -> AttentionShapes:
-        """Those of query (B, T, N, H), key (B, S, K, H) and value (B, S, K, Hv) under the mesh in force."""
+        """Return the sizes of query (B, T, N, H), key (B, S, K, H) and value (B, S, K, Hv) under the active mesh."""
         return AttentionShapes(
             num_queries=query.shape[1],
             num_keys=key.shape[1],
@@ -50,8 +50,8 @@ class AttentionShapes:
 
 
 NO_WEIGHT = -1e30
-"""logit of a key that takes no weight. Finite: the difference of two is a number, and a row that sees no key divides
-by exp(0) = 1 and gives zeros"""
+"""Logit of a key that gets no weight. It is finite, unlike -inf: the difference of two such logits is 0 and not NaN,
+and a query without visible keys divides its zeros by exp(0) = 1 and not by 0."""
 
 _UNKNOWN = AttentionShapes(num_queries=1, num_keys=1)
 
@@ -59,69 +59,76 @@ _UNKNOWN = AttentionShapes(num_queries=1, num_keys=1)
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class AttentionSpec:
-    """Which attention to compute: softmax(capped(scale Q K^T) + bias + mask) V, with all of its options.
+    """The attention to compute: softmax(capped(scale Q K^T) + bias + mask) V, with all options.
 
-    A new option is a field here, its use in the kernels that serve it, and its line in `OPTIONS`.
+    To add an option, add a field here, use it in the kernels that support it, and add an entry to `OPTIONS`.
     """
 
     mask: Leaf = Mask()
-    """a `Mask`"""
+    """which query may attend to which key, a `Mask`"""
     bias: Leaf | None = None
     """a `BiasFunction`, as a pytree (`jax.tree_util.Partial`)"""
     sinks: Leaf | None = None
-    """(N,), one logit per head that takes part in the softmax and has no value"""
+    """(N,), one extra logit per head that takes part in the softmax but has no value vector"""
     dropout_key: Leaf | None = None
-    """decides which weights are dropped"""
+    """random key of the attention dropout"""
     scale: float = _static(1.0)
-    """factor on the scores"""
+    """factor applied to the scores, usually 1 / sqrt(H)"""
     softcap: float | None = _static(None)
-    """scores become softcap tanh(scores / softcap), before bias and mask"""
+    """replace scores by softcap tanh(scores / softcap), before bias and mask"""
     dropout_rate: float = _static(0.0)
-    """share of the weights set to zero"""
+    """probability that an attention weight is set to zero"""
     broadcast_dropout: bool = _static(False)
-    """drop the same weights (T, S) in all rows and heads"""
+    """use the same dropout pattern (T, S) for all batch rows and heads"""
     return_weights: bool = _static(False)
     """also return the softmax weights, before dropout"""
     shapes: AttentionShapes = field(default=_UNKNOWN, metadata={"static": True})
 
     def capped(self, products: Float[Array, "..."]) -> Float[Array, "..."]:
-        """Products of queries and keys, of any shape -> scores before bias and mask, of the same shape (Vaswani et al.
-        2017, section 3.2.1; softcap: Gemma 2, arXiv 2408.00118, section 2).
+        """Return the scores before bias and mask for dot products of queries and keys, with the same shape.
+
+        The scale is that of Vaswani et al. 2017, section 3.2.1; the softcap that of Gemma 2 (arXiv 2408.00118,
+        section 2).
         """
+        # Dot products of H terms with unit variance have variance H. The scale 1 / sqrt(H) brings it back to 1, so that
+        # the softmax does not saturate at initialization.
         scores = products * self.scale
+        # tanh limits scores smoothly to (-softcap, softcap) and is close to the identity near 0.
         return scores if self.softcap is None else self.softcap * jnp.tanh(scores / self.softcap)
 
     def sink_logits(self, num_heads: int) -> Float[Array, " N"]:
-        """The sinks in float32 (Xiao et al. 2023, arXiv 2309.17453); without sinks, logits that take no weight.
+        """Return the sink logits in float32 (Xiao et al. 2023, arXiv 2309.17453), or `NO_WEIGHT` without sinks.
 
-        For kernels whose running softmax starts at a sink: one key seen before all others, which has no value.
+        For kernels whose running softmax starts from a sink: a key processed before all others, without a value.
         """
         return jnp.full(num_heads, NO_WEIGHT) if self.sinks is None else self.sinks.astype(jnp.float32)
 
     def drop(self, weights: Float[Array, "... t s"], key: PRNGKey | None) -> Float[Array, "... t s"]:
-        """Weights with some set to zero and the rest scaled up, of the same shape (Srivastava et al. 2014)."""
+        """Apply dropout to attention weights (Srivastava et al. 2014); the shape stays the same."""
         if self.dropout_rate == 0.0:
             return weights
         lead = (1,) * (weights.ndim - 2) if self.broadcast_dropout else weights.shape[:-2]
+        # Kept weights are divided by the probability of keeping them, so that the expected output is unchanged and
+        # inference needs no correction ("inverted" dropout).
         keep = jax.random.bernoulli(key, 1.0 - self.dropout_rate, (*lead, *weights.shape[-2:]))
         return jnp.where(keep, weights / (1.0 - self.dropout_rate), 0.0)
 
     @property
     def options(self) -> tuple[str, ...]:
-        """The names in `OPTIONS` of what this call asks for."""
+        """Names in `OPTIONS` of the options that this call uses."""
         return tuple(name for name, option in OPTIONS.items() if option.is_used(self))
 
 
 @dataclass(frozen=True)
 class Option:
-    """An option of attention that not every kernel serves."""
+    """An attention option that not every kernel supports."""
 
     is_used: Callable[[AttentionSpec], bool]
-    """whether a call asks for it"""
+    """whether a call uses the option"""
     words: str
-    """what a kernel does that serves it, for "the x kernel can't ..." """
+    """what the kernel would have to do, as a verb phrase for "the x attention kernel can't ..." """
     kernels: frozenset[str]
-    """names of the kernels that serve it"""
+    """names of the kernels that support it"""
 
 
 def _option(words: str, kernels: str, is_used: Callable[[AttentionSpec], bool]) -> Option:
@@ -139,36 +146,40 @@ OPTIONS: dict[str, Option] = {
         "keep packed segments apart", f"{_ANY} ring splash", lambda spec: spec.mask.facts["has_segments"]
     ),
     "two-sided window": _option(
-        "look through a window to both sides",
+        "apply a two-sided window",
         f"{_ANY} ring splash",
         lambda spec: spec.mask.facts["has_two_sided_window"],
     ),
-    "offset": _option("begin at an offset (a cache)", f"{_ANY} ring", lambda spec: spec.mask.facts["has_offset"]),
-    "softcap": _option("cap scores", f"{_ANY} ring splash", lambda spec: spec.softcap is not None),
-    "sinks": _option("let sinks take weight", f"{_ANY} ring splash", lambda spec: spec.sinks is not None),
+    "offset": _option("start at an offset (a cache)", f"{_ANY} ring", lambda spec: spec.mask.facts["has_offset"]),
+    "softcap": _option("apply a softcap", f"{_ANY} ring splash", lambda spec: spec.softcap is not None),
+    "sinks": _option("use attention sinks", f"{_ANY} ring splash", lambda spec: spec.sinks is not None),
 }
-"""what a call may ask for, and the kernels that serve it; causal masks, windows to the past and lengths of rows are
-served by every kernel"""
+"""Options of a call and the kernels that support them. Every kernel supports causal masks, causal windows and
+lengths."""
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """One way to compute attention: `run(query, key, value, spec)` returns (attended, weights), weights None unless
-    asked for.
+    """An implementation of attention.
+
+    `run(query, key, value, spec)` returns (attended, weights); weights are None unless `spec.return_weights` is set.
     """
 
     name: str
-    """its key in `ALL_KERNELS`"""
+    """key in `ALL_KERNELS`"""
     run: Callable[[Query, Key, Value, AttentionSpec], tuple[jax.Array, Any]]
     reasons: Mapping[str, str] = field(default_factory=dict)
-    """option -> why this kernel does not serve it"""
+    """option -> why this kernel does not support it"""
     limits: Callable[[AttentionSpec], str | None] = lambda spec: None
-    """what of the sizes, types and devices of a call the kernel can't serve, and why; None: it can"""
+    """returns why the kernel does not support the sizes, types or devices of a call; None if it supports them"""
     split_keys: bool = False
-    """whether keys and values may stay split along their length; else each device gets the whole length"""
+    """whether keys and values may stay sharded along the length; otherwise each device gets the whole length"""
 
     def unsupported(self, spec: AttentionSpec) -> str | None:
-        """What of a call this kernel can't do and why ("add a bias: ..."), to follow "can't"; None: it can serve it."""
+        """Return what this kernel can't do for a call, and why ("add a bias: ..."); None if it supports the call.
+
+        The text follows "the x attention kernel can't".
+        """
         if (limit := self.limits(spec)) is not None:
             return limit
         for name in spec.options:
@@ -179,6 +190,6 @@ class Kernel:
 
 
 def bias_block(bias: BiasFunction, queries: jax.Array, keys: jax.Array) -> jax.Array:
-    """The bias between queries (t,) and keys (s,) with all four axes, (B or 1, N or 1, t or 1, s or 1)."""
+    """Return the bias between queries (t,) and keys (s,) with four axes, (B or 1, N or 1, t or 1, s or 1)."""
     block = bias(queries, keys)
     return block.reshape((1,) * (4 - block.ndim) + block.shape)

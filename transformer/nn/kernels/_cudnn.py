@@ -1,7 +1,7 @@
-"""Attention on NVIDIA GPUs by cuDNN's fused kernel, as JAX calls it: scores never leave the chip.
+"""Attention on NVIDIA GPUs with the fused cuDNN kernel, as called by JAX: scores never leave the chip.
 
-It takes few kinds of masks: causal, a window back, and lengths of rows. What it would need a whole mask array for is
-refused, as that array is quadratic; segments are among it.
+cuDNN supports few kinds of masks: causal masks, causal windows, and lengths. Other masks, such as segments, would need
+a mask array whose size is quadratic in the length, so they are rejected.
 """
 
 from __future__ import annotations
@@ -17,27 +17,28 @@ from transformer.nn.kernels._contract import AttentionSpec
 from transformer.nn.kernels._probing import attention_example, compiler_error
 
 HEAD_SIZE = 128
-"""of a head at most, on every GPU that cuDNN's kernel knows"""
+"""maximum head dimension that cuDNN's kernel supports on every GPU"""
 
 LIBRARY = "cudnn"
-"""what `jax.nn.dot_product_attention` is told to use; "xla" is the same arithmetic on any device, for tests"""
+"""`implementation` argument of `jax.nn.dot_product_attention`; tests use "xla", the same formula on any device"""
 
 
 REASONS = {
-    "weights": "it never holds all weights at once",
-    "bias": "it would hold all of it",
-    "dropout": "the pattern would not be that of a jax.random.key",
-    "mask array": "it would hold all of it. Mask.causal and lengths are fine",
-    "segments": "it would need a whole mask array",
-    "two-sided window": "its window is a causal one",
-    "offset": "its causal mask begins at the first key",
+    "weights": "it never stores the full attention matrix",
+    "bias": "it would store the whole bias array",
+    "dropout": "the pattern would not depend on a jax.random.key",
+    "mask array": "it would store the whole array. Mask.causal and lengths are supported",
+    "segments": "it would need a mask array",
+    "two-sided window": "it supports only causal windows",
+    "offset": "its causal mask starts at the first key",
 }
-"""options that cuDNN does not serve, and why; its formula has no place for those without a reason"""
+"""options that cuDNN does not support, and why; options without a reason are not part of its formula"""
 
 
 def cudnn_limits(spec: AttentionSpec) -> str | None:
-    """What of the sizes, types and devices of a call cuDNN can't serve, and why; None: it can (Dao 2023, arXiv
-    2307.08691).
+    """Return why cuDNN (FlashAttention-2, Dao 2023, arXiv 2307.08691) does not support a call; None if it does.
+
+    Checks sizes, data types and devices.
     """
     if LIBRARY == "cudnn" and platform() != "gpu":
         return f"run on {platform()}: cuDNN is a library for NVIDIA GPUs"
@@ -45,17 +46,20 @@ def cudnn_limits(spec: AttentionSpec) -> str | None:
         return refusal
     shapes, head = spec.shapes, spec.shapes.head_dim
     refused = {
-        "work on a length left open": not (isinstance(shapes.num_queries, int) and isinstance(shapes.num_keys, int)),
-        "take value heads of another size": shapes.value_dim != head,
-        f"take heads of {head}: it takes multiples of 8 up to {HEAD_SIZE}": head % 8 or head > HEAD_SIZE,
-        f"compute in {jnp.dtype(shapes.dtype)}: it takes bfloat16 and float16": shapes.dtype
+        "handle a symbolic length": not (isinstance(shapes.num_queries, int) and isinstance(shapes.num_keys, int)),
+        "use a value head size that differs from the query head size": shapes.value_dim != head,
+        f"use a head size of {head}: it supports multiples of 8 up to {HEAD_SIZE}": head % 8 or head > HEAD_SIZE,
+        f"compute in {jnp.dtype(shapes.dtype)}: it supports bfloat16 and float16": shapes.dtype
         not in (jnp.bfloat16, jnp.float16),
     }
     return next((why for why, applies in refused.items() if applies), None)
 
 
 def cudnn_compiler_refusal(spec: AttentionSpec) -> str | None:
-    """Why this GPU, or its installation of cuDNN, has no such kernel (a Tesla T4 has none); None: it has one."""
+    """Return why the kernel does not compile for this GPU and cuDNN version; None if it does.
+
+    Some GPUs, such as the Tesla T4, have no such kernel.
+    """
     if platform() != "gpu" or (error := compiler_error(_example, spec.shapes.dtype, "gpu")) is None:
         return None
     return f"be compiled for this GPU and the installed cuDNN ({error})"
@@ -71,38 +75,50 @@ def cudnn_attention(
     value: Value,
     spec: AttentionSpec,
 ) -> tuple[Attended, None]:
-    """cuDNN's FlashAttention 2 (Dao 2023, arXiv 2307.08691): the contract of `dot_product_attention` less what
-    `OPTIONS` says, the result (B, T, N, Hv). Over a mesh each device runs it on its own rows and heads.
+    """Compute attention with cuDNN's FlashAttention-2 (Dao 2023, arXiv 2307.08691).
+
+    The arguments are those of `dot_product_attention`, except for the options that `OPTIONS` excludes. Over a mesh each
+    device runs the kernel on its own batch rows and heads.
+
+    Returns:
+        The output (B, T, N, Hv), and None for the weights.
     """
     mask, batch, num_heads, kv_heads = spec.mask, query.shape[0], query.shape[2], key.shape[2]
-    if kv_heads % num_shards("kv_heads"):  # a device's query heads may need a part of them: each gets its own
+    # If the key heads can't be divided among the devices, each query head gets a copy of its key head.
+    if kv_heads % num_shards("kv_heads"):
         key, value = (jnp.repeat(array, num_heads // kv_heads, axis=2) for array in (key, value))
-    window = None if mask.window_size is None else (mask.window_size - 1, 0)
+    window = None if mask.window_size is None else (mask.window_size - 1, 0)  # (keys before, keys after) the query
     lengths = () if mask.key_lengths is None else (jnp.broadcast_to(mask.key_lengths, (batch,)).astype(jnp.int32),)
 
     def on_each_device(query, key, value, *lengths):
-        # No query may be left without a key: no sum of nothing is divided by. A row of length 0 reads one, whose value
-        # is then taken away, and queries whose windows begin behind the last key are told to be padding.
-        read, reading, sees = None, None, None
+        # Every query must see a key: the kernel would divide by an empty sum. A row of length 0 therefore attends to
+        # one key, and its output is set to 0 below. Queries whose windows start after the last key are declared padding
+        # by `query_seq_lengths`. `visible` marks the outputs to keep, (B, 1 or T).
+        key_lengths, query_lengths, visible = None, None, None
         if lengths:
-            read, sees = jnp.maximum(lengths[0], 1), (lengths[0] > 0)[:, None]
+            key_lengths, visible = jnp.maximum(lengths[0], 1), (lengths[0] > 0)[:, None]
         if window and (lengths or query.shape[1] > key.shape[1] + window[0]):
-            keys = read if lengths else jnp.full(query.shape[:1], key.shape[1], jnp.int32)
-            reading = jnp.minimum(keys + window[0], query.shape[1])
-            inside = jnp.arange(query.shape[1])[None] < reading[:, None]
-            query, sees = jnp.where(inside[:, :, None, None], query, 0), inside if sees is None else sees & inside
+            keys = key_lengths if lengths else jnp.full(query.shape[:1], key.shape[1], jnp.int32)
+            # Query t sees keys from t - window[0], so the last query that sees one of `keys` keys is keys + window[0] -
+            # 1.
+            query_lengths = jnp.minimum(keys + window[0], query.shape[1])
+            inside = jnp.arange(query.shape[1])[None] < query_lengths[:, None]
+            query, visible = (
+                jnp.where(inside[:, :, None, None], query, 0),
+                inside if visible is None else visible & inside,
+            )
         out = jax.nn.dot_product_attention(
             query,
             key,
             value,
             scale=spec.scale,
             is_causal=mask.is_causal,
-            query_seq_lengths=reading,
-            key_value_seq_lengths=read,
+            query_seq_lengths=query_lengths,
+            key_value_seq_lengths=key_lengths,
             local_window_size=window,
             implementation=LIBRARY,
         )
-        return out if sees is None else jnp.where(sees[:, :, None, None], out, 0)
+        return out if visible is None else jnp.where(visible[:, :, None, None], out, 0)
 
     rows, heads = ("batch", None, "heads", None), ("batch", None, "kv_heads", None)
     names = [rows, heads, heads, *[("batch",)] * len(lengths)]

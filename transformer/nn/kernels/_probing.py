@@ -1,4 +1,4 @@
-"""Ask the compiler of the devices in use whether it accepts a kernel, by compiling a tiny program once per process."""
+"""Check whether the compiler of the current devices accepts a kernel, by compiling a small program once per process."""
 
 from __future__ import annotations
 
@@ -39,8 +39,9 @@ def compiler_error(example: Example, dtype: Any, platform: str) -> str | None:
 def attention_example(
     attend: Callable[..., Any], shape: tuple[int, int, int, int], dtype: Any
 ) -> tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]:
-    """The example of an attention kernel: forward and backward pass of causal self-attention, with queries, keys and
-    values of `shape` (B, T, N, H).
+    """Return the example program of an attention kernel: forward and backward pass of causal self-attention.
+
+    Queries, keys and values have the shape (B, T, N, H) given by `shape`.
     """
 
     def loss(query, key, value):
@@ -51,7 +52,7 @@ def attention_example(
 
 
 def library_version(name: str) -> str:
-    """The name of an installed package with its version: "libtpu 0.0.23", or "libtpu" where pip does not know it."""
+    """Return the name and version of a package: "libtpu 0.0.23", or "libtpu" if pip does not list it."""
     try:
         return f"{name} {importlib.metadata.version(name)}"
     except importlib.metadata.PackageNotFoundError:
@@ -59,7 +60,7 @@ def library_version(name: str) -> str:
 
 
 def matching_libtpu() -> str:
-    """What to give `pip install` for the libtpu that the installed JAX was released with: "libtpu==0.0.23"."""
+    """Return the pip requirement for the libtpu version that the installed JAX was released with: "libtpu==0.0.23"."""
     for requirement in importlib.metadata.requires("jax") or ():
         if found := re.match(r"(libtpu==[\w.*]+)", requirement):
             return found.group(1)
@@ -67,14 +68,14 @@ def matching_libtpu() -> str:
 
 
 def _device() -> Any | None:
-    """A device that the compiler can be asked for; None if there is none."""
+    """Return a device to compile for; None if there is none."""
     kind = jax.sharding.get_abstract_mesh().abstract_device
     local = jax.local_devices()
     if kind is None:
         return local[0]
-    # A device of this process comes first: no process may compile for a single device of another.
+    # Prefer a device of this process: a process can't compile for a single device of another process.
     same = [device for device in local if device.device_kind == kind.device_kind]
-    # Inside a trace jax.sharding.get_mesh raises, and the abstract mesh has no devices.
+    # During tracing jax.sharding.get_mesh raises an error, and the abstract mesh has no devices.
     from jax._src.mesh import get_concrete_mesh
 
     mesh = get_concrete_mesh()
@@ -83,7 +84,7 @@ def _device() -> Any | None:
 
 @functools.cache
 def _error(example: Example, dtype: str, device: Any) -> str | None:
-    # A thread of its own has no mesh and no trace in force, whatever the caller is in the middle of.
+    # Compile in a new thread, which has no active mesh and no trace, whatever the caller's context is.
     with ThreadPoolExecutor(1) as pool:
         error = pool.submit(_compile, example, dtype, device).exception()
     return None if error is None else next((line for line in str(error).splitlines() if line), type(error).__name__)
@@ -92,7 +93,7 @@ def _error(example: Example, dtype: str, device: Any) -> str | None:
 def _compile(example: Example, dtype: str, device: Any) -> None:
     mesh = Mesh(np.array([device]), ("data",), axis_types=(AxisType.Auto,))
     whole = NamedSharding(mesh, PartitionSpec())
-    with jax.set_mesh(mesh):  # so that `partitioning.platform` is that of the device
+    with jax.set_mesh(mesh):  # so that `partitioning.platform` returns the platform of the device
         function, shapes = example(jnp.dtype(dtype))
         arrays = [jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=whole) for shape in shapes]
         jax.jit(function).lower(*arrays).compile()

@@ -1,5 +1,7 @@
-"""Attention for one slice of queries after the other, each with whole rows of scores, and without the keys that a
-causal mask or window hides from all of the slice: for middling lengths on a CPU, where such scores stay in the cache.
+"""Query-chunked attention: reference attention on one chunk of queries at a time.
+
+Each chunk has complete rows of scores, but only for the keys that a causal mask or window leaves visible to the chunk.
+It suits medium lengths on CPU, where the scores of a chunk fit in the processor's cache.
 """
 
 from __future__ import annotations
@@ -16,19 +18,19 @@ from transformer.nn._masks import Mask
 from transformer.nn.kernels._contract import AttentionSpec
 from transformer.nn.kernels._reference import reference_attention
 
-SLICE = 64
-"""queries a slice: on CPU the best from 128 to 1,024 of them (docs/benchmarks.md)"""
-MOST = 32
-"""slices at most: each is compiled on its own"""
+CHUNK_SIZE = 64
+"""queries per chunk: fastest on CPU for 128 to 1,024 queries (docs/benchmarks.md)"""
+MAX_CHUNKS = 32
+"""maximum number of chunks, since each chunk is compiled separately"""
 
 
 def query_chunked_limits(spec: AttentionSpec) -> str | None:
-    """What of the sizes of a call slices can't serve, and why; None: they can."""
+    """Return why the kernel does not support the sizes of a call; None if it supports them."""
     shapes = spec.shapes
     if not isinstance(shapes.num_queries, int) or not isinstance(shapes.num_keys, int):
-        return "work on a length left open: how many slices there are is settled when the program is made"
+        return "handle a symbolic length: the number of chunks is fixed during tracing"
     if shapes.length_shards > 1:
-        return "work on a length that a mesh splits: a slice of it is on few devices"
+        return "handle a length that a mesh splits: a chunk is stored on only a few of the devices"
     return None
 
 
@@ -38,39 +40,49 @@ def query_chunked_attention(
     value: Value,
     spec: AttentionSpec,
 ) -> tuple[Attended, None]:
-    """`reference_attention` slice by slice: the contract of `dot_product_attention` less its weights, the result
-    (B, T, N, Hv). The backward pass makes each slice of weights again (Chen et al. 2016, arXiv 1604.06174).
+    """Compute `reference_attention` in chunks of queries; it returns no weights.
 
-    Dropout draws another pattern than the reference from the same key: one key a slice.
+    The arguments are those of `dot_product_attention`. The backward pass recomputes the weights of each chunk instead
+    of storing them (Chen et al. 2016, arXiv 1604.06174). Dropout uses one key per chunk, so its pattern differs from
+    the pattern of the reference kernel for the same key.
+
+    Returns:
+        The output (B, T, N, Hv), and None for the weights.
     """
     num_queries, num_keys = query.shape[1], key.shape[1]
-    slices = min(math.ceil(num_queries / SLICE), MOST)
-    size = math.ceil(num_queries / slices)
+    chunks = min(math.ceil(num_queries / CHUNK_SIZE), MAX_CHUNKS)
+    size = math.ceil(num_queries / chunks)
 
     @functools.partial(jax.checkpoint, static_argnums=(0, 1, 2))
     def attend(start, first, end, query, key, value, spec):
         queries, keys = jnp.arange(start, start + query.shape[1]), jnp.arange(first, end)
-        seen = Mask() if spec.mask.is_empty else Mask.array(spec.mask.block(queries, keys))
+        # The reference kernel numbers the chunk's queries and keys from 0, so mask and bias are evaluated here at the
+        # indices that they have in the whole sequence.
+        chunk_mask = Mask() if spec.mask.is_empty else Mask.array(spec.mask.block(queries, keys))
         bias = spec.bias
-        moved = None if bias is None else lambda q, k: bias(q + start, k + first)
-        return reference_attention(query, key, value, dataclasses.replace(spec, mask=seen, bias=moved))[0]
+        chunk_bias = None if bias is None else lambda q, k: bias(q + start, k + first)
+        return reference_attention(query, key, value, dataclasses.replace(spec, mask=chunk_mask, bias=chunk_bias))[0]
 
     out = []
     for start in range(0, num_queries, size):
         stop = min(start + size, num_queries)
-        first, end = _keys_seen(spec.mask, start, stop, num_keys)
-        drawn_with = None if spec.dropout_key is None else jax.random.fold_in(spec.dropout_key, start)
-        own = dataclasses.replace(spec, dropout_key=drawn_with)
-        out.append(attend(start, first, end, query[:, start:stop], key[:, first:end], value[:, first:end], own))
+        first, end = _key_range(spec.mask, start, stop, num_keys)
+        chunk_key = None if spec.dropout_key is None else jax.random.fold_in(spec.dropout_key, start)
+        chunk_spec = dataclasses.replace(spec, dropout_key=chunk_key)
+        out.append(attend(start, first, end, query[:, start:stop], key[:, first:end], value[:, first:end], chunk_spec))
     return jnp.concatenate(out, axis=1), None
 
 
-def _keys_seen(mask: Mask, start: int, stop: int, num_keys: int) -> tuple[int, int]:
-    """The keys that queries `start` to `stop` may attend as far as the static facts say; at least one."""
+def _key_range(mask: Mask, start: int, stop: int, num_keys: int) -> tuple[int, int]:
+    """Return (first, end): queries `start` to `stop` can only attend to these keys, by the static part of the mask.
+
+    The range holds at least one key.
+    """
     first, end = 0, num_keys
+    # An offset or explicit positions are arrays, whose values are unknown during tracing.
     if mask.offset is None and mask.query_places is None:
         if mask.is_causal:
-            end = min(end, stop)
-        if mask.window_size is not None:
+            end = min(end, stop)  # the last query is stop - 1, and it attends to keys up to itself
+        if mask.window_size is not None:  # |query - key| < window_size
             first, end = max(start - mask.window_size + 1, 0), min(end, stop + mask.window_size - 1)
     return (min(first, num_keys - 1), end) if first < end else (num_keys - 1, num_keys)

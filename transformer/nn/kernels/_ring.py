@@ -1,9 +1,13 @@
-"""Attention of a length that is split over devices: by a ring, where it stays split and keys and values go round (Liu
-et al. 2023, arXiv 2310.01889), or with keys and values gathered, for what a ring can't do.
+"""Attention for a sequence length that is sharded over devices (context parallelism).
 
-In the ring each device works with two chunks of the sequence; what passes by is added with a running softmax. A pair of
-chunks is the blockwise kernel's work, forward and backward, so no device ever holds more than its own part, one that
-passes by, and a block of scores. The backward pass runs the ring again; gradients of keys and values travel with them.
+`ring_attention` (Liu et al. 2023, arXiv 2310.01889) keeps the length sharded and passes keys and values around a ring
+of devices. `all_gather_kv_attention` gathers keys and values on each device, for options that the ring does not
+support.
+
+In the ring each device holds two chunks of queries and, at each step, two chunks of keys and values. The blockwise
+kernel computes each pair of a query chunk and a key chunk, and a running softmax combines the pairs. So a device
+stores its own shard, one shard that is passed around, and one block of scores. The backward pass runs the ring again;
+the gradients of keys and values travel with them.
 """
 
 from __future__ import annotations
@@ -24,27 +28,27 @@ from transformer.nn.kernels import _blockwise as blockwise
 from transformer.nn.kernels._contract import NO_WEIGHT, AttentionSpec
 
 _NO_MESH = (
-    "run here: no mesh is in force (jax.set_mesh) that splits the length, over the axis context or one of axis_rules"
+    "run here: no active mesh (jax.set_mesh) splits the length, over the axis context or an axis given by axis_rules"
 )
 
 RING_REASONS = {
-    "weights": "it never holds all weights at once",
-    "bias": "what a bias is made from does not go round the ring",
-    "dropout": "it draws no random numbers",
-    "mask array": "every device would need all of it. Mask.causal, lengths, segments, window are fine",
+    "weights": "it never stores the full attention matrix",
+    "bias": "the arrays of a bias are not passed around the ring",
+    "dropout": "it does not generate random numbers",
+    "mask array": "every device would need the whole array. Mask.causal, lengths, segments and window are supported",
 }
-"""options that the ring does not serve, and why"""
+"""options that the ring does not support, and why"""
 
 
 def ring_limits(spec: AttentionSpec) -> str | None:
-    """What of the sizes of a call the ring can't serve, and why; None: it can (Liu et al. 2023, arXiv 2310.01889)."""
+    """Return why the ring (Liu et al. 2023, arXiv 2310.01889) does not support the sizes of a call; None if it does."""
     devices, queries, keys = spec.shapes.length_shards, spec.shapes.num_queries, spec.shapes.num_keys
     if devices == 1:
         return _NO_MESH
     if queries != keys:
-        return f"attend from {queries} queries to {keys} keys: the ring is for one length of both"
+        return f"attend from {queries} queries to {keys} keys: the ring needs as many keys as queries"
     if queries % (2 * devices):
-        return f"split {queries} positions: on {devices} devices it takes a multiple of {2 * devices}"
+        return f"split {queries} positions: on {devices} devices the length must be a multiple of {2 * devices}"
     return None
 
 
@@ -55,12 +59,17 @@ def ring_attention(
     spec: AttentionSpec,
     block: int = blockwise.BLOCK,
 ) -> tuple[Attended, None]:
-    """Attention of a length that is split over the mesh axis "context" (Liu et al. 2023, arXiv 2310.01889), in blocks
-    of `block`: the contract of `dot_product_attention` less what `OPTIONS` says, the result (B, T, N, Hv).
+    """Compute ring attention over the mesh axis "context" (Liu et al. 2023, arXiv 2310.01889), in blocks of `block`.
 
-    Under a causal mask device i of n works on chunks i and 2n - 1 - i of 2n, so that all have the same number of blocks
-    to compute (the purpose of Brandon et al. 2023, arXiv 2311.09431, with chunks for stripes). Gradients are those of
-    the blockwise kernel pair by pair, added up in float32.
+    The other arguments are those of `dot_product_attention`, except for the options that `OPTIONS` excludes.
+
+    Under a causal mask device i of n computes the query chunks i and 2n - 1 - i of 2n chunks ("zigzag" order), so that
+    all devices compute the same number of blocks. Striped attention (Brandon et al. 2023, arXiv 2311.09431) balances
+    the work for the same reason, with stripes instead of chunks. Gradients are those of the blockwise kernel for each
+    pair of chunks, summed in float32.
+
+    Returns:
+        The output (B, T, N, Hv), and None for the weights.
     """
     mask, (batch, length, num_heads, head_dim) = spec.mask, query.shape
     kv_heads, value_dim = value.shape[2:]
@@ -69,20 +78,27 @@ def ring_attention(
     plan = blockwise.Blocks(spec, chunk, chunk, min(block, chunk))
     ring = _Ring(plan, mesh_axes("length"), devices, zigzag=mask.is_causal)
 
+    # The running softmax starts from a sink, or from a logit of no weight.
     start = spec.sink_logits(num_heads)
     arrays, structure = jax.tree.flatten(mask)
-    rows = [("batch" if a.ndim and a.shape[0] == batch else None, *[None] * (a.ndim - 1))[: a.ndim] for a in arrays]
+    # Arrays of the mask (lengths, segments, offsets) are split along the batch only: every device needs their whole
+    # length, since it meets all keys.
+    mask_axes = [
+        ("batch" if a.ndim and a.shape[0] == batch else None, *[None] * (a.ndim - 1))[: a.ndim] for a in arrays
+    ]
 
     def on_each_device(query, key, value, start, *arrays):
         query, key, value = ring.enter(query), ring.enter(key), ring.enter(value)
-        out = _around(ring, query, key, value, start, jax.tree.unflatten(structure, arrays))
+        out = _ring_attention(ring, query, key, value, start, jax.tree.unflatten(structure, arrays))
         return ring.leave(out.astype(value.dtype))
 
+    # Logical axes of queries and output, (B, T, K, G, H): each device gets its rows, its part of the length and its
+    # heads.
     grouped = ("batch", "length", "kv_heads", None, None)
     attend = shard_map(
         on_each_device,
         [grouped, ("batch", "length", "kv_heads", None), ("batch", "length", "kv_heads", None), ("kv_heads", None)]
-        + rows,
+        + mask_axes,
         grouped,
     )
     query = query.reshape(batch, length, kv_heads, num_heads // kv_heads, head_dim)
@@ -92,8 +108,10 @@ def ring_attention(
 
 @dataclass(frozen=True, eq=False)
 class _Ring:
-    """The static facts of one call, and who holds what. `plan` is for a pair of chunks; the mesh axes `axes` split the
-    length.
+    """Static properties of a call, and the assignment of chunks to devices.
+
+    The length is split into 2n chunks for n `devices`, over the mesh axes `axes`. `plan` is the blockwise plan for one
+    pair of chunks. With `zigzag`, chunks are assigned in zigzag order.
     """
 
     plan: blockwise.Blocks
@@ -102,65 +120,81 @@ class _Ring:
     zigzag: bool
 
     def chunks(self, device: Array) -> Array:
-        """The numbers of the two chunks that a device works on, (2,)."""
+        """Return the indices of the two chunks that a device computes, (2,)."""
+        # Under a causal mask chunk c attends to chunks 0 to c, so late chunks cost more. An early and a late chunk
+        # together cost the same on each device: (i + 1) + (2n - i) = 2n + 1 pairs.
         if self.zigzag:
             return jnp.stack([device, 2 * self.devices - 1 - device])
         return 2 * device + jnp.arange(2)
 
     def enter(self, x: Array) -> Array:
-        """A device's part as it lies, (b, 2 chunks, ...) -> the chunks it works on, (2, b, chunk, ...)."""
+        """Exchange chunks between devices.
+
+        Returns:
+            The two chunks that the device computes, (2, b, chunk, ...), instead of its shard (b, 2 chunk, ...).
+        """
+        # (b, 2 chunk, ...) -> (2, b, chunk, ...): device d stores the chunks 2 d and 2 d + 1.
         halves = jnp.moveaxis(x.reshape(x.shape[0], 2, -1, *x.shape[2:]), 1, 0)
         if not self.zigzag:
             return halves
-        # Even chunks (first halves) go to different devices, and so do odd ones.
-        come = jnp.stack([jax.lax.ppermute(halves[odd], self.axes, self._homes(odd)) for odd in (0, 1)])
-        return self._swapped_on_odd_devices(come)
+        # ppermute sends one array to one device. No two even chunks (the first halves) have the same destination, nor
+        # have two odd chunks, so two permutations are enough.
+        received = jnp.stack([jax.lax.ppermute(halves[odd], self.axes, self._routes(odd)) for odd in (0, 1)])
+        return self._swapped_on_odd_devices(received)
 
     def leave(self, x: Array) -> Array:
-        """The inverse of `enter`."""
+        """Undo `enter`."""
         if self.zigzag:
             x = self._swapped_on_odd_devices(x)
-            back = [[(there, here) for here, there in self._homes(odd)] for odd in (0, 1)]
+            back = [[(target, source) for source, target in self._routes(odd)] for odd in (0, 1)]
             x = jnp.stack([jax.lax.ppermute(x[odd], self.axes, back[odd]) for odd in (0, 1)])
         x = jnp.moveaxis(x, 0, 1)
         return x.reshape(x.shape[0], -1, *x.shape[3:])
 
-    def _homes(self, odd: int) -> list[tuple[int, int]]:
-        """(device that chunk 2 device + odd lies on, device that works on it)."""
+    def _routes(self, odd: int) -> list[tuple[int, int]]:
+        """Return (device that stores chunk 2 device + odd, device that computes it) for each device."""
+        # Chunk c is computed by device c in the first half and by device 2n - 1 - c in the second half (see `chunks`).
         numbers = [(device, 2 * device + odd) for device in range(self.devices)]
         return [(device, min(number, 2 * self.devices - 1 - number)) for device, number in numbers]
 
     def _swapped_on_odd_devices(self, x: Array) -> Array:
-        """The lower chunk of an even device is an even one, that of an odd device an odd one."""
+        """Order the two received chunks as in `chunks`: lower index first.
+
+        They arrive as (even chunk, odd chunk). The lower chunk of device i has index i, so it is the odd one if i is
+        odd.
+        """
         return jnp.where(jax.lax.axis_index(self.axes) % 2 == 0, x, x[::-1])
 
-    def passed_on(self, tree: Any) -> Any:
-        """What the device before in the ring holds."""
+    def rotate(self, tree: Any) -> Any:
+        """Pass arrays to the next device in the ring, and return those of the previous device."""
         circle = [(device, (device + 1) % self.devices) for device in range(self.devices)]
         return jax.tree.map(lambda x: jax.lax.ppermute(x, self.axes, circle), tree)
 
     def each_pair(self, mask: Mask, step: Array, body: Callable, carry: Any) -> Any:
-        """Folds body(a, b, mask of the pair, carry) over those pairs of own query chunk a and key chunk b here at this
-        step that see each other.
+        """Fold body(a, b, mask of the pair, carry) over the pairs of query chunk a and key chunk b of this step.
+
+        Pairs that the mask hides completely are skipped.
         """
+        # After `step` rotations a device holds the keys of the device `step` places before it.
         here = jax.lax.axis_index(self.axes)
         size, index = self.plan.num_queries, jnp.arange(self.plan.num_queries)
         queries = self.chunks(here) * size
         keys = self.chunks((here - step) % self.devices) * size
 
-        def one(pair, carry):
+        def one_pair(pair, carry):
             a, b = pair // 2, pair % 2
-            part = _part(mask, queries[a], keys[b], size)
-            visible = part.block_visible(index, index)
-            return jax.lax.cond(visible, functools.partial(body, a, b, part), lambda same: same, carry)
+            pair_mask = _pair_mask(mask, queries[a], keys[b], size)
+            visible = pair_mask.block_visible(index, index)
+            return jax.lax.cond(visible, functools.partial(body, a, b, pair_mask), lambda carry: carry, carry)
 
-        return jax.lax.fori_loop(0, 4, one, carry)
+        return jax.lax.fori_loop(0, 4, one_pair, carry)
 
 
-def _part(mask: Mask, query_start: Array, key_start: Array, size: int) -> Mask:
-    """The mask as a chunk of queries and a chunk of keys have it, both numbered from 0."""
-    own = _own_queries(mask, query_start, size)
+def _pair_mask(mask: Mask, query_start: Array, key_start: Array, size: int) -> Mask:
+    """Return the mask for a chunk of queries and a chunk of keys, both with indices from 0."""
+    own = _query_mask(mask, query_start, size)
     keys = mask.key_segments
+    # Causality and windows compare offset + query index with the key index, so a shift of the keys is a smaller offset.
     return dataclasses.replace(
         own,
         offset=own.offset - key_start,
@@ -170,28 +204,36 @@ def _part(mask: Mask, query_start: Array, key_start: Array, size: int) -> Mask:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _around(ring, query, key, value, start, mask):
+def _ring_attention(ring, query, key, value, start, mask):
     return _forward(ring, query, key, value, start, mask)[0]
 
 
 def _forward(ring, query, key, value, start, mask):
-    """Output (2, B, t, K, G, Hv) float32, and what the backward pass needs."""
+    """Compute the forward pass on one device; `start` (K, G) are the sink logits, or `NO_WEIGHT`.
+
+    Returns:
+        The output (2, B, t, K, G, Hv) in float32, and the state for the backward pass.
+    """
     plan = ring.plan
+    # `norm` is the running logsumexp L, (2, B, t, K, G). It starts as if a sink had been seen: L = sink, output 0.
     norm = jnp.broadcast_to(start, query.shape[:-1])
-    nothing = jnp.full(start.shape, NO_WEIGHT)
+    no_sink = jnp.full(start.shape, NO_WEIGHT)
 
     def add(a, b, keys, values, part, carry):
         out, norm = carry
-        # A sink without weight gives a row that sees nothing in this pair the norm NO_WEIGHT.
-        more, (*_, blocks) = blockwise.forward(plan, query[a], keys[b], values[b], [], nothing, part, None)
-        more_norm = plan.join(blocks.transpose(0, 1, 4, 2, 3), plan.num_queries)
+        # With a sink of no weight, a query that sees no key of this pair gets L = NO_WEIGHT, so that the pair adds
+        # nothing below. Without a sink the blockwise kernel would give L = 0.
+        more, (*_, blocks) = blockwise.forward(plan, query[a], keys[b], values[b], [], no_sink, part, None)
+        more_norm = plan.join(blocks.transpose(0, 1, 4, 2, 3), plan.num_queries)  # (B, t, K, G)
+        # Two normalized outputs with logsumexps L1 and L2 combine to O = exp(L1 - L) O1 + exp(L2 - L) O2, where
+        # L = log(exp(L1) + exp(L2)).
         new_norm = jnp.logaddexp(norm[a], more_norm)
         old, new = jnp.exp(norm[a] - new_norm)[..., None], jnp.exp(more_norm - new_norm)[..., None]
         return out.at[a].set(out[a] * old + more * new), norm.at[a].set(new_norm)
 
-    def step(carry, number):
+    def ring_step(carry, number):
         (keys, values), sums = carry
-        following = ring.passed_on((keys, values))  # needs no result of this step: sent while it is computed
+        following = ring.rotate((keys, values))  # independent of this step's results, so sending overlaps with compute
 
         def body(a, b, part, sums):
             return add(a, b, keys, values, part, sums)
@@ -199,7 +241,7 @@ def _forward(ring, query, key, value, start, mask):
         return (following, ring.each_pair(mask, number, body, sums)), None
 
     sums = (jnp.zeros((*query.shape[:-1], value.shape[-1])), norm)
-    (_, (out, norm)), _ = jax.lax.scan(step, ((key, value), sums), jnp.arange(ring.devices))
+    (_, (out, norm)), _ = jax.lax.scan(ring_step, ((key, value), sums), jnp.arange(ring.devices))
     return out, (query, key, value, start, mask, out, norm)
 
 
@@ -208,26 +250,32 @@ def _backward(ring, saved, out_grad):
     plan = ring.plan
 
     def blocks(norm):
+        """(B, t, K, G) -> (query blocks, B, K, G, block), as the blockwise kernel stores it."""
         return plan.split(norm, plan.query_blocks).transpose(0, 1, 3, 4, 2)
 
-    def step(carry, number):
+    def ring_step(carry, number):
         (keys, values), grads, query_grad = carry
-        following = ring.passed_on((keys, values))
+        following = ring.rotate((keys, values))
 
+        # `grads` is the gradient of the keys and values that are here now; `query_grad` belongs to this device.
         def body(a, b, part, sums):
             (keys_grad, values_grad), query_grad = sums
+            # With O and L of the whole row, the blockwise backward pass gives this pair's share of the gradients:
+            # P = exp(S - L) and D = dO O are those of the complete softmax. It needs no sinks: L contains them.
             pair = (query[a], keys[b], values[b], [], None, part, None, out[a], blocks(norm[a]))
             q, k, v, *_ = blockwise.backward(plan, pair, out_grad[a])
             return (keys_grad.at[b].add(k), values_grad.at[b].add(v)), query_grad.at[a].add(q)
 
         grads, query_grad = ring.each_pair(mask, number, body, (grads, query_grad))
-        return (following, ring.passed_on(grads), query_grad), None
+        # Gradients of keys travel with the keys, and are back on their own device after the last step.
+        return (following, ring.rotate(grads), query_grad), None
 
     def zeros(array):
         return jnp.zeros(array.shape, jnp.float32)
 
     carry = ((key, value), (zeros(key), zeros(value)), zeros(query))
-    (_, (key_grad, value_grad), query_grad), _ = jax.lax.scan(step, carry, jnp.arange(ring.devices))
+    (_, (key_grad, value_grad), query_grad), _ = jax.lax.scan(ring_step, carry, jnp.arange(ring.devices))
+    # As in the blockwise kernel: dS = -P D for a sink, with P = exp(sink - L), summed over chunks, rows and queries.
     start_grad = -(jnp.exp(start[None, None, None] - norm) * (out_grad * out).sum(-1)).sum((0, 1, 2))
     return (
         query_grad.astype(query.dtype),
@@ -238,18 +286,19 @@ def _backward(ring, saved, out_grad):
     )
 
 
-_around.defvjp(_forward, _backward)
+_ring_attention.defvjp(_forward, _backward)
 
 
 def all_gather_kv_limits(spec: AttentionSpec) -> str | None:
-    """What of the sizes of a call `all_gather_kv_attention` can't serve, and why; None: it can (Dao et al. 2022, arXiv
-    2205.14135).
+    """Return why `all_gather_kv_attention` does not support the sizes of a call; None if it does.
+
+    The kernel computes blockwise attention (Dao et al. 2022, arXiv 2205.14135).
     """
     devices, queries = spec.shapes.length_shards, spec.shapes.num_queries
     if devices == 1:
         return _NO_MESH
     if queries % devices:
-        return f"split {queries} queries: on {devices} devices it takes a multiple of {devices}"
+        return f"split {queries} queries: on {devices} devices their number must be a multiple of {devices}"
     return None
 
 
@@ -259,32 +308,39 @@ def all_gather_kv_attention(
     value: Value,
     spec: AttentionSpec,
 ) -> tuple[Attended, None]:
-    """Attention of each device's own queries to all keys, by the blockwise kernel (Dao et al. 2022, arXiv 2205.14135).
+    """Compute attention of each device's queries to all keys, with the blockwise kernel.
 
-    The contract is that of `dot_product_attention`; the result is (B, T, N, Hv).
+    The algorithm is that of Dao et al. 2022 (arXiv 2205.14135). The arguments are those of `dot_product_attention`. All
+    devices run the same program on different queries, so it can't skip blocks: under a causal mask the ring does half
+    the work, where it is supported. Dropout uses one key per device, so its pattern differs from that of other kernels
+    for the same key.
 
-    One program for all devices has no blocks to skip: where it can serve, a ring does half of the work under a causal
-    mask. Dropout draws another pattern than the other kernels from the same key: one key a device.
+    Returns:
+        The output (B, T, N, Hv), and None for the weights.
     """
     batch, length = query.shape[:2]
     parts = num_shards("length")
     size = length // parts
+    # (B, T, N, H) -> (B, devices, T / devices, N, H), with the second axis sharded: each device has its own queries.
     split = query.reshape(batch, parts, size, *query.shape[2:])
     split = constrain(split, "batch", "length", None, "heads", "head_dim")
     keys = None if spec.dropout_key is None else jax.random.split(spec.dropout_key, parts)
 
     def attend(query, start, key_of_part):
+        # The kernel numbers the queries of a device from 0.
         def shifted(queries, keys):
             return spec.bias(queries + start, keys)
 
         own = dataclasses.replace(
             spec,
-            mask=_own_queries(spec.mask, start, size),
+            mask=_query_mask(spec.mask, start, size),
             bias=None if spec.bias is None else shifted,
             dropout_key=key_of_part,
         )
         return blockwise.blockwise_attention(query, key, value, own)[0]
 
+    # vmap over the shards is one program for all devices. It turns the blockwise kernel's `cond` into a `select`, which
+    # computes both branches: this is why no blocks are skipped.
     axes = (1, 0, None if keys is None else 0)
     out = jax.vmap(attend, in_axes=axes, out_axes=1, spmd_axis_name=mesh_axes("length"))(
         split, jnp.arange(parts) * size, keys
@@ -292,11 +348,11 @@ def all_gather_kv_attention(
     return out.reshape(batch, length, *out.shape[3:]), None
 
 
-def _own_queries(mask: Mask, start: Array, size: int) -> Mask:
-    """The mask as `size` queries from `start` have it, numbered from 0."""
+def _query_mask(mask: Mask, start: Array, size: int) -> Mask:
+    """Return the mask for `size` queries from index `start`, with indices from 0."""
 
     def cut(array, axis):
-        if array is None or array.shape[axis] == 1:  # the same for all queries
+        if array is None or array.shape[axis] == 1:  # missing, or the same for all queries
             return array
         return jax.lax.dynamic_slice_in_dim(array, start, size, axis)
 

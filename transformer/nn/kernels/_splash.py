@@ -1,8 +1,8 @@
-"""Attention on TPU by the kernel that comes with JAX, splash attention: one fused program, scores never leave the chip.
+"""Attention on TPU with splash attention, the fused Pallas kernel of JAX: scores never leave the chip.
 
-The library kernel takes a mask that is known when the program is made (causal, window), and one number a token that
-must be the same for query and key. Lengths, segments and the filling up to whole blocks become such numbers. Elsewhere
-than on a TPU it is interpreted: slowly, for tests.
+The library kernel takes a mask that is known during tracing (causal, window), and a segment id per token: a query
+attends only to keys with its own id. Lengths, segments and the padding to whole blocks are expressed as segment ids. On
+other platforms the kernel runs in interpret mode: slowly, for tests.
 """
 
 from __future__ import annotations
@@ -21,57 +21,62 @@ from transformer.nn.kernels._contract import AttentionSpec
 from transformer.nn.kernels._probing import attention_example, compiler_error, library_version, matching_libtpu
 
 LANES = 128
-"""the kernel's blocks are multiples of it: numbers in a row of the TPU's vector registers"""
+"""number of lanes of a TPU vector register; block sizes of the kernel are multiples of it"""
 
 BLOCK = 512
-"""at most so many queries and keys a block: few enough turns of the kernel's loop, and blocks that fit the fast memory
-of every TPU in `training.chips`, with gradients, at head sizes up to `HEAD_SIZE` in float32 (the compiler says so)"""
+"""Maximum number of queries and of keys per block. Large blocks mean few iterations of the kernel's loop; blocks of
+this size fit in the fast memory (VMEM) of every TPU in `training.chips`, with gradients, for head sizes up to
+`HEAD_SIZE` in float32 (checked with the TPU compiler)."""
 
 HEAD_SIZE = 256
-"""of a head at most"""
+"""maximum head dimension"""
 
 FLOAT32_ALONE = ("TPU v2", "TPU v3")
-"""kinds of TPU for which the compiler of kernels refuses products of bfloat16"""
+"""kinds of TPU for which the kernel compiler rejects bfloat16 matrix multiplications"""
 
 HIDDEN = -(2**31)
-"""the segment of keys that no query attends"""
+"""segment id of keys that no query may attend to"""
 
 
 REASONS = {
-    "weights": "it never holds all weights at once",
+    "weights": "it never stores the full attention matrix",
     "bias": "scores never leave the kernel",
-    "dropout": "it draws no random numbers",
-    "mask array": "it would hold all of it. Mask.causal, lengths, segments, window are fine",
-    "offset": "which blocks it skips is settled when the program is made",
+    "dropout": "it does not generate random numbers",
+    "mask array": "it would store the whole array. Mask.causal, lengths, segments and window are supported",
+    "offset": "the blocks that it skips are fixed during tracing",
 }
-"""options that splash does not serve, and why"""
+"""options that splash does not support, and why"""
 
 
 def splash_limits(spec: AttentionSpec) -> str | None:
-    """What of the sizes, types and devices of a call splash can't serve, and why; None: it can (Dao 2023, arXiv
-    2307.08691).
+    """Return why splash (FlashAttention-2, Dao 2023, arXiv 2307.08691) does not support a call; None if it does.
+
+    Checks sizes, data types and devices.
     """
     if platform() not in ("tpu", "cpu"):
-        return f"run on {platform()}: it is written for TPUs, and only a CPU interprets it, for tests"
+        return f"run on {platform()}: it is a kernel for TPUs, with interpret mode on CPU for tests"
     if (refused := unmapped_reason()) is not None:
         return refused
     shapes = spec.shapes
     if not isinstance(shapes.num_queries, int) or not isinstance(shapes.num_keys, int):
-        return "work on a length left open: which blocks it skips is settled when the program is made"
+        return "handle a symbolic length: the blocks that it skips are fixed during tracing"
     if (size := max(shapes.head_dim, shapes.value_dim)) > HEAD_SIZE:
-        return f"take heads of {size}: blocks of more than {HEAD_SIZE} do not fit the fast memory of a TPU"
+        return f"use a head size of {size}: blocks with more than {HEAD_SIZE} do not fit in the fast memory of a TPU"
     if shapes.dtype not in (jnp.float32, jnp.bfloat16):
-        return f"compute in {jnp.dtype(shapes.dtype)}: it takes float32 and bfloat16"
+        return f"compute in {jnp.dtype(shapes.dtype)}: it supports float32 and bfloat16"
     if shapes.dtype == jnp.bfloat16 and (kind := _device_kind()) in FLOAT32_ALONE:
-        return f"compute in bfloat16 on {kind}: kernels multiply float32 alone there"
+        return f"compute in bfloat16 on {kind}: kernels support only float32 there"
     return None
 
 
 def splash_compiler_refusal(spec: AttentionSpec) -> str | None:
-    """Why the TPU compiler at hand can't compile splash (FlashAttention 2, Dao 2023, arXiv 2307.08691), and what to
-    install; None: it can, or there is none to ask.
+    """Return why the installed TPU compiler can't compile splash (Dao 2023, arXiv 2307.08691), and what to install.
 
-    JAX emits Mosaic, the kernels' intermediate language, in the version of its own release. An older libtpu rejects it.
+    JAX emits Mosaic, the intermediate language of TPU kernels, in the version of its own release; an older libtpu
+    rejects it.
+
+    Returns:
+        The reason; None if splash compiles, or if there is no TPU to compile for.
     """
     if platform() != "tpu" or (error := compiler_error(_example, spec.shapes.dtype, "tpu")) is None:
         return None
@@ -91,45 +96,56 @@ def splash_attention(
     value: Value,
     spec: AttentionSpec,
 ) -> tuple[Attended, None]:
-    """Splash attention, FlashAttention 2 (Dao 2023, arXiv 2307.08691) in Pallas with blocks that a static mask hides
-    left out: the contract of `dot_product_attention` less what `OPTIONS` says, the result (B, T, N, Hv).
+    """Compute splash attention: FlashAttention-2 (Dao 2023, arXiv 2307.08691) in Pallas, without fully masked blocks.
 
-    No compiler splits a kernel: over a mesh each device runs it on its own rows, heads and queries, with all keys.
+    The arguments are those of `dot_product_attention`, except for the options that `OPTIONS` excludes. The compiler
+    can't partition a Pallas kernel: over a mesh each device runs it on its own batch rows, heads and queries, with all
+    keys.
+
+    Returns:
+        The output (B, T, N, Hv), and None for the weights.
     """
-    # Here, not above: who does not use Pallas need not wait for its import.
+    # Imported here because the import of Pallas is slow, and most programs do not need it.
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as library
 
     batch, num_queries, num_heads, head_dim = query.shape
     num_keys, kv_heads, value_dim = value.shape[1:]
-    if kv_heads % num_shards("kv_heads"):  # a device's query heads may need a part of them: each gets its own
+    # If the key heads can't be divided among the devices, each query head gets a copy of its key head.
+    if kv_heads % num_shards("kv_heads"):
         key, value = (jnp.repeat(array, num_heads // kv_heads, axis=2) for array in (key, value))
         kv_heads = num_heads
     parts = num_shards("length")
     blocks = _block(math.ceil(num_queries / parts)), _block(num_keys)
-    query = _filled((query * spec.scale).astype(query.dtype), parts * blocks[0])
-    key, value = _filled(key, blocks[1]), _filled(value, blocks[1])
+    # The library kernel has no scale argument, so the queries are scaled. The queries of each device fill whole blocks.
+    query = _padded((query * spec.scale).astype(query.dtype), parts * blocks[0])
+    key, value = _padded(key, blocks[1]), _padded(value, blocks[1])
     lengths = query.shape[1], key.shape[1]
     ids = _segment_ids(spec.mask, batch, (num_queries, num_keys), lengths)
-    # The kernel takes the logits even where the call has none: a row that sees no key then gives zeros, not a mean
+    # Sinks are passed even if the call has none (as `NO_WEIGHT`): a query that sees no key then gives zeros. Without a
+    # sink, the kernel's large negative mask value would make all its weights equal, and the output a mean of values.
     logits = _with_gradient_in_float32(spec.sink_logits(num_heads))
     kernel = _kernel(
         lengths, blocks, parts, spec.mask.is_causal, spec.mask.window_size, spec.softcap, platform() != "tpu"
     )
-    # Which blocks to compute, (1, query blocks, key blocks), and indices of queries, (T,): each device takes its part.
+    # The kernel holds arrays: the blocks to compute, (1, query blocks, key blocks), and query indices, (T,). They are
+    # passed through shard_map, so that each device gets the part for its own queries.
     arrays, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, kernel))
 
     def on_each_device(query, key, value, logits, *arrays):
         rows, length, kv_heads, groups, _ = query.shape
         kernel = jax.tree.unflatten(structure, arrays[len(ids) :])
 
-        def row(query, key, value, *ids):
+        def one_row(query, key, value, *ids):
             return kernel(query, key, value, library.SegmentIds(*ids) if ids else None, logits.reshape(-1))
 
+        # The library takes one row, (N, T, H): (B, T, K, G, H) -> (B, N, T, H), and vmap over the batch.
         heads = query.reshape(rows, length, kv_heads * groups, head_dim)
         heads = [array.swapaxes(1, 2) for array in (heads, key, value)]
-        out = jax.vmap(row)(*heads, *arrays[: len(ids)]).swapaxes(1, 2)
+        out = jax.vmap(one_row)(*heads, *arrays[: len(ids)]).swapaxes(1, 2)
         return out.reshape(rows, length, kv_heads, groups, value_dim)
 
+    # Logical axes for shard_map. Queries are split along rows, length and heads; keys and values keep their whole
+    # length.
     grouped, whole = ("batch", "length", "kv_heads", None, None), ("batch", None, "kv_heads", None)
     names = [grouped, whole, whole, ("kv_heads", None)] + [("batch", "length"), ("batch", None)][: len(ids)]
     names += [(None, "length", None) if array.ndim == 3 else ("length",) for array in arrays]
@@ -139,14 +155,14 @@ def splash_attention(
 
 
 def _device_kind() -> str:
-    """Of the devices of the mesh in force, or else of JAX."""
+    """Return the device kind of the active mesh, or of JAX's first device without a mesh."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return jax.devices()[0].device_kind if device is None else device.device_kind
 
 
 @jax.custom_vjp
 def _with_gradient_in_float32(logits):
-    """Return the logits; their gradient, which the library gives in the dtype of the output, in float32."""
+    """Return the logits unchanged, and convert their gradient from the library's dtype (of the output) to float32."""
     return logits
 
 
@@ -154,31 +170,38 @@ _with_gradient_in_float32.defvjp(lambda logits: (logits, None), lambda _, grad: 
 
 
 def _block(length: int) -> int:
-    """Positions a block: at most `BLOCK`, all blocks alike, so that little is filled up (640 are 2 of 384)."""
+    """Return the block size for a length: at most `BLOCK`, a multiple of `LANES`.
+
+    All blocks have the same size, chosen so that there is little padding: a length of 640 gives 2 blocks of 384.
+    """
     return LANES * math.ceil(length / math.ceil(length / BLOCK) / LANES)
 
 
-def _filled(array: Array, block: int) -> Array:
-    """(B, L, ...) with zeros to the end of the last block."""
+def _padded(array: Array, block: int) -> Array:
+    """Pad (B, L, ...) with zeros to a multiple of `block` positions."""
     return jnp.pad(array, [(0, 0), (0, -array.shape[1] % block)] + [(0, 0)] * (array.ndim - 2))
 
 
 def _segment_ids(
-    mask: Mask, batch: int, lengths: tuple[int, int], filled: tuple[int, int]
+    mask: Mask, batch: int, lengths: tuple[int, int], padded: tuple[int, int]
 ) -> tuple[()] | tuple[Int[Array, "B t"], Int[Array, "B s"]]:
-    """A number for each query and key, filled up; equal ones see each other. Nothing where nothing is hidden so."""
-    (num_queries, num_keys), (_, filled_keys) = lengths, filled
-    if mask.query_segments is None and mask.key_lengths is None and num_keys == filled_keys:
+    """Return a segment id for each query and key, with padding; a query attends to the keys with its own id.
+
+    Returns an empty tuple if the call needs no segment ids.
+    """
+    (num_queries, num_keys), (_, padded_keys) = lengths, padded
+    if mask.query_segments is None and mask.key_lengths is None and num_keys == padded_keys:
         return ()
     queries, keys = jnp.zeros((1, num_queries), jnp.int32), jnp.zeros((1, num_keys), jnp.int32)
     if mask.query_segments is not None:
         queries, keys = mask.query_segments.astype(jnp.int32), mask.key_segments.astype(jnp.int32)
+    # Keys after the end of a row get an id that no query has.
     if mask.key_lengths is not None:
         keys = jnp.where(jnp.arange(num_keys)[None] < mask.key_lengths[:, None], keys, HIDDEN)
-    # Queries that fill up are cut off again: they may see anything.
+    # Padded keys get the id HIDDEN, which no real query has. Padded queries have it too, but their results are removed.
     both = [
         jnp.pad(ids, [(0, 0), (0, length - ids.shape[1])], constant_values=HIDDEN)
-        for ids, length in zip((queries, keys), filled, strict=True)
+        for ids, length in zip((queries, keys), padded, strict=True)
     ]
     return tuple(jnp.broadcast_to(ids, (batch, ids.shape[1])) for ids in both)
 
@@ -193,23 +216,24 @@ def _kernel(
     softcap: float | None,
     interpret: bool,
 ) -> Any:
-    """The library's kernel for one row, its arrays in NumPy; of queries, `parts` devices each take a part.
+    """Return the library's kernel for one batch row, with NumPy arrays; queries are split over `parts` devices.
 
-    What the library's own make_splash_mha does, less JAX: a traced array would not outlive the program it is part of,
-    and a real one would be put on the devices of the mesh in force, which need not be here. Kept, because to find out
-    which blocks are hidden takes seconds at length 32k.
+    This does the same as the library's make_splash_mha, but without JAX arrays: a traced array would not outlive its
+    trace, and a concrete one would be placed on the devices of the active mesh, which need not exist on this machine.
+    The result is cached because finding the masked blocks takes seconds at length 32k.
     """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as library
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as infos
 
+    # The library's window is inclusive: (w - 1) keys before the query and as many after it, or none if causal.
     if window is not None:
         static = masks.LocalMask(lengths, (window - 1, 0 if is_causal else window - 1), offset=0)
     elif is_causal:
         static = masks.CausalMask(lengths)
     else:
-        static, parts = masks.FullMask(lengths), 1  # of which there is nothing to split
-    heads = masks.MultiHeadMask([static])  # the same for all
+        static, parts = masks.FullMask(lengths), 1  # nothing is masked: the same for all query shards
+    heads = masks.MultiHeadMask([static])  # one mask for all heads
     forward, function = infos.process_mask(heads, blocks, q_seq_shards=parts)
     backward, _ = infos.process_mask_dkv(heads, blocks, q_seq_shards=parts)
     queries, keys = blocks
@@ -219,6 +243,7 @@ def _kernel(
         forward,
         backward,
         block_sizes=library.BlockSizes(
+            # The same sizes for the forward kernel and for the two backward kernels (dK and dV; dQ).
             **{f"{size}{part}": number for size, number in sizes.items() for part in ("", "_dkv", "_dq")}
         ),
         is_mqa=False,
