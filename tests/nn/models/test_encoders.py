@@ -1,4 +1,4 @@
-"""Encoder models: masked language model, classifier, embedder, images; heads, pooling, padding on either side."""
+"""Encoder models: masked language model, classifier, embedder, image classifier; their heads, pooling and padding."""
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ def shapes(model, *inputs):
 
 
 def make(model, *inputs):
-    """Parameters in which each bias and scale shows."""
+    """Return random parameters in which every bias and scale has an effect."""
     leaves, tree = jax.tree.flatten(shapes(model, *inputs))
     keys = jax.random.split(KEY, len(leaves))
     leaves = [0.5 * jax.random.normal(key, leaf.shape) for key, leaf in zip(keys, leaves, strict=True)]
@@ -169,7 +169,7 @@ def test_token_types_are_added_and_zero_without_a_word():
     typed = run(model, params, TOKENS, token_types=types)
     np.testing.assert_array_equal(run(model, params, TOKENS, token_types=0 * types), run(model, params, TOKENS))
     assert np.abs(typed - run(model, params, TOKENS)).max() > 1e-3
-    # Without positions and scaling, a type is one more table of tokens: all types 1 is a shift of the token table.
+    # Without positions and scaling, type 1 everywhere is the same as adding its vector to the whole token table.
     plain = MaskedLM(model.config.replace(**{"embedding.token_types": None, "embedding.scale": False}))
     unscaled = MaskedLM(model.config.replace(**{"embedding.scale": False}))
     rows = params["params"]["token_type_embedding"]["embedding"]
@@ -236,7 +236,7 @@ def test_a_vision_classifier_is_a_class_token_and_patches(pooling):
     assert run(model, params, IMAGES, method="with_aux")[1] == {}
 
 
-# What can't be
+# Errors
 
 
 @pytest.mark.usefixtures("without_type_checks")
@@ -245,11 +245,15 @@ def test_a_vision_classifier_is_a_class_token_and_patches(pooling):
     [
         (VisionClassifier(VISION), (IMAGES[0],), r"of shape \(batch, 6, 4, 5\): .* got float32 of shape \(6, 4, 5\)"),
         (VisionClassifier(VISION), (jnp.zeros((2, 4, 6, 5)),), r"got float32 of shape \(2, 4, 6, 5\)"),
-        (VisionClassifier(VISION), (jnp.zeros((2, 6, 4, 5), jnp.uint8),), r"images must be floating .* got uint8"),
+        (
+            VisionClassifier(VISION),
+            (jnp.zeros((2, 6, 4, 5), jnp.uint8),),
+            r"images must be floating-point .* uint8",
+        ),
         (
             VisionClassifier(VISION.replace(**{"output.pooling": "last"})),
             (IMAGES,),
-            r"pools the first token, its class token, or",
+            r"output.pooling must be 'first' \(the class token\) or 'mean' .* got 'last'",
         ),
         (
             VisionClassifier(VISION.replace(**{"output.num_classes": None})),
@@ -261,7 +265,11 @@ def test_a_vision_classifier_is_a_class_token_and_patches(pooling):
             (IMAGES,),
             r"input is not set: a VisionClassifier needs image patches",
         ),
-        (MaskedLM(CONFIG.replace(vocab_size=None)), (TOKENS,), r"vocab_size is not set: a MaskedLM needs to know"),
+        (
+            MaskedLM(CONFIG.replace(vocab_size=None)),
+            (TOKENS,),
+            r"vocab_size is not set: a MaskedLM needs",
+        ),
         (MaskedLM(CONFIG), (TOKENS, None, None, True, TOKENS), r"token_types are given, but the model has no table"),
         (
             MaskedLM(CONFIG.replace(**{"embedding.token_types": 2})),
@@ -276,7 +284,7 @@ def test_what_cannot_be_says_so(model, inputs, message):
 
 
 def test_every_parameter_of_every_model_has_its_place():
-    """A rule for each, found by name and of its rank; the mesh axes then follow."""
+    """Every parameter has a sharding rule for its name and rank, which determines its mesh axes."""
     rich = {
         "output.transform": BERT,
         "embedding.norm": True,

@@ -1,4 +1,4 @@
-"""Forecasts: each channel for itself, on whatever scale; batch norms whose statistics stay."""
+"""Forecasts: independent channels, any scale; batch norms with frozen statistics."""
 
 import dataclasses
 import functools
@@ -27,7 +27,7 @@ VALUES = jax.random.normal(jax.random.key(1), (2, 13, 3))
 
 
 def forecaster(**changes):
-    """A model of a series with these changes."""
+    """Return a model whose series config has these changes."""
     return Forecaster(CONFIG.replace(input=dataclasses.replace(SERIES, **changes)))
 
 
@@ -45,11 +45,11 @@ def test_patches_end_with_the_series(length, stride):
         end = 13 - stride * (series.patches - 1 - patch)
         np.testing.assert_array_equal(patches[:, :, patch], VALUES[:, end - length : end].swapaxes(1, 2))
     assert end == 13
-    assert 13 - length - stride * (series.patches - 1) < stride  # no more patches than these would fit
+    assert 13 - length - stride * (series.patches - 1) < stride  # another patch would not fit
 
 
 def test_a_forecast_is_on_the_scale_of_its_series(variables):
-    """std: of a x + b it is a times the forecast of x, plus b; mean: of a x, a times; none: neither."""
+    """std: the forecast of a x + b is a times the forecast of x, plus b; mean: the same for a x; none: neither."""
     factor, shift = jnp.asarray([7.0, 2.0, 300.0])[None, None], jnp.asarray([-5.0, 0.0, 40.0])[None, None]
     for scaling, moved in {"std": shift, "mean": 0.0 * shift, "none": 0.0 * shift}.items():
         call = jax.jit(forecaster(scaling=scaling).apply)
@@ -60,7 +60,7 @@ def test_a_forecast_is_on_the_scale_of_its_series(variables):
 
 @pytest.mark.parametrize("shared", [True, False])
 def test_channels_do_not_see_each_other(variables, shared):
-    """One changed, the others are forecast as before; and where they share a map, their order means nothing."""
+    """A change of one channel does not change the others. With a shared map, the order of channels has no meaning."""
     model = forecaster(shared_embedding=shared)
     if not shared:
         own = abstract_params(model)["channel_embedding"]
@@ -72,8 +72,8 @@ def test_channels_do_not_see_each_other(variables, shared):
     assert plain.shape == (2, 5, 3)
     changed = call(variables, VALUES.at[:, 7, 1].add(1.0))
     np.testing.assert_array_equal(np.abs(changed - plain).max((0, 1)) > 0, [False, True, False])
-    turned = call(variables, VALUES[:, :, ::-1])
-    assert np.allclose(turned, plain[:, :, ::-1], atol=1e-5) == shared
+    reversed_channels = call(variables, VALUES[:, :, ::-1])
+    assert np.allclose(reversed_channels, plain[:, :, ::-1], atol=1e-5) == shared
 
 
 def test_the_head_reads_what_pooling_says():
@@ -101,7 +101,7 @@ def test_a_class_token_stands_in_front():
 
 
 def test_training_reaches_every_parameter(variables):
-    """With dropout, drawn anew by each key; without, a call is what it was."""
+    """With dropout every key gives another loss, and the same key the same loss."""
     model = Forecaster(CONFIG.replace(dropout_rate=0.3))
 
     @jax.jit
@@ -114,14 +114,14 @@ def test_training_reaches_every_parameter(variables):
     np.testing.assert_allclose(loss(variables["params"], KEY), first, rtol=1e-6)
     assert abs(loss(variables["params"], jax.random.key(3)) - first) > 1e-4
     key_bias = gradients["encoder"]["layers"]["slot_0"]["self_attention"]["key"].pop("bias")
-    assert np.abs(key_bias).max() < 1e-6  # which shifts all scores of a query alike
+    assert np.abs(key_bias).max() < 1e-6  # it shifts all scores of a query equally
     for path, gradient in flax.traverse_util.flatten_dict(gradients, sep="/").items():
         assert jnp.abs(gradient).max() > 1e-6, path
 
 
 @pytest.mark.slow
 def test_it_learns_a_line():
-    """Training mode with dropout: the error of a straight continuation falls to a quarter in a few steps."""
+    """Training with dropout: the error of a linear continuation falls to a quarter in a few steps."""
     model = Forecaster(CONFIG.replace(dropout_rate=0.1))
     start = jax.random.normal(KEY, (16, 1, 3))
     line = start + 0.1 * jnp.arange(18.0)[None, :, None] * jnp.sign(start)
@@ -145,7 +145,7 @@ def test_it_learns_a_line():
 
 
 def test_a_frozen_batch_norm_takes_its_statistics_as_they_are():
-    """By the equation; and of its four parameters, those two get no gradient."""
+    """The output is that of the equation, and mean and variance get no gradient."""
     drawn = jax.random.normal(jax.random.key(2), (4, 7))
     params = {"scale": drawn[0], "bias": drawn[1], "mean": drawn[2], "variance": drawn[3] ** 2 + 0.1}
     module, x = FrozenBatchNorm(1e-3), jax.random.normal(KEY, (2, 5, 7))
@@ -174,8 +174,8 @@ def test_without_final_norm_there_is_none():
     ("config", "values", "message"),
     [
         (CONFIG, VALUES[0], r"of shape \(batch, 13, 3\): batch, steps, channels; got float32 of shape \(13, 3\)"),
-        (CONFIG, VALUES[:, 1:], r"got float32 of shape \(2, 12, 3\). Of a longer series give the last 13 steps"),
-        (CONFIG, VALUES.astype(int), r"series must be floating numbers .* got int32"),
+        (CONFIG, VALUES[:, 1:], r"got float32 of shape \(2, 12, 3\). For a longer series, pass the last 13 steps"),
+        (CONFIG, VALUES.astype(int), r"series must be floating-point .* got int32"),
         (CONFIG.replace(input=None), VALUES, r"input is not a series: a Forecaster needs"),
     ],
 )
@@ -210,14 +210,17 @@ def opened(tmp_path, **fields):
     [
         (
             {"architectures": ["PatchTSTForPretraining"]},
-            r"the architecture PatchTSTForPretraining .* is not built here",
+            r"the architecture PatchTSTForPretraining .* is not supported",
         ),
-        ({"loss": "nll"}, r"loss is 'nll', which changes what is computed"),
-        ({"channel_attention": True}, r"channel_attention is True, which changes what is computed"),
+        ({"loss": "nll"}, r"loss is 'nll', which changes the computation"),
+        ({"channel_attention": True}, r"channel_attention is True, which changes the computation"),
         ({"share_projection": False}, r"share_projection is False"),
-        ({"scaling": "robust"}, r"scaling is 'robust', of which there are std, mean"),
-        ({"pooling_type": "min"}, r"pooling_type is 'min', of which there are None, mean, max"),
-        ({"norm_type": "instancenorm"}, r"norm_type is 'instancenorm', of which there are batchnorm, layernorm"),
+        ({"scaling": "robust"}, r"scaling is 'robust', which is not supported \(supported: std, mean"),
+        ({"pooling_type": "min"}, r"pooling_type is 'min', which is not supported \(supported: None, mean, max"),
+        (
+            {"norm_type": "instancenorm"},
+            r"norm_type is 'instancenorm', which is not supported \(supported: batchnorm, layernorm",
+        ),
     ],
 )
 def test_what_is_not_built_is_refused_by_name(tmp_path, fields, message):

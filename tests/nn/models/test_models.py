@@ -1,4 +1,4 @@
-"""Whole models: calls, caches, positions, padding, packing, and their errors."""
+"""Complete models: calls, caches, positions, padding, packing, and errors."""
 
 import functools
 
@@ -33,7 +33,7 @@ def make(model, *inputs, **changes):
 
 @functools.partial(jax.jit, static_argnames=("model", "method"))
 def apply(model, params, *inputs, method="__call__", **options):
-    """A compiled call: op by op would spend the time on compiling each."""
+    """Call the model under jit: without it, each operation would be compiled separately."""
     return model.apply(params, *inputs, method=method, **options)
 
 
@@ -74,7 +74,7 @@ def test_relative_schemes_see_distances_alone(position):
 
 @pytest.mark.parametrize("position", ["alibi", "t5"])
 def test_given_positions_reach_a_cached_bias(position):
-    """Positions with gaps: the cache must remember where its keys stood."""
+    """With gaps between positions, the cache must store the positions of its keys."""
     model, params = make(CausalLM, TOKENS, position=position, **POSITIONS[position])
     positions = jnp.broadcast_to(jnp.array([0, 2, 3, 7, 8, 9, 20, 21, 30]), (2, 9))
     whole = apply(model, params, TOKENS, positions)
@@ -156,7 +156,7 @@ def test_a_classifier_does_not_see_padding(pooling):
 
 
 def test_embeddings_are_scaled_by_the_root_of_the_width():
-    """A vector added by positions weighs sqrt(12) less when embeddings are scaled: compare through the pure parts."""
+    """Scaling is the same as a table multiplied by sqrt(d_model), here sqrt(12), without scaling."""
     model, params = make(CausalLM, TOKENS, position="none")
     plain = CausalLM(model.config.replace(**{"embedding.scale": False}))
     scaled = jax.tree.map(lambda leaf: leaf, params)
@@ -202,16 +202,16 @@ def test_a_learned_table_refuses_what_is_longer():
 
 
 def test_segments_of_the_source_say_nothing_of_the_target():
-    """Of lengths alike, they would be taken for those of the target in its attention to the source."""
+    """With equal lengths they would be used as the segments of the target in cross-attention."""
     source = Mask.segments(jnp.array([[1] * 5 + [2] * 4] * 2))
     model, params = make(Seq2Seq, TOKENS, TOKENS)
-    with pytest.raises(ValueError, match=r"context_mask=Mask\.segments\(of_target, of_source\)"):
+    with pytest.raises(ValueError, match=r"context_mask=Mask\.segments\(target_segments, source_segments\)"):
         model.apply(params, TOKENS, TOKENS, source_mask=source)
     assert model.apply(params, TOKENS, TOKENS, source_mask=source, context_mask=source).shape == (2, 9, 17)
 
 
 def test_the_mean_of_what_float16_can_hold():
-    """Of which the sum is more than it can, and the count more than bfloat16 can tell."""
+    """The sum exceeds the range of float16, and the count is not exact in bfloat16."""
     hidden = jnp.full((1, 2_049, 3), 40.0)
     for dtype in (jnp.float16, jnp.bfloat16, jnp.float32):
         mean = pool(hidden.astype(dtype), None, "mean")

@@ -1,4 +1,4 @@
-"""Several texts in one row, kept apart by segments, have the loss and the gradients of each in a row of its own."""
+"""Texts packed into one row with segments have the loss and gradients of the same texts in separate rows."""
 
 import functools
 
@@ -14,7 +14,7 @@ from transformer.training._tasks import TASKS
 
 VOCABULARY, ROW = 17, 13
 LENGTHS = (7, 5, 11, 2, 6, 4)
-"""of texts, and of targets"""
+"""lengths of texts, and of targets"""
 SOURCE_LENGTHS = (3, 8, 9, 4, 2, 5)
 PLACES = ((0, 1), (2, 3), (4, 5))
 """which texts share a row"""
@@ -27,7 +27,7 @@ def texts(seed, lengths):
 
 
 def laid_out(rows, groups):
-    """The rows of each group one after the other: what is in a place, its segment (0: padding) and its position."""
+    """Pack the rows of each group one after another; return ids, segments (0: padding) and positions."""
     found = np.zeros((3, len(groups), ROW), np.int32)
     for group, members in enumerate(groups):
         start = 0
@@ -39,7 +39,7 @@ def laid_out(rows, groups):
 
 
 def batch(task, packed):
-    """All texts, each in a row of its own or some together, with unequal weights."""
+    """Return a batch of all texts, in separate rows or packed, with different weights."""
     groups = PLACES if packed else [(number,) for number in range(len(LENGTHS))]
     tokens, segments, positions = laid_out(texts(0, LENGTHS), groups)
     made = {
@@ -60,8 +60,9 @@ def batch(task, packed):
 
 @functools.cache
 def model_and_loss(task, position, kind=LayerKind()):
-    """Parameters that show, and the jitted sums of loss, weights and what routers add, with the gradients of the first
-    and last together.
+    """Return a jitted function: batch -> ((loss with router losses, sum of weights), gradients of the loss).
+
+    All parameters are random, so that each has an effect.
     """
     sizes = {"vocab_size": VOCABULARY, "d_model": 8, "num_heads": 2, "num_layers": 1, "d_ff": 12}
     config = TransformerConfig(
@@ -101,14 +102,14 @@ def test_loss_and_gradients_are_those_of_rows_alone(task, position, kind):
     (alone, same_weight), wanted = loss(batch(task, packed=False))
     assert weight == same_weight > sum(LENGTHS)
     np.testing.assert_allclose(packed, alone, rtol=1e-5)
-    # Relative to the largest of all: a bias on keys has no gradient but rounding.
+    # Tolerance relative to the largest gradient: the gradient of a key bias is only rounding error.
     largest = max(np.abs(leaf).max() for leaf in jax.tree.leaves(wanted))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * largest), gradients, wanted)
 
 
 @pytest.mark.parametrize("name", ["segment_ids", "source_segment_ids", "positions", "source_positions"])
 def test_each_part_of_a_packed_batch_is_needed(name):
-    """With learned positions, which tell where a token stands; rotary ones only tell how far apart two are."""
+    """With learned positions, which are absolute; rotary positions only encode distances."""
     loss, right = model_and_loss("seq2seq", "learned"), batch("seq2seq", packed=True)
     wrong = right | {
         name: np.minimum(right[name], 1) if "segment" in name else np.tile(np.arange(ROW), (len(PLACES), 1))

@@ -1,4 +1,4 @@
-"""Whole models against Hugging Face's: tiny random weights, values and gradients in float32."""
+"""Complete models equal Hugging Face's, with tiny random weights: values and gradients in float32."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -28,7 +28,7 @@ GPT2 = {
 
 
 def compare_logits(torch, theirs, names, config, tokens, **options):
-    """Logits and gradients of two decoders."""
+    """Compare logits and gradients of two decoders."""
 
     def apply_ours(apply, tokens):
         return apply(tokens)
@@ -68,7 +68,7 @@ LLAMA = {
 def test_llama_is_transformers(torch, transformers, case):
     """Grouped queries, rotary positions, RMSNorm, SwiGLU, no biases, untied (Touvron et al. 2023, arXiv 2302.13971)."""
     base, ours, theirs = SCALINGS[case]
-    short = 24  # so short that scaling is felt
+    short = 24  # short enough for the scaling to have an effect
     if ours is not None:
         ours, theirs = ours | {"original_length": short}, theirs | {"original_max_position_embeddings": short}
     sizes = {"hidden_size": 18, "num_hidden_layers": 2, "intermediate_size": 17, "head_dim": 4, "vocab_size": 29}
@@ -99,7 +99,7 @@ def t5_layer(stack, cross):
 
 
 def test_t5_is_transformers(torch, transformers):
-    """T5 1.1: relative bias both ways and one way, scores unscaled, RMSNorm, GEGLU, no biases, heads of any size."""
+    """T5 1.1: bidirectional and causal relative bias, unscaled scores, RMSNorm, GEGLU, no biases, any head size."""
     sizes = {"vocab_size": 29, "d_model": 15, "d_kv": 4, "d_ff": 17, "num_layers": 2, "num_decoder_layers": 2}
     buckets = {"relative_attention_num_buckets": 8, "relative_attention_max_distance": 10}
     theirs = transformers.T5Config(
@@ -109,7 +109,7 @@ def test_t5_is_transformers(torch, transformers):
         feed_forward_proj="gated-gelu",
         layer_norm_epsilon=EPSILON,
         dropout_rate=0.0,
-        initializer_factor=0.3,  # unscaled scores of larger weights make a hard maximum, which magnifies rounding
+        initializer_factor=0.3,  # with large unscaled scores, softmax amplifies rounding errors
         tie_word_embeddings=False,  # here: tied, but not scaled
         attn_implementation="eager",
     )

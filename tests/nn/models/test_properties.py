@@ -1,4 +1,4 @@
-"""What holds for every model, tried on random configs: causality, padding, packing, batch order, cache, jit."""
+"""Properties of every model, tested on random configs: causality, padding, packing, batch order, cache, jit."""
 
 from collections.abc import Callable
 
@@ -17,7 +17,7 @@ LENGTH, SOURCE_LENGTH = 6, 5
 
 
 def reach(case: Case, layers: int, causal: bool) -> np.ndarray:
-    """(T, T), which inputs an output of a stack depends on, layer after layer."""
+    """Return (T, T): which inputs each output of a stack depends on, computed layer by layer."""
     config, seen = case.config, np.eye(LENGTH, dtype=bool)
     repeats = (layers - len(config.stack.prefix) - len(config.stack.suffix)) // len(config.stack.period)
     distance = np.arange(LENGTH)[:, None] - np.arange(LENGTH)[None, :]
@@ -30,11 +30,12 @@ def reach(case: Case, layers: int, causal: bool) -> np.ndarray:
 
 @often(2, 25, st.tuples(cases(capacity=True), st.integers(0, LENGTH - 1)))
 def test_an_output_depends_on_what_it_may_see_and_on_nothing_else(drawn):
-    """By the Jacobian of a mixture of the logits at t by the embeddings at s; and, for what has no derivative, by other
-    embeddings after t.
+    """Check the Jacobian of a random mixture of the logits at t with respect to the embeddings at s.
+
+    For dependencies without a derivative, also change the embeddings after t.
     """
     case, place = drawn
-    if case.config.attention.softcap is None:  # without one, what far scores weigh may round to 0
+    if case.config.attention.softcap is None:  # without a softcap, small attention weights may round to 0
         case = Case(case.kind, case.config.replace(**{"attention.softcap": 10.0}), case.seed)
     model, params, random = case.model(), case.params, np.random.default_rng(case.seed)
     both = case.kind == "encoder-decoder"
@@ -59,7 +60,8 @@ def test_an_output_depends_on_what_it_may_see_and_on_nothing_else(drawn):
     seen = reach(case, case.config.decoder_layers if both else case.config.num_layers, causal)
     depends = np.abs(by_input[:, 0]).max(-1) > 0
     assert not (depends & ~seen).any()
-    # Without a residual all of a layer's hidden units may be off, or a softmax at its end.
+    # Without residual connections, all hidden units of a layer may be zero or a softmax saturated, so nothing is
+    # checked.
     if case.config.norm_position != "pre_without_residual":
         np.testing.assert_array_equal(depends, seen)
         assert all((np.abs(by[:, 0, :-1]).max(-1) > 0).all() for by in by_source)
@@ -73,7 +75,7 @@ def test_an_output_depends_on_what_it_may_see_and_on_nothing_else(drawn):
 
 @often(1, 25, st.tuples(cases(), st.sampled_from(["lengths", "right", "left"]), st.integers(1, 3)))
 def test_padding_changes_nothing(drawn):
-    """Tokens that are masked, at either end, whatever they are: neither logits nor losses of routers."""
+    """Masked tokens at either end change neither logits nor router losses, whatever their ids."""
     case, way, more = drawn
     run = jax.jit(reader(case))
 
@@ -98,7 +100,7 @@ def test_padding_changes_nothing(drawn):
 
 
 def weighed(read: Callable) -> Callable:
-    """(params, batch) -> the logits that `read` gives, weighed, plus the losses of routers; and the logits."""
+    """Return a loss function (params, batch) -> (weighted sum of the logits of `read` plus router losses, logits)."""
 
     def loss(params, batch):
         logits, aux = read(params, batch)
@@ -109,7 +111,7 @@ def weighed(read: Callable) -> Callable:
 
 @st.composite
 def packings(draw):
-    """Lengths of three texts and their sources, and two of them that share a row."""
+    """Generate lengths of three texts and their sources, and which two of them share a row."""
     lengths = draw(st.tuples(*[st.tuples(st.integers(1, LENGTH), st.integers(1, LENGTH))] * 3))
     first, second, third = draw(st.permutations(range(3)))
     return lengths, [[first, second], [third], []]
@@ -117,7 +119,7 @@ def packings(draw):
 
 @often(2, 25, st.tuples(cases(), packings()))
 def test_texts_in_one_row_give_what_each_gives_alone(drawn):
-    """Logits, losses of routers, and gradients of the two together."""
+    """Compare logits, router losses, and gradients of their sum."""
     case, (lengths, packed) = drawn
     read, random = reader(case), np.random.default_rng(case.seed)
     weights = random.normal(size=(3, LENGTH, VOCABULARY))
@@ -151,7 +153,7 @@ def test_texts_in_one_row_give_what_each_gives_alone(drawn):
 
 
 def full_batch(case: Case, rows: int, lengths: tuple[int, int] = (LENGTH, SOURCE_LENGTH)) -> dict[str, jax.Array]:
-    """Rows that are all one text, but for one padded with two tokens."""
+    """Return rows of one text each without padding, except for two padding tokens in the last row."""
     made = {}
     for side, length in zip(("", "source_"), lengths, strict=True):
         tokens = list(np.asarray(case.tokens(rows, length, source=bool(side))))
@@ -164,7 +166,7 @@ def full_batch(case: Case, rows: int, lengths: tuple[int, int] = (LENGTH, SOURCE
 
 @often(2, 25, st.tuples(cases(capacity=True), st.sampled_from([(1, 2, 0), (2, 0, 1)])))
 def test_rows_of_a_batch_are_on_their_own(drawn):
-    """In another order they give the same, each in its place."""
+    """A permutation of the rows permutes the outputs."""
     case, order = drawn
     run, batch, order = jax.jit(reader(case)), full_batch(case, 3), np.array(order)
     moved = run(case.params, jax.tree.map(lambda array: np.asarray(array)[order], batch))
@@ -187,7 +189,7 @@ EXECUTIONS = [
     ),
 )
 def test_scan_unroll_and_remat_change_nothing(drawn):
-    """Neither values nor gradients, dropout included."""
+    """Values and gradients are the same, also with dropout."""
     case, execution, drops = drawn
     if drops:
         case = Case(case.kind, case.config.replace(dropout_rate=0.3, **{"attention.dropout_rate": 0.2}), case.seed)
@@ -204,7 +206,7 @@ def test_scan_unroll_and_remat_change_nothing(drawn):
 
 @st.composite
 def chunks(draw):
-    """How many tokens of each row belong to its prompt, and how many are read at once: prompts, and then the rest."""
+    """Generate the prompt length of each row, and the number of tokens to read in each later call."""
     prompts = draw(st.tuples(*[st.integers(1, LENGTH - 2)] * 2))
     rest = LENGTH - max(prompts)
     one = draw(st.sampled_from([1, rest]))
@@ -213,7 +215,7 @@ def chunks(draw):
 
 @often(2, 25, st.tuples(cases("decoder", "encoder-decoder"), chunks()))
 def test_with_a_cache_logits_are_those_of_the_whole(drawn):
-    """Padded prompts of different lengths, then one token after the other, or all that are left at once."""
+    """Read padded prompts of different lengths, then single tokens or all remaining tokens in one call."""
     case, (prompts, widths) = drawn
     model, params, tokens, ends = case.model(), case.params, np.asarray(case.tokens(2, LENGTH)), np.array(prompts)
     source = case.tokens(2, SOURCE_LENGTH, source=True)
@@ -248,7 +250,7 @@ def test_compiled_or_not_it_is_the_same(case):
 
 @often(0, 20, st.tuples(cases(capacity=True), st.lists(st.sampled_from(AXES), min_size=3, max_size=3)))
 def test_over_eight_devices_it_is_the_same(drawn):
-    """Values and gradients, whatever a mesh splits: rows, length, heads, parameters, experts."""
+    """Values and gradients are the same if a mesh splits rows, length, heads, parameters or experts."""
     case, axes = drawn
     mesh = make_mesh({axis: 2 ** axes.count(axis) for axis in AXES})
     params, batch = case.params, full_batch(case, 8, (8, 8))

@@ -1,4 +1,4 @@
-"""Speech to text: frames through two convolutions, then a Seq2Seq; text from frames."""
+"""Speech recognition: two convolutions of the frames, the encoder-decoder model, and generation from frames."""
 
 import functools
 
@@ -22,7 +22,9 @@ from transformer.zoo.weights._files import write_weights
 
 KEY = jax.random.key(0)
 CONFIG = TransformerConfig(vocab_size=23, d_model=12, num_layers=1, num_heads=3, d_ff=17, input=Speech(mel_bins=5))
-CONFIG = CONFIG.replace(**{"embedding.tie": False}, initializer_range=0.6)  # what is written depends on what was heard
+CONFIG = CONFIG.replace(
+    **{"embedding.tie": False}, initializer_range=0.6
+)  # large weights, so that the text depends on the frames
 MODEL = SpeechToText(CONFIG.replace(position="learned", max_length=19, **{"embedding.source_max_length": 7}))
 FRAMES = jax.random.normal(jax.random.key(1), (2, 14, 5))
 TARGET = jnp.asarray([[3, 1, 4, 1], [5, 9, 2, 6]])
@@ -46,7 +48,7 @@ def test_a_convolution_sums_three_neighbors(stride):
 
 
 def test_a_position_hears_five_frames(variables):
-    """Before attention: position s hears frames 2s - 2 to 2s + 2, all of them and no others."""
+    """Before attention, position s depends on exactly the frames 2s - 2 to 2s + 2."""
 
     @jax.jit
     def heard(frames):
@@ -58,7 +60,7 @@ def test_a_position_hears_five_frames(variables):
 
 
 def test_it_is_a_seq2seq_whose_sources_are_half_as_long():
-    """With a scheme that has no table, of any length; an odd one is rounded up."""
+    """Without a position table any length is allowed; an odd length is rounded up."""
     assert issubclass(SpeechToText, Seq2Seq)
     free = SpeechToText(CONFIG)
     params = abstract_params(free)
@@ -77,15 +79,15 @@ def test_cached_is_uncached(variables):
 
 
 def test_text_from_frames_is_what_the_uncached_model_would_write(variables):
-    """From prompts of several tokens, frames as an array or as lists; other speech, other text."""
+    """With prompts of several tokens, and frames as an array or as lists; other frames give another text."""
     params = variables["params"]
     prompts = [[3, 1], [5, 9]]
     rows = generate(MODEL, params, prompts, sources=FRAMES, max_new_tokens=5, sampling=GREEDY)
     target = jnp.asarray([prompt + row for prompt, row in zip(prompts, rows, strict=True)])
     likeliest = jnp.argmax(jax.jit(MODEL.apply)(variables, FRAMES, target), -1)
     assert likeliest[:, 1:-1].tolist() == rows
-    turned = np.asarray(FRAMES[::-1]).tolist()
-    assert generate(MODEL, params, prompts, sources=turned, max_new_tokens=5, sampling=GREEDY) != rows
+    swapped = np.asarray(FRAMES[::-1]).tolist()
+    assert generate(MODEL, params, prompts, sources=swapped, max_new_tokens=5, sampling=GREEDY) != rows
 
 
 @pytest.mark.usefixtures("without_type_checks")

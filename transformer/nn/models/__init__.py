@@ -1,4 +1,7 @@
-"""Whole models: inputs in, logits out. `hidden` and `head` apart, so that a loss can avoid (B, T, V) at once."""
+"""Complete models, from inputs to logits.
+
+The methods `hidden` and `head` are separate, so that a loss can avoid storing all logits (B, T, V) at the same time.
+"""
 
 from transformer.nn.models._base import count_parameters
 from transformer.nn.models._causal_lm import CausalLM

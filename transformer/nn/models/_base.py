@@ -1,4 +1,4 @@
-"""What the models share: embedding and head, an encoder over tokens."""
+"""Base classes of the models: embedding and head, and an encoder of tokens."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ from transformer.nn._stacks import Encoder
 
 
 class HeadMap(nn.Module):
-    """What a config's `head_transform` says: a map `dense` (D, D), an activation and perhaps a norm `norm` (Devlin et
-    al. 2018, arXiv 1810.04805).
+    """The config's `head_transform`: a linear map `dense` (D, D), an activation and an optional norm `norm`.
+
+    It is the transform before the output layer of BERT (Devlin et al. 2018, arXiv 1810.04805).
     """
 
     parameter_axes = declare({"head_transform/dense/kernel": "embed -> _"}, role="output")
@@ -36,7 +37,7 @@ class HeadMap(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
-        """(..., D) -> (..., D)."""
+        """Transform hidden states (..., D) to (..., D)."""
         config, transform = self.config, self.transform
         features, init = (x.shape[-1],), kernel_init(config)
         x = Linear(features, 1, transform.use_bias, init, config.dtype, config.param_dtype, name="dense")(x)
@@ -45,7 +46,7 @@ class HeadMap(nn.Module):
 
 
 class Model(nn.Module):
-    """What the models share: embedding and head (Vaswani et al. 2017, section 3.4)."""
+    """Base class of all models: embedding and head (Vaswani et al. 2017, section 3.4)."""
 
     parameter_axes = declare(
         {"output/kernel": "embed -> vocab", "output/bias": "vocab", "output_bias": "vocab"}, role="output", int8=True
@@ -57,11 +58,11 @@ class Model(nn.Module):
     def _table(self, vocab_size: int | None, field: str = "vocab_size") -> Embedding:
         config = self.config
         if vocab_size is None:
-            raise ConfigError(f"{field} is not set: a {type(self).__name__} needs to know how many tokens there are.")
+            raise ConfigError(f"{field} is not set: a {type(self).__name__} needs the number of tokens. Set it.")
         return Embedding(vocab_size, config.d_model, kernel_init(config), config.dtype, config.param_dtype)
 
     def _setup_head(self, features: int, *, tied: bool, use_bias: bool = False) -> None:
-        """Makes what `head` needs for so many logits; `use_bias` where the config leaves it open."""
+        """Create the submodules of `head` for `features` logits; `use_bias` is the default if the config sets none."""
         config = self.config
         use_bias = use_bias if config.output.bias is None else config.output.bias
         self._setup_transform()
@@ -75,20 +76,23 @@ class Model(nn.Module):
             self.head_transform = HeadMap(self.config, self.config.output.transform)
 
     def _embed(self, table: Embedding, tokens: Tokens) -> Hidden:
-        """Looks tokens up; times sqrt(d_model) where the config says so (Vaswani et al. 2017, section 3.4)."""
+        """Return token embeddings (B, T, D), scaled if the config says so (Vaswani et al. 2017, section 3.4)."""
         _check_tokens(tokens, table.vocab_size)
+        # With a tied table, rows are initialized for the output layer, with variance about 1 / D. Multiplication by
+        # sqrt(D) gives embeddings of variance about 1, the size of sinusoidal positions.
         x = table(tokens)
         return x * jnp.asarray(math.sqrt(self.config.d_model), x.dtype) if self.config.embedding.scale else x
 
     def hidden(self, *inputs: Any, **options: Any) -> Hidden | tuple[Hidden, Any]:
-        """Hidden states (B, T, D) for `head`; arguments as in a call. With a cache, a pair: hidden states and cache."""
+        """Return the hidden states (B, T, D) that `head` takes; the arguments are those of a call.
+
+        With a cache, return a pair (hidden states, cache).
+        """
         x, cache, _ = self.run_stacks(*inputs, **options)
         return x if cache is None else (x, cache)
 
     def with_aux(self, *inputs: Any, **options: Any) -> tuple[Logits, Aux]:
-        """What a call without a cache takes -> logits (B, T, V), and aux, what the layers report to the training
-        loss.
-        """
+        """Return logits (B, T, V) and aux, the layers' terms of the training loss; takes the arguments of a call."""
         x, _, aux = self.run_stacks(*inputs, **options)
         return self.head(x), aux
 
@@ -100,18 +104,20 @@ class Model(nn.Module):
 
     @nn.nowrap
     def head_parameters(self, params: Mapping[str, Any]) -> dict[str, Any]:
-        """Of a tree of parameters, those that `head` reads."""
+        """Return the part of a parameter tree that `head` uses."""
         names = {"embedding"} if self.config.embedding.tie else {"output"}
         return {name: params[name] for name in names | {"output_bias", "head_transform"} if name in params}
 
     def head(self, hidden: Hidden) -> Logits:
-        """Hidden states (B, T, D) -> logits (B, T, V), float32."""
+        """Compute logits (B, T, V), float32, from hidden states (B, T, D)."""
         hidden = self._before_output(hidden)
+        # With tied embeddings the logits are E h, where E (V, D) is the table of the input embeddings.
         logits = self.embedding.attend(hidden) if self.config.embedding.tie else self.output(hidden)
+        # The softmax of the loss exponentiates the logits: in bfloat16 it would lose too much precision.
         logits = logits.astype(jnp.float32)
         if self.config.embedding.tie and self.config.output.bias:
             logits = logits + self.output_bias.astype(jnp.float32)[None, None]
-        cap = self.config.output.softcap
+        cap = self.config.output.softcap  # limits the logits to (-cap, cap) (Gemma 2, arXiv 2408.00118, section 2)
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
     def _before_output(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -123,8 +129,9 @@ class Model(nn.Module):
 
 
 class TokenEncoder(Model):
-    """What encoder models share: token embeddings, plus those of token types, through an encoder (Devlin et al. 2018,
-    section 3). It sees both ways, or with the config's `causal` back alone.
+    """Base class of token encoders: embeddings of tokens and token types, then an encoder (Devlin et al. 2018).
+
+    Attention is bidirectional, or causal with the config's `causal`.
     """
 
     parameter_axes = declare({"token_type_embedding/embedding": "_ embed"})
@@ -147,11 +154,15 @@ class TokenEncoder(Model):
         """Return hidden states (B, T, D), None for the cache, and aux, the layers' terms of the training loss.
 
         Args:
-            token_types: None: type 0 everywhere.
+            tokens: (B, T), token ids.
+            positions: (B, T); None: 0, 1, 2, ...
+            mask: which tokens are padding, or which segments are packed into a row.
+            deterministic: False enables dropout (rng "dropout").
+            token_types: (B, T), such as the number of the sentence in a pair; None: type 0 everywhere.
 
         Raises:
-            ValueError: ids or types outside their tables (only where values are known: not inside jit, which gives
-                NaN), or types for a model without any.
+            ValueError: if ids or types are outside their tables (only for concrete values: under jit the result is NaN
+                instead), or if types are given to a model without token types.
         """
         x = self._embed(self.embedding, tokens)
         if self.config.embedding.token_types is not None:
@@ -160,20 +171,26 @@ class TokenEncoder(Model):
             x = x + self.token_type_embedding(token_types)
         elif token_types is not None:
             raise ValueError(
-                "token_types are given, but the model has no table of them. Leave them out, or set the config's."
+                "token_types are given, but the model has no table of token types. Omit them, or set "
+                "embedding.token_types in the config."
             )
         return self.encoder(x, positions=positions, mask=mask, deterministic=deterministic)
 
 
 def _check_tokens(tokens: Tokens, vocab_size: int, field: str = "vocab_size") -> None:
-    """ValueError unless `tokens` (B, T) are rows of a table of `vocab_size`. Compiled code can't raise (an id outside
-    gives NaN there); called directly, it says what is wrong.
+    """Check that `tokens` (B, T) are indices of a table with `vocab_size` rows.
+
+    Compiled code can't raise: under jit only shape and dtype are checked, and an id outside the table gives NaN.
+
+    Raises:
+        ValueError: if the array has another shape or dtype, or an id is out of range.
     """
     what = "token ids" if field == "vocab_size" else field
     if getattr(tokens, "ndim", None) != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
         got = f"{tokens.dtype} of shape {tokens.shape}" if hasattr(tokens, "dtype") else type(tokens).__name__
         raise ValueError(
-            f"{what} must be an array of integers, (batch, length), got {got}. A single row is jnp.asarray([ids])."
+            f"{what} must be an array of integers of shape (batch, length), got {got}. For a single row, pass "
+            f"jnp.asarray([ids])."
         )
     if isinstance(tokens, jax.core.Tracer) or not tokens.size:
         return
@@ -187,5 +204,5 @@ def _check_tokens(tokens: Tokens, vocab_size: int, field: str = "vocab_size") ->
 
 
 def count_parameters(params: Any) -> int:
-    """Numbers in a tree of parameters, or of their shapes."""
+    """Return the number of parameters in a tree of arrays, or of their shapes."""
     return sum(leaf.size for leaf in jax.tree.leaves(params))

@@ -1,4 +1,4 @@
-"""A decoder alone."""
+"""The decoder-only language model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from transformer.nn.models._base import Model
 
 
 class CausalLM(Model):
-    """A decoder alone: predicts each next token from those before it (Radford et al. 2018; Vaswani et al. 2017)."""
+    """A decoder that predicts each token from the previous ones (Radford et al. 2018; Vaswani et al. 2017)."""
 
     def setup(self):
         self.embedding = self._table(self.config.vocab_size)
@@ -29,16 +29,21 @@ class CausalLM(Model):
         cache: Any = None,
         deterministic: bool = True,
     ) -> Logits | tuple[Logits, Any]:
-        """Tokens (B, T) -> logits (B, T, V) float32, or (logits, cache) when a cache is given.
+        """Compute the logits of the next token at each position.
 
         Args:
-            positions: (B, T); None: 0, 1, 2, ... after what the cache holds.
-            mask: beyond causality, which is always there.
-            cache: of `init_cache`, or as returned by the call before.
-            deterministic: False turns dropout on (rng "dropout").
+            tokens: (B, T), token ids.
+            positions: (B, T); None: 0, 1, 2, ..., continued after the tokens in the cache.
+            mask: restrictions in addition to the causal mask, which always applies.
+            cache: a KV cache from `init_cache` or from the previous call.
+            deterministic: False enables dropout (rng "dropout").
+
+        Returns:
+            Logits (B, T, V), float32; with a cache, (logits, cache).
 
         Raises:
-            ValueError: ids outside the vocabulary (only where values are known: not inside jit, which gives NaN).
+            ValueError: if ids are outside the vocabulary (only for concrete values: under jit the result is NaN
+                instead).
         """
         x, cache, _ = self.run_stacks(tokens, positions, mask, cache, deterministic)
         return self.head(x) if cache is None else (self.head(x), cache)
@@ -57,5 +62,5 @@ class CausalLM(Model):
 
     @nn.nowrap
     def init_cache(self, batch: int, length: int) -> Any:
-        """An empty cache for `batch` rows of up to `length` tokens; needs no parameters."""
+        """Return an empty KV cache for `batch` rows of up to `length` tokens; needs no parameters."""
         return Decoder(self.config).init_cache(batch, length)

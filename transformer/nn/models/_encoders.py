@@ -1,4 +1,4 @@
-"""Encoders of tokens: one vector of logits a token, or one vector a sequence."""
+"""Token encoders: logits per token, or one vector per sequence."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from transformer.nn.models._base import TokenEncoder
 
 
 class MaskedLM(TokenEncoder):
-    """An encoder that predicts the tokens that were hidden from it (Devlin et al. 2018, section 3.1)."""
+    """An encoder that predicts masked tokens (Devlin et al. 2018, section 3.1)."""
 
     def setup(self):
         self._setup_encoder()
@@ -28,17 +28,18 @@ class MaskedLM(TokenEncoder):
         deterministic: bool = True,
         token_types: Int[Array, "B T"] | None = None,
     ) -> Logits:
-        """Tokens (B, T) -> logits (B, T, V), float32; arguments as those of `hidden`, where padding is told by
-        `mask=Mask.lengths(...)`, or by `Mask.segments(...)`.
+        """Compute logits (B, T, V), float32, from tokens (B, T).
+
+        The arguments are those of `run_stacks`. Mark padding with `mask=Mask.lengths(...)` or `Mask.segments(...)`.
         """
         return self.head(self.hidden(tokens, positions, mask, deterministic, token_types))
 
 
 class PooledEncoder(TokenEncoder):
-    """An encoder whose output is pooled to one vector a sequence (Devlin et al. 2018, section 3.2).
+    """An encoder whose output is pooled to one vector per sequence (Devlin et al. 2018, section 3.2).
 
-    Padding is told by `mask=Mask.lengths(...)`, or by `Mask.segments(...)`: segment 0 is padding, on either side, and
-    all the others together are what is pooled.
+    Mark padding with `mask=Mask.lengths(...)` or `Mask.segments(...)`. In segments, id 0 is padding, on either side;
+    the tokens of all other segments are pooled together.
     """
 
     def __call__(
@@ -49,7 +50,11 @@ class PooledEncoder(TokenEncoder):
         deterministic: bool = True,
         token_types: Int[Array, "B T"] | None = None,
     ) -> Float[Array, "B ..."]:
-        """Tokens (B, T) -> what `head` makes of the pooled vectors: (B, C) or (B, D), float32; see `hidden`."""
+        """Apply `head` to the pooled encoding of tokens (B, T); the arguments are those of `run_stacks`.
+
+        Returns:
+            (B, C) or (B, D), float32.
+        """
         return self.head(self.pool(self.hidden(tokens, positions, mask, deterministic, token_types), mask))
 
     def with_aux(
@@ -60,36 +65,37 @@ class PooledEncoder(TokenEncoder):
         deterministic: bool = True,
         token_types: Int[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B ..."], Aux]:
-        """What a call takes -> what it gives, and aux, what the layers report to the training loss."""
+        """Return the output of a call and aux, the layers' terms of the training loss; arguments as in a call."""
         x, _, aux = self.run_stacks(tokens, positions, mask, deterministic, token_types)
         return self.head(self.pool(x, mask)), aux
 
     def pool(self, hidden: Hidden, mask: Mask | None = None) -> Float[Array, "B D"]:
-        """(B, T, D) -> (B, D): mean, first or last of the real tokens."""
+        """Pool hidden states (B, T, D) to (B, D): mean, first or last of the non-padding tokens."""
         return pool(hidden, mask, self.config.output.pooling)
 
 
 class Classifier(PooledEncoder):
-    """An encoder whose output, pooled to one vector, is classified (Devlin et al. 2018, section 3).
+    """An encoder with a classifier on its pooled output (Devlin et al. 2018, section 3).
 
     Raises:
-        ConfigError: the config has no num_classes.
+        ConfigError: if the config has no num_classes.
     """
 
     def setup(self):
         if self.config.output.num_classes is None:
-            raise ConfigError("output.num_classes is not set: a Classifier needs to know how many classes there are.")
+            raise ConfigError("output.num_classes is not set: a Classifier needs the number of classes. Set it.")
         self._setup_encoder()
         self._setup_head(self.config.output.num_classes, tied=False, use_bias=True)
 
     def head(self, pooled: Float[Array, "B D"]) -> Float[Array, "B C"]:
-        """Pooled vectors (B, D) -> logits (B, C), float32."""
+        """Compute class logits (B, C), float32, from pooled vectors (B, D)."""
         return self.output(self._before_output(pooled)).astype(jnp.float32)
 
 
 class Embedder(PooledEncoder):
-    """An encoder whose output, pooled to one vector, stands for the sequence (Reimers & Gurevych 2019, arXiv
-    1908.10084); through the config's `head_transform` where it has one, and of length 1 with `normalize_embeddings`.
+    """An encoder whose pooled output is an embedding of the sequence (Reimers & Gurevych 2019, arXiv 1908.10084).
+
+    The config's `head_transform`, if set, is applied to the pooled vector; `output.normalize` scales it to length 1.
     """
 
     def setup(self):
@@ -97,31 +103,43 @@ class Embedder(PooledEncoder):
         self._setup_transform()
 
     def head(self, pooled: Float[Array, "B D"]) -> Float[Array, "B D"]:
-        """Pooled vectors (B, D) -> vectors (B, D), float32."""
+        """Compute embeddings (B, D), float32, from pooled vectors (B, D)."""
         vectors = self._transformed(pooled).astype(jnp.float32)
         if not self.config.output.normalize:
             return vectors
-        # A vector of zeros stays one, as where it is usually normalized: by the larger of its length and 1e-12.
+        # v / max(|v|, 1e-12), the usual definition, so that a zero vector stays zero. The maximum is taken of the
+        # squares, because the derivative of sqrt at 0 is infinite.
         return vectors * jax.lax.rsqrt(jnp.maximum(jnp.square(vectors).sum(-1, keepdims=True), 1e-24))
 
 
 def pool(hidden: Hidden, mask: Mask | None, pooling: Pooling) -> Float[Array, "B D"]:
-    """(B, T, D) -> (B, D): mean, first or last of the tokens that are no padding (Reimers & Gurevych 2019, section 3);
-    of a row of padding zeros, or its first one.
+    """Pool the non-padding tokens of each sequence (Reimers & Gurevych 2019, section 3).
+
+    Args:
+        hidden: (B, T, D).
+        mask: its lengths and segments mark the padding; None: no padding.
+        pooling: "mean", "first" or "last".
+
+    Returns:
+        (B, D). For a row that is all padding: zeros for the mean, otherwise its first position.
     """
     real = _real_tokens(mask, *hidden.shape[:2])
     if pooling == "mean":
         count = jnp.maximum(real.sum(1), 1)[:, None]
-        # In float32: a sum may be more than float16 holds where the mean is not, and a count more than bfloat16 tells.
+        # Sum in float32: a sum can exceed the range of float16 even if the mean does not, and bfloat16 can't represent
+        # all integers above 256.
+        # where and not a product with 0: NaN or infinity in padding would survive a product. (B, T, D) -> (B, D)
         total = jnp.where(real[..., None], hidden, 0.0).sum(1, dtype=jnp.float32)
         return (total / count).astype(hidden.dtype)
-    places = jnp.arange(hidden.shape[1])[None, :]
-    place = jnp.argmax(real, 1) if pooling == "first" else jnp.where(real, places, 0).max(1)
-    return jnp.take_along_axis(hidden, place[:, None, None], axis=1)[:, 0]
+    indices = jnp.arange(hidden.shape[1])[None, :]
+    # argmax of booleans is the index of the first True.
+    index = jnp.argmax(real, 1) if pooling == "first" else jnp.where(real, indices, 0).max(1)
+    return jnp.take_along_axis(hidden, index[:, None, None], axis=1)[:, 0]
 
 
 def _real_tokens(mask: Mask | None, batch: int, length: int) -> Bool[Array, "B T"]:
-    """By the mask's lengths, and by its segments, of which 0 is padding."""
+    """Return which tokens are not padding, by the mask's lengths and segments (segment 0 is padding)."""
+    # Lengths and segments may be combined: a token must be real by both.
     real = jnp.ones((batch, length), bool)
     if mask is not None and mask.key_lengths is not None:
         real = real & (jnp.arange(length)[None, :] < mask.key_lengths[:, None])

@@ -1,4 +1,4 @@
-"""Encoder and decoder."""
+"""The encoder-decoder model."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from transformer.nn.models._base import Model
 
 
 class Seq2Seq(Model):
-    """Encoder and decoder (Vaswani et al. 2017): target tokens from a whole source and the target so far.
+    """An encoder-decoder model (Vaswani et al. 2017).
 
-    One embedding table for source, target and logits, as in section 3.4; `source_vocab_size` gives the source its own.
+    It predicts each target token from the source and the previous target tokens. Source, target and logits share one
+    embedding table, as in section 3.4. With `source_vocab_size` the source has a separate table.
     """
 
     def setup(self):
@@ -29,7 +30,7 @@ class Seq2Seq(Model):
         self._setup_head(config.vocab_size, tied=config.embedding.tie)
 
     def _setup_source(self) -> None:
-        """Makes what `_embed_source` needs."""
+        """Create the submodules of `_embed_source`."""
         if self.config.embedding.source_vocab_size is not None:
             self.source_embedding = self._table(self.config.embedding.source_vocab_size, "source_vocab_size")
 
@@ -49,13 +50,22 @@ class Seq2Seq(Model):
         deterministic: bool = True,
         context_mask: Mask | None = None,
     ) -> Logits | tuple[Logits, Any]:
-        """Source (B, S) and target (B, T) -> logits (B, T, V) float32, or (logits, cache) when a cache is given.
+        """Compute the logits of the next target token at each position.
 
         Args:
-            source: token ids; None in later calls with a cache, which then holds the cross-attention's keys and values.
-            source_mask: which source tokens are real: `Mask.lengths(...)`; also in later calls.
-            mask: of the target, beyond causality.
-            context_mask: which source tokens a target token may attend to; None: as `source_mask` says.
+            source: (B, S), token ids; None in later calls with a cache, which then holds the keys and values of the
+                cross-attention.
+            target: (B, T), token ids.
+            source_positions: (B, S); None: 0, 1, 2, ...
+            positions: (B, T), of the target; None: 0, 1, 2, ..., continued after the tokens in the cache.
+            source_mask: which source tokens are not padding, `Mask.lengths(...)`; also needed in later calls.
+            mask: restrictions for the target in addition to the causal mask.
+            cache: a KV cache from `init_cache` or from the previous call.
+            deterministic: False enables dropout (rng "dropout").
+            context_mask: which source tokens a target token may attend to; None: those of `source_mask`.
+
+        Returns:
+            Logits (B, T, V), float32; with a cache, (logits, cache).
         """
         x, cache, _ = self.run_stacks(
             source, target, source_positions, positions, source_mask, mask, cache, deterministic, context_mask
@@ -69,7 +79,7 @@ class Seq2Seq(Model):
         source_mask: Mask | None = None,
         deterministic: bool = True,
     ) -> Context:
-        """Source (B, S) -> what the decoder attends to, (B, S, D)."""
+        """Encode the source (B, S) as the context (B, S, D) that the decoder attends to."""
         return self._encode(source, source_positions, source_mask, deterministic)[0]
 
     def _encode(self, source, source_positions, source_mask, deterministic):
@@ -92,13 +102,15 @@ class Seq2Seq(Model):
         """Return hidden states (B, T, D), the cache, and aux, the layers' terms of the training loss.
 
         Raises:
-            ValueError: a source mask with segments, without a context mask.
+            ValueError: if the source mask has segments and there is no context mask.
         """
         if context_mask is None and isinstance(source_mask, Mask) and source_mask.query_segments is not None:
             raise ValueError(
-                "source_mask has segments, and says of the source alone which positions are of one. Say which of the "
-                "target belong to them: context_mask=Mask.segments(of_target, of_source)."
+                "source_mask has segments, which describe the source only: the segments of the target are missing. "
+                "Pass context_mask=Mask.segments(target_segments, source_segments)."
             )
+        # With a cache, only the first call encodes the source: later steps read the cached cross-attention keys and
+        # values.
         context, encoder_aux = None, {}
         if source is not None:
             context, encoder_aux = self._encode(source, source_positions, source_mask, deterministic)
@@ -115,5 +127,5 @@ class Seq2Seq(Model):
 
     @nn.nowrap
     def init_cache(self, batch: int, length: int) -> Any:
-        """An empty cache for `batch` rows of up to `length` target tokens; needs no parameters."""
+        """Return an empty KV cache for `batch` rows of up to `length` target tokens; needs no parameters."""
         return Decoder(self.config, self.config.decoder_layers, cross=True).init_cache(batch, length)

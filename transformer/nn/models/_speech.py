@@ -1,4 +1,4 @@
-"""Text from speech: an encoder of log-mel frames, a decoder of tokens."""
+"""Speech recognition: an encoder of log-mel frames and a decoder of tokens."""
 
 from __future__ import annotations
 
@@ -17,12 +17,17 @@ from transformer.nn._parameter_axes import declare
 from transformer.nn.models._seq2seq import Seq2Seq
 
 FRAMES_A_POSITION = 2
-"""frames that become one position of the encoder: the stride of the second convolution"""
+"""number of frames per encoder position: the stride of the second convolution"""
 
 
 def check_frames(config: TransformerConfig, frames: Any) -> None:
-    """Raises ValueError unless `frames`, an array, is floating and (batch, frames, mel_bins), with learned positions as
-    many as the encoder's table has rows for: it was trained on just so many.
+    """Check that `frames` is a floating-point array of shape (batch, frames, mel_bins).
+
+    With learned positions the number of frames must match the encoder's position table, since the model was trained
+    with that number only.
+
+    Raises:
+        ValueError: if dtype or shape differ.
     """
     rows = config.longest_source if config.position == "learned" else None
     shape, count = frames.shape, "any" if rows is None else FRAMES_A_POSITION * rows
@@ -30,15 +35,17 @@ def check_frames(config: TransformerConfig, frames: Any) -> None:
     fits = len(shape) == 3 and 0 not in shape and shape[2] == mel_bins and (rows is None or shape[1] == count)
     if not fits or not jnp.issubdtype(frames.dtype, jnp.floating):
         raise ValueError(
-            f"frames must be floating numbers of shape (batch, {count}, {mel_bins}): batch, frames, mel bins; "
-            f"got {frames.dtype} of shape {shape}. Pad the sound with silence before its frames are made; where bins "
-            f"come before frames, swap the two axes; a single piece of speech is frames[None]."
+            f"frames must be floating-point of shape (batch, {count}, {mel_bins}): batch, frames, mel bins; "
+            f"got {frames.dtype} of shape {shape}. Pad the audio with silence before you compute its frames; if bins "
+            f"come before frames, swap the two axes; for a single recording, pass frames[None]."
         )
 
 
 class Convolution(nn.Module):
-    """A convolution over the length: each of every `stride`-th position from the three around it, zeros beyond the
-    ends. Parameters `kernel` (3, M, D) and `bias` (D,), D `features`. `kernel_init` None: Glorot uniform.
+    """A 1-D convolution over the length with kernel size 3 and zero padding.
+
+    Parameters: `kernel` (3, M, D) and `bias` (D,), where D is `features`. The output has every `stride`-th position.
+    `kernel_init` None means Glorot uniform.
     """
 
     parameter_axes = declare({"conv_*/kernel": "_ _ -> embed"}, role="input")
@@ -51,27 +58,32 @@ class Convolution(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "B T M"]) -> Float[Array, "B t D"]:
-        """(B, n, M) -> (B, ceil(n / stride), D)."""
+        """Convolve (B, n, M) to (B, ceil(n / stride), D)."""
         init = self.kernel_init or glorot_uniform(2)
         kernel = self.param("kernel", init, (3, x.shape[-1], self.features), self.param_dtype)
         bias = self.param("bias", nn.initializers.zeros, (self.features,), self.param_dtype)
         x, kernel, bias = nn.dtypes.promote_dtype(x, kernel, bias, dtype=self.dtype)
+        # y_t = b + sum_i W_i x_{stride t + i - 1} for i = 0, 1, 2: one position of padding on each side keeps the
+        # length.
         axes = ("NWC", "WIO", "NWC")
         y = jax.lax.conv_general_dilated(x, kernel, (self.stride,), ((1, 1),), dimension_numbers=axes)
         return y + bias[None, None]
 
 
 class SpeechToText(Seq2Seq):
-    """A Seq2Seq whose source is log-mel frames (B, F, M), floating; M is the config's `input.mel_bins` (Whisper;
-    Radford et al. 2022, arXiv 2212.04356, section 2.2). Two convolutions over three frames, each followed by GELU, the
-    second with stride 2, give S = ceil(F / 2) positions, which `source_mask` and `source_positions` refer to.
+    """An encoder-decoder model whose source is log-mel frames.
 
-    Parameters beside those of a Seq2Seq: `conv_0/` and `conv_1/`, instead of a table for the source. With learned
-    positions F must be twice `source_max_length`: shorter speech ends in silence, as the model was trained.
+    This is Whisper (Radford et al. 2022, arXiv 2212.04356, section 2.2). Frames are (B, F, M), floating-point, with M
+    the config's `input.mel_bins`. Two convolutions with kernel size 3, each followed by GELU, the second with stride 2,
+    give S = ceil(F / 2) encoder positions. `source_mask` and `source_positions` refer to these positions.
+
+    Parameters in addition to those of a Seq2Seq: `conv_0/` and `conv_1/`, which replace the embedding table of the
+    source. With learned positions F must be twice `source_max_length`; pad shorter recordings with silence, as in
+    training.
 
     Raises:
-        ConfigError: the input of the config is not `Speech`, or it has a source_vocab_size.
-        ValueError: (its calls) frames of another shape, or not of floating numbers.
+        ConfigError: if the config's input is not `Speech`, or if it has a source_vocab_size.
+        ValueError: (when called) if the frames have another shape or are not floating-point.
     """
 
     def _setup_source(self) -> None:
@@ -79,7 +91,7 @@ class SpeechToText(Seq2Seq):
         if config.speech is None:
             raise ConfigError("input is not speech: a SpeechToText needs input=Speech(mel_bins=...).")
         if config.embedding.source_vocab_size is not None:
-            raise ConfigError("source_vocab_size is for sources of tokens, but a SpeechToText reads frames. Drop it.")
+            raise ConfigError("source_vocab_size is for sources of tokens, but a SpeechToText reads frames. Remove it.")
         types = {"kernel_init": kernel_init(config), "dtype": config.dtype, "param_dtype": config.param_dtype}
         self.conv_0 = Convolution(config.d_model, **types)
         self.conv_1 = Convolution(config.d_model, stride=FRAMES_A_POSITION, **types)
