@@ -1,4 +1,4 @@
-"""Beam search: finds what brute force finds, says the scores it has, and a row gets what it would get alone."""
+"""Beam search: equals brute force, reports correct scores, and rows do not depend on each other."""
 
 import dataclasses
 import functools
@@ -16,7 +16,7 @@ from transformer.generate import Beam, Sampling, beam_search, beam_search_all, g
 from transformer.generate import _batches as batches
 from transformer.generate._batches import _batches
 from transformer.generate._beam import USUAL
-from transformer.generate._searching import begin, go_on, top_k
+from transformer.generate._searching import continue_search, start_search, top_k
 from transformer.nn._masks import Mask
 from transformer.nn.models import CausalLM, Seq2Seq
 from transformer.zoo import load_pretrained
@@ -50,7 +50,7 @@ def teacher(**fields):
 
 
 def log_probability(source, begin, tokens, ends, **fields):
-    """Of the tokens and one of the ends (none: of the tokens alone), by one uncached pass."""
+    """Return the log-probability of the tokens and any of the end tokens, from one pass without cache."""
     target = np.zeros((1, 12), np.int32)
     target[0, : len(begin) + len(tokens)] = [*begin, *tokens]
     padded = np.zeros((1, 13), np.int32)
@@ -65,7 +65,7 @@ def penalty(length, alpha):
 
 
 def search(beam=USUAL, sources=SOURCES, eos_id=END, fields=(), **options):
-    """With a translator of the tests' own."""
+    """Search with the translator of these tests."""
     model, params = translator(**dict(fields))
     return beam_search(model, params, sources, eos_id=eos_id, beam=beam, **({"bos_id": 1} | options))
 
@@ -77,12 +77,13 @@ def test_a_beam_of_one_without_penalty_is_greedy():
     found = search(Beam(size=1, alpha=0.0), max_new_tokens=9)
     assert [row[0].tokens for row in found] == greedy
     assert [row[0].ended for row in found] == [len(row) < 9 for row in greedy]
-    assert len({len(row) < 9 for row in greedy}) == 2, "rows that all end alike: take another seed"
+    assert len({len(row) < 9 for row in greedy}) == 2, "all rows end in the same way: choose another seed"
 
 
 def test_a_beam_as_large_as_the_space_finds_the_best():
-    """Every row of up to three tokens before the end, counted out; two tokens end a row, and are one end; two more may
-    be chosen.
+    """Enumerate all rows of up to three tokens before the end.
+
+    Two tokens end a row and count as one end; two other tokens may be chosen.
     """
     ends, words, limit, fields = [END, 0], [1, 2], 4, {"max_length": 32}
     beam, others = Beam(size=32, n_best=32, alpha=0.9, early_stop=False), set(range(29)) - {*ends, *words}
@@ -115,7 +116,7 @@ def test_scores_are_those_of_teacher_forcing(fields):
         found = search(beam, prompts=[[1], [2], [1]], max_new_tokens=6, fields=fields)
         for source, prompt, row in zip(SOURCES, [[1], [2], [1]], found, strict=True):
             assert 1 <= len(row) <= 4
-            assert len({(*one.tokens, one.ended) for one in row}) == len(row), "hypotheses that are alike"
+            assert len({(*one.tokens, one.ended) for one in row}) == len(row), "equal hypotheses"
             for one in row:
                 expected = log_probability(source, prompt, one.tokens, [END] if one.ended else [], **fields)
                 assert one.log_probability == pytest.approx(expected, abs=1e-4)
@@ -125,7 +126,7 @@ def test_scores_are_those_of_teacher_forcing(fields):
             order = [(one.ended, one.score) for one in row]
             assert order == sorted(order, reverse=True)
         kinds = {one.ended for row in found for one in row}
-        assert kinds == {True, False} or fields, "a case that says little: another seed"
+        assert kinds == {True, False} or fields, "too few cases are covered: choose another seed"
 
 
 def test_each_row_gets_what_it_would_get_alone():
@@ -141,7 +142,7 @@ def test_each_row_gets_what_it_would_get_alone():
 
 @pytest.mark.slow
 def test_stopping_early_may_lose_what_ends_later():
-    """The exact rule finds scores at least as good, and better ones somewhere."""
+    """The exact rule finds scores that are at least as good, and sometimes better."""
     pairs = []
     for first in range(6):
         sources = [[1 + (first + i * j) % 6 for j in range(1, 8)] for i in range(1, 4)]
@@ -149,7 +150,7 @@ def test_stopping_early_may_lose_what_ends_later():
         pairs += [(e[0].score, f[0].score) for e, f in zip(exact, early, strict=True) if e[0].ended and f[0].ended]
     assert pairs
     assert all(exact >= early - 1e-5 for exact, early in pairs)
-    assert any(exact > early + 1e-3 for exact, early in pairs), "rules that find the same: take another seed"
+    assert any(exact > early + 1e-3 for exact, early in pairs), "both rules find the same: choose another seed"
 
 
 def test_a_row_is_as_long_as_its_source_allows():
@@ -157,13 +158,13 @@ def test_a_row_is_as_long_as_its_source_allows():
     assert [beam.longest(n) for n in (1, 2, 5, 13)] == [2, 3, 4, 8]
     assert [len(row[0].tokens) for row in search(beam, eos_id=NEVER)] == [4, 8, 2]
     assert [len(row[0].tokens) for row in search(beam, eos_id=NEVER, max_new_tokens=3)] == [3, 3, 2]
-    # The table of positions has 13 rows, one of them for what the target begins with.
+    # The position table has 13 rows; one is used by the first token of the target.
     assert [len(row[0].tokens) for row in search(eos_id=NEVER)] == [12, 12, 12]
 
 
 @pytest.mark.slow
 def test_a_longer_cache_goes_on_where_the_first_was_full():
-    """A target longer than twice its padded source."""
+    """The target is longer than twice its padded source."""
     model, params = translator(position="sinusoidal", max_length=None)
     [[long]] = beam_search(model, params, [[1, 2, 3]], bos_id=1, eos_id=None, beam=Beam(size=2))
     assert len(long.tokens) == 53
@@ -175,25 +176,25 @@ def test_a_longer_cache_goes_on_where_the_first_was_full():
 
 @pytest.mark.parametrize(("window", "position"), [(3, "rotary"), (None, "alibi")])
 def test_hypotheses_that_share_a_cache_see_their_own_tokens_alone(window, position):
-    """Through a window, which counts places and not slots; by distance; with prompts of unlike lengths."""
+    """With a window (counted in positions, not cache slots), distance biases, and prompts of different lengths."""
     config = CONFIG.replace(**{"embedding.source_vocab_size": None}, num_layers=2, position=position, max_length=None)
     model = CausalLM(config.replace(**{"stack.period": (LayerKind(window=window), LayerKind())}))
     params = jax.tree.map(lambda leaf: 3 * leaf, jax.jit(model.init)(jax.random.key(1), jnp.zeros((1, 2), jnp.int32)))
     prompts = [[3, 1, 4, 1, 5], [7]]
     found = beam_search(model, params["params"], prompts=prompts, eos_id=END, max_new_tokens=7, beam=FOUR)
-    assert len({tuple(one.tokens[:2]) for one in found[0]}) > 1, "hypotheses that never part say little"
+    assert len({tuple(one.tokens[:2]) for one in found[0]}) > 1, "the hypotheses do not diverge: choose another seed"
     for prompt, row in zip(prompts, found, strict=True):
         for one in row:
-            written = [*one.tokens, *([END] if one.ended else [])]
-            logits = model.apply(params, jnp.array([[*prompt, *written]])[:, :-1])
+            generated = [*one.tokens, *([END] if one.ended else [])]
+            logits = model.apply(params, jnp.array([[*prompt, *generated]])[:, :-1])
             logs = jax.nn.log_softmax(logits, -1)[0, len(prompt) - 1 :]
-            expected = logs[jnp.arange(len(written)), jnp.array(written)].sum()
+            expected = logs[jnp.arange(len(generated)), jnp.array(generated)].sum()
             assert one.log_probability == pytest.approx(float(expected), abs=1e-3)
 
 
 @pytest.mark.parametrize("vocab_size", [90, 6000, 6007])
 def test_the_highest_of_many_are_those_of_a_sort(vocab_size):
-    """With equal ones among them: those of the lower ids."""
+    """Ties go to the lower ids."""
     x = jnp.asarray(np.random.default_rng(0).integers(0, vocab_size // 8, (3, 2, vocab_size)), jnp.float32)
     for found, expected in zip(top_k(x, 8), jax.lax.top_k(x, 8), strict=True):
         np.testing.assert_array_equal(found, expected)
@@ -209,7 +210,7 @@ def test_a_causal_model_is_searched_from_its_prompts():
     assert [row[0].tokens for row in found] == greedy
     with pytest.raises(ValueError, match="max_new_tokens is missing: without a source"):
         beam_search(model, params, prompts=prompts, eos_id=None)
-    with pytest.raises(ValueError, match="learned position table ends at 13"):
+    with pytest.raises(ValueError, match="learned position table has only 13 positions"):
         beam_search(model, params, prompts=prompts, eos_id=None, max_new_tokens=11)
 
 
@@ -217,7 +218,9 @@ def test_a_causal_model_is_searched_from_its_prompts():
 def test_what_is_suppressed_is_not_written_and_takes_nothing():
     banned = {token for row in search(FOUR, max_new_tokens=5) for one in row for token in one.tokens[:1]}
     all_but_the_end = [token for token in range(29) if token != END]
-    found = search(FOUR, max_new_tokens=5, suppress=(sorted(banned) * 28)[:28])  # so many: compiled once for both
+    found = search(
+        FOUR, max_new_tokens=5, suppress=(sorted(banned) * 28)[:28]
+    )  # the same number of ids for both calls, so that one program serves both
     assert not banned & {token for row in found for one in row for token in one.tokens}
     for source, row in zip(SOURCES, found, strict=True):
         expected = log_probability(source, [1], row[0].tokens, [END] if row[0].ended else [])
@@ -239,14 +242,14 @@ def test_many_sources_keep_their_order():
         beam_search_all(model, params, [[1], [7]], begin=[1], **options)
     with pytest.raises(ValueError, match="batch_tokens must be an integer of at least 1, got 0"):
         beam_search_all(model, params, [[1]], begin=[1], batch_tokens=0, **options)
-    with pytest.raises(ValueError, match="takes a Seq2Seq that reads tokens, got a CausalLM"):
+    with pytest.raises(ValueError, match="needs a Seq2Seq that reads tokens, got a CausalLM"):
         beam_search_all(
             CausalLM(CONFIG.replace(**{"embedding.source_vocab_size": None})), {}, [[1]], begin=[1], **options
         )
 
 
 def test_batches_are_searched_in_one_order_where_others_have_to_agree(monkeypatch):
-    """Beside other processes, and under a mesh, which is one thread's alone."""
+    """With several processes, and under a mesh, which is active in one thread only."""
     seen = []
 
     def searching(*args, **kwargs):
@@ -272,12 +275,12 @@ def test_batches_have_few_sizes():
 
 
 def test_little_is_compiled():
-    """Not for another length, penalty, end or limit: those are arrays."""
+    """Another length, penalty, end token or limit compiles nothing: these are arrays."""
     search()
-    before = begin._cache_size(), go_on._cache_size()
+    before = start_search._cache_size(), continue_search._cache_size()
     search(Beam(alpha=0.1), [[1, 2], [3], [1, 2, 3, 4, 5]], eos_id=0)
     search(Beam(length_extra=51), eos_id=2, max_new_tokens=12)
-    assert (begin._cache_size(), go_on._cache_size()) == before
+    assert (start_search._cache_size(), continue_search._cache_size()) == before
 
 
 def test_logits_that_are_not_finite_are_named():
@@ -286,9 +289,9 @@ def test_logits_that_are_not_finite_are_named():
     broken = params | {"output": {**params["output"], "kernel": kernel.at[0, 2].set(jnp.nan)}}
     with pytest.raises(ValueError, match=r"row 0 are not finite at position 1 .*output/kernel holds NaN"):
         beam_search(model, broken, SOURCES, bos_id=1, eos_id=END)
-    # At the third position, which rows of two tokens never come to.
+    # NaN at the third position, which rows with two tokens never reach.
     late = params | {"decoder": {**params["decoder"], "position_table": table.at[2].set(jnp.nan)}}
-    with pytest.raises(ValueError, match=r"position 3 \(after 1 tokens of prompt and 2 new ones\)"):
+    with pytest.raises(ValueError, match=r"position 3 \(after 1 prompt tokens and 2 new tokens\)"):
         beam_search(model, late, SOURCES, bos_id=1, eos_id=NEVER)
     found = beam_search(model, late, SOURCES, bos_id=1, eos_id=NEVER, max_new_tokens=2)
     assert [len(row[0].tokens) for row in found] == [2, 2, 2]
@@ -297,8 +300,8 @@ def test_logits_that_are_not_finite_are_named():
 @pytest.mark.parity
 @pytest.mark.parametrize("size", [2, 5])
 def test_the_reference_finds_the_same(size, tmp_path):
-    """A tiny Marian, without length penalty, by both rules of when to stop: what ends and what is cut, in what order,
-    with what log-probability.
+    """Hugging Face's beam search gives the same for a tiny Marian, without length penalty and with both stopping rules:
+    the same finished and cut hypotheses, in the same order, with the same log-probabilities.
     """
     torch = pytest.importorskip("torch")
     pytest.importorskip("transformers")
@@ -327,7 +330,7 @@ def test_the_reference_finds_the_same(size, tmp_path):
         beam = Beam(size=size, n_best=size, alpha=0.0, early_stop=early_stop)
         found = beam_search(*given, sources, bos_id=start, eos_id=end, beam=beam, max_new_tokens=12)
         ours = [one for row in found for one in row]
-        rows = out.sequences[:, 1:].tolist()  # padded behind the end
+        rows = out.sequences[:, 1:].tolist()  # padded after the end
         ended = [end in tokens for tokens in rows]
         assert [one.ended for one in ours] == ended
         assert [one.tokens for one in ours] == [
@@ -335,7 +338,7 @@ def test_the_reference_finds_the_same(size, tmp_path):
         ]
         np.testing.assert_allclose([one.score for one in ours], out.sequences_scores.tolist(), atol=1e-4)
         compared |= {tuple(ended[row * size : (row + 1) * size]) for row in range(len(sources))}
-    assert {(True,) * size, (True, *[False] * (size - 1)), (False,) * size} <= compared, "take other ends"
+    assert {(True,) * size, (True, *[False] * (size - 1)), (False,) * size} <= compared, "choose other end tokens"
 
 
 @pytest.mark.parametrize(
@@ -365,7 +368,7 @@ def test_a_wrong_beam_is_refused(fields, message):
         ({"suppress": [29]}, "suppress must be a token id from 0 to 28"),
         ({"max_new_tokens": 0}, "max_new_tokens must be an integer of at least 1"),
         ({"prompts": [[1]]}, "as many prompts as sources, got 1 and 3"),
-        ({"prompts": [[1] * 13] * 3}, "learned position table ends at 13"),
+        ({"prompts": [[1] * 13] * 3}, "learned position table has only 13 positions"),
         ({"sources": [[1] * 14]}, "source 0 has 14 tokens"),
     ],
 )

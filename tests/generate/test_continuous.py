@@ -1,4 +1,4 @@
-"""More prompts than slots: each row is what it is alone, and little is computed for rows that have ended."""
+"""Continuous batching: rows do not depend on the number of slots, and little is computed for ended rows."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from transformer.config import Execution, TransformerConfig
 from transformer.generate import Draft, Sampling, generate
 from transformer.generate import _continuous as continuous
 from transformer.generate._decoding import DecodeResult
-from transformer.generate._layers import separate, separated
+from transformer.generate._layers import unstack_layers, unstacked_model
 from transformer.generate._sampling import SamplerParams
 from transformer.nn.models import CausalLM, Seq2Seq
 
@@ -28,23 +28,23 @@ def test_each_row_is_what_it_is_with_all_at_once(slots):
     for options in ({"sampling": Sampling(temperature=0.0)}, {"seed": 5}, {"seed": list(range(9))}):
         plain = generate(MODEL, PARAMS, PROMPTS, max_new_tokens=10, eos_id=3, **options)
         assert generate(MODEL, PARAMS, PROMPTS, max_new_tokens=10, eos_id=3, slots=slots, **options) == plain
-    assert len({len(row) for row in plain}) > 2  # rows end at unlike times, or nothing was tested
+    assert len({len(row) for row in plain}) > 2  # the test needs rows that end at different times
 
 
 def test_slots_are_refilled(monkeypatch):
-    """Rows that end soon leave their slots to others: fewer steps than batches of as many rows would take."""
+    """The slots of ended rows are used by other prompts, which takes fewer steps than fixed batches of that size."""
     ends = [3, 5]
     lengths = [len(row) for row in generate(MODEL, PARAMS, PROMPTS, max_new_tokens=40, eos_id=ends, seed=1)]
     assert max(lengths) > 4 * np.median(lengths)
-    steps, original = [], continuous.go_on
+    steps, original = [], continuous.continue_decoding
 
     def counting(model, params, state, *rest):
-        before = np.array(state.written.counts), np.array(state.running)
+        before = np.array(state.result.counts), np.array(state.running)
         state = original(model, params, state, *rest)
-        steps.append(int((np.array(state.written.counts) - before[0])[before[1]].max(initial=0)))
+        steps.append(int((np.array(state.result.counts) - before[0])[before[1]].max(initial=0)))
         return state
 
-    monkeypatch.setattr(continuous, "go_on", counting)
+    monkeypatch.setattr(continuous, "continue_decoding", counting)
     generate(MODEL, PARAMS, PROMPTS, max_new_tokens=40, eos_id=ends, seed=1, slots=3)
     longest_first = sorted(range(len(PROMPTS)), key=lambda n: -len(PROMPTS[n]))
     batches = sum(max(lengths[n] for n in longest_first[start : start + 3]) for start in range(0, 9, 3))
@@ -71,28 +71,28 @@ def test_what_slots_are_not_for_is_said():
         generate(MODEL, PARAMS, PROMPTS, max_new_tokens=2, slots=2, draft=Draft(model=MODEL, params=PARAMS))
     seq2seq = Seq2Seq(CONFIG)
     params = jax.jit(seq2seq.init)(jax.random.key(0), jnp.zeros((1, 1), int), jnp.zeros((1, 1), int))["params"]
-    with pytest.raises(ValueError, match=r"slots are for a CausalLM, got a Seq2Seq. Use beam_search_all"):
+    with pytest.raises(ValueError, match=r"slots is only supported for a CausalLM, got a Seq2Seq. Use beam_search_all"):
         generate(seq2seq, params, bos_id=1, sources=[[1], [2]], max_new_tokens=2, slots=1)
 
 
 def test_no_step_is_made_while_a_slot_is_free_and_others_wait():
-    """A row that ends at its first token leaves its slot at once."""
+    """A row that ends at its first token frees its slot immediately."""
     choice = SamplerParams.of(Sampling(temperature=0.0), VOCABULARY)
-    model = separated(MODEL)
-    params = {**PARAMS, "decoder": separate(MODEL, PARAMS["decoder"])}
+    model = unstacked_model(MODEL)
+    params = {**PARAMS, "decoder": unstack_layers(MODEL, PARAMS["decoder"])}
 
-    def steps(running, others_wait):
+    def steps(running, prompts_wait):
         state = continuous.Slots(
             tokens=jnp.zeros((2,), jnp.int32),
             running=jnp.array(running),
             keys=jax.random.split(jax.random.key(0), 2),
             cache=model.init_cache(2, 16),
-            written=DecodeResult.blank(2, 8),
+            result=DecodeResult.blank(2, 8),
         )
         ends, limit = jnp.array([-1]), jnp.array(5)
-        return continuous.go_on(
-            model, params, state, choice, ends, limit, jnp.array(others_wait)
-        ).written.counts.tolist()
+        return continuous.continue_decoding(
+            model, params, state, choice, ends, limit, jnp.array(prompts_wait)
+        ).result.counts.tolist()
 
     assert steps([True, True], True) == steps([True, True], False) == [5, 5]
     assert steps([False, True], False) == [0, 5]

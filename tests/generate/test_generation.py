@@ -1,4 +1,4 @@
-"""Generation: cached equals uncached, a row gets what it would get alone, and little is compiled."""
+"""Generation: cached equals uncached, rows do not depend on each other, and few programs are compiled."""
 
 import functools
 import math
@@ -21,7 +21,7 @@ GREEDY = Sampling(temperature=0.0)
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2], [6], [5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8]]
 NEW = 6
 
-# Untied and widely spread: the likeliest token is not the one just read, and no two come near each other.
+# Untied embeddings with a large spread: greedy decoding does not repeat the last token, and there are no near ties.
 HEADS = {"num_heads": 6, "num_kv_heads": 3, "attention.head_dim": 4, "attention.value_dim": 5}
 SIZES = {"vocab_size": 31, "d_model": 22, "num_layers": 2, "d_ff": 13} | HEADS
 BASE = TransformerConfig(**SIZES, position="none", embedding=EmbeddingOptions(tie=False), initializer_range=0.4)
@@ -65,7 +65,7 @@ PLAIN = "none, window"
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_cached_equals_uncached(name):
-    """Prefill of padded prompts, then token by token, gives the logits of one forward pass of the whole."""
+    """Prefill of padded prompts and then single tokens gives the logits of one forward pass of the whole text."""
     model, params = causal(name)
     rows = [np.random.default_rng(length).integers(0, 31, length + NEW) for length in map(len, PROMPTS)]
     prompts = pad([row[:-NEW] for row in rows], 16)
@@ -88,10 +88,10 @@ def test_cached_equals_uncached(name):
 
 
 def assert_greedy(full, prompts, new):
-    """Each new token is the likeliest after what stands before it, by the logits of an uncached forward pass."""
+    """Check that each new token is the most probable one after the previous tokens, by a forward pass without cache."""
     for logits, prompt, row in zip(full, prompts, new, strict=True):
         assert [int(i) for i in logits[len(prompt) - 1 : len(prompt) - 1 + NEW].argmax(-1)] == row
-    assert len({token for row in new for token in row}) > 5, "paths that say little: take another seed"
+    assert len({token for row in new for token in row}) > 5, "too few different tokens: choose another seed"
 
 
 @pytest.mark.parametrize("name", ["none, window", "learned, full table"])
@@ -133,7 +133,7 @@ def test_each_translation_is_what_it_would_be_alone():
 
 
 def test_a_row_draws_by_its_own_seed_and_position():
-    """The draw depends neither on the batch nor on how the text came to be that long."""
+    """A sample depends neither on the other rows nor on whether earlier tokens were prompt or generated."""
     model, params = causal(PLAIN)
     run = functools.partial(generate, model, params, max_new_tokens=NEW)
     seeds = [11, 5, 8]
@@ -149,7 +149,7 @@ def test_a_row_draws_by_its_own_seed_and_position():
 
     level = {**params, "output": {"kernel": jnp.zeros_like(params["output"]["kernel"])}}
     for row in generate(model, level, PROMPTS, max_new_tokens=NEW, seed=seeds):
-        assert len(set(row)) > NEW / 2, "all tokens are equally likely: each position must have a draw of its own"
+        assert len(set(row)) > NEW / 2, "all tokens are equally probable: each position must have a separate sample"
 
 
 def test_a_row_ends_at_end_of_sequence_and_the_others_go_on():
@@ -166,7 +166,7 @@ def test_a_row_ends_at_end_of_sequence_and_the_others_go_on():
 
 
 def test_little_is_compiled():
-    """Not for another prompt length, count, seed, temperature or end: those are arrays."""
+    """Another prompt length, count, seed, temperature or end token compiles nothing: these are arrays."""
     model, params = causal(PLAIN)
     generate(model, params, [[1] * 5], max_new_tokens=4, sampling=Sampling(temperature=0.9, top_p=0.9))
     before = decode._cache_size()
@@ -191,7 +191,7 @@ def test_translation_compiles_once_for_like_lengths():
 
 
 def test_layers_apart_are_the_same_layers():
-    """Prefix, two repeats of two kinds, suffix: the loop that unrolls them writes what the other does."""
+    """Prefix, two repeats of two kinds, suffix: unrolled and scanned layers generate the same tokens."""
     kinds = [LayerKind(window=size) for size in (2, 3, 5, 9)]
     config = BASE.replace(
         num_layers=6, **{"stack.prefix": (kinds[0],), "stack.period": tuple(kinds[1:3]), "stack.suffix": (kinds[3],)}
@@ -224,7 +224,7 @@ def inner_jaxprs(equation):
 
 
 def products(jaxpr):
-    """Shapes of the operands of each matrix product a jaxpr does; those of a scan, as often as it runs."""
+    """Return the operand shapes of each matrix multiplication in a jaxpr; those in a scan repeat for each iteration."""
     found = []
     for equation in jaxpr.eqns:
         if equation.primitive.name == "dot_general":
@@ -235,7 +235,7 @@ def products(jaxpr):
 
 
 def loop_bodies(jaxpr):
-    """The bodies of the outermost while loops."""
+    """Yield the bodies of the outermost while loops."""
     for equation in jaxpr.eqns:
         if equation.primitive.name == "while":
             yield equation.params["body_jaxpr"]
@@ -246,11 +246,13 @@ def loop_bodies(jaxpr):
 
 @pytest.mark.parametrize(("scan", "copied"), [(True, 0), (True, 2**31), (False, 0)])
 def test_products_of_a_step(scan, copied, monkeypatch):
-    """Cross-attention's keys and values are computed with the first call; a step has no product with the source but
-    scores and weighted values. On CPU layers are unrolled though training scans them, unless they are large.
+    """Count matrix multiplications: cross-attention computes keys and values only in the first call.
+
+    In a step, only scores and weighted values involve the source. On CPU layers are unrolled even if training scans
+    them, unless they are large.
     """
     monkeypatch.setattr("transformer.generate._layers.COPIED", copied)
-    jax.clear_caches()  # what was traced before knows another limit
+    jax.clear_caches()  # earlier traces used another limit
     config = TRANSLATION.replace(position="sinusoidal", max_length=None)
     model = Seq2Seq(config, Execution(scan=scan))
     ids = jnp.zeros((1, 2), jnp.int32)
@@ -270,11 +272,12 @@ def test_products_of_a_step(scan, copied, monkeypatch):
     layers, encoder_layers = TRANSLATION.decoder_layers, TRANSLATION.encoder_layers
     (body,) = loop_bodies(jaxpr)
     step = products(body)
-    # Self-attention: query, key, value, scores, values, output; cross-attention: the same without key and value.
+    # Self-attention: query, key, value, scores, weighted values, output; cross-attention has no key and value;
+    # feed-forward: 2.
     assert len(step) == layers * (6 + 4 + 2) + 1
     assert sum(source_length in left + right for left, right in step) == 2 * layers
     assert not any({source_length, 22} <= {*left, *right} for left, right in step)
-    assert ("scan[" in str(body)) == (scan and not copied), "unrolled, no layer is taken out of a stack at each step"
+    assert ("scan[" in str(body)) == (scan and not copied), "unrolled layers are not copied out of a stack at each step"
     assert len(products(jaxpr)) - len(step) == layers * (6 + 6 + 2) + encoder_layers * (6 + 2) + 1
 
 
@@ -283,14 +286,14 @@ def test_a_broken_parameter_is_named():
     broken = jax.tree.map(lambda leaf: leaf, params)
     broken["embedding"] = {"embedding": params["embedding"]["embedding"].at[9].set(jnp.nan)}
     sound = [[1, 2], [3]]
-    with pytest.raises(ValueError, match=r"row 1 are not finite at position 3 \(after 3 tokens of prompt and 0 new"):
+    with pytest.raises(ValueError, match=r"row 1 are not finite at position 3 \(after 3 prompt tokens and 0 new"):
         generate(model, broken, [[1, 2], [3, 9, 2]], max_new_tokens=4, sampling=GREEDY)
     with pytest.raises(ValueError, match="The parameter embedding/embedding holds NaN or infinity"):
         generate(model, broken, [[9], [9]], max_new_tokens=4, sampling=GREEDY)
     free = generate(model, params, sound, max_new_tokens=1, sampling=GREEDY)
     poisoned = jax.tree.map(lambda leaf: leaf, params)
     poisoned["embedding"] = {"embedding": params["embedding"]["embedding"].at[free[0][0]].set(jnp.nan)}
-    with pytest.raises(ValueError, match=r"row 0 .* position 3 \(after 2 tokens of prompt and 1 new"):
+    with pytest.raises(ValueError, match=r"row 0 .* position 3 \(after 2 prompt tokens and 1 new"):
         generate(model, poisoned, sound, max_new_tokens=4, sampling=GREEDY)
 
 
@@ -298,12 +301,12 @@ def test_an_overflow_is_told_from_a_broken_parameter():
     model, params = causal(PLAIN)
     huge = {**params, "output": {"kernel": params["output"]["kernel"] * 1e38 * 100}}
     huge["output"]["kernel"] = jnp.clip(huge["output"]["kernel"], -3e38, 3e38)
-    with pytest.raises(ValueError, match="All parameters are finite, so a number overflowed in float32"):
+    with pytest.raises(ValueError, match="All parameters are finite, so a value overflowed in float32"):
         generate(model, huge, [[1, 2], [3]], max_new_tokens=2, sampling=GREEDY)
 
 
 def test_padding_reaches_nothing():
-    """Whatever row 0 of the table holds: padding repeats ids of its own row."""
+    """NaN in row 0 of the table has no effect, because padding repeats ids of its own row."""
     model, params = causal(PLAIN)
     spoiled = {**params, "embedding": {"embedding": params["embedding"]["embedding"].at[0].set(jnp.nan)}}
     prompts = [[3, 1], [4, 1, 5, 9, 2]]
@@ -317,19 +320,19 @@ def test_padding_reaches_nothing():
     [
         ({"prompts": []}, r"prompts must be a list with at least one list of token ids, got \[\]"),
         ({"prompts": "text"}, "prompts must be a list .* got 'text'"),
-        ({"prompts": None}, "prompts is missing: give a list"),
+        ({"prompts": None}, "prompts is missing. Pass a list"),
         ({"prompts": [[1], []]}, "prompt 1 is empty: there must be at least one token"),
         ({"prompts": ["text"]}, "prompt 0 must be a list of token ids, got 'text'. Encode text"),
         (
             {"prompts": [[1], [2, 31]]},
-            r"prompt 1 has id 31 at place 1, but token ids must be from 0 to 30 \(vocab_size",
+            r"prompt 1 has id 31 at index 1, but token ids must be from 0 to 30 \(vocab_size",
         ),
-        ({"prompts": [[2, -1]]}, "prompt 0 has id -1 at place 1"),
+        ({"prompts": [[2, -1]]}, "prompt 0 has id -1 at index 1"),
         ({"max_new_tokens": 0}, "max_new_tokens must be an integer of at least 1, got 0"),
         ({"eos_id": 31}, r"eos_id must be a token id from 0 to 30 \(vocab_size 31\), got 31"),
         ({"seed": -1}, "seed must be an integer from 0 to 4294967295, got -1"),
-        ({"seed": [1, 2]}, "seed must be one number, or one for each of the 1 rows, got 2"),
-        ({"sources": [[1]]}, "sources are for a Seq2Seq"),
+        ({"seed": [1, 2]}, "seed must be one integer, or one for each of the 1 rows, got 2"),
+        ({"sources": [[1]]}, "sources are only supported for a Seq2Seq"),
     ],
 )
 def test_bad_input(arguments, message):
@@ -341,18 +344,18 @@ def test_bad_input(arguments, message):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"sources": None, "prompts": [[1]]}, "sources is missing: a Seq2Seq writes from a source"),
-        ({"bos_id": None}, "bos_id is missing: give the id that a target begins with, or prompts"),
+        ({"sources": None, "prompts": [[1]]}, "sources is missing: a Seq2Seq needs a source"),
+        ({"bos_id": None}, "bos_id is missing. Pass the id that a target starts with, or prompts"),
         ({"bos_id": 31}, "bos_id must be a token id from 0 to 30"),
-        ({"sources": [[36], [37]]}, "source 1 has id 37 at place 0, but token ids must be from 0 to 36"),
+        ({"sources": [[36], [37]]}, "source 1 has id 37 at index 0, but token ids must be from 0 to 36"),
         ({"sources": [[]]}, "source 0 is empty"),
         ({"prompts": [[1]] * 2}, "as many prompts as sources, got 2 and 1"),
         (
             {"sources": [[1] * 14]},
-            r"source 0 has 14 tokens, but .* table ends at 13 \(max_length\). Shorten the source",
+            r"source 0 has 14 tokens, but .* table has only 13 positions \(max_length\). Shorten the source",
         ),
-        ({"max_new_tokens": 13}, "prompt 0 has 1 tokens, with 13 new ones 14, but .* ends at 13 .* at most 12 new"),
-        ({"prompts": [[1] * 13]}, "prompt 0 has 13 tokens, with 3 new ones 16, but .* Shorten the prompt"),
+        ({"max_new_tokens": 13}, "prompt 0 has 1 tokens, 14 with 13 new ones, but .* only 13 .* at most 12 new"),
+        ({"prompts": [[1] * 13]}, "prompt 0 has 13 tokens, 16 with 3 new ones, but .* Shorten the prompt"),
     ],
 )
 def test_bad_input_of_a_translation(arguments, message):
@@ -365,7 +368,7 @@ def test_what_cannot_generate():
         generate(CausalLM(BASE), {"params": {}}, [[1]], max_new_tokens=1)
     with pytest.raises(ValueError, match="vocab_size is not set"):
         generate(CausalLM(BASE.replace(vocab_size=None)), {}, [[1]], max_new_tokens=1)
-    with pytest.raises(ValueError, match="generate takes a CausalLM or a Seq2Seq, got a TransformerConfig"):
+    with pytest.raises(ValueError, match="generate needs a CausalLM or a Seq2Seq, got a TransformerConfig"):
         generate(BASE, {}, [[1]], max_new_tokens=1)
 
 

@@ -1,4 +1,4 @@
-"""Which tokens can be drawn, how often, and what is refused."""
+"""Sampling: which tokens can be sampled, how often, and which settings are errors."""
 
 import math
 
@@ -17,7 +17,7 @@ TIED = np.round(LOGITS)  # many exact ties
 
 
 def expected(logits, sampling):
-    """Probability of each token after the filters, the slow and plain way, in float64."""
+    """Return the probability of each token after the filters, with a simple implementation in float64."""
     scaled = logits.astype(np.float64) / sampling.temperature
     shares = np.exp(scaled - scaled.max()) / np.exp(scaled - scaled.max()).sum()
     order = sorted(range(len(shares)), key=lambda i: (-shares[i], i))
@@ -60,7 +60,7 @@ def drawn(logits, sampling, seed=0):
     ids=str,
 )
 def test_support_and_frequencies(sampling, logits):
-    """What is drawn is exactly what the filters leave, as often as it should be (5 standard deviations)."""
+    """Exactly the tokens that the filters keep are sampled, with the expected frequency (5 standard deviations)."""
     want = expected(logits, sampling)
     got = np.bincount(drawn(logits, sampling), minlength=len(logits)) / ROWS
     assert (got[want == 0] == 0).all()
@@ -71,10 +71,10 @@ def test_support_and_frequencies(sampling, logits):
 @pytest.mark.parametrize(
     ("sampling", "support"),
     [
-        (Sampling(top_k=2, top_p=0.55), {0}),  # top-p of what top-k left: 4/7 is enough; before it, two would stay
-        (Sampling(temperature=3.0, top_p=0.38), {0, 1}),  # flattened first: the likeliest alone has 0.32
+        (Sampling(top_k=2, top_p=0.55), {0}),  # top-p after top-k: 4/7 is enough; before top-k, two would remain
+        (Sampling(temperature=3.0, top_p=0.38), {0, 1}),  # temperature first: the most probable token has only 0.32
         (Sampling(top_p=0.95, min_p=0.3), {0, 1, 2}),
-        (Sampling(temperature=0.25, min_p=0.3), {0, 1}),  # (3/4)^4 = 0.316 of the likeliest, (2/4)^4 is below
+        (Sampling(temperature=0.25, min_p=0.3), {0, 1}),  # (3/4)^4 = 0.316 of the maximum, (2/4)^4 is below 0.3
     ],
     ids=str,
 )
@@ -99,7 +99,7 @@ def test_a_tiny_temperature_is_greedy_and_finite():
 
 @pytest.mark.parametrize("sampling", [Sampling(temperature=0.0), Sampling(), Sampling(top_k=3, top_p=0.9, min_p=0.1)])
 def test_rows_that_cannot_be_chosen_from_give_no_token(sampling):
-    """NaN, +inf or nothing but -inf: never token 0. A -inf among others is a token that is never chosen."""
+    """NaN, +inf or only -inf never give token 0. A single -inf marks a token that is never chosen."""
     nan, inf = np.nan, np.inf
     logits = jnp.asarray(
         [[0.0, nan, 1.0], [0.0, inf, 1.0], [-inf, -inf, -inf], [nan, nan, nan], [-inf, 0.0, -inf], [-inf, -inf, 5.0]]
@@ -126,7 +126,7 @@ def test_a_filter_changes_only_the_draws_it_forbids():
 
 
 def test_low_precision_logits_are_drawn_in_float32():
-    """Their difference, -4.0234, is above the threshold of -4.027; in bfloat16 it would be -4.03125."""
+    """The difference of the logits, -4.0234, is above the threshold of -4.027; in bfloat16 it would be -4.03125."""
     rows = jnp.broadcast_to(jnp.array([[1 + 2**-7, -3.015625]], jnp.bfloat16), (ROWS, 2))
     assert set(np.asarray(sample(rows, jax.random.key(0), Sampling(min_p=math.exp(-4.027))))) == {0, 1}
 
@@ -159,5 +159,5 @@ def test_suppressed_tokens_are_never_chosen(temperature):
     assert 3 not in np.stack(drawn)
     with pytest.raises(ConfigError, match="ids below 4, the size of the vocabulary, got 4"):
         sample(logits, jax.random.key(0), Sampling(suppress=(4,)))
-    with pytest.raises(ConfigError, match="suppress must be ids of tokens"):
+    with pytest.raises(ConfigError, match="suppress must be token ids"):
         Sampling(suppress=(-1,))

@@ -1,4 +1,4 @@
-"""A draft changes how long it takes, and not what is written: greedily and drawn, with whatever draft."""
+"""Speculative decoding: a draft changes the run time but not the generated tokens, whatever the draft and sampling."""
 
 import dataclasses
 
@@ -23,7 +23,7 @@ def lm(seed, **fields):
     sizes = {"vocab_size": VOCABULARY, "d_model": 8, "num_layers": 2, "num_heads": 2, "d_ff": 12}
     model = CausalLM(TransformerConfig(**(sizes | fields)), Execution(scan=bool(seed % 2)))
     params = jax.jit(model.init)(jax.random.key(seed), jnp.zeros((1, 1), int))["params"]
-    # Sharper than at first: several tokens in a row then have a draft's agreement, and some have not.
+    # Sharper than the initial distribution, so that a draft agrees with the model on some tokens and not on others.
     return model, jax.tree.map(lambda leaf: 2.5 * leaf, params)
 
 
@@ -38,7 +38,7 @@ def test_the_text_is_the_same(draft, sampling):
     plain = generate(MODEL, PARAMS, PROMPTS, max_new_tokens=12, sampling=sampling, seed=3)
     found = generate(MODEL, PARAMS, PROMPTS, max_new_tokens=12, sampling=sampling, seed=3, draft=DRAFTS[draft])
     assert found == plain
-    # A token that came late in each row ends it there, though more was guessed with it.
+    # Use a late token as the end token: it ends the row even if later proposals were accepted.
     for end in {row[7] for row in plain}:
         options = {"max_new_tokens": 12, "sampling": sampling, "seed": 3, "eos_id": end}
         assert generate(MODEL, PARAMS, PROMPTS, **options, draft=DRAFTS[draft]) == generate(
@@ -70,7 +70,7 @@ def rounds(draft, tokens, new=13):
 
 
 def test_good_guesses_save_steps():
-    assert rounds(DRAFTS["itself"], 3) == 3  # one token of the prompts' reading, and four a round
+    assert rounds(DRAFTS["itself"], 3) == 3  # one token from the prefill, then four per round
     assert rounds(DRAFTS["itself"], 5) == 2
     assert 3 < rounds(OTHER, 3) <= 12
 
@@ -86,7 +86,7 @@ def test_numbers_that_are_not_finite_are_named():
     broken["decoder"]["final_norm"]["scale"] = broken["decoder"]["final_norm"]["scale"] * jnp.nan
     with pytest.raises(ValueError, match=r"row 0 are not finite at position 3 .*decoder/final_norm/scale"):
         generate(MODEL, broken, PROMPTS, max_new_tokens=4, draft=OTHER)
-    # A draft that guesses nothing right is no error.
+    # A draft whose proposals are always wrong is no error.
     hopeless = Draft(model=MODEL, params=broken)
     plain = generate(MODEL, PARAMS, PROMPTS, max_new_tokens=4, sampling=GREEDY)
     assert generate(MODEL, PARAMS, PROMPTS, max_new_tokens=4, sampling=GREEDY, draft=hopeless) == plain
@@ -94,14 +94,17 @@ def test_numbers_that_are_not_finite_are_named():
 
 def test_a_draft_that_does_not_fit_is_refused():
     other = Draft(model=lm(0, vocab_size=12)[0], params=lm(0, vocab_size=12)[1])
-    with pytest.raises(ValueError, match=r"vocabulary of 12 tokens and the model one of 11.*trained with the model's"):
+    with pytest.raises(
+        ValueError,
+        match=r"the vocabulary of the model \(11 tokens\), got .* 12 tokens. Use a draft",
+    ):
         generate(MODEL, PARAMS, PROMPTS, max_new_tokens=4, draft=other)
     short = learned(8)
-    with pytest.raises(ValueError, match=r"prompt 2 has 5 tokens, with 4 new ones 9, but .* ends at 8"):
+    with pytest.raises(ValueError, match=r"prompt 2 has 5 tokens, 9 with 4 new ones, but .* only 8"):
         generate(MODEL, PARAMS, PROMPTS, max_new_tokens=4, draft=short)
     seq2seq = Seq2Seq(MODEL.config)
     params = jax.jit(seq2seq.init)(jax.random.key(0), jnp.zeros((1, 1), int), jnp.zeros((1, 1), int))["params"]
-    with pytest.raises(ValueError, match=r"a draft guesses for a CausalLM, got a Seq2Seq. Leave draft out"):
+    with pytest.raises(ValueError, match=r"draft is only supported for a CausalLM, got a Seq2Seq. Remove draft"):
         generate(seq2seq, params, bos_id=1, sources=[[1]], max_new_tokens=4, draft=OTHER)
     with pytest.raises(ConfigError, match="a draft must be a CausalLM, got a Seq2Seq"):
         Draft(model=seq2seq, params=params)

@@ -1,4 +1,4 @@
-"""Text out of a trained model: prefill of the prompts in one call, then one compiled loop, one token a step."""
+"""Text generation: one prefill call reads the prompts, then a compiled loop generates one token per step."""
 
 from transformer.generate._batches import beam_search_all
 from transformer.generate._beam import Beam, Hypothesis, beam_search

@@ -1,4 +1,4 @@
-"""Any number of sources in batches of like lengths: little padding, few shapes to compile, results in their order."""
+"""Beam search of any number of sources, in batches of similar lengths: little padding, and few shapes to compile."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import jax
 import numpy as np
 
 from transformer.generate._beam import USUAL, Beam, Hypothesis, beam_search
-from transformer.generate._prompts import Ids, check_rows, check_source_lengths, check_writer, padded_length
+from transformer.generate._prompts import Ids, check_rows, check_source_lengths, check_text_model, padded_length
 from transformer.nn._partitioning import has_mesh, platform
 from transformer.nn.models._seq2seq import Seq2Seq
 from transformer.nn.models._speech import SpeechToText
 
-MOST_AT_ONCE = 4
-"""batches that are searched side by side: each holds a cache"""
+MAX_PARALLEL_BATCHES = 4
+"""maximum number of batches that are searched in parallel, since each has a KV cache"""
 
 
 def beam_search_all(
@@ -34,21 +34,26 @@ def beam_search_all(
     suppress: Sequence[int] = (),
     batch_tokens: SupportsIndex = 1024,
 ) -> list[list[Hypothesis]]:
-    """`beam_search` of many sources: the hypotheses of each, in the order of the sources.
+    """Run `beam_search` on many sources, and return the hypotheses of each in the order of the sources.
 
     Args:
         model: a `Seq2Seq` that reads tokens.
-        sources: token ids of each; there may be none of them.
-        begin: ids with which every target begins.
-        batch_tokens: source tokens in a batch, padding included; one source may have more.
+        params: its parameters, without the outer "params".
+        sources: token ids of each source; the list may be empty.
+        begin: ids that every target starts with.
+        eos_id: id or ids that end a hypothesis; None: nothing does.
+        beam: size of the beam and how hypotheses are scored.
+        max_new_tokens: maximum number of new tokens per source; None: the limit of `beam`.
+        suppress: ids that are never generated.
+        batch_tokens: maximum number of source tokens per batch, including padding; a single longer source is allowed.
 
     Raises:
-        ValueError: as `beam_search`; batch_tokens below 1. All sources are looked at before the first is searched.
+        ValueError: as `beam_search`, or if batch_tokens is below 1. All sources are checked before the first search.
     """
-    vocab_size = check_writer("beam_search_all", model, params)
+    vocab_size = check_text_model("beam_search_all", model, params)
     if not isinstance(model, Seq2Seq) or isinstance(model, SpeechToText):
         raise ValueError(
-            f"beam_search_all takes a Seq2Seq that reads tokens, got a {type(model).__name__}. Use beam_search."
+            f"beam_search_all needs a Seq2Seq that reads tokens, got a {type(model).__name__}. Use beam_search."
         )
     if not isinstance(batch_tokens, Integral) or isinstance(batch_tokens, bool) or batch_tokens < 1:
         raise ValueError(f"batch_tokens must be an integer of at least 1, got {batch_tokens!r}.")
@@ -60,7 +65,8 @@ def beam_search_all(
     batches = _batches(rows, model.config.longest_source, int(batch_tokens))
 
     def search(batch: tuple[list[int], int]) -> list[list[Hypothesis]]:
-        # The batch filled up to a size that is compiled anyway, with what takes no longer than the rest.
+        # The batch is padded to `count` rows, a size that other batches use too, so that fewer shapes are compiled. The
+        # extra rows repeat the first source, which is one of the shortest, and their results are dropped below.
         numbers, count = batch
         return beam_search(
             model,
@@ -74,27 +80,33 @@ def beam_search_all(
         )
 
     found: dict[int, list[Hypothesis]] = {}
-    count = _at_once()
+    count = _num_parallel_batches()
     with ThreadPoolExecutor(count) as threads:
-        searched = map(search, batches) if count == 1 else threads.map(search, batches)  # a mesh is this thread's alone
+        # An active mesh applies to one thread only, so with a mesh (count 1) the search stays in this thread.
+        searched = map(search, batches) if count == 1 else threads.map(search, batches)
         for (numbers, _), hypotheses in zip(batches, searched, strict=True):
             found |= dict(zip(numbers, hypotheses, strict=False))
     return [found[number] for number in range(len(rows))]
 
 
-def _at_once() -> int:
-    """How many batches are searched side by side. The operations of one step are too small to keep several cores busy
-    (docs/benchmarks.md), and an accelerator would wait while what it found is traced back. With a mesh or beside other
-    processes, one by one: they have to agree on the order.
+def _num_parallel_batches() -> int:
+    """Return how many batches to search in parallel.
+
+    The operations of one step are too small to keep several CPU cores busy (docs/benchmarks.md), and an accelerator
+    would be idle while the host traces back the hypotheses. With a mesh or several processes the number is 1, because
+    all devices must run the batches in the same order.
     """
     if has_mesh() or jax.process_count() > 1:
         return 1
-    return min(os.cpu_count() or 1, MOST_AT_ONCE) if platform() == "cpu" else 2
+    return min(os.cpu_count() or 1, MAX_PARALLEL_BATCHES) if platform() == "cpu" else 2
 
 
 def _batches(rows: Sequence[np.ndarray], longest: int | None, batch_tokens: int) -> list[tuple[list[int], int]]:
-    """Numbers of the rows of each batch, the shortest first, and how many rows it is to have: as many as batch_tokens
-    allows for rows so long, or a power of two where there are no more.
+    """Group rows into batches of the same padded length, shortest first.
+
+    Returns:
+        For each batch, the indices of its rows, and the number of rows after padding: the maximum that batch_tokens
+        allows for this length, or the next power of two for a smaller batch.
     """
     groups = defaultdict(list)
     for number in sorted(range(len(rows)), key=lambda number: len(rows[number])):

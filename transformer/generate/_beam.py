@@ -1,4 +1,4 @@
-"""Beam search: the likeliest rows that a search of bounded width finds, best first."""
+"""Beam search: find the most probable hypotheses with a search of bounded width."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from transformer.generate._prompts import (
     check_id,
     check_lengths,
     check_new_tokens,
-    check_writer,
+    check_text_model,
     decoding_model,
     end_ids,
     pad,
@@ -33,23 +33,25 @@ from transformer.generate._searching import BeamParams, BeamState, search
 
 @dataclass(frozen=True, kw_only=True)
 class Beam:
-    """How to search. A target may have `length_ratio` tokens for each of its source and `length_extra` more, rounded
-    down, its end included; 1 and 50 are those of Vaswani et al. 2017, section 6.1.
+    """Settings of beam search.
+
+    A target has at most `length_ratio` * (source tokens) + `length_extra` tokens, rounded down, including the end
+    token. The defaults 1 and 50 are those of Vaswani et al. 2017, section 6.1.
 
     Raises:
-        ConfigError: a value out of range.
+        ConfigError: if a value is out of range.
     """
 
     size: int = 4
-    """hypotheses that are followed at once"""
+    """beam size: the number of hypotheses that are extended at each step"""
     alpha: float = 0.6
-    """a hypothesis Y scores log P(Y | X) / ((5 + |Y|) / 6)^alpha, |Y| its tokens with the end (Wu et al. 2016, arXiv
-    1609.08144, equation 14); 0: log P(Y | X)"""
+    """exponent of the length penalty: the score of a hypothesis Y is log P(Y | X) / ((5 + |Y|) / 6)^alpha, where |Y|
+    counts its tokens with the end token (Wu et al. 2016, arXiv 1609.08144, equation 14); 0 means log P(Y | X)"""
     n_best: int = 1
-    """hypotheses that are given, at most `size`"""
+    """number of hypotheses to return, at most `size`"""
     early_stop: bool = True
-    """a row stops as soon as `size` hypotheses have ended. False: not before none that is followed can still get a
-    better score than the last of the `n_best`, at the longest length, without losing any probability"""
+    """whether a row stops as soon as `size` hypotheses have ended. False: it stops when no live hypothesis can reach a
+    better score than the worst of the `n_best`, even if it kept its probability up to the maximum length"""
     length_ratio: float = 1.0
     length_extra: int = 50
 
@@ -60,7 +62,7 @@ class Beam:
         self._check("length_ratio", Real, "a finite number of at least 0", lambda x: 0 <= x < math.inf)
         self._check("length_extra", Integral, "an integer of at least 0", lambda x: x >= 0)
         if self.length_ratio == self.length_extra == 0:
-            raise ConfigError("length_ratio and length_extra are both 0: no target could have a token. Raise one.")
+            raise ConfigError("length_ratio and length_extra are both 0: no target could have a token. Increase one.")
 
     def _check(self, name, kind, expected, fits):
         value = getattr(self, name)
@@ -68,30 +70,30 @@ class Beam:
             raise ConfigError(f"{name} must be {expected}, got {value!r}.")
 
     def penalty(self, length: int) -> float:
-        """What the log-probability of so many tokens, with the end, is divided by."""
+        """Return the divisor of the log-probability of `length` tokens, including the end token."""
         return ((5 + length) / 6) ** self.alpha
 
     def longest(self, source_tokens: int) -> int:
-        """Tokens that the target of so many source tokens may have, its end included; at least 1."""
+        """Return the maximum number of target tokens, including the end token, for a source; at least 1."""
         return max(1, math.floor(self.length_ratio * source_tokens) + self.length_extra)
 
 
 USUAL = Beam()
-"""four hypotheses, and the length penalty of Vaswani et al. 2017, section 6.1"""
+"""default settings: beam size 4 and length penalty 0.6, as in Vaswani et al. 2017, section 6.1"""
 
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """One row that the search found."""
+    """A generated sequence and its score."""
 
     tokens: list[int]
-    """new ones, without the end"""
+    """new tokens, without the end token"""
     score: float
-    """log_probability over the length penalty"""
+    """log_probability divided by the length penalty"""
     log_probability: float
-    """nats, of the tokens and the end"""
+    """log-probability of the tokens and the end token, in nats"""
     ended: bool
-    """False: it was cut at the longest length"""
+    """False if the hypothesis was cut at the maximum length"""
 
 
 def beam_search(
@@ -106,42 +108,48 @@ def beam_search(
     max_new_tokens: SupportsIndex | None = None,
     suppress: Sequence[int] = (),
 ) -> list[list[Hypothesis]]:
-    """The best hypotheses of each row: those that ended before those that were cut, then by falling score.
+    """Search the best hypotheses of each row.
 
-    At each step the `2 size` likeliest continuations of a row's hypotheses are looked at. Those that end and are among
-    the first `size` are kept, the best `size` of them; the first `size` that don't end are followed. So a beam of 1
-    without penalty is greedy. All that end a row (several `eos_id`) are one continuation, of their probabilities' sum:
-    no two hypotheses are alike. A row gets what it would get alone, and `n_best` hypotheses or as many as there are.
-    What is compiled depends on batch size, beam and rounded lengths.
+    At each step the `2 size` most probable continuations of a row's hypotheses are considered. Continuations that end
+    and are among the first `size` become finished hypotheses, of which the best `size` are kept; the first `size` that
+    don't end are extended further. So a beam of size 1 without length penalty is greedy decoding. With several `eos_id`
+    all ends count as one continuation with the sum of their probabilities, so that no two hypotheses are equal. The
+    result of a row does not depend on the other rows. Compiled programs depend on batch size, beam and rounded lengths.
 
     Args:
         model: a `CausalLM`, a `Seq2Seq` or a `SpeechToText`, whose source tokens are its encoder's positions.
         params: its parameters, without the outer "params".
-        sources: Seq2Seq only: token ids of each source; of a SpeechToText frames, (B, F, M).
-        prompts: where each row begins; None: `[bos_id]` for each source.
-        eos_id: ends a row, or several of which each does; None: nothing does.
-        max_new_tokens: at most so many a row, the end included; None: as the beam says of a row's source. With a
-            source, the lesser of both, and no more than a learned position table has room for.
-        suppress: ids that are never chosen; the other probabilities stay as they are.
+        sources: Seq2Seq only: token ids of each source; for a SpeechToText frames, (B, F, M).
+        prompts: token ids that each row starts with; None: `[bos_id]` for each source.
+        bos_id: the id that starts a target, if there are no prompts.
+        eos_id: id or ids that end a hypothesis; None: nothing does.
+        beam: size of the beam and how hypotheses are scored.
+        max_new_tokens: maximum number of new tokens per row, including the end token; None: the limit that `beam` sets
+            for the source. With a source the smaller limit applies, and also that of a learned position table.
+        suppress: ids that are never chosen; the probabilities of other ids do not change.
+
+    Returns:
+        For each row up to `n_best` hypotheses: first those that ended, then those that were cut, both by decreasing
+        score.
 
     Raises:
-        ValueError: as `generate`; no `max_new_tokens` without sources.
+        ValueError: as `generate`, or if `max_new_tokens` is missing without sources.
     """
-    vocab_size = check_writer("beam_search", model, params)
+    vocab_size = check_text_model("beam_search", model, params)
     ends = end_ids(eos_id, vocab_size)
     for token in suppress:
         check_id("suppress", token, vocab_size)
     source = source_rows(model, sources, vocab_size)
     rows = target_rows(prompts, source, bos_id, vocab_size)
     if source is None and max_new_tokens is None:
-        raise ValueError("max_new_tokens is missing: without a source, nothing else says how long a row may become.")
+        raise ValueError("max_new_tokens is missing: without a source, nothing else limits the length. Pass it.")
     most = None if max_new_tokens is None else check_new_tokens(max_new_tokens)
     check_lengths(model.config, rows, most if source is None else 1)
 
     model = decoding_model(model)
     prompt_slots = slots_of_prompts(rows, source, model.config.max_length)
     limits, longest = _limits(beam, rows, source, most, model.config)
-    terms = BeamParams(
+    beam_params = BeamParams(
         np.array(ends, np.int32),
         np.array(suppress, np.int32),
         limits,
@@ -149,15 +157,16 @@ def beam_search(
         size=int(beam.size),
         n_best=None if beam.early_stop else int(beam.n_best),
     )
-    found = search(model, params, pad(rows, prompt_slots), source, terms, bucket(longest))
+    found = search(model, params, pad(rows, prompt_slots), source, beam_params, bucket(longest))
     found = jax.device_get(found)
     check_finite(found.failed_at, rows, params, model.config.dtype)
     return [_hypotheses(found, row, beam) for row in range(len(rows))]
 
 
 def _limits(beam: Beam, rows: Sequence[np.ndarray], source: Batch | None, most: int | None, config: Any) -> tuple:
-    """How many new tokens each row may have, (B,), and how many any row with a source so long may, padding included:
-    sources that share a shape share what is compiled.
+    """Return the maximum number of new tokens of each row, (B,), and a bound for all rows of this source shape.
+
+    The bound depends on the padded source length, so that sources with the same shape share compiled programs.
     """
     most = math.inf if most is None else most
     if source is None:
@@ -169,26 +178,28 @@ def _limits(beam: Beam, rows: Sequence[np.ndarray], source: Batch | None, most: 
 
 
 def _hypotheses(found: BeamState, row: int, beam: Beam) -> list[Hypothesis]:
-    """What was found for a row, its tokens traced back from where it ended."""
+    """Return the hypotheses of a row."""
 
-    def trace(step: int, place: int) -> list[int]:
+    # Each step stores, for each beam index, the chosen token and the index of the parent hypothesis one step before. A
+    # hypothesis of `step` tokens is read from its end to its start by following the parents.
+    def trace(step: int, index: int) -> list[int]:
         tokens = []
         for before in reversed(range(step)):
-            tokens.append(int(found.tokens[before, row, place]))
-            place = int(found.parents[before, row, place])
+            tokens.append(int(found.tokens[before, row, index]))
+            index = int(found.parents[before, row, index])
         return tokens[::-1]
 
     ended = [
-        Hypothesis(trace(int(step), int(place)), float(score), float(total), ended=True)
-        for score, total, step, place in zip(
-            *(array[row] for array in (found.scores, found.totals, found.steps, found.places)), strict=True
+        Hypothesis(trace(int(step), int(index)), float(score), float(total), ended=True)
+        for score, total, step, index in zip(
+            *(array[row] for array in (found.scores, found.totals, found.steps, found.beam_indices)), strict=True
         )
-        if np.isfinite(score)
+        if np.isfinite(score)  # -inf marks an unused entry
     ]
-    step = int(found.taken[row])
+    step = int(found.steps_taken[row])
     cut = [
-        Hypothesis(trace(step, place), float(total) / beam.penalty(step), float(total), ended=False)
-        for place, total in enumerate(found.live[row])
+        Hypothesis(trace(step, index), float(total) / beam.penalty(step), float(total), ended=False)
+        for index, total in enumerate(found.live[row])
         if np.isfinite(total)
     ]
     return (ended + cut)[: beam.n_best]

@@ -1,4 +1,4 @@
-"""The compiled part: prefill, one-token step and the loop around it, pure functions of model, parameters and arrays."""
+"""Compiled decoding: prefill, the one-token step and the loop, as pure functions of model, parameters and arrays."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from transformer.generate._layers import keeps_apart, separate, separated
+from transformer.generate._layers import unstack_layers, unstacked_model, uses_unstacked_layers
 from transformer.generate._sampling import SamplerParams, choose
 from transformer.nn._axes import Array, Float, Int, Leaf, PRNGKey, Tokens
 from transformer.nn._caches import ContextCache, cache_length, set_cache_length
@@ -21,35 +21,46 @@ from transformer.nn.models._seq2seq import Seq2Seq
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Batch:
-    """Rows of token ids of unlike lengths, padded on the right."""
+    """Rows of token ids with different lengths, padded on the right."""
 
     tokens: Leaf
-    """(B, T); what stands behind a row's end must be ids that the row may hold. Of a SpeechToText's source: frames"""
+    """(B, T), token ids; padding must be ids that the row may contain. For a SpeechToText's source: frames (B, F, M)"""
     lengths: Leaf
-    """(B,); of frames: positions of the encoder"""
+    """(B,), number of tokens; for frames, number of encoder positions"""
 
 
 def prefill(
     model: CausalLM | Seq2Seq, params: Any, prompts: Batch, source: Batch | None, cache_slots: int
 ) -> tuple[Float[Array, "B V"], Any]:
-    """Reads whole prompts (and sources) at once: logits (B, V) after the last token of each, and the filled cache."""
+    """Read complete prompts, and sources, in one call.
+
+    Returns:
+        The logits (B, V) after the last token of each prompt, and the KV cache with the prompts.
+    """
     cache = model.init_cache(prompts.tokens.shape[0], cache_slots)
     hidden, cache = _hidden(model, params, source, prompts.tokens, cache, source)
+    # Prompts are padded on the right, so the last token of row b is at index lengths[b] - 1: (B, T, D) -> (B, 1, D).
+    # Only these positions go through the head, which avoids logits of shape (B, T, V).
     last = jnp.take_along_axis(hidden, prompts.lengths[:, None, None] - 1, axis=1)
+    # The cache also holds keys of the padding. A length that excludes them hides them, and later tokens overwrite them.
     return _logits(model, params, last), set_cache_length(cache, prompts.lengths)
 
 
 def decode_step(
     model: CausalLM | Seq2Seq, params: Any, tokens: Int[Array, " B"], cache: Any, source: Batch | None
 ) -> tuple[Float[Array, "B V"], Any]:
-    """One more token a row, (B,): the logits after it, (B, V), and the cache that holds it. Of the source, only its
-    lengths are read: its keys and values are in the cache.
+    """Read one more token per row, (B,).
+
+    Only the lengths of the source are used: its keys and values are in the cache.
+
+    Returns:
+        The logits (B, V) after the token, and the cache with it.
     """
-    logits, cache = decode_side_by_side(model, params, tokens[:, None], None, None, cache, source)
+    logits, cache = decode_hypotheses(model, params, tokens[:, None], None, None, cache, source)
     return logits[:, 0], cache
 
 
-def decode_side_by_side(
+def decode_hypotheses(
     model: CausalLM | Seq2Seq,
     params: Any,
     tokens: Int[Array, "B Z"],
@@ -58,43 +69,58 @@ def decode_side_by_side(
     cache: Any,
     source: Batch | None,
 ) -> tuple[Float[Array, "B Z V"], Any]:
-    """One more token of each of Z hypotheses a row, (B, Z), at `positions` and attending to what `mask` leaves of the
-    cache: the logits after each, (B, Z, V), and the cache that holds them. Of the source, as in `decode_step`.
+    """Read one more token for each of Z hypotheses per row, (B, Z).
+
+    Args:
+        model: a `CausalLM` or a `Seq2Seq`.
+        params: its parameters.
+        tokens: (B, Z).
+        positions: (B, Z), of the tokens; None: the next ones in the cache.
+        mask: which cache slots each hypothesis may attend to; None: all tokens of the row so far.
+        cache: the KV cache, shared by the hypotheses of a row.
+        source: only its lengths are used, as in `decode_step`.
+
+    Returns:
+        The logits (B, Z, V) after each token, and the cache with the tokens.
     """
     hidden, grown = _hidden(model, params, None, tokens, cache, source, positions, mask)
     logits = model.apply({"params": params}, hidden, method=type(model).head)
     return logits, _with_context(grown, cache)
 
 
-def read(model: CausalLM, params: Any, tokens: Tokens, cache: Any) -> tuple[Float[Array, "B T V"], Any]:
-    """T more tokens a row, (B, T), the last of which may be one too many for a learned position table: the logits after
-    each, (B, T, V), and the cache that holds them.
+def decode_chunk(model: CausalLM, params: Any, tokens: Tokens, cache: Any) -> tuple[Float[Array, "B T V"], Any]:
+    """Read T more tokens per row, (B, T), some of which may be beyond the end of a learned position table.
+
+    Returns:
+        The logits (B, T, V) after each token, and the cache with the tokens.
     """
+    # Token t of a row is at position (tokens in the cache) + t, (B, T).
     positions = cache_length(cache)[:, None] + jnp.arange(tokens.shape[1])[None, :]
     if model.config.position == "learned":
-        positions = jnp.minimum(positions, model.config.max_length - 1)  # past the table would be NaN, to all who look
+        positions = jnp.minimum(positions, model.config.max_length - 1)  # NaN past the table
     variables = {"params": params}
     hidden, cache = model.apply(variables, tokens, positions, cache=cache, method=CausalLM.hidden)
     return model.apply(variables, hidden, method=CausalLM.head), cache
 
 
-def with_separate_layers(model: CausalLM | Seq2Seq, params: Any, cache: Any) -> tuple[CausalLM | Seq2Seq, Any, Any]:
-    """Model, and trees of parameters and cache, as a loop over tokens takes them: where `keeps_apart` says so, each
-    layer's part a tree of its own.
+def with_unstacked_layers(model: CausalLM | Seq2Seq, params: Any, cache: Any) -> tuple[CausalLM | Seq2Seq, Any, Any]:
+    """Prepare model, parameters and cache for a loop over tokens.
+
+    If `uses_unstacked_layers` holds, each layer gets a separate tree of parameters and of cache.
     """
-    if not keeps_apart(model, params):
+    if not uses_unstacked_layers(model, params):
         return model, params, cache
-    params = {**params, "decoder": separate(model, params["decoder"])}
-    return separated(model), params, separate(model, cache)
+    params = {**params, "decoder": unstack_layers(model, params["decoder"])}
+    return unstacked_model(model), params, unstack_layers(model, cache)
 
 
-def _hidden(model, params, read, tokens: Tokens, cache, source, positions=None, mask=None):
+def _hidden(model, params, new_source, tokens: Tokens, cache, source, positions=None, mask=None):
     variables, given = {"params": params}, {"positions": positions, "mask": mask, "cache": cache}
     if isinstance(model, CausalLM):
         return model.apply(variables, tokens, **given, method=CausalLM.hidden)
     return model.apply(
         variables,
-        None if read is None else read.tokens,
+        None if new_source is None else new_source.tokens,
         tokens,
         source_mask=Mask.lengths(source.lengths),
         **given,
@@ -107,7 +133,11 @@ def _logits(model, params, hidden: Float[Array, "B 1 D"]) -> Float[Array, "B V"]
 
 
 def _with_context(cache: Any, before: Any) -> Any:
-    """The cache with the cross-attention part as it was: a scan over layers would write a copy of it at each step."""
+    """Return the cache with the old cross-attention part.
+
+    Cross-attention keys and values do not change, but a scan over layers returns a copy of them at each step. Keeping
+    the old ones lets the compiler remove that copy.
+    """
 
     def is_context(node):
         return isinstance(node, ContextCache)
@@ -118,18 +148,18 @@ def _with_context(cache: Any, before: Any) -> Any:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DecodeResult:
-    """What the loop leaves behind."""
+    """The tokens that a decoding loop generated."""
 
     tokens: Leaf
-    """(B, new_slots), new tokens; meaningless from `counts` on"""
+    """(B, new_slots), new tokens; entries from `counts` on are undefined"""
     counts: Leaf
-    """(B,), how many new tokens each row has, without the end of sequence"""
+    """(B,), number of new tokens per row, without the end token"""
     failed_at: Leaf
-    """(B,), position whose logits were not finite, or -1. The loop stops at the first, for all rows"""
+    """(B,), position with non-finite logits, or -1; the loop stops for all rows at the first such position"""
 
     @staticmethod
     def blank(batch: int, new_slots: int) -> DecodeResult:
-        """Nothing yet."""
+        """Return a result without tokens."""
         return DecodeResult(
             tokens=jnp.zeros((batch, new_slots), jnp.int32),
             counts=jnp.zeros((batch,), jnp.int32),
@@ -151,46 +181,58 @@ def decode(
     cache_slots: int,
     new_slots: int,
 ) -> DecodeResult:
-    """Prefill, then one loop until every row has ended or has `limit` new tokens. Compiled once for each model, shape
-    of the arrays and kind of `choice`.
+    """Prefill the prompts, then generate until every row has ended or has `limit` new tokens.
+
+    Compiled once per model, array shapes and kind of `choice`.
 
     Args:
-        keys: (B,), one a row; the token at position p is drawn from `fold_in(key, p)`.
-        eos_ids: (E,), each ends a row; -1: nothing does.
-        limit: new tokens at most, no more than `new_slots`.
+        model: a `CausalLM` or a `Seq2Seq`.
+        params: its parameters.
+        prompts: B rows of token ids.
+        source: B sources of a Seq2Seq, or None.
+        keys: (B,), one random key per row; the token at position p is drawn with `fold_in(key, p)`.
+        choice: how tokens are sampled.
+        eos_ids: (E,), ids that end a row; -1: none.
+        limit: maximum number of new tokens, at most `new_slots`.
+        cache_slots: positions per row in the KV cache.
+        new_slots: size of the output.
     """
     logits, cache = prefill(model, params, prompts, source, cache_slots)
-    model, params, cache = with_separate_layers(model, params, cache)
+    model, params, cache = with_unstacked_layers(model, params, cache)
     batch = prompts.lengths.shape[0]
 
+    # With the row's key folded with the position, a sample depends neither on the other rows nor on the number of
+    # steps.
     def draw(logits, positions):
         return choose(logits, jax.vmap(jax.random.fold_in)(keys, positions), choice)
 
-    def record(written, step, running, tokens, positions):
+    def record(result, step, running, tokens, positions):
+        # `choose` marks non-finite logits with the token -1.
         failed, ended = running & (tokens < 0), (tokens[:, None] == eos_ids[None, :]).any(1)
         running = running & ~failed & ~ended
-        written = DecodeResult(
-            tokens=jax.lax.dynamic_update_slice(written.tokens, tokens[:, None], (jnp.int32(0), step)),
-            counts=written.counts + running,
-            failed_at=jnp.where(failed, positions, written.failed_at),
+        result = DecodeResult(
+            tokens=jax.lax.dynamic_update_slice(result.tokens, tokens[:, None], (jnp.int32(0), step)),
+            counts=result.counts + running,
+            failed_at=jnp.where(failed, positions, result.failed_at),
         )
-        return written, running
+        return result, running
 
     def unfinished(state):
-        step, _, running, _, written = state
-        return (step < limit) & running.any() & (written.failed_at < 0).all()
+        step, _, running, _, result = state
+        return (step < limit) & running.any() & (result.failed_at < 0).all()
 
     def advance(state):
-        step, tokens, running, cache, written = state
-        # A row that failed holds -1, one that ended goes on unread: either way an id inside the vocabulary.
+        step, tokens, running, cache, result = state
+        # All rows take part in each step, since shapes are fixed. The tokens of ended rows are not counted; the -1 of a
+        # failed row is replaced by a valid id.
         logits, cache = decode_step(model, params, jnp.maximum(tokens, 0), cache, source)
         positions = cache_length(cache)
         tokens = draw(logits, positions)
-        written, running = record(written, step, running, tokens, positions)
-        return step + 1, tokens, running, cache, written
+        result, running = record(result, step, running, tokens, positions)
+        return step + 1, tokens, running, cache, result
 
     tokens = draw(logits, prompts.lengths)
-    written, running = record(
+    result, running = record(
         DecodeResult.blank(batch, new_slots), jnp.int32(0), jnp.ones((batch,), bool), tokens, prompts.lengths
     )
-    return jax.lax.while_loop(unfinished, advance, (jnp.int32(1), tokens, running, cache, written))[-1]
+    return jax.lax.while_loop(unfinished, advance, (jnp.int32(1), tokens, running, cache, result))[-1]

@@ -1,4 +1,4 @@
-"""`generate`: checks what it is given, runs the compiled loop, reads the result."""
+"""The function `generate`: checks its arguments, runs the compiled loop and returns lists of token ids."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from transformer.generate._prompts import (
     bucket,
     check_lengths,
     check_new_tokens,
-    check_writer,
+    check_text_model,
     decoding_model,
     end_ids,
     pad,
@@ -46,33 +46,38 @@ def generate(
     draft: Draft | None = None,
     slots: SupportsIndex | None = None,
 ) -> list[list[int]]:
-    """Continues each prompt: returns the new tokens of each row, without `eos_id`.
+    """Generate a continuation of each prompt.
 
-    Prompts may differ in length; each row gets what it would get alone. What is compiled depends on the batch size and
-    on rounded lengths (of prompts, sources and `max_new_tokens`), so a nearby length, another seed or another
-    temperature compiles nothing.
+    Prompts may differ in length, and the result of a row does not depend on the other rows. Compiled programs depend on
+    the batch size and on rounded lengths (of prompts, sources and `max_new_tokens`), so a similar length, another seed
+    or another temperature needs no new compilation.
 
     Args:
         model: a `CausalLM`, a `Seq2Seq` or a `SpeechToText`.
         params: its parameters, without the outer "params".
-        prompts: token ids of each row. Seq2Seq: where the target begins; None: `[bos_id]` for each source.
-        max_new_tokens: at most so many a row.
-        sampling: how tokens are chosen; `Sampling(temperature=0.0)` is greedy.
-        eos_id: ends a row, or several of which each does; None: every row gets `max_new_tokens`.
-        seed: row b draws the token at position p from the key `fold_in(fold_in(key(seed), b), p)`; so a text that is
-            continued with the same seed goes on as if it had not been interrupted. Given one seed a row, row b draws
-            from `fold_in(fold_in(key(seed[b]), 0), p)`: as if it were alone with that seed, at whatever place.
-        sources: Seq2Seq only: token ids of each source; of a SpeechToText frames, (B, F, M).
-        draft: CausalLM only: a smaller model of the same vocabulary that guesses ahead. The rows stay what they are
-            without it.
-        slots: CausalLM only: rows that are written at once; when one ends, the next prompt takes its place. None: all.
+        prompts: token ids of each row. Seq2Seq: the start of each target; None: `[bos_id]` for each source.
+        max_new_tokens: maximum number of new tokens per row.
+        sampling: how tokens are sampled; `Sampling(temperature=0.0)` is greedy decoding.
+        eos_id: id or ids that end a row; None: every row gets `max_new_tokens` tokens.
+        seed: row b samples the token at position p with the key `fold_in(fold_in(key(seed), b), p)`. So a text that is
+            continued with the same seed continues as if it had not been interrupted. With a list of one seed per row,
+            row b uses `fold_in(fold_in(key(seed[b]), 0), p)`: as if it were generated alone with that seed.
+        sources: Seq2Seq only: token ids of each source; for a SpeechToText frames, (B, F, M).
+        bos_id: Seq2Seq only: the id that starts a target, if there are no prompts.
+        draft: CausalLM only: a smaller model with the same vocabulary for speculative decoding. It does not change the
+            generated tokens.
+        slots: CausalLM only: number of rows that are generated at the same time; when a row ends, the next prompt takes
+            its slot. None: all rows.
+
+    Returns:
+        The new tokens of each row, without `eos_id`.
 
     Raises:
-        ValueError: ids out of range, empty or missing prompts or sources, too much for a learned position table, a
-            draft or slots that don't fit, or logits that are not finite (row, position and the parameter to blame are
-            named).
+        ValueError: if ids are out of range, prompts or sources are empty or missing, a text exceeds a learned position
+            table, a draft or slots are not supported, or logits are not finite (the message names row, position and
+            parameter).
     """
-    vocab_size = check_writer("generate", model, params)
+    vocab_size = check_text_model("generate", model, params)
     limit = check_new_tokens(max_new_tokens)
     ends = end_ids(eos_id, vocab_size)
     source = source_rows(model, sources, vocab_size)
@@ -92,42 +97,50 @@ def generate(
     room = {"cache_slots": prompt_slots + new_slots, "new_slots": new_slots}
     if slots is not None and slots < len(prompt_rows):
         each = [pad([row], padded_length([row], model.config.max_length)) for row in prompt_rows]
-        written = decode_in_slots(model, params, each, keys, *how, slots=int(slots), **room)
+        result = decode_in_slots(model, params, each, keys, *how, slots=int(slots), **room)
     elif draft is not None:
         room["cache_slots"] += bucket(draft.tokens)
         small = Draft(model=decoding_model(draft.model), params=draft.params, tokens=draft.tokens)
-        written, _ = decode_with_draft(model, params, small, pad(prompt_rows, prompt_slots), keys, *how, **room)
+        result, _ = decode_with_draft(model, params, small, pad(prompt_rows, prompt_slots), keys, *how, **room)
     else:
-        written = decode(model, params, pad(prompt_rows, prompt_slots), source, keys, *how, **room)
-    written = jax.device_get(written)
-    check_finite(written.failed_at, prompt_rows, params, model.config.dtype)
-    return [row[:count].tolist() for row, count in zip(written.tokens, written.counts, strict=True)]
+        result = decode(model, params, pad(prompt_rows, prompt_slots), source, keys, *how, **room)
+    result = jax.device_get(result)
+    check_finite(result.failed_at, prompt_rows, params, model.config.dtype)
+    return [row[:count].tolist() for row, count in zip(result.tokens, result.counts, strict=True)]
 
 
 def check_draft(model: Any, vocab_size: int, draft: Draft, prompts: Sequence[np.ndarray], max_new_tokens: int) -> None:
-    """Raises ValueError where a draft can't guess for a model: a Seq2Seq, another vocabulary, or a learned position
-    table of the draft without room for the text.
+    """Check that a draft can be used with a model.
+
+    Raises:
+        ValueError: if the model is a Seq2Seq, the vocabularies differ, or the draft's learned position table is too
+            short for the text.
     """
     if not isinstance(model, CausalLM):
-        raise ValueError(f"a draft guesses for a CausalLM, got a {type(model).__name__}. Leave draft out.")
-    if (size := check_writer("a draft", draft.model, draft.params)) != vocab_size:
+        raise ValueError(f"draft is only supported for a CausalLM, got a {type(model).__name__}. Remove draft.")
+    if (size := check_text_model("a draft", draft.model, draft.params)) != vocab_size:
         raise ValueError(
-            f"the draft has a vocabulary of {size} tokens and the model one of {vocab_size}: it must read and write "
-            f"the same ids. Take a draft trained with the model's tokenizer."
+            f"the draft must have the vocabulary of the model ({vocab_size} tokens), got a vocabulary of {size} "
+            f"tokens. Use a draft trained with the model's tokenizer."
         )
     check_lengths(draft.model.config, prompts, max_new_tokens)
 
 
 def check_slots(model: Any, slots: SupportsIndex, draft: Draft | None) -> None:
-    """Raises ValueError unless `slots` is an integer of at least 1, for a CausalLM without a draft."""
+    """Check the argument `slots`.
+
+    Raises:
+        ValueError: if `slots` is not an integer of at least 1, the model is no CausalLM, or there is a draft.
+    """
     if not isinstance(slots, Integral) or isinstance(slots, bool) or slots < 1:
-        raise ValueError(f"slots must be an integer of at least 1, or None to write all rows at once, got {slots!r}.")
+        raise ValueError(f"slots must be an integer of at least 1, or None for all rows at once, got {slots!r}.")
     if not isinstance(model, CausalLM):
         raise ValueError(
-            f"slots are for a CausalLM, got a {type(model).__name__}. Use beam_search_all, or leave it out."
+            f"slots is only supported for a CausalLM, got a {type(model).__name__}. Use beam_search_all, or remove "
+            f"slots."
         )
     if draft is not None:
-        raise ValueError("slots and draft can't be used together: leave one of them out.")
+        raise ValueError("slots and draft can't be used together. Remove one of them.")
 
 
 @jax.jit
@@ -136,8 +149,16 @@ def _row_keys(seeds, rows):
 
 
 def check_finite(failed_at: np.ndarray, prompts: Sequence[np.ndarray], params: Any, dtype: str) -> None:
-    """Raises ValueError where `failed_at` (B,) says that the logits of a row were not finite, and at which position
-    (-1: they were): row, position and the parameter to blame are named.
+    """Raise an error for the first row whose logits were not finite.
+
+    Args:
+        failed_at: (B,), position with non-finite logits, or -1.
+        prompts: token ids of each row.
+        params: the model's parameters, searched for NaN and infinity.
+        dtype: the dtype of the computation, for the message.
+
+    Raises:
+        ValueError: names row, position, and the parameter that is not finite, if there is one.
     """
     failed = np.flatnonzero(failed_at >= 0)
     if not failed.size:
@@ -147,11 +168,11 @@ def check_finite(failed_at: np.ndarray, prompts: Sequence[np.ndarray], params: A
         (path for path, leaf in jax.tree_util.tree_leaves_with_path(params) if not jnp.isfinite(leaf).all()), None
     )
     if broken is None:
-        cause = f"All parameters are finite, so a number overflowed in {dtype}, or an id or position was out of range."
+        cause = f"All parameters are finite, so a value overflowed in {dtype}, or an id or position was out of range."
     else:
         name = jax.tree_util.keystr(broken, simple=True, separator="/")
-        cause = f"The parameter {name} holds NaN or infinity: use an earlier checkpoint."
+        cause = f"The parameter {name} holds NaN or infinity. Use an earlier checkpoint."
     raise ValueError(
-        f"the logits of row {row} are not finite at position {position} (after {len(prompts[row])} tokens of prompt "
-        f"and {position - len(prompts[row])} new ones), so no token can be chosen. {cause}"
+        f"the logits of row {row} are not finite at position {position} (after {len(prompts[row])} prompt tokens "
+        f"and {position - len(prompts[row])} new tokens), so no token can be chosen. {cause}"
     )

@@ -1,4 +1,4 @@
-"""Layers of a decoder apart from each other: what a loop over tokens needs where it shall not loop over layers too."""
+"""Unstack the layers of a decoder, so that the loop over tokens contains no inner loop over layers."""
 
 from __future__ import annotations
 
@@ -14,31 +14,36 @@ from transformer.nn.models._causal_lm import CausalLM
 from transformer.nn.models._seq2seq import Seq2Seq
 
 COPIED = 2**31
-"""bytes of a decoder that are copied on CPU without being asked for"""
+"""on CPU, the maximum size in bytes of a decoder whose parameters are copied by default"""
 
 
-def keeps_apart(model: CausalLM | Seq2Seq, params: Any) -> bool:
-    """Whether a loop over tokens has each layer's parameters in an array of its own, for which those of the decoder are
-    copied once: with `execution.scan` off; and on CPU, where it saves a third of the time a token (docs/benchmarks.md),
-    if they are no more than `COPIED`.
+def uses_unstacked_layers(model: CausalLM | Seq2Seq, params: Any) -> bool:
+    """Return whether the loop over tokens uses separate parameter arrays for each layer.
+
+    For this the decoder's parameters are copied once. It is the case if `execution.scan` is off, and on CPU if the
+    parameters are at most `COPIED` bytes: there it saves a third of the time per token (docs/benchmarks.md).
     """
     size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params["decoder"]))
     return not model.execution.scan or (platform() == "cpu" and size <= COPIED)
 
 
-def separate(model: CausalLM | Seq2Seq, tree: Any) -> Any:
-    """A decoder's parameters or cache with its repeated layers, stacked on a leading axis, each as a tree of its own.
+def unstack_layers(model: CausalLM | Seq2Seq, tree: Any) -> Any:
+    """Split a decoder's parameters or cache into one tree per layer; repeated layers are stacked on a leading axis.
 
-    A matrix product of one token takes as long as reading its matrix. Taking a layer out of a stack copies it first,
-    at every token, which costs twice that again; this copies all of them once.
+    For one token, a matrix multiplication takes as long as reading its matrix. A scan over stacked layers copies each
+    layer out of the stack first, for every token, which reads and writes the matrix once more. This function makes that
+    copy once.
     """
     layers = [_part(tree, layer) for layer in _layers(model)]
     rest = {name: leaf for name, leaf in tree.items() if not name.startswith(("prefix_", "suffix_", "layers"))}
     return rest | {f"prefix_{i}": layer for i, layer in enumerate(layers)}
 
 
-def separated(model: CausalLM | Seq2Seq) -> CausalLM | Seq2Seq:
-    """The model whose decoder has the layers of `separate`; its encoder, which no step runs, is left as it falls."""
+def unstacked_model(model: CausalLM | Seq2Seq) -> CausalLM | Seq2Seq:
+    """Return the model whose decoder has the unstacked layers of `unstack_layers`.
+
+    Its encoder config is not meaningful: decoding steps do not run the encoder.
+    """
     config = model.config
     kinds = tuple(layer.kind for layer in _layers(model))
     stack = StackOptions(prefix=kinds, final_norm=config.stack.final_norm)

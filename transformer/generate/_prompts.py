@@ -1,4 +1,4 @@
-"""What a user hands in, checked before anything is compiled (compiled code can't raise), and made into arrays."""
+"""Check the arguments of the user before compilation (compiled code can't raise), and convert them to arrays."""
 
 from __future__ import annotations
 
@@ -19,40 +19,53 @@ from transformer.nn.models._seq2seq import Seq2Seq
 from transformer.nn.models._speech import FRAMES_A_POSITION, SpeechToText, check_frames
 
 Ids: TypeAlias = Any
-"""token ids of one row: a list or an array of whole numbers; looked at by `check_rows`, which says what is wrong"""
+"""token ids of one row: a list or an array of integers; `check_rows` validates it"""
 
 
-def check_writer(verb: str, model: Any, params: Any) -> int:
-    """The size of the model's vocabulary.
+def check_text_model(verb: str, model: Any, params: Any) -> int:
+    """Check that a model generates text, and return the size of its vocabulary.
+
+    Args:
+        verb: name of the calling function, for the error message.
+        model: any model.
+        params: its parameters.
 
     Raises:
-        ValueError: a model that writes no text, or parameters in an outer "params"; `verb` is who asks.
-        ConfigError: no vocab_size yet.
+        ValueError: if the model does not generate text, or the parameters have an outer "params".
+        ConfigError: if the config has no vocab_size.
     """
     if not isinstance(model, CausalLM | Seq2Seq):
-        raise ValueError(f"{verb} takes a CausalLM or a Seq2Seq, got a {type(model).__name__}, which writes no text.")
+        raise ValueError(
+            f"{verb} needs a CausalLM or a Seq2Seq, got a {type(model).__name__}, which generates no text."
+        )
     if isinstance(params, Mapping) and set(params) == {"params"}:
-        raise ValueError('params must be the parameters themselves, got {"params": ...}: pass params["params"].')
+        raise ValueError('params must be the inner parameter tree, got {"params": ...}: pass params["params"].')
     return vocabulary(model.config)
 
 
 def decoding_model(model: Any) -> Any:
-    """The model for inference: with a kernel that takes a cache, and with room for every token at its experts. A share
-    of the length (`MoE.capacity_factor`) would make a row depend on how it is padded and what is read beside it.
+    """Return the model for inference: with a kernel that supports a KV cache, and with unlimited expert capacity.
+
+    With a capacity relative to the length (`MoE.capacity_factor`), the experts of a token would depend on the padding
+    and on the other rows.
     """
 
-    def roomy(kind: LayerKind) -> LayerKind:
+    def without_capacity(kind: LayerKind) -> LayerKind:
         moe = kind.moe and dataclasses.replace(kind.moe, capacity_factor=None)
         return dataclasses.replace(kind, moe=moe)
 
     stack = model.config.stack
-    kinds = {part: tuple(map(roomy, getattr(stack, part))) for part in ("prefix", "period", "suffix")}
+    kinds = {part: tuple(map(without_capacity, getattr(stack, part))) for part in ("prefix", "period", "suffix")}
     config = model.config.replace(stack=dataclasses.replace(stack, **kinds))
     return model.clone(config=config, execution=portable(model.execution))
 
 
 def end_ids(eos_id: SupportsIndex | Sequence[SupportsIndex] | None, vocab_size: int) -> list[int]:
-    """The ids that end a row, each once: of one, several or None. ValueError: one that is outside the vocabulary."""
+    """Return the ids that end a row, without duplicates.
+
+    Raises:
+        ValueError: if an id is outside the vocabulary.
+    """
     ends = [] if eos_id is None else [eos_id] if isinstance(eos_id, SupportsIndex) else list(eos_id)
     for end in ends:
         check_id("eos_id", end, vocab_size)
@@ -60,17 +73,19 @@ def end_ids(eos_id: SupportsIndex | Sequence[SupportsIndex] | None, vocab_size: 
 
 
 def source_rows(model: CausalLM | Seq2Seq, sources: Any, vocab_size: int) -> Batch | None:
-    """The sources as padded rows, of a SpeechToText as frames; None for a CausalLM.
+    """Return the sources as padded rows, or as frames for a SpeechToText; None for a CausalLM.
 
     Raises:
-        ValueError: sources for a CausalLM, none for a Seq2Seq, or what is wrong with them.
+        ValueError: if a CausalLM has sources, a Seq2Seq has none, or they are invalid.
     """
     if isinstance(model, CausalLM):
         if sources is not None:
-            raise ValueError("sources are for a Seq2Seq: a CausalLM has no encoder. Put the text into prompts.")
+            raise ValueError(
+                "sources are only supported for a Seq2Seq: a CausalLM has no encoder. Pass the text as prompts."
+            )
         return None
     if sources is None:
-        raise ValueError("sources is missing: a Seq2Seq writes from a source. prompts only say how the target begins.")
+        raise ValueError("sources is missing: a Seq2Seq needs a source. prompts contain only the start of the targets.")
     if isinstance(model, SpeechToText):
         return frame_rows(model.config, sources)
     rows = check_rows("source", sources, model.config.embedding.source_vocab_size or vocab_size)
@@ -81,13 +96,17 @@ def source_rows(model: CausalLM | Seq2Seq, sources: Any, vocab_size: int) -> Bat
 def target_rows(
     prompts: Sequence[Ids] | None, source: Batch | None, bos_id: SupportsIndex | None, vocab_size: int
 ) -> list[np.ndarray]:
-    """What each row begins with: the prompts, or `[bos_id]` for each source. ValueError: neither, or what is wrong."""
+    """Return the ids that each row starts with: the prompts, or `[bos_id]` for each source.
+
+    Raises:
+        ValueError: if both are missing, or ids are invalid.
+    """
     check_id("bos_id", bos_id, vocab_size)
     if prompts is None:
         if source is None:
-            raise ValueError("prompts is missing: give a list of token ids for each row.")
+            raise ValueError("prompts is missing. Pass a list of token ids for each row.")
         if bos_id is None:
-            raise ValueError("bos_id is missing: give the id that a target begins with, or prompts.")
+            raise ValueError("bos_id is missing. Pass the id that a target starts with, or prompts.")
         prompts = [[bos_id]] * len(source.lengths)
     rows = check_rows("prompt", prompts, vocab_size)
     if source is not None and len(source.lengths) != len(rows):
@@ -96,39 +115,46 @@ def target_rows(
 
 
 def slots_of_prompts(rows: Sequence[np.ndarray], source: Batch | None, longest: int | None) -> int:
-    """How long the padded prompts are. Almost every target begins with one token: no 15 more beside it."""
+    """Return the padded length of the prompts.
+
+    Almost every target of a Seq2Seq starts with a single token; padding it to 16 tokens would be wasted work.
+    """
     single = source is not None and all(len(row) == 1 for row in rows)
     return 1 if single else padded_length(rows, longest)
 
 
 def padded_length(rows: Sequence[np.ndarray], longest: int | None) -> int:
-    """How long padded rows are: no longer than a learned position table, which all of them fit."""
+    """Return the padded length of rows: at most the length of a learned position table, which all rows fit in."""
     slots = bucket(max(len(row) for row in rows))
     return slots if longest is None else min(slots, longest)
 
 
 def bucket(size: int) -> int:
-    """`size` rounded up to a multiple of 16, and of a quarter of the power of two below it where that is more: at most
-    a quarter too long beyond 64, few shapes to compile, and neighbors mostly share one.
+    """Round `size` up, so that similar sizes share a shape and few shapes are compiled.
+
+    The result is a multiple of 16, or of a quarter of the power of two below `size` if that is larger. So sizes beyond
+    64 increase by at most a quarter.
     """
     step = max(16, 1 << max((size - 1).bit_length() - 3, 0))
     return -(-size // step) * step
 
 
 def pad(rows: Sequence[np.ndarray], length: int) -> Batch:
-    """Rows of ids as one array (B, length). Padding repeats a row's own last id: whatever other rows of the embedding
-    table hold, it can't reach this row.
+    """Return rows of ids as one array (B, length).
+
+    Padding repeats the last id of the row. So a row reads only its own entries of the embedding table: NaN in another
+    entry can't reach it.
     """
     tokens = np.stack([np.pad(row, (0, length - len(row)), mode="edge") for row in rows])
     return Batch(tokens=tokens.astype(np.int32), lengths=np.array([len(row) for row in rows], np.int32))
 
 
 def check_rows(what: str, rows: Sequence[Ids], vocab_size: int) -> list[np.ndarray]:
-    """The rows as arrays of ids.
+    """Check rows of token ids, and return them as arrays.
 
     Raises:
-        ValueError: no rows, an empty row, something that is no whole number, or an id outside the vocabulary; `what`
-            ("prompt" or "source"), row and place are named.
+        ValueError: if there are no rows, a row is empty, a value is no integer, or an id is outside the vocabulary. The
+            message names `what` ("prompt" or "source"), the row and the index.
     """
     if isinstance(rows, str) or len(rows) == 0:
         raise ValueError(f"{what}s must be a list with at least one list of token ids, got {rows!r}.")
@@ -140,22 +166,23 @@ def _check_row(name: str, row: Ids, vocab_size: int) -> np.ndarray:
         raise ValueError(f"{name} must be a list of token ids, got {row!r}. Encode text with its tokenizer first.")
     if len(row) == 0:
         raise ValueError(
-            f"{name} is empty: there must be at least one token to go on from, such as the tokenizer's bos_id."
+            f"{name} is empty: there must be at least one token to continue from. Pass, for example, the tokenizer's "
+            f"bos_id."
         )
     ids = np.asarray(row)
     if ids.dtype.kind not in "iu":
-        raise ValueError(f"{name} must hold whole numbers, got values of type {ids.dtype}.")
+        raise ValueError(f"{name} must contain integers, got values of type {ids.dtype}.")
     outside = np.flatnonzero((ids < 0) | (ids >= vocab_size))
     if outside.size:
         raise ValueError(
-            f"{name} has id {ids[outside[0]]} at place {outside[0]}, but token ids must be from 0 to {vocab_size - 1} "
+            f"{name} has id {ids[outside[0]]} at index {outside[0]}, but token ids must be from 0 to {vocab_size - 1} "
             f"(vocab_size {vocab_size}). Was the text encoded by another tokenizer?"
         )
     return ids
 
 
 def check_id(name: str, value: SupportsIndex | None, vocab_size: int) -> None:
-    """Raises ValueError unless `value` is None or an id of the vocabulary."""
+    """Raise ValueError unless `value` is None or an id of the vocabulary."""
     if value is None:
         return
     if not isinstance(value, Integral) or isinstance(value, bool) or not 0 <= value < vocab_size:
@@ -165,23 +192,24 @@ def check_id(name: str, value: SupportsIndex | None, vocab_size: int) -> None:
 
 
 def check_new_tokens(max_new_tokens: SupportsIndex) -> int:
-    """Raises ValueError unless it is an integer of at least 1."""
+    """Return `max_new_tokens` as an int; raise ValueError unless it is an integer of at least 1."""
     if not isinstance(max_new_tokens, Integral) or isinstance(max_new_tokens, bool) or max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be an integer of at least 1, got {max_new_tokens!r}.")
     return int(max_new_tokens)
 
 
 def row_seeds(seed: SupportsIndex | Sequence[SupportsIndex], batch: int) -> tuple[np.ndarray, np.ndarray]:
-    """Seed of each row and the number folded into it, both (B,): (seed, row number) for one seed, (own seed, 0) for
-    one a row.
+    """Return the seed of each row and the number to fold into it, both (B,).
+
+    For a single seed these are (seed, row index), for one seed per row (seed of the row, 0).
 
     Raises:
-        ValueError: not as many as rows, or one that doesn't fit 32 bits.
+        ValueError: if the number of seeds is not that of the rows, or a seed does not fit in 32 bits.
     """
     single = isinstance(seed, Integral)
     seeds = [seed] * batch if single else list(seed)
     if len(seeds) != batch:
-        raise ValueError(f"seed must be one number, or one for each of the {batch} rows, got {len(seeds)}.")
+        raise ValueError(f"seed must be one integer, or one for each of the {batch} rows, got {len(seeds)}.")
     for value in seeds:
         if not isinstance(value, Integral) or isinstance(value, bool) or not 0 <= value < 2**32:
             raise ValueError(f"seed must be an integer from 0 to {2**32 - 1}, got {value!r}.")
@@ -189,8 +217,10 @@ def row_seeds(seed: SupportsIndex | Sequence[SupportsIndex], batch: int) -> tupl
 
 
 def frame_rows(config: TransformerConfig, sources: Any) -> Batch:
-    """Sources of a SpeechToText, frames (B, F, M), with the encoder's positions as lengths. ValueError: another shape,
-    or pieces of unlike lengths.
+    """Return the sources of a SpeechToText, frames (B, F, M), with the number of encoder positions as lengths.
+
+    Raises:
+        ValueError: if the shape is wrong, or recordings have different lengths.
     """
     try:
         frames = np.asarray(sources)
@@ -202,7 +232,7 @@ def frame_rows(config: TransformerConfig, sources: Any) -> Batch:
 
 
 def check_source_lengths(config: TransformerConfig, sources: Sequence[np.ndarray]) -> None:
-    """Raises ValueError where a learned position table has too few rows for a source."""
+    """Raise ValueError if a source is longer than a learned position table."""
     if config.position != "learned":
         return
     field = "max_length" if config.embedding.source_max_length is None else "embedding.source_max_length"
@@ -213,26 +243,26 @@ def check_source_lengths(config: TransformerConfig, sources: Sequence[np.ndarray
 
 
 def _table(field: str, rows: int) -> str:
-    return f"the model's learned position table ends at {rows} ({field})"
+    return f"the model's learned position table has only {rows} positions ({field})"
 
 
 def check_lengths(config: TransformerConfig, prompts: Sequence[np.ndarray], max_new_tokens: int) -> None:
-    """Raises ValueError where a learned position table has too few rows for a prompt and what follows."""
+    """Raise ValueError if a prompt with its new tokens is longer than a learned position table."""
     if config.position != "learned":
         return
     for number, row in enumerate(prompts):
         total = len(row) + max_new_tokens
         if total > config.max_length:
             room = config.max_length - len(row)
-            remedy = f"Ask for at most {room} new tokens, or shorten the prompt." if room > 0 else "Shorten the prompt."
+            remedy = f"Request at most {room} new tokens, or shorten the prompt." if room > 0 else "Shorten the prompt."
             raise ValueError(
-                f"prompt {number} has {len(row)} tokens, with {max_new_tokens} new ones {total}, but "
+                f"prompt {number} has {len(row)} tokens, {total} with {max_new_tokens} new ones, but "
                 f"{_table('max_length', config.max_length)}. {remedy}"
             )
 
 
 def vocabulary(config: TransformerConfig) -> int:
-    """The config's vocab_size; ConfigError when there is none yet."""
+    """Return the config's vocab_size; raise ConfigError if it is not set."""
     if config.vocab_size is None:
-        raise ConfigError("vocab_size is not set: a model that generates needs to know how many tokens there are.")
+        raise ConfigError("vocab_size is not set: generation needs the number of tokens. Set it in the config.")
     return config.vocab_size

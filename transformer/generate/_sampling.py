@@ -1,4 +1,4 @@
-"""How the next token is chosen from logits: one frozen value that says it, one pure function that does it."""
+"""Sampling of the next token from logits: the settings, and a pure function that applies them."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from transformer.nn._axes import Array, Float, Int, Leaf, PRNGKey
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How to choose a token. Filters work in the order of the fields, each on what the one before it left.
+    """Sampling settings. Filters apply in the order of the fields, each to the tokens that the previous one kept.
 
-    Exact ties are broken towards the lower id: `top_k=1` is greedy, and `top_k` keeps exactly k tokens.
+    Ties go to the lower id: `top_k=1` is greedy decoding, and `top_k` keeps exactly k tokens.
 
     Raises:
-        ConfigError: a value out of range.
+        ConfigError: if a value is out of range.
     """
 
     temperature: float = 1.0
-    """logits are divided by it; 0: greedy, always the likeliest token"""
+    """divisor of the logits; 0 is greedy decoding, which always takes the most probable token"""
     top_k: int | None = None
-    """keep the k likeliest tokens (Fan et al. 2018, arXiv 1805.04833)"""
+    """keep the k most probable tokens (Fan et al. 2018, arXiv 1805.04833)"""
     top_p: float | None = None
-    """keep the fewest likeliest tokens that together have at least this probability (Holtzman et al. 2019,
-    arXiv 1904.09751)"""
+    """nucleus sampling: keep the smallest set of most probable tokens with at least this total probability (Holtzman et
+    al. 2019, arXiv 1904.09751)"""
     min_p: float | None = None
-    """keep tokens at least this share as likely as the likeliest (Nguyen et al. 2024, arXiv 2407.01082)"""
+    """keep tokens with at least this fraction of the highest probability (Nguyen et al. 2024, arXiv 2407.01082)"""
 
     suppress: tuple[int, ...] = ()
-    """ids of tokens that are never chosen, greedily neither; before all filters"""
+    """token ids that are never chosen, also in greedy decoding; applied before all filters"""
 
     def __post_init__(self):
         if any(not isinstance(i, Integral) or isinstance(i, bool) or i < 0 for i in self.suppress):
-            raise ConfigError(f"suppress must be ids of tokens, whole numbers from 0, got {self.suppress!r}.")
+            raise ConfigError(f"suppress must be token ids (integers of at least 0), got {self.suppress!r}.")
         self._check("temperature", Real, "a finite number of at least 0 (0 is greedy)", lambda x: 0 <= x < math.inf)
         self._check("top_k", Integral, "an integer of at least 1, or None to keep all tokens", lambda x: x >= 1)
         self._check("top_p", Real, "above 0 and at most 1, or None to keep all tokens", lambda x: 0 < x <= 1)
@@ -54,35 +54,37 @@ class Sampling:
 
 
 PLAIN = Sampling()
-"""draw from the model's own distribution"""
+"""default settings: sample from the model's distribution without filters"""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SamplerParams:
-    """What a compiled program is told of a `Sampling`: numbers are arrays, so that only which filters are on, and how
-    many logits have to be sorted, decides what is compiled.
+    """The settings of a `Sampling` as arguments of a compiled program.
+
+    Numbers are arrays, so that a new value needs no new compilation. Only the set of active filters and the number of
+    logits to sort are static.
     """
 
     temperature: Leaf | None
-    """(); None: greedy"""
+    """(), divisor of the logits; None: greedy decoding"""
     top_k: Leaf | None
-    """()"""
+    """(); None: no filter"""
     top_p: Leaf | None
-    """()"""
+    """(); None: no filter"""
     log_min_p: Leaf | None
-    """()"""
+    """(), logarithm of min_p; None: no filter"""
     suppressed: Leaf | None = None
-    """(S,), ids"""
+    """(S,), ids that are never chosen"""
     candidates: int | None = field(default=None, metadata={"static": True})
-    """how many of the highest logits are sorted; None: none"""
+    """number of highest logits to sort; None: no filter needs sorted logits"""
 
     @staticmethod
     def of(sampling: Sampling, vocab_size: int) -> SamplerParams:
-        """The choice that `sampling` makes among `vocab_size` tokens. Filters that keep everything are left out.
+        """Convert `sampling` for a vocabulary of `vocab_size` tokens. Filters that keep all tokens are omitted.
 
         Raises:
-            ConfigError: a suppressed token that is none of them.
+            ConfigError: if a suppressed id is outside the vocabulary.
         """
         if beyond := [i for i in sampling.suppress if i >= vocab_size]:
             raise ConfigError(f"suppress must be ids below {vocab_size}, the size of the vocabulary, got {beyond[0]}.")
@@ -93,8 +95,10 @@ class SamplerParams:
         top_p = None if sampling.top_p is None or sampling.top_p == 1 else np.float32(sampling.top_p)
         candidates = None if top_p is None else vocab_size
         if top_k is not None:
+            # Top-k needs only the k highest logits, and so does a top-p after it. A power of two: few sizes to compile.
             candidates = min(vocab_size, max(16, 1 << (top_k - 1).bit_length()))
         return SamplerParams(
+            # A tiny temperature must not round to 0 in float32: 0 / 0 would be NaN.
             temperature=np.maximum(np.float32(sampling.temperature), np.finfo(np.float32).tiny),
             top_k=None if top_k is None else np.int32(top_k),
             top_p=top_p,
@@ -105,20 +109,32 @@ class SamplerParams:
 
 
 def sample(logits: Float[Array, "B V"], key: PRNGKey, sampling: Sampling = PLAIN) -> Int[Array, " B"]:
-    """Chooses one token a row, (B,), from logits (B, V), in float32; row b draws from `fold_in(key, b)`: the
-    highest sum of logit and Gumbel noise (Maddison et al. 2014, arXiv 1411.0030).
+    """Sample one token per row.
 
-    Logits of -inf are never chosen. A row that can't be chosen from (NaN or +inf among its logits, or all of them -inf)
-    gives -1, which is no token: argmax would give a plausible one. Greedy uses no randomness.
+    A token is the argmax of logits plus Gumbel noise, which is a sample of the softmax (Maddison et al. 2014, arXiv
+    1411.0030). Tokens with a logit of -inf are never chosen.
+
+    Args:
+        logits: (B, V); converted to float32.
+        key: random key; row b uses `fold_in(key, b)`. Greedy decoding uses no randomness.
+        sampling: temperature and filters.
+
+    Returns:
+        (B,), token ids. A row without a valid distribution (a logit is NaN or +inf, or all are -inf) gives -1, where a
+        plain argmax would give a plausible id.
     """
+    # One key per row, so that the sample of a row does not depend on the batch size.
     keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(logits.shape[0]))
     return choose(logits, keys, SamplerParams.of(sampling, logits.shape[1]))
 
 
 def choose(logits: Float[Array, "B V"], keys: PRNGKey, choice: SamplerParams) -> Int[Array, " B"]:
-    """As `sample`, with one key a row. A token's noise goes with its id, so a filter changes a draw only by what it
-    removes.
+    """Sample one token per row as `sample` does, with one key per row.
+
+    Noise is drawn per token id. So a filter changes a sample only if it removes the token that would be sampled without
+    it.
     """
+    # In bfloat16, differences between logits and the tails of the noise would be too coarse.
     logits = logits.astype(jnp.float32)
     if choice.suppressed is not None:
         logits = logits.at[:, choice.suppressed].set(-jnp.inf)
@@ -126,26 +142,36 @@ def choose(logits: Float[Array, "B V"], keys: PRNGKey, choice: SamplerParams) ->
     if choice.temperature is None:
         tokens = jnp.argmax(logits, -1)
     else:
-        # Highest at 0: no temperature can make it overflow, and min-p needs no softmax.
+        # scores = (logits - max) / temperature. The maximum is 0, so that a small temperature can't overflow to +inf,
+        # and score = log(p / p_max), which is what min-p compares, without a softmax.
         scores = (logits - top) / choice.temperature
+        # Gumbel-max: argmax_i (score_i + g_i), with independent Gumbel noise g_i, has the distribution softmax(score).
         noise = jax.vmap(lambda key: jax.random.gumbel(key, scores.shape[1:]))(keys)
         ids = None
         if choice.candidates is not None:
-            scores, ids = jax.lax.top_k(scores, choice.candidates)  # equal ones: the lower id first
+            scores, ids = jax.lax.top_k(scores, choice.candidates)  # sorted; for ties the lower id first
             noise = jnp.take_along_axis(noise, ids, axis=-1)
+        # The filters set scores to -inf, which noise can't change. `drawn` is an index into the sorted scores, so it is
+        # mapped back to a token id.
         drawn = jnp.argmax(_filtered(scores, choice) + noise, -1)
         tokens = drawn if ids is None else jnp.take_along_axis(ids, drawn[:, None], axis=-1)[:, 0]
+    # The maximum is NaN if any logit is NaN, +inf if any is +inf, and -inf if all are -inf.
     return jnp.where(jnp.isfinite(top[:, 0]), tokens, -1).astype(jnp.int32)
 
 
 def _filtered(scores: Float[Array, "B C"], choice: SamplerParams) -> Float[Array, "B C"]:
-    """Scores with -inf in place of what the filters remove; they fall along C where there is a top-k or top-p."""
-    if choice.top_k is not None:
+    """Replace the scores of tokens that the filters remove by -inf.
+
+    With top-k or top-p, scores must be sorted in descending order along C.
+    """
+    if choice.top_k is not None:  # scores are sorted: the first k are the highest
         scores = jnp.where(jnp.arange(scores.shape[1])[None, :] < choice.top_k, scores, -jnp.inf)
     if choice.top_p is not None:
-        shares = jax.nn.softmax(scores, -1)
-        likelier = jnp.cumsum(shares, -1) - shares
-        scores = jnp.where(likelier < choice.top_p, scores, -jnp.inf)
-    if choice.log_min_p is not None:
+        # Keep a token if the tokens before it do not have probability p yet. So the token that reaches p is kept, and
+        # at least one token always is. Probabilities are those after top-k.
+        probabilities = jax.nn.softmax(scores, -1)
+        before = jnp.cumsum(probabilities, -1) - probabilities
+        scores = jnp.where(before < choice.top_p, scores, -jnp.inf)
+    if choice.log_min_p is not None:  # p >= min_p p_max, since score = log(p / p_max)
         scores = jnp.where(scores >= choice.log_min_p, scores, -jnp.inf)
     return scores

@@ -1,5 +1,6 @@
-"""The compiled part of beam search: pure functions of model, parameters and arrays. A place is that of one of the Z
-hypotheses that are followed for each row, a number below Z.
+"""Compiled beam search: pure functions of model, parameters and arrays.
+
+Each row has Z live hypotheses, the ones that are extended. A beam index is a number below Z that selects one of them.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from transformer.generate._decoding import Batch, decode_side_by_side, prefill
-from transformer.generate._layers import keeps_apart, separate, separated
+from transformer.generate._decoding import Batch, decode_hypotheses, prefill
+from transformer.generate._layers import unstack_layers, unstacked_model, uses_unstacked_layers
 from transformer.nn._axes import Array, Bool, Float, Int, Leaf
 from transformer.nn._caches import lengthen_cache
 from transformer.nn._masks import Mask
@@ -21,75 +22,75 @@ from transformer.nn.models._causal_lm import CausalLM
 from transformer.nn.models._seq2seq import Seq2Seq
 
 IMPOSSIBLE = -jnp.inf
-"""log-probability of what is not there"""
+"""log-probability of an impossible continuation or an unused entry"""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class BeamParams:
-    """What a compiled search is told of a `Beam` and of the rows' ends and lengths."""
+    """The settings of a `Beam`, the end tokens and the length limits as arguments of a compiled search."""
 
     end_ids: Leaf
     """(E,), ids that end a row"""
     suppressed: Leaf
     """(S,), ids that are never chosen"""
     limits: Leaf
-    """(B,), new tokens at most, the end included"""
+    """(B,), maximum number of new tokens, including the end token"""
     alpha: Leaf
-    """(), of the length penalty"""
+    """(), exponent of the length penalty"""
     size: int = field(metadata={"static": True})
-    """Z"""
+    """Z, the beam size"""
     n_best: int | None = field(metadata={"static": True})
-    """a row stops when no hypothesis that is followed can beat the n_best-th; None: when `size` have ended"""
+    """a row stops when no live hypothesis can beat the n_best-th finished one; None: when `size` have ended"""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class BeamState:
-    """What a search has found so far."""
+    """Live and finished hypotheses of a search. S is the maximum number of steps."""
 
     tokens: Leaf
-    """(S, B, Z), what each step put behind the hypotheses it chose"""
+    """(S, B, Z), the last token of each live hypothesis after each step"""
     parents: Leaf
-    """(S, B, Z), the place, a step before, of the hypothesis that each goes on from"""
+    """(S, B, Z), the beam index of its parent, the hypothesis that it extends, one step before"""
     live: Leaf
-    """(B, Z), log-probabilities of those followed, falling; -inf: there is none"""
-    taken: Leaf
-    """(B,), steps until a row stopped"""
+    """(B, Z), log-probabilities of the live hypotheses, in descending order; -inf: unused"""
+    steps_taken: Leaf
+    """(B,), number of steps until the row stopped"""
     scores: Leaf
-    """(B, Z), of those that ended, falling; -inf: there is none"""
+    """(B, Z), scores of the finished hypotheses, in descending order; -inf: unused"""
     totals: Leaf
-    """(B, Z), their log-probabilities"""
+    """(B, Z), log-probabilities of the finished hypotheses"""
     steps: Leaf
-    """(B, Z), how many tokens each of them has"""
-    places: Leaf
-    """(B, Z), the place of each after its last token"""
+    """(B, Z), number of tokens of the finished hypotheses, without the end token"""
+    beam_indices: Leaf
+    """(B, Z), beam index of the finished hypotheses after their last token"""
     failed_at: Leaf
-    """(B,), position whose logits were not finite, or -1. The search stops at the first, for all rows"""
+    """(B,), position with non-finite logits, or -1; the search stops for all rows at the first such position"""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Search:
-    """A search under way."""
+    """The state of a search between two steps."""
 
     found: BeamState
     step: Leaf
-    """(), steps done"""
+    """(), number of completed steps"""
     running: Leaf
-    """(B,), whether a row goes on"""
+    """(B,), whether the row is still searched"""
     visible: Leaf
-    """(B, Z, C), the slots of the cache that each hypothesis followed a step before has its tokens in"""
+    """(B, Z, C), which of the C cache slots hold the tokens of each hypothesis that was live one step before"""
     cache: Any
-    """of each row's prompt, and then of all Z hypotheses of each step, those no longer followed included"""
+    """KV cache with each row's prompt, then Z tokens for each step, including those of dropped hypotheses"""
 
     def unfinished(self) -> Bool[Array, ""]:
-        """Whether there is something left to do."""
+        """Return whether another step is needed."""
         return self.running.any() & (self.found.failed_at < 0).all()
 
 
 def length_penalty(length: Float[Array, "..."], alpha: Float[Array, ""]) -> Float[Array, "..."]:
-    """((5 + length) / 6)^alpha (Wu et al. 2016, arXiv 1609.08144, equation 14, where 6 is 5 + 1)."""
+    """Return ((5 + length) / 6)^alpha (Wu et al. 2016, arXiv 1609.08144, equation 14, where 6 is 5 + 1)."""
     return ((5.0 + length) / 6.0) ** alpha
 
 
@@ -98,103 +99,124 @@ def search(
     params: Any,
     prompts: Batch,
     source: Batch | None,
-    terms: BeamParams,
+    beam_params: BeamParams,
     new_slots: int,
 ) -> BeamState:
-    """The whole search, of up to `new_slots` new tokens a row.
+    """Run a search with up to `new_slots` new tokens per row.
 
-    Every step reads the whole cache, filled or not. Few targets are twice as long as their source: the cache is, at
-    first, and as long as it may have to be only for what does not end by then.
+    Each step reads the whole cache, including its empty slots, so a short cache is faster. Few targets are longer than
+    twice their source: the search starts with a cache for that length, and continues with the maximum length only if
+    some rows have not ended.
     """
     slots = prompts.tokens.shape[1]
+    # A step fills Z slots per row, so n new tokens need Z n slots after the prompt.
     first = new_slots if source is None else min(new_slots, 2 * source.tokens.shape[1])
-    begun = begin(model, params, prompts, source, terms, cache_slots=slots + terms.size * first, new_slots=new_slots)
-    begun = go_on(model, params, begun, source, prompts.lengths, terms, cache_slots=slots + terms.size * first)
-    if first < new_slots and begun.unfinished():
-        begun = go_on(model, params, begun, source, prompts.lengths, terms, cache_slots=slots + terms.size * new_slots)
-    return begun.found
+    state = start_search(
+        model, params, prompts, source, beam_params, cache_slots=slots + beam_params.size * first, new_slots=new_slots
+    )
+    state = continue_search(
+        model, params, state, source, prompts.lengths, beam_params, cache_slots=slots + beam_params.size * first
+    )
+    if first < new_slots and state.unfinished():
+        state = continue_search(
+            model, params, state, source, prompts.lengths, beam_params, cache_slots=slots + beam_params.size * new_slots
+        )
+    return state.found
 
 
 @functools.partial(jax.jit, static_argnames=("model", "cache_slots", "new_slots"))
-def begin(
+def start_search(
     model: CausalLM | Seq2Seq,
     params: Any,
     prompts: Batch,
     source: Batch | None,
-    terms: BeamParams,
+    beam_params: BeamParams,
     *,
     cache_slots: int,
     new_slots: int,
 ) -> Search:
-    """Prefill of each row, once, and the first tokens of its hypotheses. Compiled once for each model and shape."""
+    """Prefill each row once, and choose the first token of its hypotheses. Compiled once per model and shape."""
     logits, cache = prefill(model, params, prompts, source, cache_slots)
-    if keeps_apart(model, params):
-        cache = separate(model, cache)
-    batch, size = prompts.lengths.shape[0], terms.size
+    if uses_unstacked_layers(model, params):
+        cache = unstack_layers(model, cache)
+    batch, size = prompts.lengths.shape[0], beam_params.size
     none = jnp.full((batch, size), IMPOSSIBLE, jnp.float32)
     zeros = jnp.zeros((batch, size), jnp.int32)
     found = BeamState(
         tokens=jnp.zeros((new_slots, batch, size), jnp.int32),
         parents=jnp.zeros((new_slots, batch, size), jnp.int32),
-        live=none.at[:, 0].set(0.0),  # the prompt alone
-        taken=zeros[:, 0],
+        live=none.at[:, 0].set(0.0),  # at first one hypothesis per row: the prompt
+        steps_taken=zeros[:, 0],
         scores=none,
         totals=none,
         steps=zeros,
-        places=zeros,
+        beam_indices=zeros,
         failed_at=zeros[:, 0] - 1,
     )
+    # All Z hypotheses get the same logits, but only the first has a finite log-probability, so the first step chooses Z
+    # different tokens and not Z copies of the best one.
     logits, step = jnp.broadcast_to(logits[:, None], (batch, size, logits.shape[1])), jnp.int32(0)
-    found, running = choose(found, jnp.ones((batch,), bool), logits, step, prompts.lengths, terms)
+    found, running = choose(found, jnp.ones((batch,), bool), logits, step, prompts.lengths, beam_params)
+    # Every hypothesis sees the slots of its row's prompt, but not its padding.
     prompt = jnp.arange(cache_slots)[None, None, :] < prompts.lengths[:, None, None]
     return Search(found, step + 1, running, jnp.broadcast_to(prompt, (batch, size, cache_slots)), cache)
 
 
 @functools.partial(jax.jit, static_argnames=("model", "cache_slots"))
-def go_on(
+def continue_search(
     model: CausalLM | Seq2Seq,
     params: Any,
-    begun: Search,
+    state: Search,
     source: Batch | None,
     lengths: Int[Array, " B"],
-    terms: BeamParams,
+    beam_params: BeamParams,
     *,
     cache_slots: int,
 ) -> Search:
-    """One loop until every row has stopped, or a cache of `cache_slots` is full. Compiled once for each model and
-    shape.
+    """Search until every row has stopped or the cache is full. Compiled once per model and shape.
 
-    Nothing in the cache is moved when hypotheses are dropped or forked. Those of a row are queries side by side of one
-    cache, in which each step fills a slot for each; a hypothesis sees the slots that it has come through. So the prompt
-    is there once, and so are the keys and values of cross-attention.
+    The usual implementation keeps Z caches per row and reorders them at every step. Here the Z hypotheses of a row
+    share one cache: they are Z queries of one sequence, each step fills Z slots, and a mask lets each hypothesis see
+    only the slots of its own tokens. So nothing is copied when hypotheses are dropped or forked, and the keys and
+    values of the prompt and of cross-attention are stored once.
 
     Args:
-        begun: with a cache of so many slots, or fewer.
-        lengths: (B,), of the prompts.
+        model: a `CausalLM` or a `Seq2Seq`.
+        params: its parameters.
+        state: the search so far; its cache has at most `cache_slots` slots.
+        source: sources of a Seq2Seq, or None.
+        lengths: (B,), lengths of the prompts.
+        beam_params: settings of the search.
+        cache_slots: number of cache slots per row, C.
     """
-    if keeps_apart(model, params):
-        params = {**params, "decoder": separate(model, params["decoder"])}
-        model = separated(model)
-    room = cache_slots - begun.visible.shape[-1]
-    begun = dataclasses.replace(
-        begun, visible=jnp.pad(begun.visible, ((0, 0), (0, 0), (0, room))), cache=lengthen_cache(begun.cache, room)
+    if uses_unstacked_layers(model, params):
+        params = {**params, "decoder": unstack_layers(model, params["decoder"])}
+        model = unstacked_model(model)
+    room = cache_slots - state.visible.shape[-1]
+    state = dataclasses.replace(
+        state, visible=jnp.pad(state.visible, ((0, 0), (0, 0), (0, room))), cache=lengthen_cache(state.cache, room)
     )
-    size, slots, first = terms.size, jnp.arange(cache_slots)[None, :], lengths[:, None]
-    places = jnp.where(slots < first, slots, first + (slots - first) // size)
+    size, slots, first = beam_params.size, jnp.arange(cache_slots)[None, :], lengths[:, None]
+    # Position in the text of the token in each slot, (B, C): the prompt has one slot per position, then each step has
+    # Z.
+    slot_positions = jnp.where(slots < first, slots, first + (slots - first) // size)
 
     def advance(now):
+        # Read the tokens that the previous step chose, (B, Z), into the slots first + (step - 1) Z + (0 ... Z - 1).
         tokens, parents = now.found.tokens[now.step - 1], now.found.parents[now.step - 1]
         own = (first + (now.step - 1) * size + jnp.arange(size)[None, :])[:, :, None] == slots[None]
+        # A hypothesis sees the slots of its parent and the slot of its new token, (B, Z, C).
         visible = jnp.take_along_axis(now.visible, parents[:, :, None], axis=1) | own
         positions = jnp.broadcast_to(first + now.step - 1, tokens.shape)
-        mask = Mask.array(visible[:, None]) & Mask.places(positions, places)
-        logits, cache = decode_side_by_side(model, params, tokens, positions, mask, now.cache, source)
-        found, running = choose(now.found, now.running, logits, now.step, lengths + now.step, terms)
+        # The token positions, not the slots, determine causality, windows and relative biases.
+        mask = Mask.array(visible[:, None]) & Mask.places(positions, slot_positions)
+        logits, cache = decode_hypotheses(model, params, tokens, positions, mask, now.cache, source)
+        found, running = choose(now.found, now.running, logits, now.step, lengths + now.step, beam_params)
         return Search(found, now.step + 1, running, visible, cache)
 
-    # So many steps that another token would find no slot.
+    # The last step whose tokens still fit in the cache of every row.
     last = (cache_slots - lengths.max()) // size
-    return jax.lax.while_loop(lambda now: now.unfinished() & (now.step <= last), advance, begun)
+    return jax.lax.while_loop(lambda now: now.unfinished() & (now.step <= last), advance, state)
 
 
 def choose(
@@ -203,82 +225,105 @@ def choose(
     logits: Float[Array, "B Z V"],
     step: Int[Array, ""],
     positions: Int[Array, " B"],
-    terms: BeamParams,
+    beam_params: BeamParams,
 ) -> tuple[BeamState, Bool[Array, " B"]]:
-    """One step further: which continuations of the hypotheses followed end, which are followed on, and which rows go
-    on, (B,).
+    """Choose the next token of the hypotheses of each row.
 
     Args:
-        running: (B,), rows that have not stopped; the others keep what they found.
-        logits: (B, Z, V), after each hypothesis.
-        step: (), steps done before.
-        positions: (B,), of the tokens that are chosen.
+        found: live and finished hypotheses.
+        running: (B,), rows that have not stopped; the others keep their hypotheses.
+        logits: (B, Z, V), after each live hypothesis.
+        step: (), number of completed steps.
+        positions: (B,), positions of the tokens to choose.
+        beam_params: settings of the search.
+
+    Returns:
+        The new hypotheses, and which rows continue, (B,).
     """
     batch, size, vocab_size = logits.shape
-    ends, rows = terms.end_ids, jnp.arange(batch)[:, None]
+    ends, rows = beam_params.end_ids, jnp.arange(batch)[:, None]
+    # log P(token) = logit - logsumexp(logits). The normalizer, (B, Z), is computed before tokens are suppressed, so the
+    # probabilities of the other tokens do not change.
     norms = jax.nn.logsumexp(logits, -1)
+    # A non-finite normalizer of a live hypothesis means NaN or infinity among its logits.
     failed = running & ((found.live > IMPOSSIBLE) & ~jnp.isfinite(norms)).any(-1)
-    if terms.suppressed.size:
-        logits = logits.at[:, :, terms.suppressed].set(IMPOSSIBLE)
-    if ends.size > 1:
+    if beam_params.suppressed.size:
+        logits = logits.at[:, :, beam_params.suppressed].set(IMPOSSIBLE)
+    if ends.size > 1:  # several end tokens: one continuation whose probability is their sum
         together = jax.nn.logsumexp(logits[:, :, ends], -1)
         logits = logits.at[:, :, ends].set(IMPOSSIBLE).at[:, :, ends[0]].set(together)
 
+    # The best 2 Z continuations of a row are enough: each hypothesis has only one that ends, so at most Z of the 2 Z
+    # end, and at least Z are left to extend. A top-k per hypothesis first leaves 2 Z^2 candidates of the Z V per row.
     each = min(2 * size, vocab_size)
-    top, tokens = top_k(logits, each)  # equal ones: the lower id first
+    top, tokens = top_k(logits, each)  # (B, Z, 2 Z); for ties the lower id first
+    # log P(Y, token) = log P(Y) + logit - logsumexp, (B, Z 2 Z)
     totals = (top + (found.live - norms)[:, :, None]).reshape(batch, size * each)
     totals, picked = jax.lax.top_k(totals, min(2 * size, size * each))
+    # An index into Z * each candidates: the hypothesis is index // each, and the token is looked up. Both (B, 2 Z).
     tokens, parents = tokens.reshape(batch, size * each)[rows, picked], picked // each
     ending = tokens == ends[0] if ends.size else jnp.zeros(tokens.shape, bool)
 
-    length, alpha = (step + 1).astype(jnp.float32), terms.alpha
+    # Finished: continuations that end and are among the first Z, merged with the earlier ones by penalized score. Live:
+    # the best Z that don't end, by log-probability. The length counts the end token.
+    length, alpha = (step + 1).astype(jnp.float32), beam_params.alpha
     ended = jnp.where(ending, totals, IMPOSSIBLE)[:, :size]
     scores = jnp.concatenate([found.scores, ended / length_penalty(length, alpha)], 1)
     scores, order = jax.lax.top_k(scores, size)
-    live, followed = jax.lax.top_k(jnp.where(ending, IMPOSSIBLE, totals), size)
+    live, extended = jax.lax.top_k(jnp.where(ending, IMPOSSIBLE, totals), size)
 
+    # Select the same entries from the other fields of the finished hypotheses. They are concatenated as (old, new), as
+    # `scores` is.
     def joined(kept, new):
         return jnp.concatenate([kept, jnp.broadcast_to(new, kept.shape)], 1)[rows, order]
 
-    if terms.n_best is None:
+    # Stop early: Z hypotheses have finished, or none is live.
+    if beam_params.n_best is None:
         enough = (scores[:, -1] > IMPOSSIBLE) | (live[:, 0] == IMPOSSIBLE)
     else:
-        # A further token only takes probability away, and the longest row has the largest penalty to divide by.
-        longest = length_penalty(terms.limits.astype(jnp.float32), alpha)
-        enough = live[:, 0] / longest <= scores[:, terms.n_best - 1]
+        # An upper bound for live hypotheses: further tokens only lower log P, which is negative, and it is largest when
+        # divided by the largest penalty, that of the maximum length.
+        longest = length_penalty(beam_params.limits.astype(jnp.float32), alpha)
+        enough = live[:, 0] / longest <= scores[:, beam_params.n_best - 1]
     of_rows = {
         "live": live,
-        "taken": jnp.full((batch,), step + 1),
+        "steps_taken": jnp.full((batch,), step + 1),
         "scores": scores,
         "totals": joined(found.totals, ended),
         "steps": joined(found.steps, step),
-        "places": joined(found.places, parents[:, :size]),
+        "beam_indices": joined(found.beam_indices, parents[:, :size]),
         "failed_at": jnp.where(failed, positions, -1),
     }
+    # Rows that have stopped keep their values.
     for name, new in of_rows.items():
         of_rows[name] = jnp.where(running.reshape(-1, *[1] * (new.ndim - 1)), new, getattr(found, name))
     of_steps = {
-        "tokens": found.tokens.at[step].set(tokens[rows, followed]),
-        "parents": found.parents.at[step].set(parents[rows, followed]),
+        "tokens": found.tokens.at[step].set(tokens[rows, extended]),
+        "parents": found.parents.at[step].set(parents[rows, extended]),
     }
-    running = running & ~failed & ~enough & (step + 1 < terms.limits)
+    running = running & ~failed & ~enough & (step + 1 < beam_params.limits)
     return dataclasses.replace(found, **of_rows, **of_steps), running
 
 
 def top_k(x: Array, k: int) -> tuple[Array, Array]:
-    """The k highest of x (..., V) and their ids, (..., k), falling; of equal ones the first. They stand in those k
-    blocks whose maxima are highest, so with a large V this takes a third of the time of `jax.lax.top_k`.
+    """Return the k largest values of x (..., V), in descending order, and their indices, both (..., k).
+
+    Values and ties are those of `jax.lax.top_k`. With a large V this takes a third of the time of `jax.lax.top_k`. x is
+    divided into blocks, and only the k blocks with the largest maxima are searched. They contain the k largest values:
+    a value in any other block is at most each of the k block maxima.
     """
-    block = next((size for size in range(48, 15, -1) if x.shape[-1] % size == 0), 32)  # nothing left over, if it can be
+    block = next((size for size in range(48, 15, -1) if x.shape[-1] % size == 0), 32)  # prefer one that divides V
     blocks = x.shape[-1] // block
     if blocks <= 4 * k:
         top, ids = jax.lax.top_k(x, k)
         return top, ids
+    # Indices of the best k blocks in ascending order, so that ties still go to the lower index.
     maxima = x[..., : blocks * block].reshape(*x.shape[:-1], blocks, block).max(-1)
     highest = jnp.sort(jax.lax.top_k(maxima, k)[1], -1)
-    behind = jax.lax.broadcasted_iota(highest.dtype, (*highest.shape, block), highest.ndim)
-    ids = (highest[..., None] * block + behind).reshape(*highest.shape[:-1], k * block)
+    offsets = jax.lax.broadcasted_iota(highest.dtype, (*highest.shape, block), highest.ndim)
+    ids = (highest[..., None] * block + offsets).reshape(*highest.shape[:-1], k * block)
+    # The values after the last whole block are always candidates.
     rest = jax.lax.broadcasted_iota(ids.dtype, (*ids.shape[:-1], x.shape[-1] % block), ids.ndim - 1) + blocks * block
     ids = jnp.concatenate([ids, rest], -1)
-    top, places = jax.lax.top_k(jnp.take_along_axis(x, ids, -1, mode="promise_in_bounds"), k)
-    return top, jnp.take_along_axis(ids, places, -1, mode="promise_in_bounds")
+    top, picked = jax.lax.top_k(jnp.take_along_axis(x, ids, -1, mode="promise_in_bounds"), k)
+    return top, jnp.take_along_axis(ids, picked, -1, mode="promise_in_bounds")

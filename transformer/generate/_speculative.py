@@ -1,6 +1,4 @@
-"""Several tokens a step: a small model guesses them, the model itself reads all guesses at once and keeps what it would
-have written.
-"""
+"""Speculative decoding: a small draft model proposes several tokens, and the model verifies all of them in one pass."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from transformer.config._checks import ConfigError
-from transformer.generate._decoding import Batch, DecodeResult, prefill, read, with_separate_layers
+from transformer.generate._decoding import Batch, DecodeResult, decode_chunk, prefill, with_unstacked_layers
 from transformer.generate._sampling import SamplerParams, choose
 from transformer.nn._axes import Array, Bool, Float, Int, Leaf, PRNGKey
 from transformer.nn._caches import cache_length, set_cache_length
@@ -23,10 +21,10 @@ from transformer.nn.models._causal_lm import CausalLM
 
 @dataclass(frozen=True, kw_only=True)
 class Draft:
-    """A small model that guesses what a large one writes (Leviathan et al. 2023, arXiv 2211.17192).
+    """A small draft model for speculative decoding (Leviathan et al. 2023, arXiv 2211.17192).
 
     Raises:
-        ConfigError: not a CausalLM, or no whole number of tokens.
+        ConfigError: if the model is no `CausalLM`, or `tokens` is no integer of at least 1.
     """
 
     model: Any
@@ -34,11 +32,13 @@ class Draft:
     params: Any
     """its parameters, without the outer "params\""""
     tokens: int = 4
-    """guesses at a time"""
+    """number of tokens to propose per round"""
 
     def __post_init__(self):
         if not isinstance(self.model, CausalLM):
-            raise ConfigError(f"a draft must be a CausalLM, got a {type(self.model).__name__}.")
+            raise ConfigError(
+                f"a draft must be a CausalLM, got a {type(self.model).__name__}. Use a decoder-only model."
+            )
         if not isinstance(self.tokens, Integral) or isinstance(self.tokens, bool) or self.tokens < 1:
             raise ConfigError(f"tokens of a draft must be an integer of at least 1, got {self.tokens!r}.")
 
@@ -47,28 +47,35 @@ class Draft:
 @dataclass(frozen=True)
 class _State:
     tokens: Leaf
-    """(B,), the last of each row, in no cache yet"""
+    """(B,), the last token of each row, not yet in a cache"""
     running: Leaf
-    """(B,)"""
+    """(B,), whether the row has not ended"""
     cache: Any
-    guessed: Any
-    """the draft's cache"""
-    written: DecodeResult
+    """KV cache of the model"""
+    draft_cache: Any
+    """KV cache of the draft"""
+    result: DecodeResult
+    """tokens generated so far"""
     rounds: Leaf
-    """()"""
+    """(), number of rounds so far"""
 
 
 def decode_with_draft(
     model: CausalLM, params: Any, draft: Draft, *given: Any, **room: int
 ) -> tuple[DecodeResult, Array]:
-    """What `decode` writes, to the rounding of reading several tokens at once, and the rounds that it took, (); the
-    arguments are those of `decode` without a source.
+    """Generate the tokens of `decode` with the help of a draft model; the other arguments are those of `decode`.
 
-    A draw depends on the logits and on the key of its row and position alone, so the draft draws with the model's own
-    noise, and a guess is right where both draw the same: the text is the model's for every way of sampling, and not
-    only its distribution. A round is `draft.tokens` + 1 steps of the draft and one of the model, and gives 1 to
-    `draft.tokens` + 1 tokens a row. What was guessed wrong leaves the caches as padding does: their lengths are set
-    back.
+    Leviathan et al. accept a proposed token with probability min(1, p / q), which preserves the distribution of the
+    model. Here a sample is a function of the logits and of a random key for its row and position. So draft and model
+    sample with the same noise, and a proposed token is accepted if it equals the token that the model samples. The text
+    itself is that of `decode`, with every sampling method, except for rounding differences between reading one token
+    and reading several tokens.
+
+    A round is `draft.tokens` + 1 steps of the draft and one step of the model, and generates 1 to `draft.tokens` + 1
+    tokens per row. Rejected tokens are removed from the caches by resetting the cache lengths.
+
+    Returns:
+        The generated tokens, and the number of rounds, ().
     """
     return _decode(model, params, draft.model, draft.params, *given, guesses=int(draft.tokens), **room)
 
@@ -91,31 +98,36 @@ def _decode(
 ) -> tuple[DecodeResult, Int[Array, ""]]:
     batch = prompts.lengths.shape[0]
     logits, cache = prefill(model, params, prompts, None, cache_slots)
-    _, guessed = prefill(draft, draft_params, prompts, None, cache_slots)
-    model, params, cache = with_separate_layers(model, params, cache)
-    draft, draft_params, guessed = with_separate_layers(draft, draft_params, guessed)
+    # The caches of model and draft always hold the same tokens, with separate keys and values.
+    _, draft_cache = prefill(draft, draft_params, prompts, None, cache_slots)
+    model, params, cache = with_unstacked_layers(model, params, cache)
+    draft, draft_params, draft_cache = with_unstacked_layers(draft, draft_params, draft_cache)
     draw = functools.partial(_draw, keys, choice)
     record = functools.partial(_record, eos_ids, limit)
 
     def unfinished(state):
-        return state.running.any() & (state.written.failed_at < 0).all()
+        return state.running.any() & (state.result.failed_at < 0).all()
 
     def advance(state):
-        """One round: guess, verify all guesses at once, record those that are right and one token more."""
-        before = cache_length(state.cache)
-        tokens, guessed = _guess(draft, draft_params, draw, state, guesses)
-        logits, cache = read(model, params, jnp.maximum(tokens, 0), state.cache)
+        """Run one round: propose tokens, verify them in one pass, and record the accepted ones and one more token."""
+        before = cache_length(state.cache)  # (B,)
+        tokens, draft_cache = _guess(draft, draft_params, draw, state, guesses)
+        logits, cache = decode_chunk(model, params, jnp.maximum(tokens, 0), state.cache)
+        # The logits after input token i predict the token at position before + 1 + i, (B, guesses + 1).
         positions = before[:, None] + 1 + jnp.arange(guesses + 1)[None, :]
-        drawn = draw(logits, positions)
+        drawn = draw(logits, positions)  # the tokens that the model samples, (B, guesses + 1)
+        # Accept proposals up to the first one that differs: cumprod of matches is 1 until then, so its sum counts them.
+        # The model's own token after the last accepted proposal is valid too, whether or not a proposal was rejected.
         right = jnp.cumprod(drawn[:, :-1] == tokens[:, 1:], axis=1).sum(1)
-        last, running, written = record(state, drawn, right + 1, positions)
+        last, running, result = record(state, drawn, right + 1, positions)
+        # The cache keeps the previous last token and the accepted proposals; the next round reads the new last token.
         lengths = jnp.where(running, before + right + 1, before)
         return _State(
             tokens=jnp.where(running, last, state.tokens),
             running=running,
             cache=set_cache_length(cache, lengths),
-            guessed=set_cache_length(guessed, lengths),
-            written=written,
+            draft_cache=set_cache_length(draft_cache, lengths),
+            result=result,
             rounds=state.rounds + 1,
         )
 
@@ -123,21 +135,23 @@ def _decode(
         tokens=jnp.zeros((batch,), jnp.int32),
         running=jnp.ones((batch,), bool),
         cache=cache,
-        guessed=guessed,
-        written=DecodeResult.blank(batch, new_slots),
+        draft_cache=draft_cache,
+        result=DecodeResult.blank(batch, new_slots),
         rounds=jnp.int32(0),
     )
     positions = prompts.lengths[:, None]
-    tokens, running, written = record(first, draw(logits[:, None], positions), jnp.ones((batch,), jnp.int32), positions)
-    first = _State(tokens, running, cache, guessed, written, first.rounds)
+    # The first token comes from the prefill logits of the model: no round is needed for it.
+    tokens, running, result = record(first, draw(logits[:, None], positions), jnp.ones((batch,), jnp.int32), positions)
+    first = _State(tokens, running, cache, draft_cache, result, first.rounds)
     state = jax.lax.while_loop(unfinished, advance, first)
-    return state.written, state.rounds
+    return state.result, state.rounds
 
 
 def _draw(
     keys: PRNGKey, choice: SamplerParams, logits: Float[Array, "B Z V"], positions: Int[Array, "B Z"]
 ) -> Int[Array, "B Z"]:
-    """A token for each position of each row, drawn with the key of the row folded with the position."""
+    """Sample a token for each position of each row, (B, Z), with the key of the row folded with the position."""
+    # The same key as in `decode` for the same row and position: this makes draft and model sample with the same noise.
     fold = jax.vmap(lambda key, row: jax.vmap(lambda position: jax.random.fold_in(key, position))(row))
     drawn = choose(logits.reshape(-1, logits.shape[-1]), fold(keys, positions).reshape(-1), choice)
     return drawn.reshape(positions.shape)
@@ -146,16 +160,20 @@ def _draw(
 def _guess(
     draft: CausalLM, params: Any, draw: Callable[..., Array], state: _State, guesses: int
 ) -> tuple[Int[Array, "B Z"], Any]:
-    """The last token of each row and the draft's guesses of the next ones, (B, 1 + guesses), and the draft's cache."""
+    """Propose tokens with the draft.
+
+    Returns:
+        The last token of each row and the proposals, (B, 1 + guesses), and the draft's cache.
+    """
 
     def one_more(carry, _):
         tokens, cache = carry
-        logits, cache = read(draft, params, jnp.maximum(tokens, 0)[:, None], cache)
+        logits, cache = decode_chunk(draft, params, jnp.maximum(tokens, 0)[:, None], cache)
         tokens = draw(logits, cache_length(cache)[:, None])[:, 0]
         return (tokens, cache), tokens
 
-    (_, cache), tokens = jax.lax.scan(one_more, (state.tokens, state.guessed), None, length=guesses + 1)
-    # The last step only puts the last guess into the cache; its own guess is not used.
+    (_, cache), tokens = jax.lax.scan(one_more, (state.tokens, state.draft_cache), None, length=guesses + 1)
+    # The last step only adds the last proposal to the cache, in case it is accepted; its sample is not used.
     return jnp.concatenate([state.tokens[:, None], tokens[:-1].T], axis=1), cache
 
 
@@ -167,27 +185,31 @@ def _record(
     most: Int[Array, " B"],
     positions: Int[Array, "B Z"],
 ) -> tuple[Int[Array, " B"], Bool[Array, " B"], DecodeResult]:
-    """Record at most `most` of the drawn tokens of each row, up to the first that ends it: the last token recorded,
-    whether the row continues, and all that is written.
+    """Record at most `most` (B,) of the sampled tokens of each row, up to the first one that ends it.
 
     A negative token marks logits that were not finite: it ends the row at its position, `DecodeResult.failed_at`.
+
+    Returns:
+        The last recorded token of each row, which rows continue, and the result with the new tokens.
     """
     rows, columns = jnp.arange(drawn.shape[0])[:, None], jnp.arange(drawn.shape[1])[None, :]
     ends = (drawn[..., None] == eos_ids[None, None]).any(-1) | (drawn < 0)
+    # Index of the first end token, or the number of tokens if there is none.
     first = jnp.where(ends.any(1), jnp.argmax(ends, 1), drawn.shape[1])
-    most = jnp.where(state.running, jnp.minimum(most, limit - state.written.counts), 0)
+    # Rows that have ended record nothing, and no row exceeds `limit`.
+    most = jnp.where(state.running, jnp.minimum(most, limit - state.result.counts), 0)
     taken = jnp.minimum(most, first)
-    ended = state.running & (first < most)
+    ended = state.running & (first < most)  # an end token within the allowed ones; it is not recorded
     last = jnp.minimum(first, drawn.shape[1] - 1)[:, None]
     failed = ended & (jnp.take_along_axis(drawn, last, 1)[:, 0] < 0)
     # Tokens that are not taken go to columns past the end, which mode="drop" ignores.
-    new_slots = state.written.tokens.shape[1]
-    slots = jnp.where(columns < taken[:, None], state.written.counts[:, None], new_slots) + columns
-    counts = state.written.counts + taken
-    written = DecodeResult(
-        tokens=state.written.tokens.at[rows, slots].set(drawn, mode="drop"),
+    new_slots = state.result.tokens.shape[1]
+    slots = jnp.where(columns < taken[:, None], state.result.counts[:, None], new_slots) + columns
+    counts = state.result.counts + taken
+    result = DecodeResult(
+        tokens=state.result.tokens.at[rows, slots].set(drawn, mode="drop"),
         counts=counts,
-        failed_at=jnp.where(failed, jnp.take_along_axis(positions, last, 1)[:, 0], state.written.failed_at),
+        failed_at=jnp.where(failed, jnp.take_along_axis(positions, last, 1)[:, 0], state.result.failed_at),
     )
     tokens = jnp.take_along_axis(drawn, jnp.maximum(taken - 1, 0)[:, None], 1)[:, 0]
-    return tokens, state.running & ~ended & (counts < limit), written
+    return tokens, state.running & ~ended & (counts < limit), result
