@@ -1,4 +1,4 @@
-"""Specs of attention as tests ask for them: by what a call has, without arrays of its size."""
+"""Attention specs for tests, defined by the features of a call, without arrays of that size."""
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,10 @@ FIELDS = {
 
 
 def attention_spec(num_queries, num_keys=None, return_weights=False, **facts):
-    """A spec of so many queries and keys, with `has_...` of `MASKS` and `FIELDS`; other facts are of the shapes."""
+    """Return a spec with these numbers of queries and keys.
+
+    `has_...` arguments add the features in `MASKS` and `FIELDS`; the others are fields of `AttentionShapes`.
+    """
     mask, fields = Mask(), {}
     for name in [name for name in facts if name.startswith("has_")]:
         if facts.pop(name):

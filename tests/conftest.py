@@ -1,4 +1,4 @@
-"""Strict by default: eight simulated devices, shapes checked, rank promotion refused, our own warnings are errors."""
+"""Strict settings for all tests: eight simulated devices, shape checks, no rank promotion, our warnings are errors."""
 
 import gc
 import importlib.metadata
@@ -6,12 +6,12 @@ import os
 import pathlib
 import time
 
-# Before JAX starts: a CPU that looks like eight devices, as few threads as a shared machine bears.
+# Set before JAX starts: eight simulated CPU devices, and few threads, because the machine may be shared.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", "")  # nothing that an earlier code has left
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", "")  # no programs compiled from earlier code
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-    # Level 0 halves the time that compiling takes, which is most of the time here. The older emitters, one module for
-    # each program, take a third of what is left; later releases lack them, and refuse a flag they don't know.
+    # Compilation takes most of the time of the tests. Optimization level 0 halves it, and the older emitters, with one
+    # module per program, save another third. Later releases don't have them, and reject unknown flags.
     flags = " --xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
     if importlib.metadata.version("jaxlib").startswith("0.10."):
         flags += " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
@@ -20,7 +20,8 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
 import jaxtyping
 from jaxtyping import install_import_hook
 
-# Arrays are what the types are checked for. Where a user's own values arrive, the code's message is the check.
+# Modules whose annotations are checked, for array shapes. Modules that validate user input are left out, because their
+# error messages are tested.
 NUMERICS = [
     f"nn.{name}"
     for name in [
@@ -49,35 +50,37 @@ BEGAN = time.monotonic()
 
 
 def pytest_addoption(parser):
-    parser.addoption("--minutes", type=float, help="skip tests whose turn comes later than this after the start")
+    parser.addoption(
+        "--minutes", type=float, help="skip tests that would start later than this many minutes after the start"
+    )
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
-    """On a slow machine some tests with a reason, rather than none of what a stopped run has found."""
+    """Skip tests after --minutes: on a slow machine, skipped tests are better than a run that is killed."""
     minutes = item.config.getoption("minutes")
     if minutes is not None and time.monotonic() - BEGAN > 60 * minutes:
-        pytest.skip(f"its turn came after more than --minutes {minutes:g}")
+        pytest.skip(f"not started within --minutes {minutes:g}")
 
 
 def pytest_collection_finish():
-    """Tracing makes many objects that live on: Python looks for garbage seldom, and never among what is imported."""
+    """Collect garbage rarely and never among imported objects, because tracing creates many long-lived objects."""
     gc.freeze()
     gc.set_threshold(100_000, 20, 20)
 
 
 @pytest.fixture(scope="session")
 def test_data() -> pathlib.Path:
-    """Folder with real data, named by TRANSFORMER_TEST_DATA; tests that need it say aloud that they were skipped."""
+    """The folder with real data in TRANSFORMER_TEST_DATA. Without it, the tests that need it are skipped."""
     folder = os.environ.get("TRANSFORMER_TEST_DATA")
     if not folder:
-        pytest.skip("TRANSFORMER_TEST_DATA names no folder with real data (docs: CONTRIBUTING.md, 'Tests')")
+        pytest.skip("TRANSFORMER_TEST_DATA is not set to a folder with real data (see CONTRIBUTING.md, 'Tests')")
     return pathlib.Path(folder)
 
 
 @pytest.fixture
 def without_type_checks():
-    """Turns the checker of shapes off, whose error would come before the message that a user sees."""
+    """Disable the type checks, whose errors would come before the error messages that users see."""
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
@@ -85,19 +88,19 @@ def without_type_checks():
 
 @pytest.fixture(scope="session")
 def torch():
-    """PyTorch. Not imported above: the tests are collected, and counted, where it is not installed."""
+    """PyTorch. It is imported late, so that the tests can be collected if it is not installed."""
     return pytest.importorskip("torch")
 
 
 @pytest.fixture(scope="session")
 def transformers(torch):
-    """Hugging Face transformers, likewise."""
+    """Hugging Face transformers, also imported late."""
     return pytest.importorskip("transformers")
 
 
 @pytest.fixture(scope="module")
 def compile_once(tmp_path_factory):
-    """Each call of `train` compiles anew; the tests of a file that uses this share what was compiled."""
+    """Share compiled programs between the tests of a file; otherwise each call of `train` compiles again."""
     jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("compiled")))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     yield

@@ -1,4 +1,4 @@
-"""The public names of a file of the package, and what is said about each, read without importing it."""
+"""The public names of a file of the package with their documentation, read without importing the file."""
 
 import ast
 import functools
@@ -11,23 +11,23 @@ PACKAGE = Path(__file__).resolve().parents[1] / "transformer"
 
 @dataclass(frozen=True)
 class Member:
-    """A public name of a file, and what is said about it."""
+    """A public name of a file, with its documentation."""
 
     name: str
     node: ast.AST
     doc: str
-    """its own docstring, or the inherited one"""
+    """the own or inherited docstring"""
     around: str = ""
-    """the docstring of the class that it is in"""
+    """the docstring of the enclosing class"""
 
     @property
     def words(self) -> str:
-        """All that may speak for it: of a method that Python or Flax calls, the class as well."""
+        """The docstrings that may document this name: its own and that of the class."""
         return f"{self.doc}\n{self.around}"
 
 
 def written_after(body: list[ast.stmt], place: int) -> str:
-    """The string that stands after a statement: the docstring of a field or constant."""
+    """Return the string after a statement, which is the docstring of a field or constant."""
     follower = body[place + 1] if place + 1 < len(body) else None
     is_string = isinstance(follower, ast.Expr) and isinstance(follower.value, ast.Constant)
     return str(follower.value.value) if is_string else ""
@@ -35,7 +35,7 @@ def written_after(body: list[ast.stmt], place: int) -> str:
 
 @functools.cache
 def package_classes() -> dict[str, ast.ClassDef]:
-    """Classes at the top of any file, by name: what a class may inherit from."""
+    """Return the top-level classes of all files by name, to resolve base classes."""
     trees = [ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))]
     return {node.name: node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)}
 
@@ -45,7 +45,7 @@ def is_public(name: str) -> bool:
 
 
 def with_bases(cls: ast.ClassDef, classes: dict[str, ast.ClassDef], own: Callable) -> dict[str, str]:
-    """`own(class)` of a class and of its bases; the nearest that says something counts."""
+    """Return `own(class)` of a class and of its bases. For each name, the first nonempty docstring counts."""
     found: dict[str, str] = {}
     for base in reversed([ast.unparse(base) for base in cls.bases]):
         if base in classes:
@@ -73,7 +73,7 @@ def class_members(cls: ast.ClassDef, classes: dict[str, ast.ClassDef]) -> Iterat
 
 
 def members(source: str) -> list[Member]:
-    """The public names of a file: the module itself, constants, functions, classes with their fields and methods."""
+    """Return the public names of a file: the module, constants, functions, and classes with fields and methods."""
     tree, lines = ast.parse(source), ["", *source.splitlines()]
     classes = package_classes() | {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
     found = [Member("module", tree, ast.get_docstring(tree) or "")]
@@ -84,7 +84,7 @@ def members(source: str) -> list[Member]:
             found.append(Member(node.name, node, ast.get_docstring(node) or ""))
         elif isinstance(node, ast.Assign | ast.AnnAssign):
             name = ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target).strip("()")
-            name = next((one for one in name.split(", ") if is_public(one)), name)  # of several, the first public one
+            name = next((one for one in name.split(", ") if is_public(one)), name)  # the first public name of several
             comment = "".join(line.partition("#")[2] for line in lines[node.lineno - 1 : node.end_lineno + 1])
             if is_public(name):
                 found.append(Member(name, node, written_after(tree.body, place) or comment))

@@ -1,4 +1,4 @@
-"""A tiny directory of BERT weights, learnable labeled texts, and recipes: what several tests of fine-tuning share."""
+"""A tiny directory of BERT weights, learnable labeled texts, and recipes, for tests of fine-tuning."""
 
 import dataclasses
 import json
@@ -28,7 +28,7 @@ SIZES = {
 
 
 def bert_directory(folder):
-    """A model with random weights and the files that the hub has of one: config.json, safetensors, tokenizer.json."""
+    """Write a model with random weights as on the Hugging Face Hub: config.json, safetensors, tokenizer.json."""
     head = BERT.heads["BertForMaskedLM"]
     model = MaskedLM(BERT.read(SIZES | {"model_type": "bert", "architectures": ["BertForMaskedLM"]}, head))
     random = np.random.default_rng(3)
@@ -43,7 +43,7 @@ def bert_directory(folder):
 
 
 def write_tokenizer(folder):
-    """WordPiece with BERT's template, as transformers saves it."""
+    """Write a WordPiece tokenizer with BERT's template, in the format of transformers."""
     library = tokenizers.Tokenizer(
         tokenizers.models.WordPiece({word: i for i, word in enumerate(WORDS)}, unk_token="[UNK]")
     )
@@ -58,7 +58,7 @@ def write_tokenizer(folder):
 
 
 def write_sst2(folder, train=48, dev=16):
-    """train.tsv and dev.tsv, and an unlabeled test.tsv; the class of a sentence is one of its words."""
+    """Write train.tsv, dev.tsv and an unlabeled test.tsv. One word of each sentence determines its class."""
     rows = []
     for number in range(train + dev):
         kind = number % 2
@@ -74,7 +74,7 @@ def write_sst2(folder, train=48, dev=16):
 
 
 def finetuning(data, *, lora=None, steps=30, **groups):
-    """A recipe that learns these texts in 30 steps."""
+    """Return a recipe that learns these texts in 30 steps."""
     recipe = short_recipe(
         "tiny",
         TransformerConfig(output=OutputOptions(num_classes=2), dropout_rate=0.05),

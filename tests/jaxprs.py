@@ -1,4 +1,4 @@
-"""The operations of a traced program; a function of JAX at the place where each supported release has it."""
+"""The operations of a traced program, for all supported releases of JAX."""
 
 import jax
 
@@ -11,7 +11,7 @@ __all__ = ["jaxprs_in_params", "operations"]
 
 
 def operations(function, *args):
-    """Name and operand shapes of every primitive, those inside loops and calls included."""
+    """Return (name, operand shapes) of every primitive, including those inside loops and calls."""
     found = []
 
     def walk(jaxpr):

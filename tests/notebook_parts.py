@@ -1,4 +1,4 @@
-"""Notebooks read, changed and run in a kernel of this very Python: what several test files share."""
+"""Read, change and run notebooks in a kernel of this Python, for several test files."""
 
 import json
 import os
@@ -20,7 +20,7 @@ TRAINING = ROOT / "notebooks" / "colab_tpu.ipynb"
 PRETRAINED = ROOT / "notebooks" / "pretrained_tpu.ipynb"
 SHARDING = ROOT / "notebooks" / "sharding.ipynb"
 INSTALL = ("setup", "install", "versions")
-"""cells that every notebook has alike"""
+"""cells that are the same in every notebook"""
 
 LAUNCH = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
 
@@ -30,14 +30,14 @@ def read(path):
 
 
 def code_of(notebook, name):
-    """The code of the cell with this id."""
+    """Return the code of the cell with this id."""
     (cell,) = [cell for cell in notebook.cells if cell.id == name]
     assert cell.cell_type == "code"
     return cell.source
 
 
 def with_parameters(notebook, **values):
-    """The notebook with other values in its cell of parameters; each name must be set there, once."""
+    """Return the notebook with new values in its parameters cell, which must set each name exactly once."""
     (cell,) = [cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", ())]
     for name, value in values.items():
         cell.source, times = re.subn(
@@ -48,16 +48,16 @@ def with_parameters(notebook, **values):
 
 
 def until(notebook, name):
-    """The notebook up to and with this cell."""
+    """Return the notebook up to this cell, inclusive."""
     names = [cell.id for cell in notebook.cells]
     notebook.cells = notebook.cells[: names.index(name) + 1]
     return notebook
 
 
 def execute(notebook, tmp_path, folder, **environment):
-    """Runs a notebook in `folder`; returns what each cell put out. Modules in tmp_path/modules come first.
+    """Run a notebook in `folder`, and return the outputs of each cell. Modules in tmp_path/modules take precedence.
 
-    The kernel is this Python with this checkout, whatever kernels the machine knows.
+    The kernel is this Python with this checkout, independently of the kernels installed on the machine.
     """
     spec = tmp_path / "kernels" / "here" / "kernel.json"
     spec.parent.mkdir(parents=True, exist_ok=True)
@@ -65,7 +65,7 @@ def execute(notebook, tmp_path, folder, **environment):
         "XLA_FLAGS": re.sub(r"--xla_force_host_platform_device_count=\d+", "", os.environ["XLA_FLAGS"]).strip(),
         "PYTHONPATH": os.pathsep.join([str(tmp_path / "modules"), str(ROOT)]),
         "TFDS_DATA_DIR": str(tmp_path / "tfds"),
-        "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "compiled"),  # each call of `train` compiles anew
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "compiled"),  # otherwise each call of `train` compiles again
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "IPYTHONDIR": str(tmp_path / "ipython"),
         "TMPDIR": str(tmp_path),
@@ -82,13 +82,13 @@ def execute(notebook, tmp_path, folder, **environment):
 
 
 def check(notebook, lines=""):
-    """The notebook with a last cell that checks something, above all that TensorFlow is not imported."""
+    """Return the notebook with a final cell that runs `lines` and checks that TensorFlow is not imported."""
     notebook.cells.append(new_code_cell(f"import sys\nassert 'tensorflow' not in sys.modules\n{lines}", id="check"))
     return notebook
 
 
 def stopped(notebook, *arguments, **environment):
-    """The id of the cell at which a notebook stops, and the lines that it shows of the error."""
+    """Return the id of the cell at which a notebook stops, and the displayed lines of its error."""
     try:
         execute(notebook, *arguments, **environment)
     except CellExecutionError:

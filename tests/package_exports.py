@@ -1,4 +1,4 @@
-"""What each room of the package exports, read without importing it."""
+"""The names that each package exports, read without importing it."""
 
 import ast
 from pathlib import Path
@@ -8,7 +8,7 @@ PACKAGE = ROOT / "transformer"
 
 
 def assigned(path: Path, name: str) -> object:
-    """The value of a constant of a file, or None where the file has no such constant."""
+    """Return the value of a constant in a file, or None if the file does not define it."""
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
             return ast.literal_eval(node.value)
@@ -16,7 +16,7 @@ def assigned(path: Path, name: str) -> object:
 
 
 def exports(path: Path) -> set[str]:
-    """`__all__` of a file. A room that imports its names late makes it of `_EXPORTS` and `_MODULES`."""
+    """Return `__all__` of a file. Packages with lazy imports compute it from `_EXPORTS` and `_MODULES`."""
     late = assigned(path, "_EXPORTS")
     if late is None:
         return set(assigned(path, "__all__") or ())
@@ -24,14 +24,14 @@ def exports(path: Path) -> set[str]:
 
 
 def rooms() -> dict[str, Path]:
-    """Public modules by dotted name: every package below the first, and the files without an underscore."""
+    """Return the public modules by dotted name: all subpackages, and the files without an underscore."""
     paths = [path for path in sorted(PACKAGE.rglob("*.py")) if path.parent != PACKAGE]
     public = [path for path in paths if path.name == "__init__.py" or not path.name.startswith("_")]
     return {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in public}
 
 
 def exporters(path: Path) -> set[str]:
-    """What rooms export of the names that a file of theirs may define: those of its own folder, and of all above."""
+    """Return the names that the packages around a file export: that of its own folder, and all above it."""
     found = exports(path) if not path.name.startswith("_") else set()
     folder = path.parent
     while folder != PACKAGE:

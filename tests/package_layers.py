@@ -1,7 +1,7 @@
-"""The table of layers of the package, which docs/architecture.md and docs/layers.svg show."""
+"""The table of layers of the package, which docs/architecture.md and docs/images/layers.svg show."""
 
 # A file or folder of transformer/ imports from a strictly lower level; files of one folder may import each other.
-# docs/architecture.md has the same table, with what each is for.
+# docs/architecture.md has the same table with descriptions.
 LAYERS = {
     "config": 0,
     "nn/axes": 0,

@@ -1,4 +1,4 @@
-"""Meshes of simulated devices, and placements by path."""
+"""Meshes of simulated devices, and partition specs by path."""
 
 import jax
 from jax.sharding import AxisType
@@ -9,6 +9,6 @@ def mesh(**sizes):
 
 
 def specs(shardings):
-    """The placements by path."""
+    """Return the partition specs by path."""
     found = jax.tree_util.tree_leaves_with_path(shardings)
     return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf.spec for path, leaf in found}

@@ -1,4 +1,4 @@
-"""Small recipes, and a topology, that plans are tried with."""
+"""Small recipes and a topology for tests of plans."""
 
 import dataclasses
 

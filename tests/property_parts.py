@@ -1,4 +1,4 @@
-"""What the tests of properties draw: models of every kind with random small configs, their parameters and tokens."""
+"""Random models for property tests: small configs of every kind, with parameters and tokens."""
 
 import dataclasses
 import functools
@@ -32,13 +32,15 @@ from transformer.nn.models import CausalLM, MaskedLM, Seq2Seq
 
 MODELS = {"decoder": CausalLM, "encoder": MaskedLM, "encoder-decoder": Seq2Seq}
 LONGEST = 13
-"""positions at most, the rows of a learned table"""
+"""maximum number of positions, which is the size of a learned position table"""
 VOCABULARY, SOURCE_VOCABULARY = 11, 17
 
 
 def often(few: int, many: int, strategy: st.SearchStrategy) -> Callable:
-    """Of a function of one drawn example, a test that it holds: for `few` that are always the same, and with -m slow
-    for `many`, others each time; of those, the first is the plainest, and one that fails is made plainer.
+    """Turn a check of one random example into a test.
+
+    The default test uses `few` examples, which are always the same. With -m slow, the test uses `many` examples, which
+    differ in each run; the first one is the simplest, and Hypothesis shrinks a failing example.
     """
     counts = [few] if few else []
     counts.append(pytest.param(many, marks=pytest.mark.slow))
@@ -53,7 +55,7 @@ def often(few: int, many: int, strategy: st.SearchStrategy) -> Callable:
             else:
                 phases = [Phase.reuse, Phase.generate, Phase.shrink]
                 settings(**options, phases=phases, print_blob=True)(given(strategy)(holds))()
-                jax.clear_caches()  # many programs, that nothing else needs
+                jax.clear_caches()  # free the many programs that no other test needs
 
         test.__doc__ = holds.__doc__
         return test
@@ -63,27 +65,27 @@ def often(few: int, many: int, strategy: st.SearchStrategy) -> Callable:
 
 @dataclass(frozen=True)
 class Case:
-    """A model to try something on. Its parameters and tokens are random, but the same each time they are asked for."""
+    """A model for a property test. Its random parameters and tokens depend only on the seed."""
 
     kind: str
     config: TransformerConfig
     seed: int
 
     def _repr_pretty_(self, printer, cycle):
-        """What Hypothesis prints of an example that fails."""
-        printer.text(f"Case({self.kind!r}, {_told(self.config)}, seed={self.seed})")
+        """Print a failing example for Hypothesis."""
+        printer.text(f"Case({self.kind!r}, {_short_repr(self.config)}, seed={self.seed})")
 
     def model(self, execution: Execution = Execution()):
         return MODELS[self.kind](self.config, execution)
 
     @functools.cached_property
     def params(self):
-        """Of every parameter other values than the first ones, so that each norm and bias shows."""
+        """Random values for all parameters instead of the initial ones, so that norms and biases have an effect."""
         tokens = jnp.zeros((1, 1), jnp.int32)
         inputs = (tokens, tokens) if self.kind == "encoder-decoder" else (tokens,)
         shapes = jax.eval_shape(self.model().init, jax.random.key(0), *inputs)["params"]
         random = np.random.default_rng(self.seed)
-        # A frozen norm bounds nothing: of kernels as large as they usually are, each layer would double what comes in.
+        # A frozen norm does not normalize: with kernels of the usual size, each layer would double its input.
         size = 0.5 if self.config.norm == "frozen_batch_norm" else 1.0
 
         def make(path, leaf):
@@ -101,27 +103,31 @@ class Case:
         return jax.tree_util.tree_map_with_path(make, shapes)
 
     def tokens(self, rows: int, length: int, source: bool = False) -> jax.Array:
-        """(rows, length), of a source or a target: numbers of which the first rows and columns don't depend on how
-        many there are.
+        """Return random tokens (rows, length) of a source or a target.
+
+        The tokens at a position do not depend on the number of rows and columns.
         """
         random = np.random.default_rng([self.seed, source])
         most = self.config.embedding.source_vocab_size or VOCABULARY if source else VOCABULARY
         return jnp.asarray(random.integers(0, most, (64, 64))[:rows, :length], jnp.int32)
 
 
-def _told(value: object) -> str:
-    """A config as it is written: without the fields that are as they would be anyhow."""
+def _short_repr(value: object) -> str:
+    """Return the repr of a config without the fields that have their default value."""
     if isinstance(value, tuple):
-        return f"({''.join(f'{_told(part)}, ' for part in value)})"
+        return f"({''.join(f'{_short_repr(part)}, ' for part in value)})"
     if not dataclasses.is_dataclass(value):
         return repr(value)
     fields = {field.name: (getattr(value, field.name), field.default) for field in dataclasses.fields(value)}
-    changes = [f"{name}={_told(given)}" for name, (given, default) in fields.items() if given != default]
+    changes = [f"{name}={_short_repr(given)}" for name, (given, default) in fields.items() if given != default]
     return f"{type(value).__name__}({', '.join(changes)})"
 
 
 def routers(capacity: bool) -> st.SearchStrategy[MoE]:
-    """Routed feed-forwards; `capacity`: also those whose experts may be full, for which the length of a row counts."""
+    """Return a strategy of routed feed-forward layers.
+
+    With `capacity`, experts may have a limited capacity, so that outputs depend on the length of a row.
+    """
 
     def make(groups, size, top_k, top_groups, **fields):
         top_groups = min(top_groups, groups)
@@ -157,7 +163,7 @@ SCALINGS = [
 
 @st.composite
 def layer_kinds(draw, rotary: bool, first_norm: bool, capacity: bool) -> LayerKind:
-    """Kinds of layers for a config whose positions turn, whose layers begin with a norm."""
+    """Draw a kind of layer, for a config with rotary positions (`rotary`) or with pre-norm layers (`first_norm`)."""
     routed = draw(st.sampled_from([False, False, True]))
     moe = draw(routers(capacity)) if routed else None
     if draw(st.sampled_from([True] * 7 + [False])):
@@ -181,12 +187,13 @@ SHAPES = [
     (1, 1, 1, 0),
     (0, 1, 0, 3),
 ]
-"""kinds of layers in prefix, period and suffix, and repeats: two kinds at most, each of which costs a second"""
+"""numbers of layers in prefix, period and suffix, and repeats of the period. At most two kinds of layers, because each
+takes a second to compile"""
 
 
 @st.composite
 def configs(draw, kind: str, repeats: int = 0, capacity: bool = False) -> TransformerConfig:
-    """Whatever a model of this kind may be, small."""
+    """Draw a small config of any model of this kind."""
 
     def one(*choices):
         return draw(st.sampled_from(choices))
@@ -233,7 +240,7 @@ def configs(draw, kind: str, repeats: int = 0, capacity: bool = False) -> Transf
 
     norm = one("layer_norm", "rms_norm", "zero_centered_rms_norm", "layer_norm_without_bias", "frozen_batch_norm")
     gated, activations = flag(), ("relu", "gelu_tanh", "gelu_erf", "silu", "tanh", "relu2")
-    if norm == "frozen_batch_norm":  # which normalizes nothing: products of what grows have no bound
+    if norm == "frozen_batch_norm":  # it does not normalize, so products of activations could overflow
         gated, activations = False, ("relu", "tanh")
     tied = flag()
     return TransformerConfig(
@@ -279,13 +286,13 @@ def configs(draw, kind: str, repeats: int = 0, capacity: bool = False) -> Transf
 
 @st.composite
 def cases(draw, *kinds: str, **options) -> Case:
-    """Models of these kinds (none: of all); `options` are those of `configs`."""
+    """Draw a model of one of these kinds, or of any kind if none is given; `options` are those of `configs`."""
     kind = draw(st.sampled_from(kinds or tuple(MODELS)))
     return Case(kind, draw(configs(kind, **options)), draw(st.integers(0, 2**32 - 1)))
 
 
 def rounding(run: Callable, params, *inputs) -> float:
-    """How far any number of `run(params, *inputs)` moves when every parameter moves by its last bits, up or down."""
+    """Return the largest change in `run(params, *inputs)` if all parameters change by a few units in the last place."""
     random = np.random.default_rng(0)
 
     def move(leaf):
@@ -300,9 +307,12 @@ def rounding(run: Callable, params, *inputs) -> float:
 
 
 def assert_close(got, expected, tolerance: float = 1e-5, noise: float = 0.0):
-    """Two trees are equal but for a share of the largest number in either: a part may be nothing but rounding; and but
-    for what rounding alone makes of a model that magnifies it: eight times `noise`, as many operations round one after
-    the other and that tells of one. Where that is over a hundredth the example tells nothing, and another is drawn.
+    """Check that two trees are equal up to rounding.
+
+    The tolerance is relative to the largest entry, because small entries may consist of rounding errors only. For
+    models that amplify rounding errors, 8 x `noise` is added: `noise` is the effect of rounding the parameters once,
+    and many operations round in sequence. If this exceeds a hundredth of the largest entry, the example can't show
+    anything, and Hypothesis draws another one.
     """
     largest = np.array([1.0] + [np.abs(leaf).max(initial=0.0) for leaf in jax.tree.leaves(expected)]).max()
     assert np.isfinite(largest)
@@ -312,9 +322,11 @@ def assert_close(got, expected, tolerance: float = 1e-5, noise: float = 0.0):
     jax.tree.map(check, got, expected)
 
 
-def laid_out(rows: list[np.ndarray], groups: list[list[int]], length: int) -> dict[str, jax.Array]:
-    """The rows of each group one after the other in a row of `length`: (groups, length) of `tokens`, their `segments`
-    (0: padding) and their `positions`.
+def pack_rows(rows: list[np.ndarray], groups: list[list[int]], length: int) -> dict[str, jax.Array]:
+    """Pack the rows of each group into one row of `length`.
+
+    Returns:
+        `tokens`, `segments` (0 is padding) and `positions`, each (groups, length).
     """
     found = {name: np.zeros((len(groups), length), np.int32) for name in ("tokens", "segments", "positions")}
     for group, members in enumerate(groups):
@@ -328,8 +340,10 @@ def laid_out(rows: list[np.ndarray], groups: list[list[int]], length: int) -> di
 
 
 def reader(case: Case, execution: Execution = Execution(), **options) -> Callable:
-    """(params, batch) -> logits (B, T, V) and what the layers report. A batch has what `laid_out` makes of it, or
-    `lengths` in place of segments; and with a source, the same of it with `source_` in front.
+    """Return a function (params, batch) -> logits (B, T, V) and auxiliary outputs.
+
+    A batch has the arrays of `pack_rows`, or `lengths` instead of segments. An encoder-decoder also needs those of the
+    source, with the prefix `source_`.
     """
     model = case.model(execution)
 

@@ -1,4 +1,4 @@
-"""What the tests of the teaching texts on attention share: an input, a small model, parameters that show."""
+"""An input, a small model and parameters for the tests of the teaching texts about attention."""
 
 import jax
 import jax.numpy as jnp
@@ -21,23 +21,23 @@ SMALL = TransformerConfig(
 
 
 def softmax(scores):
-    """Rows that sum to 1, in NumPy."""
+    """Return the softmax over the last axis, in NumPy."""
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     return weights / weights.sum(-1, keepdims=True)
 
 
 def kernels(**arrays):
-    """Parameters of an attention without biases."""
+    """Return parameters of attention without biases."""
     return {"params": {name: {"kernel": jnp.asarray(array, jnp.float32)} for name, array in arrays.items()}}
 
 
 def start(module, *inputs):
-    """Random parameters of a module: biases and gammas that show, and nothing to compile."""
+    """Return random parameters of a module, with nontrivial biases and gammas, without compiling anything."""
     shapes, rng = jax.eval_shape(module.init, KEYS[1], *inputs), np.random.default_rng(1)
     return jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=leaf.shape) / 3, leaf.dtype), shapes)
 
 
 def captured(attention, params, x, **options):
-    """Output and weights (B, N, T, S)."""
+    """Return the output (B, T, D) and the attention weights (B, N, T, S)."""
     (out, _), seen = attention.apply(params, x, sow_weights=True, mutable=["intermediates"], **options)
     return out, seen["intermediates"]["weights"][0]

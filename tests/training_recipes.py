@@ -1,4 +1,4 @@
-"""Tiny recipes and batches that several test files of training share."""
+"""Tiny recipes and batches for several test files of training."""
 
 import dataclasses
 import functools
@@ -28,7 +28,7 @@ VOCABULARY = 13
 
 
 def tiny_recipe(task="causal_lm", *, model=None, optimizer=None, **training):
-    """A model of about a thousand parameters. Keywords go to TrainingConfig."""
+    """Return a recipe of a model with about a thousand parameters. Keywords are passed to TrainingConfig."""
     data = {
         "causal_lm": TextFile(path="text.txt", sequence_length=7, batch_size=8),
         "seq2seq": NumberWords(batch_size=8),
@@ -46,7 +46,7 @@ def tiny_recipe(task="causal_lm", *, model=None, optimizer=None, **training):
 
 
 def tiny_batch(task="causal_lm", rows=8, seed=0, padding=True):
-    """A batch of random tokens, with rows of unequal weight."""
+    """Return a batch of random tokens whose rows have different numbers of targets."""
     random = np.random.default_rng(seed)
     batch = {
         "tokens": random.integers(3, VOCABULARY, (rows, 7)).astype(np.int32),
@@ -64,7 +64,7 @@ def tiny_batch(task="causal_lm", rows=8, seed=0, padding=True):
 
 @functools.cache
 def initial_params(task, model):
-    """Compiled once for each model, whatever else its recipes say."""
+    """Return initial parameters, compiled once per model config, for all other recipe options."""
     recipe = dataclasses.replace(tiny_recipe(task), model=model)
     return jax.jit(lambda: make_state(recipe).params)()
 
@@ -75,13 +75,13 @@ def compiled_step(recipe):
 
 
 def batch_outputs(task, model, params, batch, dropout_key=None):
-    """What the model of a task makes of a batch; dropout when a key is given."""
+    """Return the outputs of a task's model for a batch, with dropout if a key is given."""
     rngs = None if dropout_key is None else {"dropout": dropout_key}
     return TASKS[task].forward(model, {"params": params}, batch, deterministic=dropout_key is None, rngs=rngs)
 
 
 def start(recipe):
-    """A state and the compiled step."""
+    """Return the initial state and the compiled training step."""
     params = initial_params(recipe.task, recipe.model)
     state = TrainState(
         step=jnp.zeros((), jnp.int32),
@@ -94,19 +94,19 @@ def start(recipe):
 
 
 def xla_flags(devices):
-    """Those of the tests, for a process of its own that has so many devices: it compiles as fast as they do."""
+    """Return the XLA flags of the tests for a separate process with this number of devices."""
     return re.sub(r"(?<=device_count=)\d+", str(devices), os.environ["XLA_FLAGS"])
 
 
 def change(recipe, **groups):
-    """The recipe with fields of its groups replaced: change(recipe, training={"steps": 3})."""
+    """Return the recipe with fields of its groups replaced: change(recipe, training={"steps": 3})."""
     return dataclasses.replace(
         recipe, **{name: dataclasses.replace(getattr(recipe, name), **fields) for name, fields in groups.items()}
     )
 
 
 def short_recipe(name, model, data, **groups):
-    """A recipe that compiles quickly, on one device, and writes no event files; `groups` as `change` takes them."""
+    """Return a recipe for one device that compiles quickly and writes no event files; `groups` as in `change`."""
     recipe = Recipe(
         name=name,
         model=model,
@@ -119,7 +119,7 @@ def short_recipe(name, model, data, **groups):
 
 
 def six_steps(name, model, data, **groups):
-    """A short recipe of six steps, with an average of the parameters; `groups` as `change` takes them."""
+    """Return a short recipe with six steps and averaged parameters; `groups` as in `change`."""
     recipe = short_recipe(
         name,
         model,
@@ -133,14 +133,15 @@ def six_steps(name, model, data, **groups):
 
 
 def few_number_words(folder, **fields):
-    """Numbers of two digits, prepared in `folder`; fields of `NumberWords` replace these, or add to them."""
+    """Return a `NumberWords` config for numbers of two digits, prepared in `folder`; `fields` override the sizes."""
     sizes = {"max_digits": 2, "train_examples": 200, "test_examples": 10, "validation_examples": 5, "batch_size": 8}
     return NumberWords(data_dir=str(folder), **sizes | fields)
 
 
 def record_drawn_run(recipe, workdir, steps, *, dtype=None, seed=3, known=("fingerprint", "tokenizer")):
-    """A workdir as a run leaves it, with a checkpoint of parameters drawn at random at each of `steps`, which records
-    the `known` fingerprints of data and tokenizer; nothing is trained, little is compiled.
+    """Write a workdir like that of a run, with a checkpoint of random parameters for each of `steps`.
+
+    The checkpoints contain the `known` fingerprints of data and tokenizer. Nothing is trained, and little is compiled.
     """
     dataset = prepare(recipe.data)
     recipe = with_vocabulary(recipe, dataset.tokenizer.vocab_size)
@@ -159,9 +160,10 @@ def record_drawn_run(recipe, workdir, steps, *, dtype=None, seed=3, known=("fing
     return workdir
 
 
-def assert_equals_one_gone_on_with(workdir, recipe, step, other):
-    """What the whole run of the recipe in `workdir` left equals what one stopped at `step` and gone on with leaves in
-    `other`, bit for bit.
+def assert_equals_resumed_run(workdir, recipe, step, other):
+    """Check that an uninterrupted run equals a resumed run bit for bit.
+
+    `workdir` contains the uninterrupted run; the run in `other` is stopped at `step` and resumed.
     """
     train(change(recipe, training={"steps": step}), other)
     train(recipe, other)
@@ -169,13 +171,13 @@ def assert_equals_one_gone_on_with(workdir, recipe, step, other):
 
 
 def newest_state(workdir):
-    """The newest training state that was saved there."""
+    """Return the training state of the newest checkpoint in a workdir."""
     with Checkpointer(workdir) as checkpoints:
         return jax.device_get(checkpoints.restore_newest(abstract_state(load_recipe(workdir))).state)
 
 
 def text_recipe(folder, **groups):
-    """A run of twelve steps on a little text, with all that has to survive being stopped: dropout, average, windows."""
+    """Return a recipe of twelve steps with everything that a resumed run must restore: dropout, average, windows."""
     path = folder / "text.txt"
     if not path.exists():
         path.write_text("".join(f"line {number} of {number * number}, no more.\n" for number in range(90)))

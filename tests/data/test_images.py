@@ -6,7 +6,7 @@ import shutil
 
 import numpy as np
 import pytest
-from training_recipes import assert_equals_one_gone_on_with, six_steps
+from training_recipes import assert_equals_resumed_run, six_steps
 
 from transformer.config import ConfigError, Execution, Patches, TransformerConfig
 from transformer.data import Digits, ImageFile, prepare
@@ -184,7 +184,7 @@ def test_batches_go_on_where_they_were(tmp_path):
 @pytest.mark.slow
 def test_a_run_gone_on_with_equals_one_never_stopped(trained, tmp_path):
     folder, recipe = trained
-    assert_equals_one_gone_on_with(folder / "run", recipe, 3, tmp_path / "stopped")
+    assert_equals_resumed_run(folder / "run", recipe, 3, tmp_path / "stopped")
 
 
 def test_evaluate_and_classify(trained, capsys):

@@ -7,7 +7,7 @@ import chex
 import numpy as np
 import pytest
 from finetune_parts import write_tokenizer
-from training_recipes import assert_equals_one_gone_on_with, change, short_recipe
+from training_recipes import assert_equals_resumed_run, change, short_recipe
 
 from transformer.config import ConfigError, OutputOptions, TransformerConfig
 from transformer.data import LabeledText, MaskedText, TokenizerConfig, load_tokenizer, prepare
@@ -216,7 +216,7 @@ def run(path, tmp_path_factory):
 
 
 def test_a_run_gone_on_with_equals_one_never_stopped(run, path, tmp_path):
-    assert_equals_one_gone_on_with(run, filling_in(path), 4, tmp_path / "stopped")
+    assert_equals_resumed_run(run, filling_in(path), 4, tmp_path / "stopped")
     losses = [json.loads(line).get("eval/loss") for line in (run / "metrics.jsonl").read_text().splitlines()]
     losses = [loss for loss in losses if loss is not None]
     assert losses[-1] < losses[0]

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from training_recipes import assert_equals_one_gone_on_with, change, six_steps
+from training_recipes import assert_equals_resumed_run, change, six_steps
 
 from transformer.config import ConfigError, Series, TransformerConfig
 from transformer.data import ETTh1, SeriesFile, prepare
@@ -252,7 +252,7 @@ def test_the_summary_tells_the_test_beside_the_baseline(trained):
 @pytest.mark.slow
 def test_a_run_gone_on_with_equals_one_never_stopped(trained, tmp_path):
     folder, recipe = trained
-    assert_equals_one_gone_on_with(folder / "run", recipe, 3, tmp_path / "stopped")
+    assert_equals_resumed_run(folder / "run", recipe, 3, tmp_path / "stopped")
 
 
 def test_evaluate_tells_the_errors_of_forecasts(trained, capsys):

@@ -1,4 +1,4 @@
-"""Data is never executed: the code has no pickle, eval or shell calls, and every exception is listed with its reason."""
+"""Data is never executed: the code has no pickle, eval or shell calls, except for the listed ones with a reason."""
 
 import ast
 from collections.abc import Iterator

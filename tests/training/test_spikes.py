@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from training_recipes import (
-    assert_equals_one_gone_on_with,
+    assert_equals_resumed_run,
     change,
     newest_state,
     start,
@@ -225,7 +225,7 @@ def test_a_run_that_skips_spikes_goes_on_as_if_never_stopped(tmp_path, monkeypat
     summary = train(recipe, tmp_path / "run")
     assert summary.skipped == summary.spikes > 0
     assert newest_state(tmp_path / "run").skipped == summary.skipped
-    assert_equals_one_gone_on_with(tmp_path / "run", recipe, 5, tmp_path / "other")
+    assert_equals_resumed_run(tmp_path / "run", recipe, 5, tmp_path / "other")
 
 
 # Names in the error message

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from hypothesis import strategies as st
-from property_parts import LONGEST, VOCABULARY, Case, assert_close, cases, laid_out, often, reader, rounding
+from property_parts import LONGEST, VOCABULARY, Case, assert_close, cases, often, pack_rows, reader, rounding
 
 from transformer.config import Execution
 from transformer.nn._caches import set_cache_length
@@ -129,7 +129,7 @@ def test_texts_in_one_row_give_what_each_gives_alone(drawn):
         for side, place in {"": 0, "source_": 1}.items():
             tokens = np.asarray(case.tokens(3, LENGTH, source=bool(side)))
             rows = [row[: length[place]] for row, length in zip(tokens, lengths, strict=True)]
-            made |= {side + name: array for name, array in laid_out(rows, groups, LONGEST).items()}
+            made |= {side + name: array for name, array in pack_rows(rows, groups, LONGEST).items()}
         made["weights"] = np.zeros((3, LONGEST, VOCABULARY), np.float32)
         for text, row, start in places(groups):
             made["weights"][row, start : start + lengths[text][0]] = weights[text, : lengths[text][0]]
@@ -158,7 +158,7 @@ def full_batch(case: Case, rows: int, lengths: tuple[int, int] = (LENGTH, SOURCE
     for side, length in zip(("", "source_"), lengths, strict=True):
         tokens = list(np.asarray(case.tokens(rows, length, source=bool(side))))
         tokens[-1] = tokens[-1][:-2]
-        found = laid_out(tokens, [[row] for row in range(rows)], length)
+        found = pack_rows(tokens, [[row] for row in range(rows)], length)
         made |= {side + name: array for name, array in found.items()}
     weights = np.random.default_rng(case.seed).normal(size=(rows, lengths[0], VOCABULARY))
     return made | {"weights": weights.astype(np.float32)}
