@@ -69,7 +69,7 @@ def test_an_axis_that_is_missing():
     ],
 )
 def test_tokens_of_another_kind(tokens, got):
-    with pytest.raises(ValueError, match=rf"array of integers, \(batch, length\), {got}"):
+    with pytest.raises(ValueError, match=rf"array of integers of shape \(batch, length\), {got}"):
         CausalLM(CONFIG).init(KEY, tokens)
 
 
