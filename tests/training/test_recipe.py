@@ -72,7 +72,10 @@ def broken(edit):
     ("edit", "message"),
     [
         (lambda v: v["recipe"]["model"].update(d_modell=3), "recipe.model has an unknown field 'd_modell'.*'d_model'"),
-        (lambda v: v["recipe"]["model"].pop("num_heads"), "recipe.model lacks num_heads: it was written by another"),
+        (
+            lambda v: v["recipe"]["model"].pop("num_heads"),
+            "recipe.model lacks num_heads: it was written by a different",
+        ),
         (lambda v: v["recipe"]["model"].update(d_model="x"), "recipe.model.d_model must be of type int, got 'x'"),
         (lambda v: v["recipe"]["model"].update(d_model=True), "recipe.model.d_model must be of type int, got True"),
         (lambda v: v["recipe"]["model"].update(norm="rms"), "recipe.model.norm must be one of layer_norm, rms_norm"),
@@ -85,7 +88,7 @@ def broken(edit):
         (lambda v: v["recipe"]["data"].pop("class"), "recipe.data must be an object with a 'class'"),
         (lambda v: v["recipe"].update(training=None), "recipe.training must be an object with a 'class'"),
         (lambda v: v["recipe"]["optimizer"].update(clip_norm="1"), "recipe.optimizer.clip_norm must be of type float"),
-        (lambda v: v.update(version=2), "recipe version 2, this program reads version 1"),
+        (lambda v: v.update(version=2), "recipe version 2, but this program reads version 1"),
         (lambda v: v.pop("format"), "recipe is not a recipe"),
     ],
 )

@@ -120,7 +120,7 @@ class TestSearch:
         monkeypatch.setattr(searching, "make_plan", lambda *given: types.SimpleNamespace(fits=True, estimate=None))
         tried = list(search(TEXT, CHIPS, jax.devices(), 1))
         text = "\n".join(search_lines("x", CHIPS, [], tried, ranked(tried)))
-        assert "1 fit, 0 do not, 0 failed\n  not ranked, --parallel.data " in text
+        assert "1 fit, 0 do not fit, 0 failed\n  not ranked, --parallel.data " in text
         assert search_line(tried[0]).endswith(": fits, no estimate: the compiler can't print this program")
 
     def test_it_ranks_by_tokens(self, monkeypatch):

@@ -46,11 +46,14 @@ LOOP = f"jit({decode.__name__})/while"
 
 @dataclass(frozen=True)
 class Generation:
-    """Sizes of a generation: batch size, length of the prompts and number of new tokens per prompt."""
+    """Sizes of a generation."""
 
     rows: int
+    """batch size"""
     prompt: int
+    """number of tokens of each prompt"""
     new: int
+    """number of new tokens per prompt"""
 
     def __str__(self):
         return f"{self.rows}:{self.prompt}:{self.new}"
