@@ -192,7 +192,7 @@ def two_runs(world: World) -> Tally:
     faults = [] if sorted(codes) == [0, 1] else [f"exit codes {codes}, expected one 0 and one 1"]
     if len(refused) == 1 and "is in use by process" not in refused[0]:
         faults.append("the output of the rejected run does not give the reason")
-    tally.case("two at once", faults or run_state(workdir).differences(expected))
+    tally.case("two runs at the same time", faults or run_state(workdir).differences(expected))
     return tally
 
 

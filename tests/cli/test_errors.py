@@ -53,8 +53,8 @@ class TestRunCommand:
             (
                 RuntimeError("RESOURCE_EXHAUSTED: 9 GiB\nmore"),
                 1,
-                "error: out of memory (RESOURCE_EXHAUSTED: 9 GiB). Use a smaller batch or model, or fewer prompts at "
-                "once.",
+                "error: out of memory (RESOURCE_EXHAUSTED: 9 GiB). Use a smaller batch size, a smaller model, or fewer "
+                "prompts.",
             ),
             (RuntimeError("backend is away\nstack"), 1, "error: backend is away"),
             (IndexError("x\ny"), 1, "error: IndexError: x (a bug in this program: --debug shows the traceback)"),

@@ -27,8 +27,7 @@ class Average:
     last: int
     """number of checkpoints to average; a run keeps its newest --checkpoint.keep-last checkpoints"""
     to: Path | None = None
-    """directory to write; None: WORKDIR-average-LAST. An existing average is replaced; any other existing directory is
-    an error"""
+    """directory to write; None: WORKDIR-average-LAST. Only an existing average is replaced"""
     json: bool = False
     """print JSON"""
     debug: bool = False

@@ -149,7 +149,7 @@ def _shortage(error: BaseException, text: str) -> str | None:
     if isinstance(error, RuntimeError) and text == "can't start new thread":
         return "the system cannot start another thread. Raise the limits: ulimit -u unlimited, ulimit -v unlimited"
     if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in text:
-        return f"out of memory{first and f' ({first})'}. Use a smaller batch or model, or fewer prompts at once."
+        return f"out of memory{first and f' ({first})'}. Use a smaller batch size, a smaller model, or fewer prompts."
     return None
 
 

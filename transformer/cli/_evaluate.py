@@ -37,8 +37,7 @@ class Evaluate(ModelCommand):
     beam_size: int | None = None
     """beam size; 1 is greedy decoding; None: the value in the run's recipe"""
     alpha: float | None = None
-    """length penalty of beam search: log-probabilities are divided by ((5 + length) / 6)^alpha; None: the value in the
-    run's recipe"""
+    """length penalty: log-probabilities are divided by ((5 + length) / 6)^alpha; None: the value in the recipe"""
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -37,8 +37,7 @@ class Generate(ModelCommand):
     max_new_tokens: int | None = None
     """maximum new tokens per prompt; None: 128 for a translation, 200 for a continuation"""
     temperature: float | None = None
-    """sampling temperature; 0 is greedy; None: 0 for a translation, 0.8 for a continuation, or 1 with --top-k, --top-p
-    or --min-p"""
+    """sampling temperature (0: greedy); None: translation 0, continuation 0.8, with --top-k, --top-p or --min-p 1"""
     top_k: int | None = None
     """sample from the k most likely tokens"""
     top_p: float | None = None
@@ -48,11 +47,9 @@ class Generate(ModelCommand):
     seed: int = 0
     """random seed for sampling; the same seed gives the same text"""
     slots: int | None = None
-    """continuation: number of prompts in the batch (continuous batching); when one ends, the next one takes its slot;
-    None: all prompts in one batch"""
+    """continuation: number of slots for continuous batching, refilled as prompts end; None: one per prompt"""
     draft: str | None = None
-    """continuation: draft model for speculative decoding, a smaller model with the same tokenizer; it does not change
-    the text"""
+    """continuation: draft model for speculative decoding, with the same tokenizer; it does not change the text"""
     draft_tokens: int | None = None
     """number of tokens that the draft model proposes per step; None: 4"""
     int8: bool = False

@@ -38,8 +38,7 @@ class Inspect(ModelCommand):
     html: Path | None = None
     """write one self-contained HTML file instead of PNG files, such as attention.html"""
     compare: str | None = None
-    """with --html: also show a second model with the same tokenizer: a step of the same workdir (500, best or newest),
-    or another DIR"""
+    """with --html: also show another step of the workdir (500, best, newest) or another DIR with the same tokenizer"""
     sizes: bool = False
     """also print the shape of every array from the tokens to the logits"""
     output: Path | None = None

@@ -66,8 +66,7 @@ class Memory(StudyCommand):
     output: Path = Path("inspect-memory.png")
     """PNG file to write"""
     lengths_of: Path | None = None
-    """UTF-8 text file with one sequence per line, whose lengths are counted in words; None: number words, counted in
-    characters"""
+    """UTF-8 text file, one sequence per line, lengths in words; None: English number words, lengths in characters"""
 
 
 def _scale(command: Scale) -> tuple[dict[str, Any], str]:
@@ -154,7 +153,7 @@ def _memory(command: Memory) -> tuple[dict[str, Any], str]:
     if command.lengths_of is None:
         lengths, origin = (
             number_word_lengths(),
-            "number words of English numbers below a million, counted in characters",
+            "English number words below a million, counted in characters",
         )
     else:
         lengths, origin = text_lengths(command.lengths_of), f"lines of {command.lengths_of}, counted in words"

@@ -24,8 +24,7 @@ class ModelCommand:
     """Options of a command that uses a trained or pretrained model."""
 
     directory: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DIR")]
-    """workdir of a training run, such as runs/number_words; a directory of weights (config.json, safetensors); or a
-    variant on the Hugging Face Hub, such as gpt2"""
+    """workdir of a run (runs/number_words), directory of weights, or variant on the Hugging Face Hub (gpt2)"""
     step: Literal["best", "newest"] | int = "best"
     """checkpoint of a workdir: best (held-out loss, or accuracy of a classifier), newest, or a step number"""
     json: bool = False

@@ -36,8 +36,7 @@ class Report:
     workdirs: Annotated[tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="WORKDIR [WORKDIR ...]")]
     """workdirs of runs, such as runs/number_words"""
     output: Path | None = None
-    """HTML file to write; the PNG files are written to the same directory; None: report.html in the workdir, or
-    comparison.html in the first workdir for several runs"""
+    """HTML file to write, next to its PNG files; None: report.html or comparison.html in the first workdir"""
     overwrite: bool = False
     """replace files at --output that this program did not write"""
     json: bool = False

@@ -29,11 +29,9 @@ class Translate(ModelCommand):
     beam_size: int = 4
     """beam size; 1 is greedy decoding"""
     alpha: float = 0.6
-    """length penalty: log-probabilities are divided by ((5 + length) / 6)^alpha; larger values favor longer
-    translations"""
+    """length penalty: log-probabilities are divided by ((5 + length) / 6)^alpha; higher favors longer translations"""
     n_best: int = 1
-    """translations per line; with more than one, each is printed on its own line: line number, score and text,
-    separated by tabs"""
+    """translations per line; if more than 1, each is printed as a line: line number, score and text, tab-separated"""
     exact: bool = False
     """continue the search until no hypothesis can exceed the score of the best finished ones; slower"""
     max_ratio: float = 1.0
@@ -41,8 +39,7 @@ class Translate(ModelCommand):
     max_extra: int = 50
     """constant term of the maximum length; see --max-ratio"""
     max_source_tokens: int | None = None
-    """maximum source tokens per line; longer lines are truncated, because the time grows with the square of the length.
-    None: 1024, or the training length if that is larger"""
+    """maximum source tokens per line; longer lines are truncated; None: 1024, or the training length if larger"""
     batch_tokens: int = 1024
     """source tokens per batch, including padding"""
     chunk_lines: int = 2000
