@@ -3,7 +3,7 @@
 Usage: python -m benchmarks.checkouts OTHER [--works small large] [--turns 4]
 
 OTHER is the root of the other checkout. The same Python environment runs both. Each work runs in one process per
-checkout, and the two take turns, so that a slow moment of the machine slows both. A ratio is the median over the turns
+checkout. The two take turns, so that a temporary slowdown of the machine affects both. A ratio is the median over the turns
 of (time of this checkout) / (time of the other): below 1, this checkout is faster. Works: a training step of each model
 of `benchmarks.train_step`, greedy decoding of GPT-2 124M (`benchmarks.decode`), compilation of a training step
 (`benchmarks.compile`), and the import of the package in a new process.
@@ -29,7 +29,7 @@ WORKERS: dict[str, tuple[str, ...]] = {
     "translator": ("benchmarks.train_step", "--worker", "ours", "translator"),
     "decode": ("benchmarks.decode", "--worker", "ours", "1"),
 }
-"""works of processes that stay: name -> module and arguments of a worker, the same in both checkouts"""
+"""works in persistent processes: name -> module and arguments of a worker, the same in both checkouts"""
 TIMES = {"small": 20, "large": 4, "translator": 3, "decode": 1}
 """repetitions of a work in one turn"""
 
@@ -51,7 +51,7 @@ transformer.CausalLM, transformer.MultiHeadAttention
 print(time.perf_counter() - start)
 """
 PROGRAMS = {"compile": COMPILE, "import": IMPORT}
-"""works of a new process each: name -> program that prints its seconds"""
+"""works that start a new process for each run: name -> program that prints its seconds"""
 
 WORKS = (*WORKERS, *PROGRAMS)
 

@@ -1,4 +1,4 @@
-"""What a transformer loses with each part: runs differ in that part alone, and the page shows what came of them."""
+"""Ablations: each run differs from the baseline in one part, and the page shows the stored results."""
 
 import json
 from pathlib import Path
@@ -37,15 +37,15 @@ def test_a_variant_can_be_trained_and_differs_in_what_it_says(name):
     base = recipe_of("shakespeare")
     recipe = VARIANTS[name].recipe(base, name)
     changed, free = difference(base, recipe)
-    told = {(group, field) for group, fields in VARIANTS[name].changes.items() for field in fields}
+    declared = {(group, field) for group, fields in VARIANTS[name].changes.items() for field in fields}
     fields = {tuple(change.field.split(".", 1)) for change in changed + free} - {("name",)}
-    assert all(any(group == g and field.startswith(f) for g, f in told) for group, field in fields)
+    assert all(any(group == g and field.startswith(f) for g, f in declared) for group, field in fields)
     assert bool(changed) == (name != "attention")
     abstract_state(with_vocabulary(recipe, 68))
 
 
 class Pairs:
-    """A text in which a is followed by b or c, evenly, and these by a."""
+    """A data set in which b or c follow a with equal probability, and a follows both of them."""
 
     class tokenizer:
         vocab_size = 4
@@ -59,7 +59,7 @@ class Pairs:
 
 def test_the_bigram_entropy_is_what_the_current_token_leaves_open():
     bounds = bigram_bounds(Pairs())
-    assert bounds["entropy"] == pytest.approx(np.log(2) / 2)  # one bit at every second place
+    assert bounds["entropy"] == pytest.approx(np.log(2) / 2)  # one bit at every second position
     assert bounds["unigram"] == pytest.approx(1.5 * np.log(2))
     assert bounds["entropy"] < bounds["learnt"] < bounds["unigram"]
 
@@ -77,7 +77,7 @@ def test_pairs_of_weight_zero_are_not_counted():
 
 
 def test_the_page_shows_the_results_that_are_kept():
-    """Whoever edits a table by hand, or trains anew and forgets the page, sees this."""
+    """The page equals the output of --render, so that no table is edited by hand or outdated."""
     text = (ROOT / "docs" / PAGE).read_text(encoding="utf-8")
     results = json.loads(RESULTS.read_text(encoding="utf-8"))
     assert results["runs"].keys() == VARIANTS.keys()
@@ -87,11 +87,11 @@ def test_the_page_shows_the_results_that_are_kept():
 
 
 def test_attention_is_worth_what_the_page_says():
-    """Blind models end between the entropy and a little above the training text's pairs; attention goes far below."""
+    """Without attention, losses are between the bigram entropy and the bigram frequencies; attention is far below."""
     results = json.loads(RESULTS.read_text(encoding="utf-8"))
     bounds, losses = results["bounds"], {name: run["eval_loss"] for name, run in results["runs"].items()}
     for name in (name for name in losses if name.startswith("no_attention")):
-        assert bounds["entropy"] < losses[name] < bounds["learnt"] + 0.01, name  # what a seed may change
+        assert bounds["entropy"] < losses[name] < bounds["learnt"] + 0.01, name  # tolerance for the effect of the seed
     assert losses["attention"] < bounds["entropy"] - 0.5
 
 

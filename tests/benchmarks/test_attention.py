@@ -1,4 +1,4 @@
-"""What benchmarks/attention.py says of the figures it takes; what it measures is not tested."""
+"""The texts that benchmarks/attention.py prints; the measurements are not tested."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from transformer.nn import kernels
 
 
 @pytest.mark.parametrize(
-    ("names", "told"),
+    ("names", "expected"),
     [
         (["reference"] * 5, "reference"),
         (
@@ -20,8 +20,8 @@ from transformer.nn import kernels
         ),
     ],
 )
-def test_neighbors_with_one_kernel_are_one_stretch(names, told):
-    assert stretches(names, [64, 80, 96, 128, 256]) == told
+def test_neighbors_with_one_kernel_are_one_stretch(names, expected):
+    assert stretches(names, [64, 80, 96, 128, 256]) == expected
 
 
 def test_the_bounds_are_those_of_auto(monkeypatch):

@@ -1,4 +1,4 @@
-"""benchmarks/checkouts.py: it compares two checkouts, and refuses a folder that is none."""
+"""benchmarks/checkouts.py compares two checkouts, and rejects a folder that is not a checkout."""
 
 import json
 import sys
@@ -24,7 +24,7 @@ def test_a_checkout_beside_itself(monkeypatch, capsys):
 
 
 def test_both_checkouts_are_run(monkeypatch):
-    """In alternating order, each in its own folder."""
+    """The checkouts run in alternating order, each in its own folder."""
     order = []
     monkeypatch.setattr(
         checkouts, "new_process", lambda work, checkout: (lambda: order.append(checkout) or 1.0, lambda: None)

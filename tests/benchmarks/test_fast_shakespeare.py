@@ -1,4 +1,4 @@
-"""What each part of shakespeare_fast is worth: runs differ in that part alone, and the page shows what came of them."""
+"""Ablations of shakespeare_fast: each run differs in one technique, and the page shows the stored results."""
 
 import json
 
@@ -30,8 +30,8 @@ def test_a_variant_differs_in_what_it_says_and_reads_as_much_text(name):
     base = recipe_of("shakespeare_fast")
     recipe = VARIANTS[name].recipe(base, base.name)
     changed, free = difference(base, recipe)
-    told = {(group, field) for group, fields in VARIANTS[name].changes.items() for field in fields}
-    assert {tuple(change.field.split(".", 1)) for change in [*changed, *free]} == told
+    declared = {(group, field) for group, fields in VARIANTS[name].changes.items() for field in fields}
+    assert {tuple(change.field.split(".", 1)) for change in [*changed, *free]} == declared
     tokens, size = (
         [one.training.steps * one.data.batch_size * one.data.sequence_length for one in (base, recipe)],
         [count_parameters(abstract_state(with_vocabulary(one, 68)).params) for one in (base, recipe)],
@@ -60,10 +60,10 @@ def test_differences_are_over_the_seeds_that_both_have():
     removed, added = made["removed"].splitlines(), made["added"].splitlines()
     assert removed[2] == added[2] == "| `full` | the recipe | 1,200 | 0, 1 | 1.600 ± 0.141 |  |"
     assert removed[3:] == ["| `adamw` | AdamW instead of Muon, learning rate 3e-3 | 1,200 | 1 | 1.800 | +0.100 |"]
-    assert added[3].endswith("| 1,300 | 2 | 1.400 |  |")  # the recipe has no such seed
+    assert added[3].endswith("| 1,300 | 2 | 1.400 |  |")  # the recipe has no run with this seed
     assert made["when"].startswith(
         "Measured today; 4 runs, 4 minutes of training in total.\nNot trained yet: `low_rate`, `cosine`, "
     )
     assert "`adamw`" not in made["when"]
     alone = tables({"runs": {"adamw": RUNS["adamw"]}, "made": "today"})["removed"]
-    assert alone.endswith("| 1 | 1.800 |  |")  # nothing yet to differ from
+    assert alone.endswith("| 1 | 1.800 |  |")  # no run of the recipe to compare with

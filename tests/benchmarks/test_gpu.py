@@ -1,4 +1,4 @@
-"""The benchmark of a GPU where there is none: its sides with small sizes, and what it counts."""
+"""The GPU benchmark on a machine without a GPU: both sides with small sizes, and the FLOP count."""
 
 import math
 
@@ -45,7 +45,7 @@ def test_flops_are_those_of_the_matrices_and_of_half_the_scores(work):
         if leaf.ndim > 1
         and not any(word in jax.tree_util.keystr(path).lower() for word in ("embed", "position", "norm"))
     )
-    tied = model.config.vocab_size * model.config.d_model  # the table, as the head
+    tied = model.config.vocab_size * model.config.d_model  # the tied embedding table, used as the head
     scores = 12 * model.config.num_layers * length * model.config.d_model / 2
     assert gpu.flops(work) == rows * length * (6 * (matrices + tied) + scores)
 

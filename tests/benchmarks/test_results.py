@@ -1,4 +1,4 @@
-"""Figures of docs/results.md: read from what runs leave behind, kept a file a recipe, written as one page."""
+"""Results in docs/results.md: read from workdirs, stored in one file per recipe, and rendered as one page."""
 
 import dataclasses
 import json
@@ -61,9 +61,9 @@ def workdir_of(folder, recipe, **summary):
 
 
 def test_the_page_is_what_the_command_makes_of_the_files():
-    """Every recipe of configs/ is on it, with figures or the reason why there are none."""
+    """The page contains every recipe of configs/, with results or the reason why there are none."""
     text = PAGE.read_text(encoding="utf-8")
-    assert NOT_RECORDED not in text, "record a run: python -m benchmarks.results add WORKDIR, or say why there is none"
+    assert NOT_RECORDED not in text, "run python -m benchmarks.results add WORKDIR, or add the reason as not_trained"
     assert page(read(), abouts()) == text, "run: python -m benchmarks.results"
 
 
@@ -79,7 +79,7 @@ def test_what_is_kept_of_runs_is_complete_and_small(path):
         words = shlex.split(run["command"])
         assert words[:3] == ["python", "train.py", f"configs/{path.stem}.py"]
         options = words[5:] if words[3:4] == ["--init"] else words[3:]
-        override(recipe_of(path.stem), options, program="train.py")  # or it raises
+        override(recipe_of(path.stem), options, program="train.py")  # raises an error for invalid options
         assert not any(word.startswith("/") for word in words), "a path of one machine"
     commands = [run["command"] for run in content.get("runs", [])]
     assert len(set(commands)) == len(commands)
@@ -113,7 +113,8 @@ def test_a_command_names_files_without_folders_and_what_it_starts_from():
         recipe_of("text_file"), origin=Origin(source="/far/bert/", model="BERT", fingerprint="0")
     )
     assert command(begun) == "python train.py configs/text_file.py --init bert"
-    model = begun.model.replace(d_model=256, dropout_rate=0.5)  # the one of these is bert's, the other the recipe's
+    # d_model belongs to the pretrained model, dropout_rate to the recipe.
+    model = begun.model.replace(d_model=256, dropout_rate=0.5)
     tuned = dataclasses.replace(begun, model=model, lora=LoRA(rank=2))
     assert command(tuned).startswith(
         "python train.py configs/text_file.py --init bert --model.dropout-rate 0.5 --lora."
@@ -146,7 +147,7 @@ def test_a_command_names_files_without_folders_and_what_it_starts_from():
     ],
 )
 def test_each_task_is_told_by_its_own_figures(task, more, expected):
-    """Of the evaluation with the lowest loss, here the one before the last."""
+    """Metrics are those of the evaluation with the lowest loss, here the second to last."""
     assert figures(task, SUMMARY | more, EVALUATED) == expected
 
 
@@ -190,7 +191,7 @@ def test_the_page_has_mean_spread_and_what_others_published():
     by_hand = {
         "runs": [RUN | {"figures": {"last_loss": 2.0}}, OTHER],
         "text": "",
-    }  # the lowest loss of one is not known
+    }  # this run has no lowest loss
     assert "| final loss: 1.850 ± 0.212 (2 seeds) |" in page({"known": by_hand}, {"known": "A model."})
     assert "Published: 1.88. Source: a paper." in text
     assert "| 1 | 1.700 | 1.700 | 1,200 | 20 | 65 s |\n| all | 1.600 ± 0.141 | 1.725 ± 0.035 |  |  |  |" in text

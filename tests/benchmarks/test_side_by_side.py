@@ -1,4 +1,4 @@
-"""Comparisons of speed: turns, medians, ratios, and workers that answer over a pipe."""
+"""Comparisons of speed: turns, medians, ratios, and workers that communicate over a pipe."""
 
 import json
 

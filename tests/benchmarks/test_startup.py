@@ -1,4 +1,4 @@
-"""The arithmetic of benchmarks/startup.py; what it measures is not tested."""
+"""The calculations of benchmarks/startup.py; the measurements are not tested."""
 
 import sys
 
@@ -20,7 +20,7 @@ import time:        20 |        600 | transformer
 
 
 def test_contributors_are_packages_after_jax():
-    """jax itself is the peer's time; only what comes later counts, each module for its own package."""
+    """jax belongs to the peer, so only modules imported after it count, each for its own package."""
     expected = {"flax": 400e-6, "jax": 130e-6, "transformer": 70e-6}
     found = contributors(LOG)
     assert list(found) == [(name, pytest.approx(seconds)) for name, seconds in expected.items()]
@@ -46,7 +46,7 @@ def test_medians_are_of_each_way_and_each_clock():
 
 
 def test_differences_are_within_a_round():
-    """A round that the machine was busy in counts with its own peer."""
+    """Each round is compared with the peer of the same round, because the machine may be busy in one of them."""
     rounds = [
         {PEER: (1.0, 0.5), OURS: (1.5, 0.75)},
         {PEER: (8.0, 0.5), OURS: (8.5, 1.0)},
