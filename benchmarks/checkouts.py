@@ -3,9 +3,9 @@
 Usage: python -m benchmarks.checkouts OTHER [--works small large] [--turns 4]
 
 OTHER is the root of the other checkout. The same Python environment runs both. Each work runs in one process per
-checkout. The two take turns, so that a temporary slowdown of the machine affects both. A ratio is the median over the turns
-of (time of this checkout) / (time of the other): below 1, this checkout is faster. Works: a training step of each model
-of `benchmarks.train_step`, greedy decoding of GPT-2 124M (`benchmarks.decode`), compilation of a training step
+checkout. The two take turns, so that a temporary slowdown of the machine affects both. A ratio is the median over the
+turns of (time of this checkout) / (time of the other): below 1, this checkout is faster. Works: a training step of each
+model of `benchmarks.train_step`, greedy decoding of GPT-2 124M (`benchmarks.decode`), compilation of a training step
 (`benchmarks.compile`), and the import of the package in a new process.
 """
 

@@ -81,10 +81,10 @@ class Translator(nn.Module):
         table = nn.Embed(self.vocabulary, self.width, embedding_init=nn.initializers.normal(self.width**-0.5))
 
         def embed(ids):
-            places, numbers = jnp.arange(ids.shape[1]), jnp.arange(0, self.width, 2)
+            indices, numbers = jnp.arange(ids.shape[1]), jnp.arange(0, self.width, 2)
             # Sinusoidal positions (section 3.5): angle of position p and dimension pair i is p / 10000^(2i / d_model).
-            angles = places[:, None] / 10_000 ** (numbers / self.width)[None]
-            positions = jnp.stack([jnp.sin(angles), jnp.cos(angles)], -1).reshape(1, len(places), -1)
+            angles = indices[:, None] / 10_000 ** (numbers / self.width)[None]
+            positions = jnp.stack([jnp.sin(angles), jnp.cos(angles)], -1).reshape(1, len(indices), -1)
             return nn.Dropout(0.1, deterministic=False)(table(ids) * self.width**0.5 + positions)
 
         context, x = embed(source), embed(tokens)

@@ -54,14 +54,14 @@ def test_it_writes_a_text(workdir, recorded, capsys):
 
 def test_it_goes_on_as_it_would_have(workdir, recorded):
     recipe = load_recipe(workdir)
-    places = {
+    paths = {
         name: str(FIXTURES / getattr(recipe.data, name))
         for name in ("path", "source_path", "target_path")
         if hasattr(recipe.data, name)
     }
     recipe = dataclasses.replace(
         recipe,
-        data=dataclasses.replace(recipe.data, **places),
+        data=dataclasses.replace(recipe.data, **paths),
         training=dataclasses.replace(recipe.training, steps=8),
         parallel=ParallelConfig(devices=1),
     )

@@ -270,12 +270,12 @@ def test_docs_installs_once_into_an_environment_of_its_own(checkout):
 
 
 def test_help_names_every_target(checkout):
-    said = checkout.make().stdout
+    output = checkout.make().stdout
     phony = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     for target in set(phony.group(1).split()) - {"help"}:
-        assert f"make {target} " in said
+        assert f"make {target} " in output
 
 
 def test_train_passes_recipe_workdir_and_words(checkout):
-    said = checkout.make("-n", "train", "RECIPE=configs/shakespeare.py", "WORKDIR=my run", "ARGS=--training.steps 7")
-    assert ".venv/bin/python train.py configs/shakespeare.py --workdir 'my run' --training.steps 7" in said.stdout
+    output = checkout.make("-n", "train", "RECIPE=configs/shakespeare.py", "WORKDIR=my run", "ARGS=--training.steps 7")
+    assert ".venv/bin/python train.py configs/shakespeare.py --workdir 'my run' --training.steps 7" in output.stdout

@@ -47,7 +47,7 @@ EXPORTS = {
 }
 """the architecture that a recipe is converted to, or a pattern for the error message"""
 
-BLOCKED = [name for name, said in EXPORTS.items() if not said.isidentifier()]
+BLOCKED = [name for name, target in EXPORTS.items() if not target.isidentifier()]
 OPENED = [name for name in EXPORTS if name not in BLOCKED]
 AUTO = {
     "ForCausalLM": "AutoModelForCausalLM",
@@ -169,7 +169,7 @@ def test_every_recipe_says_what_it_exports_as():
     assert set(EXPORTS) == {path.stem for path in (ROOT / "configs").glob("*.py")}
     page = (ROOT / "docs" / "pretrained.md").read_text(encoding="utf-8")
     documented = dict(re.findall(r"^\| `(\w+)` \| (?:`(\w+)`|none:.*) \|$", page, flags=re.M))
-    assert documented == {name: "" if name in BLOCKED else said for name, said in EXPORTS.items()}
+    assert documented == {name: "" if name in BLOCKED else target for name, target in EXPORTS.items()}
 
 
 def inputs_of(model):
@@ -192,8 +192,8 @@ def inputs_of(model):
 def test_a_recipe_s_export_computes_the_same_there(transformers, folder, tmp_path, capsys, name):
     import torch
 
-    code, run, out, said = converted(name, folder, tmp_path, capsys)
-    assert code == 0, said.err
+    code, run, out, captured = converted(name, folder, tmp_path, capsys)
+    assert code == 0, captured.err
     architecture = json.loads((out / "config.json").read_text())["architectures"][0]
     assert architecture == EXPORTS[name]
     opener = next(opener for end, opener in AUTO.items() if architecture.endswith(end))
@@ -236,11 +236,11 @@ def assert_writes_the_same(theirs, opened, torch):
 
 @pytest.mark.parametrize("name", BLOCKED)
 def test_a_recipe_that_no_architecture_computes_is_refused_in_one_sentence(folder, tmp_path, capsys, name):
-    code, _, out, said = converted(name, folder, tmp_path, capsys)
+    code, _, out, captured = converted(name, folder, tmp_path, capsys)
     assert code == 2
-    assert re.search(EXPORTS[name], said.err)
-    assert "the model can't be saved as any supported architecture of the transformers library" in said.err
-    assert len(said.err) < 800
+    assert re.search(EXPORTS[name], captured.err)
+    assert "the model can't be saved as any supported architecture of the transformers library" in captured.err
+    assert len(captured.err) < 800
     assert not out.exists()
 
 
