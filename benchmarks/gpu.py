@@ -1,6 +1,6 @@
 """Benchmarks on one GPU: training compared with PyTorch, MFU, memory bandwidth in decoding, and the Shakespeare recipe.
 
-Usage: python -m benchmarks.gpu [--parts rates gpt2 llama decode shakespeare] [--data.manual-dir FOLDER]
+Usage: python -m benchmarks.gpu [--parts gpt2 llama decode shakespeare] [--data.manual-dir FOLDER]
 
 gpt2: GPT-2 124M, context 1,024, bfloat16, batch size 16, compared with the same model in PyTorch (torch.compile, its
 flash attention, autocast). Each side runs in a separate process, and the processes take turns; this needs PyTorch for
