@@ -227,7 +227,7 @@ def test_others_that_do_not_come(folder):
     [
         ({"coordinator": "localhost"}, r"coordinator must be host:port .* or auto, got 'localhost'"),
         ({"coordinator": "a:99999"}, r"coordinator must be host:port"),
-        ({"coordinator": "a:1"}, r"needs parallel.num_processes, and parallel.process_id .* got None and None"),
+        ({"coordinator": "a:1"}, r"needs parallel.num_processes, and a parallel.process_id .* got None and None"),
         ({"coordinator": "a:1", "num_processes": 2, "process_id": 2}, r"from 0 to num_processes - 1, got 2 and 2"),
         ({"num_processes": 2, "process_id": 0}, r"require parallel.coordinator, .*: --parallel.coordinator 10\.0"),
         ({"coordinator": "a:b:1", "num_processes": 2, "process_id": 0}, r"coordinator must be host:port"),

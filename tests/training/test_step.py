@@ -125,7 +125,7 @@ def test_stop_keeps_the_state_of_before_even_if_steps_follow():
     after, metrics = step(state, bad)
     following, _ = step(after, tiny_batch())  # the loop dispatches this step before it reads the metrics
     chex.assert_trees_all_equal((following.params, following.opt_state), (state.params, state.opt_state))
-    with pytest.raises(NonFiniteError, match=r"step 2: the loss is nan, every gradient is finite. The state"):
+    with pytest.raises(NonFiniteError, match=r"step 2: the loss is nan, and all gradients are finite. The state"):
         check_finite(2, jax.device_get(metrics), parameter_paths(state.params))
 
 
@@ -144,7 +144,9 @@ def test_the_first_bad_parameter_is_named():
     assert paths[int(metrics["first_bad"])] == paths[0]
     check_finite(1, numbers(finite=True), paths)
     told = numbers(finite=False, loss_sum=4.0, weight=2.0, first_bad=-1, first_bad_weight=1)
-    with pytest.raises(NonFiniteError, match=f"the loss is 2, every gradient .*, but not the update of {paths[1]}"):
+    with pytest.raises(
+        NonFiniteError, match=f"the loss is 2, and all gradients .*, but the update of {paths[1]} is not"
+    ):
         check_finite(1, told, paths)
 
 

@@ -66,13 +66,13 @@ class TestDecode:
     def test_more_than_there_are_positions(self):
         learned = dataclasses.replace(TEXT, model=TEXT.model.replace(position="learned", max_length=30))
         assert parse_generation("1:20:10", learned)
-        with pytest.raises(ConfigError, match="the model has 30 positions"):
+        with pytest.raises(ConfigError, match="the model has only 30 positions"):
             parse_generation("1:20:11", learned)
         sources = PAIRS.model.replace(position="learned", max_length=30, **{"embedding.source_max_length": 90})
         pairs = dataclasses.replace(PAIRS, model=sources)
         assert parse_generation("1:90:30", pairs)
         for text, longest in (("1:91:30", 90), ("1:90:31", 30)):
-            with pytest.raises(ConfigError, match=f"the model has {longest} positions"):
+            with pytest.raises(ConfigError, match=f"the model has only {longest} positions"):
                 parse_generation(text, pairs)
 
     @pytest.mark.parametrize("scan", [True, False])
@@ -136,7 +136,7 @@ class TestDecode:
         ("name", "value", "why"),
         [
             ("_turns_at_most", lambda loop: None, "the number of iterations of a loop is not known"),
-            ("LOOP", "jit(other)/while", "no recognizable loop over new tokens"),
+            ("LOOP", "jit(other)/while", "the compiled program has no recognizable loop over new tokens"),
         ],
     )
     def test_no_estimate_where_a_loop_is_not_understood(self, monkeypatch, name, value, why):
@@ -160,8 +160,12 @@ class TestDecode:
     @pytest.mark.parametrize(
         ("recipe", "rows", "message"),
         [
-            (TEXT, 6, r"--decode 6:8:8: rows must be a multiple of the 8 parts.*Give 8 rows, or --parallel.tensor 8"),
-            (parallel(TEXT, kind="pmap"), 8, r"Leave --parallel\.kind out"),
+            (
+                TEXT,
+                6,
+                r"--decode 6:8:8: the number of rows must be a multiple of 8.*Pass 8 rows, or --parallel.tensor 8",
+            ),
+            (parallel(TEXT, kind="pmap"), 8, r"Remove --parallel\.kind"),
             (parallel(TEXT, tensor=8, data=1), 8, "num_heads"),
         ],
     )
@@ -243,7 +247,7 @@ class TestVerb:
         code = main(["plan", "shakespeare_cpu", "--here", *TINY.split()])
         out, err = capsys.readouterr()
         assert (code, err) == (1, "")
-        assert re.search(r"does not fit: it needs [\d.]+ MiB of 97.66 KiB a device", out)
+        assert re.search(r"does not fit: it needs [\d.]+ MiB of 97.66 KiB per device", out)
         assert "measured" not in out.replace("not a measurement", "")
 
     def test_search_as_json(self, capsys, monkeypatch):
