@@ -128,12 +128,12 @@ class TestEmbed:
             (
                 "1/config.json",
                 {"pooling_mode": "mean", "include_prompt": False},
-                "leaves its prompt out of the pooling",
+                "excludes its prompt from the pooling",
             ),
             (
                 "config_sentence_transformers.json",
                 {"default_prompt_name": "q", "prompts": {}},
-                "asks for the prompt 'q'",
+                "requires the prompt 'q'",
             ),
         ],
     )
@@ -305,7 +305,7 @@ class TestGenerate:
     def test_an_encoder_writes_nothing(self, directories, run):
         code, _, err = run("generate", directories["encoder"], "--prompt", SHORT)
         assert code == 2
-        assert "contains a Embedder." in err
+        assert "contains a model of type Embedder." in err
 
 
 class TestConvert:

@@ -156,7 +156,7 @@ def test_opt_and_bloom_files_leave_the_prefix_out(tmp_path):
         (
             "t5",
             {"feed_forward_proj": "gated-mish", "dense_act_fn": "mish"},
-            "feed_forward_proj is 'gated-mish', of whose",
+            "feed_forward_proj is 'gated-mish', but the supported activations",
         ),
         ("t5", {"is_encoder_decoder": False}, "is_encoder_decoder is False"),
         (
@@ -172,7 +172,7 @@ def test_opt_and_bloom_files_leave_the_prefix_out(tmp_path):
         (
             "marian",
             {"decoder_vocab_size": 41},
-            "decoder_vocab_size is 41, but the table is shared, and vocab_size is 37",
+            "decoder_vocab_size is 41 and vocab_size is 37, but they share one table",
         ),
         ("marian", {"normalize_embedding": True}, "normalize_embedding is True"),
         ("opt", {"word_embed_proj_dim": 6}, "word_embed_proj_dim is 6, but hidden_size is 12: projections between"),

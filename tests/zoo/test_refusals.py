@@ -37,7 +37,7 @@ def load_with(tmp_path):
         ({"architectures": [["LlamaModel"]]}, r"must be a list of names .* got \[\['LlamaModel'\]\]"),
         ({"model_type": ["llama"]}, r"model_type is \['llama'\] in config.json, which is not supported"),
         ({"num_hidden_layers": 10**9}, "config.json specifies 1000000000 layers: expected at most 1024"),
-        ({"hidden_size": 10**9}, r"d_model is 1000000000, but the largest tensor has \d+ numbers"),
+        ({"hidden_size": 10**9}, r"d_model is 1000000000, but the largest tensor has \d+ elements"),
         ({"head_dim": 10**9}, r"num_heads x head_dim is 3000000000, but the largest"),
         ({"vocab_size": 10**12}, "vocab_size is above 2147483647, which is too large for any model"),
         ({"rms_norm_eps": 10**400}, "rms_norm_eps is above 2147483647"),
@@ -63,8 +63,8 @@ def test_values_that_can_t_be_are_errors_at_once(load_with, changes, message):
 @pytest.mark.parametrize(
     ("family", "case", "changes", "message"),
     [
-        ("gemma3_text", "lm", {"num_hidden_layers": 10**9, "layer_types": None}, "asks for 1000000000 layers"),
-        ("qwen3_moe", "lm", {"num_experts": 10**9}, "asks for [0-9]+ experts in all layers together"),
+        ("gemma3_text", "lm", {"num_hidden_layers": 10**9, "layer_types": None}, "specifies 1000000000 layers"),
+        ("qwen3_moe", "lm", {"num_experts": 10**9}, "specifies [0-9]+ experts in all layers together"),
         # No image of this size is allocated.
         ("vit", "classifier", {"image_size": 2**20, "patch_size": 2**20}, "patch_embeddings.projection.weight"),
     ],

@@ -166,7 +166,10 @@ def test_what_cannot_be_written_is_told_before_anything_is(tmp_path, config, ten
 
 HEADERS = {
     "overlap": ({"a": entry(), "b": entry(shape=(3,), offsets=(12, 24))}, "'b' overlaps the previous one"),
-    "hole": ({"a": entry(shape=(1,), offsets=(0, 4)), "b": entry(shape=(4,), offsets=(8, 24))}, "'b' comes after a h"),
+    "hole": (
+        {"a": entry(shape=(1,), offsets=(0, 4)), "b": entry(shape=(4,), offsets=(8, 24))},
+        "'b' comes after a gap",
+    ),
     "shift": ({"a": entry(shape=(5,), offsets=(4, 24))}, "comes after a gap: expected its data at byte 0, got 4"),
     "short": ({"a": entry(shape=(9,), offsets=(0, 36))}, "its tensors take 36 bytes, got 24: the file was cut short"),
     "long": ({"a": entry(shape=(1,), offsets=(0, 4))}, "its tensors take 4 bytes, got 24: there is extra data"),
@@ -192,7 +195,7 @@ HEADERS = {
     "utf8": (b'{"\xff":1}', "byte 2 is not valid UTF-8"),
     "deep": (b'{"a":' + b"[" * 100_000, "nested too deeply"),
     "cut": (b'{"a":', "its header is not valid JSON"),
-    "digits": (b'{"a":{"dtype":"F32","shape":[' + b"9" * 5000 + b'],"data_offsets":[0,24]}}', "no valid JSON"),
+    "digits": (b'{"a":{"dtype":"F32","shape":[' + b"9" * 5000 + b'],"data_offsets":[0,24]}}', "not valid JSON"),
 }
 
 
@@ -205,7 +208,7 @@ def test_a_broken_header_is_told(tmp_path, case):
 def test_all_faults_are_in_one_message(tmp_path):
     tensors = {f"t{i}": entry(dtype="F1") for i in range(23)}
     (put(tmp_path, file_of(tensors)) / "config.json").write_text("[]")
-    fault(tmp_path, r"(?s)config\.json must hold an object, got list.*tensor 't0'.*tensor 't18'.*and 4 more")
+    fault(tmp_path, r"(?s)config\.json must contain an object, got list.*tensor 't0'.*tensor 't18'.*and 4 more")
 
 
 def test_a_file_cut_short_is_told_before_memory_is_taken(tmp_path):
@@ -227,7 +230,7 @@ def test_a_file_changed_after_opening_is_told(tmp_path):
     with pytest.raises(WeightsError, match=r"model\.safetensors, tensor 'a': expected 24 bytes at byte .*, got 23"):
         files.read("a")
     (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(WeightsError, match=r"model\.safetensors is not there"):
+    with pytest.raises(WeightsError, match=r"model\.safetensors is missing or a broken link"):
         files.read("a")
     with pytest.raises(WeightsError, match=r"has no tensor 'ab'\. Did you mean 'a'\?"):
         files.read("ab")
@@ -264,10 +267,10 @@ def test_an_index_and_its_shards_must_agree(tmp_path):
     fault(
         tmp_path,
         r"(?s)tensor 'a' is in two files, s1\.safetensors and s2\.safetensors.*tensor 'c' is not in s2\.safetensors, "
-        r"where.*tensor 'extra' of s3\.safetensors is not in model.*s4\.safetensors is not there",
+        r"although.*tensor 'extra' of s3\.safetensors is not listed in model.*s4\.safetensors is missing",
     )
     for wrong in ([], {}, None, "s1.safetensors"):
-        fault(put_index(tmp_path, wrong), "weight_map must be an object with file names")
+        fault(put_index(tmp_path, wrong), "weight_map must be a non-empty object with file names")
     put_index(tmp_path, {"a": "s1.safetensors"})
     assert WeightFiles(tmp_path).tensors.keys() == {"a"}
 

@@ -90,11 +90,11 @@ def test_what_can_be_no_name_is_no_directory(name, snapshot, tmp_path, monkeypat
         (http(errors.RevisionNotFoundError, 404), "org/name has no revision 'v9' on the hub. Pass a branch"),
         (
             errors.LocalEntryNotFoundError("x"),
-            "can't be reached.*hf download org/name --local-dir org-name, and give that",
+            "can't be reached.*run `hf download org/name --local-dir org-name` on a machine with",
         ),
         (
             http(errors.HfHubHTTPError, 500),
-            "could not be fetched from the hub: HfHubHTTPError, 500 more lines. Try again",
+            "could not be downloaded from the hub: HfHubHTTPError, 500 more lines. Try again",
         ),
         (OSError(28, "No space left on device"), r"could not be downloaded .* No space left on device"),
     ],

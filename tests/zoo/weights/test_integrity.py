@@ -182,7 +182,7 @@ def test_other_numerics_are_found(directory, monkeypatch, capsys):
     ("changes", "message"),
     [
         ({"dtype": "int8"}, "dtype must be one of float32, bfloat16, float16, got 'int8'"),
-        ({"inputs": []}, r"inputs must be 1, got \[\]"),
+        ({"inputs": []}, r"inputs must be a list of length 1, got \[\]"),
         ({"inputs": [{"tokens": [10**6]}]}, "tokens must be at most 8 ids below"),
         ({"places": [10**9], "logits": [1.0]}, r"places must be below \d+, got 1000000000"),
         ({"places": [-1], "logits": [1.0]}, "places must be a list of non-negative integers"),
