@@ -65,7 +65,7 @@ def test_an_axis_that_is_missing():
     [
         ([[1, 2]], "got list"),
         (np.ones((2, 3)), r"got float64 of shape \(2, 3\)"),
-        (jnp.ones(3, jnp.int32), r"got int32 of shape \(3,\)\. A single row is"),
+        (jnp.ones(3, jnp.int32), r"got int32 of shape \(3,\)\. For a single row"),
     ],
 )
 def test_tokens_of_another_kind(tokens, got):
