@@ -259,7 +259,7 @@ def test_splash_is_not_chosen_where_arrays_may_be_split_unknown_to_us(monkeypatc
     """jax.jit of sharded arrays without a mesh set: the compiler can't partition a Pallas kernel."""
     monkeypatch.setattr(transformer.nn.kernels, "platform", lambda: "tpu")
     request = attention_spec(2048)
-    with pytest.warns(UserWarning, match=r"over which of 8 devices.*no mesh.*with jax\.set_mesh\(mesh\):"):
+    with pytest.warns(UserWarning, match=r"over 8 devices.*no mesh.*with jax\.set_mesh\(mesh\):"):
         assert choose("auto", request) == "blockwise"
     with jax.set_mesh(make_mesh({"data": 8})):
         assert choose("auto", request) == "splash"
