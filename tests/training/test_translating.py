@@ -57,7 +57,7 @@ def test_the_data_say_how_words_are_parted():
 
 
 def test_nothing_has_no_score():
-    with pytest.raises(ValueError, match="there is no translation to score"):
+    with pytest.raises(ValueError, match="there are no translations to score"):
         corpus_score([], "none")
 
 
@@ -232,7 +232,7 @@ def test_other_data_than_it_was_trained_on_is_said(copied, tmp_path, capsys):
     (tmp_path / "recipe.json").write_text(json.dumps(recipe))
     assert main(["evaluate", str(tmp_path), "--json", "--examples", "0"]) == 0
     out, err = capsys.readouterr()
-    assert "the data is not what" in err
+    assert "the data differs from the training data of" in err
     found = json.loads(out)
     assert not found["same_data"]
     assert "bleu" not in found

@@ -163,7 +163,7 @@ class TestDecode:
             (
                 TEXT,
                 6,
-                r"--decode 6:8:8: the number of rows must be a multiple of 8.*Pass 8 rows, or --parallel.tensor 8",
+                r"--decode 6:8:8: the number of rows must be a multiple of 8.*Pass 8 rows, or --parallel",
             ),
             (parallel(TEXT, kind="pmap"), 8, r"Remove --parallel\.kind"),
             (parallel(TEXT, tensor=8, data=1), 8, "num_heads"),

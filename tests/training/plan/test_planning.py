@@ -77,7 +77,7 @@ class TestTopology:
             ("v5e:2x2x2", "chips along 2 axes"),
             ("v5e:4x0", "got 'v5e:4x0'"),
             ("v5p:4x4", "v5p:AxBxC"),
-            ("v5e:16x17", "v5e:16x17 is 272 chips, but a pod of v5e has 256"),
+            ("v5e:16x17", "v5e:16x17 has 272 chips, but a pod of v5e has only 256"),
         ],
     )
     def test_what_is_none_is_an_error_that_names_one(self, text, message):
@@ -92,7 +92,7 @@ def test_a_topology_that_the_compiler_does_not_give(monkeypatch):
     monkeypatch.setattr(topologies.importlib.util, "find_spec", lambda name: name)
     monkeypatch.setattr(topologies, "PROBE", "raise SystemExit(1)")  # an error, which occurs again in the caller
     monkeypatch.setattr(topologies.topologies, "get_topology_desc", refuse)
-    with pytest.raises(CompilerError, match=r"no topology v5e:3x5\. A usual one is v5e:4x4\. .*: no such layout$"):
+    with pytest.raises(CompilerError, match=r"not support the topology v5e:3x5\. Try v5e:4x4\. .*: no such layout$"):
         topology_devices(parse_topology("v5e:3x5"))
 
 
@@ -131,7 +131,7 @@ class TestWithoutData:
 
     def test_a_vocabulary_of_words_is_asked_for(self):
         data = TinyShakespeare(tokenizer=TokenizerConfig(kind="word"))
-        with pytest.raises(ConfigError, match=r"Give --model\.vocab-size"):
+        with pytest.raises(ConfigError, match=r"Pass --model\.vocab-size"):
             without_data(dataclasses.replace(with_model(TEXT, vocab_size=None), data=data))
 
     @pytest.mark.parametrize("recipe", [TEXT, PAIRS])
