@@ -158,7 +158,9 @@ def test_a_file_of_an_earlier_version_is_read_without_a_warning():
     old["series"] = new["input"]
     assert decode(TransformerConfig, json.loads(json.dumps(old)), "model") == config
     del old["rotary_base"]
-    with pytest.raises(ConfigError, match="model lacks rotary: it was written by a different version, or is incomplete"):
+    with pytest.raises(
+        ConfigError, match="model lacks rotary: it was written by a different version, or is incomplete"
+    ):
         decode(TransformerConfig, old, "model")
 
 

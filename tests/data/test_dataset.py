@@ -306,7 +306,7 @@ def test_ids_and_labels_out_of_range_are_found():
     check_batch(labels, 1, num_classes=6)
     with pytest.raises(ValueError, match=r"label 5 in targets\[1\] is out of range: expected 0 to 4\. .* num_classes"):
         check_batch(labels, 9, num_classes=5)
-    with pytest.raises(ValueError, match="num_classes is missing"):
+    with pytest.raises(ValueError, match="num_classes is not set"):
         check_batch(labels, 9)
     with pytest.raises(ValueError, match="tokens must be integers, got float32"):
         check_batch({"tokens": np.zeros((2, 3), np.float32)}, 9)

@@ -217,7 +217,7 @@ def with_ids(vocabulary: dict[str, int], *added: tuple[str, int]) -> str:
         (with_ids({"a": 0, "b": 1}, ("a", 2)), r"'a' \(2, read as 0\)"),
         (
             '{"version": "1.0", "model": {"type": "WordLevel", "vocab": {"a": 0, "a": 1}, "unk_token": "a"}}',
-            "'a' is th",
+            "duplicate key 'a'",
         ),
     ],
 )

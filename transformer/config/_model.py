@@ -103,23 +103,31 @@ class TransformerConfig:
     d_ff: int | None = None
     """F, inner width of the feed-forward layer; None: 4 d_model"""
     activation: FeedForwardActivation = "relu"
-    """activation of the feed-forward layer; swiglu_clamped (gpt-oss) needs gated: (up + 1) gate sigmoid(1.702 gate),
-    where gate is at most 7 and up is between -7 and 7"""
+    """activation of the feed-forward layer; swiglu_clamped (gpt-oss) needs gated:
+    (up + 1) gate sigmoid(1.702 gate), where gate is at most 7 and up is between -7 and 7"""
     gated: bool = False
     """gated feed-forward layer: multiply by a second, activated projection (SwiGLU is silu + gated)"""
     use_bias: bool = True
     """biases in the projections of attention and feed-forward layers"""
     norm: Norm = "layer_norm"
-    """normalization layer"""
+    """normalization layer:
+    zero_centered_rms_norm multiplies by 1 + scale (Gemma);
+    frozen_batch_norm is batch normalization with fixed statistics"""
     norm_position: NormPosition = "pre"
-    """position of the norms. pre: x + f(norm(x)); post: norm(x + f(x)), as in Vaswani et al.; pre_without_residual:
-    f(norm(x)), an ablation; sandwich: x + norm(f(norm(x))); reordered: x + norm(f(x)), as in OLMo 2; parallel:
-    x + attention(norm(x)) + feed_forward(norm(x))"""
+    """position of the norms around a sublayer f:
+    pre: x + f(norm(x));
+    post: norm(x + f(x)), as in Vaswani et al. 2017;
+    pre_without_residual: f(norm(x)), an ablation;
+    sandwich: x + norm(f(norm(x)));
+    reordered: x + norm(f(x)), as in OLMo 2;
+    parallel: x + attention(norm(x)) + feed_forward(norm(x))"""
     norm_epsilon: float = 1e-6
     """added to the variance before the square root"""
     position: Position = "sinusoidal"
-    """position scheme: embeddings (sinusoidal, learned), rotation of queries and keys (rotary), or attention bias
-    (alibi, t5)"""
+    """position scheme:
+    embeddings (sinusoidal, sinusoidal_halves, learned),
+    rotation of queries and keys (rotary),
+    or a bias on the attention scores (alibi, t5)"""
     max_length: int | None = None
     """rows of the learned position table; only for position=learned"""
     dropout_rate: float = 0.0
@@ -369,11 +377,14 @@ class Execution:
     attention: str = "auto"
     """attention kernel; auto: select one by platform, sequence length and the features that the model needs"""
     scan: bool = True
-    """compile one layer and loop over it (jax.lax.scan); false: unroll the loop (faster on CPU, slower to compile, same
-    parameters)"""
+    """compile one layer and loop over it (jax.lax.scan);
+    false: unroll the loop, with the same parameters (faster on CPU, slower to compile)"""
     remat: Remat = "none"
-    """rematerialization: what the backward pass recomputes instead of storing; none: nothing; full: everything; dots:
-    everything but the results of matrix multiplications; names: everything but named values"""
+    """rematerialization, what the backward pass recomputes to save memory:
+    none: nothing;
+    full: everything;
+    dots: everything but the results of matrix multiplications;
+    names: everything but named values"""
     sow_weights: bool = False
     """sow attention weights into the collection "intermediates" if a call makes it mutable, to inspect them"""
 

@@ -45,7 +45,9 @@ class AttentionOptions:
     qk_norm: bool = False
     """apply RMSNorm to queries and keys (zero-centered RMSNorm if norm is zero-centered)"""
     qk_norm_scope: NormScope = "head"
-    """what qk_norm normalizes: head: each head separately; all: all heads of a token together"""
+    """what qk_norm normalizes:
+    head: each head separately;
+    all: all heads of a token together"""
     dropout_rate: float = 0.0
     """dropout rate of the attention weights"""
     causal: bool = False

@@ -87,8 +87,8 @@ class MoE:
     normalize_weights: bool = True
     """divide the weights of the selected experts by their sum"""
     capacity_factor: float | None = None
-    """c: an expert processes at most c times its even share of the tokens of a sequence and drops the rest, first come,
-    first served; None: no limit"""
+    """c: an expert processes at most c times its even share of the tokens of a sequence, first come, first served,
+    and drops the rest; None: no limit"""
     load_balance_weight: float = 0.01
     """weight of the load-balancing term in the training loss (Fedus et al. 2021, arXiv 2101.03961)"""
     router_z_weight: float = 0.001
@@ -96,11 +96,11 @@ class MoE:
     router_bias: bool = False
     """bias on the router logits (gpt-oss)"""
     scoring: Literal["softmax", "sigmoid"] = "softmax"
-    """function from router logits to scores: softmax over all experts, or sigmoid of each logit (DeepSeek-V3, arXiv
-    2412.19437, section 2.1.2)"""
+    """function from router logits to scores: softmax over all experts, or sigmoid of each logit
+    (DeepSeek-V3, arXiv 2412.19437, section 2.1.2)"""
     e_score_correction_bias: bool = False
-    """bias per expert that is added to its score to select experts, but not to compute weights (DeepSeek-V3); its
-    gradient is zero"""
+    """bias per expert that is added to its score to select experts, but not to compute weights (DeepSeek-V3);
+    its gradient is zero"""
     num_groups: int = 1
     """number of groups of consecutive experts, all of the same size"""
     top_groups: int = 1
@@ -312,15 +312,17 @@ class Series:
     patch_stride: int
     """steps between the starts of consecutive patches"""
     scaling: Literal["std", "mean", "none"] = "std"
-    """normalization of each channel by its input window, inverted in the forecast; std: subtract the mean, divide by
-    the standard deviation; mean: divide by the mean absolute value; none: no normalization"""
+    """normalization of each channel by its input window, inverted in the forecast:
+    std: subtract the mean, divide by the standard deviation;
+    mean: divide by the mean absolute value;
+    none: no normalization"""
     shared_embedding: bool = True
     """all channels share one patch embedding; false: one per channel"""
     class_token: bool = False
     """prepend a class token to the patches; the head then reads only this token"""
     pooling: Literal["flatten", "mean", "max"] = "flatten"
-    """how the patches of a channel are combined for the head: concatenated (flatten), averaged (mean), or the maximum
-    of each feature (max)"""
+    """how the patches of a channel are combined for the head:
+    concatenated (flatten), averaged (mean), or the maximum of each feature (max)"""
 
     def __post_init__(self):
         check_choices(self, scaling=Literal["std", "mean", "none"], pooling=Literal["flatten", "mean", "max"])

@@ -72,11 +72,15 @@ class TokenizerConfig:
     """
 
     kind: TokenizerKind = "char"
-    """char: one token per character of the data; byte: UTF-8 bytes; word: words separated by spaces; bpe: byte-pair
-    encoding learned from the data"""
+    """unit of a token:
+    char: characters that occur in the data;
+    byte: UTF-8 bytes;
+    word: words separated by spaces;
+    bpe: parts of words, byte-pair encoding learned from the data"""
     vocab_size: int | None = None
-    """vocabulary size. bpe: size to train to (None: 8192); word: keep the most frequent words and map the rest to <unk>
-    (None: keep all)"""
+    """vocabulary size:
+    bpe: size of the learned vocabulary (None: 8192);
+    word: keep the most frequent words and map the rest to <unk> (None: keep all)"""
 
     def __post_init__(self):
         check_choice("tokenizer.kind", self.kind, TokenizerKind.__args__)

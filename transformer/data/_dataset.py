@@ -167,7 +167,8 @@ class Ragged:
     def __init__(self, rows: Iterable[Sequence[int]]):
         rows = list(rows)
         self.lengths = np.array([len(row) for row in rows], np.int32)
-        self.starts = np.cumsum(self.lengths) - self.lengths
+        self.starts = np.cumsum(self.lengths) - self.lengths  # the exclusive cumulative sum
+        # fromiter fills an int32 array directly, without a list of Python integers.
         self.values = np.fromiter(itertools.chain.from_iterable(rows), np.int32, int(self.lengths.sum()))
         self.longest = int(self.lengths.max(initial=0))
 

@@ -74,8 +74,8 @@ class ImageConfig(DataKind):
     labels: tuple[str, ...] = ()
     """class names, in the order of the class indices; empty: the indices"""
     max_shift: int = 0
-    """data augmentation: shift training images by up to this many pixels in each direction; one pass over the data
-    contains every shift of every image once; pixels moved in from outside are 0"""
+    """data augmentation: shift training images by up to this many pixels in each direction;
+    one pass over the data contains every shift of every image once, and new pixels are 0"""
     batch_size: int = 64
     """images per step, over all devices and processes"""
     eval_batch_size: int = 256

@@ -58,8 +58,8 @@ class LabeledConfig(DataKind):
     task: ClassVar[str] = "classifier"
 
     labels: tuple[str, ...] = ()
-    """class labels as in the files, in the order of the class indices; empty: all labels of the training file, in
-    alphabetical order"""
+    """class labels as in the files, in the order of the class indices;
+    empty: all labels of the training file, in alphabetical order"""
     max_length: int = 128
     """maximum length of a text in tokens, including special tokens; longer texts are truncated"""
     batch_size: int = 32

@@ -56,18 +56,18 @@ class PairConfig(DataKind):
     max_source_length: int | None = None
     """maximum source length in tokens; longer pairs are skipped and counted (None: the longest in the data)"""
     max_target_length: int | None = None
-    """maximum target length in tokens, including the end token; longer pairs are skipped and counted (None: the longest
-    in the data)"""
+    """maximum target length in tokens, including the end token; longer pairs are skipped and counted
+    (None: the longest in the data)"""
     batch_size: int = 128
     """pairs per step, over all devices and processes; not used with batch_tokens"""
     batch_tokens: int | None = None
-    """batch size in tokens of the longer side, including padding; pairs of similar length are batched together (None:
-    use batch_size)"""
+    """batch size in tokens of the longer side, including padding; pairs of similar length are batched together
+    (None: use batch_size)"""
     buckets: int = 8
     """with batch_tokens: maximum number of different padded lengths; the training step is compiled once for each"""
     row_multiple: int = 8
-    """with batch_tokens: the number of rows of every batch is a multiple of this; it must be divisible by the number of
-    devices and micro-batches"""
+    """with batch_tokens: the number of rows of every batch is a multiple of this;
+    must be divisible by the number of devices and micro-batches"""
     packed_length: int | None = None
     """with batch_tokens: pack several pairs into one row of this many tokens per side (None: one pair per row)"""
     eval_batch_size: int = 250
@@ -153,17 +153,17 @@ class PairDataset(Dataset):
         for start, block in _blocks(pairs):
             for text in itertools.chain.from_iterable((pair.source, pair.target) for pair in block):
                 digest.update(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest())
-            read = _each_once(self.tokenizer.encode_sources, [pair.source for pair in block])
-            write = _each_once(self.tokenizer.encode_all, [pair.target for pair in block])
+            source_ids = _each_once(self.tokenizer.encode_sources, [pair.source for pair in block])
+            target_ids = _each_once(self.tokenizer.encode_all, [pair.target for pair in block])
             kept = [
                 place
                 for place in range(len(block))
                 # `<` for targets: the end token, which is added below, counts as well.
-                if 0 < len(read[place]) <= longest_source and 0 < len(write[place]) < longest_target
+                if 0 < len(source_ids[place]) <= longest_source and 0 < len(target_ids[place]) < longest_target
             ]
             places.append(start + np.array(kept, np.int64))
-            sources.append(Ragged(read[place] for place in kept))
-            targets.append(Ragged([*write[place], self.tokenizer.eos_id] for place in kept))
+            sources.append(Ragged(source_ids[place] for place in kept))
+            targets.append(Ragged([*target_ids[place], self.tokenizer.eos_id] for place in kept))
         self._places[split] = np.concatenate([np.zeros(0, np.int64), *places])
         if not len(self._places[split]):
             raise ValueError(
@@ -217,9 +217,9 @@ class PairDataset(Dataset):
         """Describe pairs, lengths, vocabulary and the number of skipped pairs in one line."""
         sizes = ", ".join(f"{len(places):,} {split}" for split, places in self._places.items())
         packed = self.config.packed_length and self.config.packed_rows
-        left_out = f", {self._skipped:,} skipped (empty or too long)" if self._skipped else ""
+        skipped = f", {self._skipped:,} skipped (empty or too long)" if self._skipped else ""
         return (
-            f"{self.config.kind}: {sizes} pairs{left_out}; sources up to {self.max_source_length} and targets up to "
+            f"{self.config.kind}: {sizes} pairs{skipped}; sources up to {self.max_source_length} and targets up to "
             f"{self.max_target_length} tokens, vocabulary of {self.tokenizer.vocab_size:,} ({self.tokenizer.kind})"
             + ("" if self._batches is None else f"; {self._batches.describe()}")
             + (f"; packed into {packed} rows of {self.config.packed_length}" if packed else "")
@@ -286,13 +286,13 @@ class PairDataset(Dataset):
         pad = self.tokenizer.pad_id
         source, source_lengths = self._sources[split].padded(rows, source_length or self.max_source_length, pad)
         targets, lengths = self._targets[split].padded(rows, target_length or self.max_target_length, pad)
-        inside = np.arange(targets.shape[1]) < lengths[:, None]
+        inside = np.arange(targets.shape[1]) < lengths[:, None]  # (B, T), false for padding
         # Teacher forcing: the decoder reads the targets shifted right by one, starting with the begin token. (B, T)
-        begun = np.concatenate([np.full((len(rows), 1), self.tokenizer.begin_id, np.int32), targets[:, :-1]], axis=1)
+        shifted = np.concatenate([np.full((len(rows), 1), self.tokenizer.begin_id, np.int32), targets[:, :-1]], axis=1)
         return {
             "source": source,
             "source_lengths": source_lengths,
-            "tokens": np.where(inside, begun, np.int32(pad)),
+            "tokens": np.where(inside, shifted, np.int32(pad)),
             "targets": targets,
             "weights": inside.astype(np.float32),
         }

@@ -55,8 +55,8 @@ class Multi30k(PairConfig):
     target_language: Literal["en", "de"] = "de"
     """target language"""
     form: Literal["tokenized", "raw"] = "tokenized"
-    """tokenized: lower-cased, normalized and split into words and punctuation, as for published BLEU scores; raw:
-    unchanged text"""
+    """tokenized: lower-cased, normalized and split into words and punctuation, as for published BLEU scores;
+    raw: unchanged text"""
     tokenizer: TokenizerConfig = SUBWORDS
     """tokenizer"""
     data_dir: str | None = None

@@ -47,7 +47,7 @@ ROUND_SHARE = 0.15
 
 @dataclass(frozen=True, kw_only=True)
 class NumberWords(PairConfig):
-    """Translate number words below 10^max_digits between two languages: a small, exact task that can't be memorized.
+    """Translate number words below 10^max_digits between two languages: a small, exact task that is hard to memorize.
 
     Raises:
         ConfigError: both languages are the same, a number is out of range, or a word tokenizer with a language that
