@@ -197,7 +197,7 @@ def test_evaluate_and_classify(trained, capsys):
     assert told["accuracy"] == read_summary(folder / "run").held_out.accuracy
     assert main(["evaluate", str(folder / "run"), "--examples", "5"]) == 2
     assert "--examples, --beam-size and --alpha need a translation model" in capsys.readouterr().err
-    with pytest.raises(ConfigError, match="which reads images and no text"):
+    with pytest.raises(ConfigError, match="which reads images, not text"):
         classify(open_model(folder / "run"), ["a text"])
 
 
@@ -232,7 +232,7 @@ def test_a_step_over_devices_is_the_same_step(tmp_path, parallel):
 def test_operations_are_counted_by_hand(tmp_path):
     """There are 6 patches of 4 pixels and a class token in each of 8 images."""
     recipe, assumed = without_data(image_recipe(tmp_path))
-    assert assumed == ["2 classes (--model.num-classes)"]
+    assert assumed == ["2 classes (--model.output.num-classes)"]
     each = 7 * (4 * 6 + 4 * 6 * 6 + 2 * 6 * 5)
     assert step_flops(recipe).matrices == 3 * 2 * 8 * each
     assert step_flops(recipe).attention == 3 * 2 * 8 * 7 * 7 * (6 + 6)

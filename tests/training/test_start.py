@@ -291,7 +291,7 @@ def test_low_rank_updates_learn_and_the_run_stands_alone(adapted, capsys):
     assert main(["evaluate", str(adapted), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["accuracy"] == summary["eval_accuracy"]
     assert main(["generate", str(adapted), "--prompt", "very good"]) == 2
-    assert "contains a Classifier." in capsys.readouterr().err
+    assert "contains a model of type Classifier." in capsys.readouterr().err
 
 
 def test_a_converted_run_gives_the_same_logits_by_its_merged_weights(adapted, tmp_path, capsys):

@@ -186,7 +186,7 @@ def test_what_cannot_be_forecast_says_so(config, values, message):
 
 def test_it_reads_no_texts(tmp_path):
     opened = LoadedModel(Forecaster(CONFIG), {}, tmp_path, vocabulary=None, context=None, bos_id=None)
-    with pytest.raises(ConfigError, match=r"holds a Forecaster, which reads series and no text"):
+    with pytest.raises(ConfigError, match=r"contains a Forecaster, which reads series, not text"):
         embed(opened, ["one"])
 
 

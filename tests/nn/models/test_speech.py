@@ -132,11 +132,11 @@ def test_sources_that_are_no_frames_are_errors(sources, message):
 
 def test_it_reads_no_texts(tmp_path, capsys):
     opened = LoadedModel(MODEL, {}, tmp_path, vocabulary=None, context=None, bos_id=None)
-    with pytest.raises(ConfigError, match=r"holds a SpeechToText, which reads sound and no text"):
+    with pytest.raises(ConfigError, match=r"contains a SpeechToText, which reads sound, not text"):
         embed(opened, ["one"])
     directory = ours.write(tmp_path / "speech", golden_case.golden("whisper")["lm"])
     assert main(["generate", str(directory), "--prompt", "one"]) == 2
-    assert "contains a SpeechToText." in capsys.readouterr().err
+    assert "contains a model of type SpeechToText." in capsys.readouterr().err
 
 
 def test_every_parameter_has_its_place():
