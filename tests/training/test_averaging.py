@@ -181,7 +181,7 @@ def test_a_checkpoint_that_is_there_for_its_loss_is_told(tmp_path):
 def test_the_verb(kept, tmp_path, capsys):
     words = ["average", str(kept), "--last", "2", "--to", str(tmp_path / "mean")]
     assert main(words) == 0
-    assert capsys.readouterr().out == f"the mean of 2 checkpoints of {kept}, steps 7, 11: {tmp_path / 'mean'}\n"
+    assert capsys.readouterr().out == f"averaged 2 checkpoints of {kept} (steps 7, 11): {tmp_path / 'mean'}\n"
     assert main([*words, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found == {"workdir": str(tmp_path / "mean"), "of": str(kept), "steps": [7, 11]}

@@ -237,7 +237,7 @@ def test_a_learned_table_too_short_for_the_data_is_said(tmp_path):
     ):
         train(Recipe(name="pairs", model=sources, data=pairs), tmp_path / "run")
     longer = model.replace(**{"embedding.source_max_length": 50})
-    with pytest.raises(ValueError, match=r"model.max_length \(2\) is below"):
+    with pytest.raises(ValueError, match=r"model.max_length \(2\) must be at least"):
         train(Recipe(name="pairs", model=longer, data=pairs), tmp_path / "run")
 
 
