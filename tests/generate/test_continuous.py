@@ -71,7 +71,7 @@ def test_what_slots_are_not_for_is_said():
         generate(MODEL, PARAMS, PROMPTS, max_new_tokens=2, slots=2, draft=Draft(model=MODEL, params=PARAMS))
     seq2seq = Seq2Seq(CONFIG)
     params = jax.jit(seq2seq.init)(jax.random.key(0), jnp.zeros((1, 1), int), jnp.zeros((1, 1), int))["params"]
-    with pytest.raises(ValueError, match=r"slots is only supported for a CausalLM, got a Seq2Seq. Use beam_search_all"):
+    with pytest.raises(ValueError, match=r"slots needs a CausalLM, got a Seq2Seq. Use beam_search_all"):
         generate(seq2seq, params, bos_id=1, sources=[[1], [2]], max_new_tokens=2, slots=1)
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TextIO
 
 from transformer.cli._errors import DONE, FAULT
+from transformer.cli._own_options import split_options
 from transformer.cli._plan_print import decode_lines, here_lines, search_line, search_lines, train_lines
 from transformer.config._checks import ConfigError
 from transformer.config._invocation import program
@@ -50,7 +51,12 @@ def usage() -> str:
 
 def main(arguments: Sequence[str]) -> int:
     """Print the plan; return 0 if the recipe fits, 1 if it does not."""
-    own, rest = _parsed(arguments)
+    own, rest = split_options(
+        arguments,
+        flags=("--json", "--debug", "--here"),
+        options={"--topology": None, "--decode": "", "--search": str(SEARCHED)},
+        hint="--topology takes a TPU type and its chips along each axis, such as v5e:4x4.",
+    )
     if rest and rest[0] in ("-h", "--help"):
         print(usage(), end="")
         return DONE
@@ -80,21 +86,6 @@ def main(arguments: Sequence[str]) -> int:
     else:
         print("\n".join(answer.lines))
     return DONE if answer.fits else FAULT
-
-
-def _parsed(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    for flag in ("--json", "--debug", "--here"):
-        parser.add_argument(flag, action="store_true")
-    parser.add_argument("--topology")
-    parser.add_argument("--decode", nargs="?", const="")
-    parser.add_argument("--search", nargs="?", const=str(SEARCHED))
-    try:
-        return parser.parse_known_args(arguments)
-    except argparse.ArgumentError as error:
-        raise ConfigError(
-            f"{error}. --topology takes a TPU type and its chips along each axis, such as v5e:4x4."
-        ) from None
 
 
 def _check(own: argparse.Namespace) -> None:

@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from transformer.cli._own_options import split_options
 from transformer.config._checks import ConfigError
 from transformer.config._invocation import program
 from transformer.config._recipe_files import find_recipe, recipe_files
@@ -42,7 +43,12 @@ def usage() -> str:
 
 def main(arguments: Sequence[str]) -> int:
     """Load a recipe, override its fields and train; return the exit code: 0 if finished, 128 + signal if stopped."""
-    own, rest = _parsed(arguments)
+    own, rest = split_options(
+        arguments,
+        flags=("--list", "--fast", "--restart", "--take-over", "--debug"),
+        options={"--workdir": None, "--init": None, "--profile": None},
+        hint="--workdir and --init take a directory, such as runs/mine; --profile takes steps: 20:30.",
+    )
     if own.list:
         return list_recipes()
     if rest and rest[0] in ("-h", "--help"):
@@ -111,21 +117,6 @@ def list_recipes() -> int:
     for name, path in recipe_files().items():
         print(f"{name:24} {_summary(path)}")
     return 0
-
-
-def _parsed(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Split the options of the command itself from the rest: the recipe and its overrides."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    for flag in ("--list", "--fast", "--restart", "--take-over", "--debug"):
-        parser.add_argument(flag, action="store_true")
-    for option in ("--workdir", "--init", "--profile"):
-        parser.add_argument(option)
-    try:
-        return parser.parse_known_args(arguments)
-    except argparse.ArgumentError as error:
-        raise ConfigError(
-            f"{error}. --workdir and --init take a directory, such as runs/mine; --profile takes steps: 20:30."
-        ) from None
 
 
 def _summary(path: Path) -> str:

@@ -135,10 +135,7 @@ def check_slots(model: Any, slots: SupportsIndex, draft: Draft | None) -> None:
     if not isinstance(slots, Integral) or isinstance(slots, bool) or slots < 1:
         raise ValueError(f"slots must be an integer of at least 1, or None for all rows at once, got {slots!r}.")
     if not isinstance(model, CausalLM):
-        raise ValueError(
-            f"slots is only supported for a CausalLM, got a {type(model).__name__}. Use beam_search_all, or remove "
-            f"slots."
-        )
+        raise ValueError(f"slots needs a CausalLM, got a {type(model).__name__}. Use beam_search_all, or remove slots.")
     if draft is not None:
         raise ValueError("slots and draft can't be used together. Remove one of them.")
 

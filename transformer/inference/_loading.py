@@ -52,6 +52,7 @@ class LoadedModel:
     params: Any
     """Parameters, without the outer "params"."""
     directory: Path
+    """Workdir or directory of weights that was loaded."""
     vocabulary: Tokenizer | None
     """Tokenizer; None: the directory has none."""
     context: int | None

@@ -102,6 +102,7 @@ class Class:
     """Classification result: the most probable class, its probability, and the probabilities of all classes."""
 
     label: str
+    """Name of the most probable class."""
     probability: float
     probabilities: dict[str, float]
     """Probability of every label."""
@@ -147,7 +148,7 @@ def _probabilities(model: Classifier, params: Any, batch: Batch) -> jax.Array:
 
 @dataclass(frozen=True)
 class Score:
-    """Log-likelihood of a text in nats, summed over the number of `tokens` that were predicted."""
+    """Sum `log_likelihood` of the log-probabilities of a text, in nats, over its `tokens` predicted tokens."""
 
     log_likelihood: float
     tokens: int

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from transformer.config._checks import ConfigError
 from transformer.config._model import Execution, TransformerConfig
 from transformer.config._parts import MLA, LayerKind
+from transformer.nn import _positions as schemes
 from transformer.nn._attention import MultiHeadAttention
 from transformer.nn._axes import Hidden, Leaf
 from transformer.nn._caches import ContextCache, KVCache
@@ -26,16 +27,7 @@ from transformer.nn._mla import LatentAttention
 from transformer.nn._moe import RoutedFeedForward
 from transformer.nn._parameter_axes import declare
 from transformer.nn._partitioning import constrain
-from transformer.nn._positions import (
-    ALiBi,
-    Learned,
-    NoPosition,
-    PositionScheme,
-    Rotary,
-    Sinusoidal,
-    SinusoidalHalves,
-    T5Bias,
-)
+from transformer.nn._positions import NoPosition, PositionScheme
 
 Aux: TypeAlias = dict[str, jax.Array]
 """additional outputs of a layer: the losses of a router, (B,) each, one sum per row; empty for dense layers"""
@@ -93,19 +85,19 @@ def position_scheme(config: TransformerConfig, kind: LayerKind = LayerKind(), *,
     """Return the position scheme of a layer of this kind."""
     match config.position:
         case "sinusoidal":
-            return Sinusoidal()
+            return schemes.Sinusoidal()
         case "sinusoidal_halves":
-            return SinusoidalHalves()
+            return schemes.SinusoidalHalves()
         case "learned":
-            return Learned(max_length=config.max_length, features=config.d_model)
+            return schemes.Learned(max_length=config.max_length, features=config.d_model)
         case "rotary":
             base = config.rotary.base if kind.rotary_base is None else kind.rotary_base
             scaling = config.rotary.scaling if kind.rotary_scaling is None else kind.rotary_scaling
-            return Rotary(base=base, size=config.rotary.dim, scaling=scaling)
+            return schemes.Rotary(base=base, size=config.rotary.dim, scaling=scaling)
         case "alibi":
-            return ALiBi(num_heads=config.num_heads)
+            return schemes.ALiBi(num_heads=config.num_heads)
         case "t5":
-            return T5Bias(
+            return schemes.T5Bias(
                 num_heads=config.num_heads,
                 buckets=config.t5_bias.buckets,
                 max_distance=config.t5_bias.max_distance,

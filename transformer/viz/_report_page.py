@@ -40,6 +40,7 @@ class RunReport:
     """Report data of one run, as plain values. The page escapes all texts."""
 
     name: str
+    """name of the run: the last part of its workdir"""
     status: str
     """progress of the run: running, finished, stopped"""
     facts: Mapping[str, str] = field(default_factory=dict)

@@ -182,7 +182,7 @@ class TestFlops:
         sizes = {"vocab_size": 11, "d_model": 6, "num_heads": 3, "d_ff": 5, "num_layers": 1}
         data = LabeledText(path="a.tsv", max_length=7, batch_size=4)
         recipe, assumed = without_data(Recipe(name="a", model=TransformerConfig(**sizes), data=data))
-        assert assumed == ["2 classes (--model.num-classes)"]
+        assert assumed == ["2 classes (--model.output.num-classes)"]
         assert step_flops(recipe).matrices == 6 * 4 * 7 * (4 * 6 * 6 + 2 * 6 * 5)
 
 

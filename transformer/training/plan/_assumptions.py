@@ -44,7 +44,7 @@ def without_data(recipe: Recipe) -> tuple[Recipe, list[str]]:
     if task.labels and recipe.model.output.num_classes is None:
         classes = len(data.labels) or 2
         recipe = dataclasses.replace(recipe, model=recipe.model.replace(**{"output.num_classes": classes}))
-        assumed += [] if data.labels else ["2 classes (--model.num-classes)"]
+        assumed += [] if data.labels else ["2 classes (--model.output.num-classes)"]
     free = [field for field in data.open_lengths if getattr(data, field) is None]
     length = min(ASSUMED_LENGTH, recipe.model.max_length or ASSUMED_LENGTH)
     recipe = dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, **dict.fromkeys(free, length)))

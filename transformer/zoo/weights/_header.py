@@ -52,7 +52,7 @@ class WeightsError(ValueError):
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Description of a tensor in a file, without its data."""
+    """The `name`, `dtype` and `shape` of a tensor in a file, and where its data is stored."""
 
     name: str
     dtype: np.dtype
