@@ -1,4 +1,4 @@
-"""Options of commands that also take a recipe and its overrides (`train`, `plan`). Without tyro, whose import is slow."""
+"""Options of commands that also take a recipe and its overrides (`train`, `plan`). Without tyro: its import is slow."""
 
 from __future__ import annotations
 
