@@ -106,7 +106,7 @@ def attention_rollout(maps: Sequence[AttentionMap]) -> list[AttentionMap]:
         maps: maps of one stack, in the order of computation. Cross-attention maps are ignored.
 
     Returns:
-        One map of kind "rollout" with one head per self-attention layer. Its rows sum to 1, also with attention sinks.
+        One map of kind "rollout" with one head per self-attention layer. Its rows sum to 1, also if the heads have a sink logit.
         A cell is hidden if no path through the layers connects the two positions.
 
     Raises:
@@ -124,7 +124,7 @@ def attention_rollout(maps: Sequence[AttentionMap]) -> list[AttentionMap]:
         rollout, reached = (result[-1].weights[0], ~result[-1].hidden) if result else (itself, itself > 0)
         # A_l = 0.5 W_l + 0.5 I, (T, T), in float64: the product runs over all layers.
         step = 0.5 * one.weights.mean(0, dtype=np.float64) + 0.5 * itself
-        # Rows of W_l sum to less than 1 if the heads have sinks: divide by the sum before R_l = A_l R_(l-1).
+        # Rows of W_l sum to less than 1 if the heads have a sink logit: divide by the sum before R_l = A_l R_(l-1).
         rollout = (step / step.sum(-1, keepdims=True)) @ rollout
         # Reachable positions, as a Boolean matrix product. Computed in float32, because NumPy multiplies Boolean
         # matrices slowly.

@@ -261,7 +261,7 @@ def _backward(ring, saved, out_grad):
         def body(a, b, part, sums):
             (keys_grad, values_grad), query_grad = sums
             # With O and L of the whole row, the blockwise backward pass gives this pair's share of the gradients:
-            # P = exp(S - L) and D = dO O are those of the complete softmax. It needs no sinks: L contains them.
+            # P = exp(S - L) and D = dO O are those of the complete softmax. The sink logits are part of L.
             pair = (query[a], keys[b], values[b], [], None, part, None, out[a], blocks(norm[a]))
             q, k, v, *_ = blockwise.backward(plan, pair, out_grad[a])
             return (keys_grad.at[b].add(k), values_grad.at[b].add(v)), query_grad.at[a].add(q)
