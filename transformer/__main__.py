@@ -124,7 +124,7 @@ VERBS = {
     "evaluate": Verb(_evaluate, "evaluate a trained model: loss, plus BLEU or exact match for translation"),
     "report": Verb(_report, "write an HTML report of one run, or compare several runs"),
     "average": Verb(_average, "average the last checkpoints of a run into one model"),
-    "inspect": Verb(_inspect, "draw attention maps as PNG files; measure a formula: --scale, --positions, --memory"),
+    "inspect": Verb(_inspect, "draw attention maps of a model; without a model: --scale, --positions, --memory"),
     "devices": Verb(_devices, "list the accelerators of this machine and the devices of JAX"),
     "plan": Verb(_plan, "estimate memory and speed on a TPU you don't have"),
 }

@@ -53,7 +53,7 @@ class Generate(ModelCommand):
     draft_tokens: int | None = None
     """number of tokens that the draft model proposes per step; None: 4"""
     int8: bool = False
-    """quantize the weights to 8 bits, a quarter of the memory of float32; savings and errors are printed on stderr"""
+    """quantize the weights to 8 bits, a quarter of the memory of float32; stderr reports memory and rounding errors"""
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -256,7 +256,7 @@ def _print_both_uses() -> NoReturn:
     studies = "\n".join(f"  {flag:{width}}  {study.help}" for flag, study in STUDIES.items())
     print(
         f"\nusage: {program('inspect')} STUDY [OPTIONS]\n\n"
-        "Without DIR: measure a formula; print a table (or --json) and write a plot (--output FILE.png).\n\n"
+        "A study evaluates a formula and needs no DIR; it prints a table (or --json) and writes a plot (--output).\n\n"
         f"{studies}\n\n"
         f"{program('inspect')} STUDY --help describes a study and its options."
     )

@@ -36,7 +36,7 @@ its memory by kind, the collectives between the chips, and an estimate of the st
 is 1 if the step does not fit.
   --topology NAME:SIZES       TPU type and number of chips along each axis: v5e:4x4, v5p:2x2x2
   --decode [ROWS:PROMPT:NEW]  plan generation instead of training: batch size, prompt tokens and new tokens per row
-  --search [N]                compile and rank the N (12) most promising meshes, batch sizes and remat policies
+  --search [N]                compile and rank the N (default: 12) most promising meshes, batch sizes and remat policies
   --here                      compile for the devices of this machine, run steps and compare with the estimate
   --json                      print one JSON object
   --debug                     show the traceback of an error, and the compiler's output on stderr

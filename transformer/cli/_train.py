@@ -22,7 +22,8 @@ usage: {program} RECIPE [--workdir DIR] [--init DIR] [--profile START:STOP] [--f
        {program} --list            list all recipes
 
 RECIPE is the name of a recipe (number_words) or the path of a file (configs/number_words.py). Recipes in ./configs
-override bundled recipes of the same name.
+override bundled recipes of the same name. Every field of a recipe is an option, such as --model.num-layers 4.
+
   --workdir DIR   directory of the run (default: runs/NAME); an existing run is resumed
   --init DIR      initialize from a model: a directory of weights (config.json, safetensors), a name on the Hugging Face
                   Hub, or the workdir of another run; not needed to resume

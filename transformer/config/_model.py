@@ -384,7 +384,7 @@ class Execution:
     none: nothing;
     full: everything;
     dots: everything but the results of matrix multiplications;
-    names: everything but named values"""
+    names: everything but the attention outputs and the hidden layers of the feed-forward layers"""
     sow_weights: bool = False
     """sow attention weights into the collection "intermediates" if a call makes it mutable, to inspect them"""
 

@@ -35,7 +35,7 @@ class AttentionOptions:
     value_dim: int | None = None
     """size of a value head; None: that of a key head"""
     biases: tuple[Projection, ...] | None = None
-    """projections with a bias, a subset of query, key, value and out; None: all or none, as use_bias"""
+    """projections with a bias, a subset of query, key, value and out; None: all if use_bias, else none"""
     scale: float | None = None
     """factor on the attention scores; None: 1 / sqrt(head_dim)"""
     softcap: float | None = None

@@ -75,8 +75,9 @@ class ParallelConfig:
     devices: int | None = None
     """number of devices to use, from the start of JAX's list; None: all"""
     coordinator: str | None = None
-    """host:port of process 0 in multi-process training; auto: detected by JAX; None: from Slurm, Open MPI or a TPU
-    slice if there is one, else a single process"""
+    """host:port of process 0 in multi-process training;
+    auto: JAX detects it;
+    None: taken from Slurm, Open MPI or the TPU slice if there is one, otherwise a single process"""
     num_processes: int | None = None
     """number of processes, if a coordinator is given"""
     process_id: int | None = None
