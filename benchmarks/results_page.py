@@ -30,10 +30,11 @@ HEAD = """\
 Results of models trained with this code. `python -m benchmarks.results` generates this page from the files in
 [results/](results), and `python -m benchmarks.results add WORKDIR` adds a finished run to them. Do not edit this page.
 
-All metrics are measured on held-out data with the best checkpoint, which is the one that is kept and used: the lowest
-loss, or the highest accuracy for classifiers. Where the page says "measured on test", the checkpoint was selected on
-other data. ± is the standard deviation over runs with different seeds. Losses are in nats per target (in Tiny
-Shakespeare, per character). Times are wall-clock times of complete runs, including compilation, evaluation and report.
+All metrics are measured on held-out data. "Final loss" is the loss after the last step; all other metrics are measured
+with the best checkpoint, which has the lowest loss or, for classifiers, the highest accuracy. If a line says "measured
+on test", the checkpoint was selected on other data. ± is the standard deviation over runs with different seeds. Losses
+are in nats per target (in Tiny Shakespeare, per character). Times are wall-clock times of complete runs, including
+compilation, evaluation and report.
 """
 
 

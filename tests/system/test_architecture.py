@@ -399,7 +399,7 @@ def test_the_documented_table_is_this_one():
 def test_the_documented_rooms_are_those_of_the_package():
     """There are at most twelve, so that a reader can get an overview."""
     text = (ROOT / "docs" / "architecture.md").read_text()
-    section = text.partition("\n## Rooms\n")[2].partition("\n## ")[0]
+    section = text.partition("\n## Packages\n")[2].partition("\n## ")[0]
     rooms = re.findall(r"^\| `([\w.]+)/?` \|", section, re.MULTILINE)
     there = [path.name for path in PACKAGE.iterdir() if path.name != "__pycache__"]
     assert sorted(rooms) == sorted(there)
