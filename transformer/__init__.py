@@ -128,7 +128,7 @@ class _MovedModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def create_module(self, spec: Any) -> Any:
         package, _, private = spec.origin.partition("._")
         now = f"private: import its public names from {package}" if private else f"now {spec.origin}: import that"
-        warnings.warn(f"{spec.name} is {now}. The old name works for one release.", DeprecationWarning, stacklevel=2)
+        warnings.warn(f"{spec.name} is {now}. The former name works for one release.", DeprecationWarning, stacklevel=2)
         module = importlib.import_module(spec.origin)
         spec.loader_state = module.__spec__  # the import system overwrites `__spec__` before it calls `exec_module`
         parent, _, name = spec.name.rpartition(".")

@@ -155,7 +155,7 @@ for name, new in sorted(old.items(), key=lambda pair: pair[0].count(".")):  # pa
     room, _, private = new.partition("._")
     told = f"private: import its public names from {room}" if private else f"now {new}: import that"
     assert [str(w.message) for w in caught if w.category is DeprecationWarning] == [
-        f"transformer.{name} is {told}. The old name works for one release."
+        f"transformer.{name} is {told}. The former name works for one release."
     ], (name, [str(w.message) for w in caught])
     assert module is importlib.import_module(new) is sys.modules[f"transformer.{name}"], name
     assert module.__name__ == module.__spec__.name == new, name

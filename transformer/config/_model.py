@@ -365,7 +365,7 @@ def current_kernel_name(name: str) -> str:
     """
     new = FORMER_KERNEL_NAMES.get(name, name)
     if new != name and not reads_former_names():
-        text = f"the attention kernel {name!r} is now called {new!r}. The old name works for one release."
+        text = f"the attention kernel {name!r} is now called {new!r}. The former name works for one release."
         warnings.warn(text, DeprecationWarning, stacklevel=3)
     return new
 

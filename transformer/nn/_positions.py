@@ -180,8 +180,8 @@ class Rotary(PositionScheme):
         # In float32: bfloat16 rounding of cos and sin would blur positions.
         first, second = jnp.split(heads[..., :size].astype(jnp.float32), 2, axis=-1)
         # The 2D rotation (a, b) -> (a cos - b sin, b cos + a sin) of each pair.
-        turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-        return jnp.concatenate([turned.astype(heads.dtype), heads[..., size:]], axis=-1)
+        rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+        return jnp.concatenate([rotated.astype(heads.dtype), heads[..., size:]], axis=-1)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -153,7 +153,7 @@ def mesh_sizes(wanted: Mapping[str, int], num_devices: int) -> dict[str, int]:
     if len(free) > 1:
         raise ConfigError(f"only one mesh axis can be -1 (all remaining), got {' and '.join(free)}. Set one of them.")
     fixed = math.prod(size for size in sizes.values() if size != -1)
-    given = told_sizes(sizes) or "all axes 1"
+    given = describe_sizes(sizes) or "all axes 1"
     if free and num_devices % fixed == 0:
         return sizes | {free[0]: num_devices // fixed}
     if free or fixed != num_devices:
@@ -165,7 +165,7 @@ def mesh_sizes(wanted: Mapping[str, int], num_devices: int) -> dict[str, int]:
     return sizes
 
 
-def told_sizes(sizes: Mapping[str, int]) -> str:
+def describe_sizes(sizes: Mapping[str, int]) -> str:
     """Describe the axes with a size above 1, "data 4 x tensor 2"; "" if there are none."""
     return " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
 
@@ -197,14 +197,14 @@ def check_model(config: TransformerConfig, sizes: Mapping[str, int]) -> None:
             )
 
 
-def row_ways(sizes: Mapping[str, int]) -> int:
+def num_row_shards(sizes: Mapping[str, int]) -> int:
     """Return the number of parts into which a mesh of these sizes splits the rows of a batch."""
     return math.prod(sizes[axis] for axis in BATCH_AXES)
 
 
 def check_batch_sizes(field: str, rows: int, accumulation: int, sizes: Mapping[str, int], length: int | None) -> None:
     """Raise a ConfigError if `rows`, the value of data.`field`, or the sequence length can't be split evenly."""
-    ways = row_ways(sizes)
+    ways = num_row_shards(sizes)
     if rows % (ways * accumulation):
         micro = f" x training.accumulation ({accumulation})" if accumulation > 1 else ""
         raise ConfigError(

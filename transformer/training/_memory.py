@@ -19,7 +19,7 @@ import jax
 from transformer.config._checks import ConfigError
 from transformer.data._config import shared_rows
 from transformer.nn._partitioning import platform as computed_on
-from transformer.nn._sharding import check_model, row_ways
+from transformer.nn._sharding import check_model, num_row_shards
 from transformer.training._chunked_loss import most_at_once
 from transformer.training._flops import Shapes, batch_field, batch_rows, sequences
 from transformer.training._recipe import Recipe
@@ -130,7 +130,7 @@ def remedies(
     """
     found: list[Remedy] = []
     data, accumulation = recipe.data, recipe.training.accumulation
-    ways, field = row_ways(sizes), batch_field(recipe.data)
+    ways, field = num_row_shards(sizes), batch_field(recipe.data)
 
     def add(flags: str, what: str, **shares: float) -> None:
         """Add a remedy. `shares` are the fractions of the parts of `need` that remain with it."""
@@ -179,7 +179,7 @@ def _kept_by_remat(recipe: Recipe, sizes: Mapping[str, int], need: Need, batch: 
     recomputed layer by layer; and the logits, which are outside of the layers.
     """
     model, tokens = recipe.model, math.prod(sequences(recipe, batch)) * jax.process_count()
-    tokens //= row_ways(sizes) * recipe.training.accumulation  # tokens per device and micro-batch
+    tokens //= num_row_shards(sizes) * recipe.training.accumulation  # tokens per device and micro-batch
     width = 2 if model.dtype in ("bfloat16", "float16") else 4
     layers = TASKS[recipe.task].layers(model)
     logits = min(need.activations, logit_bytes(recipe, tokens, sizes["tensor"], computed_on()))

@@ -17,13 +17,13 @@ from transformer.nn._sharding import (
     batch_sharding,
     check_batch_sizes,
     check_model,
+    describe_sizes,
     local_rows,
     make_mesh,
     mesh_sizes,
+    num_row_shards,
     place_batch,
-    row_ways,
     state_shardings,
-    told_sizes,
 )
 from transformer.training._recipe import Recipe
 from transformer.training._state import TrainState, abstract_state, make_state
@@ -66,7 +66,7 @@ class MeshPlacement:
         everywhere = NamedSharding(self.mesh, PartitionSpec())
         self._train = jax.jit(make_step(recipe), donate_argnums=0, out_shardings=(self._shardings, everywhere))
         self._eval = jax.jit(make_eval_step(recipe), out_shardings=everywhere)
-        ways = row_ways(self.mesh.shape)
+        ways = num_row_shards(self.mesh.shape)
         self._parts = len(self.rows(ways)), ways
 
     def rows(self, total: int) -> np.ndarray:
@@ -85,7 +85,7 @@ class MeshPlacement:
 
     def describe(self) -> str:
         """Return the mesh axes larger than 1, such as "mesh: data 4 x tensor 2"; "" on one device."""
-        axes = told_sizes(self.mesh.shape)
+        axes = describe_sizes(self.mesh.shape)
         return f"mesh: {axes}" if axes else ""
 
     def abstract_state(self) -> TrainState:
@@ -123,7 +123,7 @@ class MeshPlacement:
 
     def eval_step(self, params: Any, batch: HostBatch) -> Metrics:
         """Compute sums over a batch of any number of rows, which is padded with rows of weight 0."""
-        filled = _filled_up(batch, row_ways(self.mesh.shape))
+        filled = _filled_up(batch, num_row_shards(self.mesh.shape))
         with jax.set_mesh(self.mesh):
             return self._eval(params, place_batch(filled, self.mesh))
 

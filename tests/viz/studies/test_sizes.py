@@ -81,6 +81,6 @@ def test_the_table_is_indented_by_place():
     table = sizes_table(sizes(CausalLM(CONFIG), TOKENS))
     lines = table.splitlines()
     assert "  layers, 3 times:" in lines
-    assert "        query = x W_Q, all heads in one matrix multiplication   B T N H   2 x 7 x 6 x 4" in lines
+    assert "        query = x W_Q, all heads in one matrix multiplication  B T N H   2 x 7 x 6 x 4" in lines
     assert lines[-1].split() == ["logits", "B", "T", "V", "2", "x", "7", "x", "31"]
     assert len([line for line in lines if line == "      self_attention:"]) == 1

@@ -20,11 +20,11 @@ from transformer.generate._sampling import SamplerParams, Sampling
 from transformer.nn._sharding import (
     BATCH_AXES,
     check_model,
+    describe_sizes,
     make_mesh,
     mesh_sizes,
-    row_ways,
+    num_row_shards,
     state_shardings,
-    told_sizes,
 )
 from transformer.nn.models._base import count_parameters
 from transformer.training._flops import matrix_flops
@@ -157,7 +157,7 @@ def make_decode_plan(recipe: Recipe, generation: Generation, topology: Topology,
         prefill = _estimate(topology, len(devices), costs[0], 0)
         # Every row multiplies all matrices once per new token, in whatever operations the compiler has put this.
         token = _estimate(topology, len(devices), costs[1], matrix_flops(recipe, generation.rows, 0))
-    split = told_sizes(sizes)
+    split = describe_sizes(sizes)
     return DecodePlan(
         **dataclasses.asdict(fit),
         mesh=f"mesh: {split}" if split else f"one {topology.unit}",
@@ -181,7 +181,7 @@ def _checked_sizes(recipe: Recipe, generation: Generation, num_devices: int) -> 
     _check_writes(recipe)
     sizes = mesh_sizes(recipe.parallel.sizes, num_devices)
     check_model(recipe.model, sizes)
-    ways = row_ways(sizes)
+    ways = num_row_shards(sizes)
     if generation.rows % ways:
         raise ConfigError(
             f"--decode {generation}: the number of rows must be a multiple of {ways}, because they are split over the "
@@ -201,7 +201,7 @@ def _lowered(recipe: Recipe, generation: Generation, mesh: Mesh) -> tuple[jax.st
     """Lower the program for a mesh; return it with the shapes and shardings of the parameters."""
     shapes = abstract_state(recipe).params
     params = jax.tree.map(lambda leaf, place: leaf.update(sharding=place), shapes, state_shardings(shapes, mesh))
-    rows = NamedSharding(mesh, PartitionSpec(BATCH_AXES if row_ways(mesh.shape) > 1 else None))
+    rows = NamedSharding(mesh, PartitionSpec(BATCH_AXES if num_row_shards(mesh.shape) > 1 else None))
 
     whole = NamedSharding(mesh, PartitionSpec())
 
@@ -285,7 +285,7 @@ def _cache_bytes(recipe: Recipe, generation: Generation, sizes: Mapping[str, int
         whole += generation.rows * generation.prompt * size * config.decoder_layers
     # MLA caches one latent per token, which all heads share; it can't be split by heads.
     heads = sizes["tensor"] if config.attention.mla is None and config.kv_heads % sizes["tensor"] == 0 else 1
-    return whole // (row_ways(sizes) * heads)
+    return whole // (num_row_shards(sizes) * heads)
 
 
 def _remedies(recipe: Recipe, generation: Generation, sizes: Mapping[str, int]) -> list[str]:
@@ -297,7 +297,7 @@ def _remedies(recipe: Recipe, generation: Generation, sizes: Mapping[str, int]) 
         found.append(
             f"--parallel.tensor {sizes['data'] * sizes['tensor']} --parallel.data 1: splits the parameters too"
         )
-    if generation.rows > 1 and generation.rows // 2 % row_ways(sizes) == 0:
+    if generation.rows > 1 and generation.rows // 2 % num_row_shards(sizes) == 0:
         fewer = dataclasses.replace(generation, rows=generation.rows // 2)
         found.append(f"--decode {fewer}: smaller batch")
     return [*found, "another --topology with more chips, or chips with more memory"]

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from transformer.config._checks import ConfigError
 from transformer.config._model import Remat
 from transformer.data._config import shared_rows
-from transformer.nn._sharding import AXES, check_batch_sizes, check_model, parameter_spec, row_ways
+from transformer.nn._sharding import AXES, check_batch_sizes, check_model, num_row_shards, parameter_spec
 from transformer.training._flops import batch_field, batch_rows, step_flops, step_tokens
 from transformer.training._memory import GIB, logit_bytes
 from transformer.training._recipe import Recipe
@@ -134,7 +134,7 @@ def _guessed(recipe: Recipe, before: Recipe, held: int, work: int, topology: Top
     model, remat = recipe.model, recipe.execution.remat
     width = jnp.dtype(model.dtype).itemsize
     layers = TASKS[recipe.task].layers(model)
-    own = step_tokens(recipe) // (row_ways(sizes) * sizes["context"])  # tokens per device
+    own = step_tokens(recipe) // (num_row_shards(sizes) * sizes["context"])  # tokens per device
     tensor, fsdp, num_devices = sizes["tensor"], sizes["fsdp"], math.prod(sizes.values())
 
     # Bytes per device of the residual stream (tokens, D) and of the hidden values of a feed-forward layer (tokens, F).
