@@ -383,7 +383,7 @@ class Execution:
     """rematerialization, what the backward pass recomputes to save memory:
     none: nothing;
     full: everything;
-    dots: everything but the results of matrix multiplications;
+    dots: everything but the results of matrix multiplications and of splash attention;
     names: everything but the attention outputs and the hidden layers of the feed-forward layers"""
     sow_weights: bool = False
     """sow attention weights into the collection "intermediates" if a call makes it mutable, to inspect them"""

@@ -154,6 +154,8 @@ def _run(kernel: Kernel, query: Query, key: Key, value: Value, spec: AttentionSp
         specs = PartitionSpec(rows, length, heads, None), PartitionSpec(rows, heads, length, None)
         attended = in_auto_axes(attended, specs if spec.return_weights else specs[:1])
     out, *weights = attended(query, key, value, spec)
+    if not kernel.residuals:  # a kernel with residuals stores its output among them: one copy is enough
+        out = checkpoint_name(out, "attention_output")
     return out, weights[0] if weights else None
 
 
@@ -315,7 +317,7 @@ class AttentionModule(nn.Module, kw_only=True):
             out, weights = out
             self.sow("intermediates", "weights", weights)
         # The name lets the remat policy "names" (`_stacks.py`) store this array instead of recomputing it.
-        return checkpoint_name(constrain(out, "batch", "length", "heads", "head_dim"), "attention_output")
+        return constrain(out, "batch", "length", "heads", "head_dim")
 
 
 class MultiHeadAttention(AttentionModule):

@@ -18,14 +18,21 @@ from transformer.nn._layers import is_deterministic
 from transformer.nn._masks import Mask
 from transformer.nn._parameter_axes import LAYERS, declare
 from transformer.nn._partitioning import constrain
+from transformer.nn.kernels import ALL_KERNELS
 
 SAVED_NAMES = ("attention_output", "feed_forward_hidden")
 """names of the values that remat="names" stores for the backward pass"""
 
+_RESIDUALS = tuple(name for kernel in ALL_KERNELS.values() for name in kernel.residuals)
+
 REMAT_POLICIES = {
     "full": jax.checkpoint_policies.nothing_saveable,
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    "names": jax.checkpoint_policies.save_only_these_names(*SAVED_NAMES),
+    # A kernel is no dot: without its residuals, the backward pass would run the forward kernel a second time.
+    "dots": jax.checkpoint_policies.save_from_both_policies(
+        jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+        jax.checkpoint_policies.save_only_these_names(*_RESIDUALS),
+    ),
+    "names": jax.checkpoint_policies.save_only_these_names(*SAVED_NAMES, *_RESIDUALS),
 }
 """values that the backward pass may store instead of recomputing them, by name of the policy"""
 

@@ -295,6 +295,16 @@ class TestCompiler:
         recipe = tiny(2048, parallel={"devices": None})
         assert self.kernels(recipe, devices) == {"fwd": 1, "dq": 1, "dkv": 1}
 
+    @pytest.mark.parametrize(("remat", "kernels"), [("none", 3), ("full", 4), ("dots", 3), ("names", 3)])
+    def test_the_forward_kernel_runs_again_only_if_all_is_recomputed(self, devices, remat, kernels):
+        """Per layer of the loop: the forward kernel and the kernels of dQ and of dK and dV, and one more if repeated.
+
+        Counted in the compiled program: the traced one still contains the repeated kernel, whose results nobody uses.
+        """
+        recipe = tiny(256, execution={"attention": "splash", "remat": remat}, parallel={"devices": None})
+        text = MeshPlacement(recipe, devices).lower(batch_shapes(recipe)).compile().as_text()
+        assert len(re.findall(r'custom_call_target="tpu_custom_call"', text)) == kernels
+
     def kernels(self, recipe, devices):
         text = MeshPlacement(recipe, devices).lower(batch_shapes(recipe)).as_text()
         return collections.Counter(re.findall(r'kernel_name = "splash_mha_(\w+?)_', text))

@@ -72,7 +72,9 @@ KERNELS = _by_name(
 )
 """kernels by name, for any device; they need the whole length of keys and values on each device"""
 
-TPU_KERNELS = _by_name(Kernel("splash", splash_attention, limits=splash_limits, reasons=splash.REASONS))
+TPU_KERNELS = _by_name(
+    Kernel("splash", splash_attention, limits=splash_limits, reasons=splash.REASONS, residuals=(splash.RESIDUALS,))
+)
 """kernels by name, for TPUs; on CPU they run in interpret mode, for tests"""
 
 GPU_KERNELS = _by_name(Kernel("cudnn", cudnn_attention, limits=cudnn_limits, reasons=cudnn.REASONS))

@@ -172,6 +172,8 @@ class Kernel:
     """option -> why this kernel does not support it"""
     limits: Callable[[AttentionSpec], str | None] = lambda spec: None
     """returns why the kernel does not support the sizes, types or devices of a call; None if it supports them"""
+    residuals: tuple[str, ...] = ()
+    """checkpoint names of the values that the forward pass stores for the kernel's own backward pass"""
     split_keys: bool = False
     """whether keys and values may stay sharded along the length; otherwise each device gets the whole length"""
 

@@ -38,6 +38,10 @@ HIDDEN = -(2**31)
 """segment id of keys that no query may attend to"""
 
 
+RESIDUALS = "splash_residuals"
+"""checkpoint name of the output and the logsumexp of the forward kernel: a remat policy that stores them does not run
+the forward kernel again in the backward pass"""
+
 REASONS = {
     "weights": "it never stores the full attention matrix",
     "bias": "scores never leave the kernel",
@@ -250,7 +254,7 @@ def _kernel(
         save_residuals=False,
         mask_value=library.DEFAULT_MASK_VALUE,
         attn_logits_soft_cap=softcap,
-        residual_checkpoint_name=None,
+        residual_checkpoint_name=RESIDUALS,
         mask_function=function,
         interpret=interpret,
     )
