@@ -60,7 +60,7 @@ class Batch:
 
 
 def pool_texts(hidden: Hidden, batch: Batch, pooling: Pooling) -> Float[Array, "K D"]:
-    """Pool hidden states (R, T, D) to one vector per text, (K, D), like `nn.models.encoders.pool`, also if packed."""
+    """Pool hidden states (R, T, D) to one vector per text, (K, D), like `nn.models._encoders.pool`, also if packed."""
     if batch.segments is None:
         return pool(hidden, batch.mask, pooling)
     flat = hidden.reshape(-1, hidden.shape[-1])  # (R * T, D)
