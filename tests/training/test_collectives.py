@@ -118,6 +118,20 @@ def test_split_parameters_are_what_is_gathered(layout):
     assert gathered <= parameter_sizes(layout)
 
 
+@pytest.mark.parametrize("parallel", [{"fsdp": 8}, {"fsdp": 2, "tensor": 2}], ids=str)
+def test_all_chunks_of_the_loss_share_one_gathered_head(parallel):
+    """The counts include loop iterations, so a gather inside the loop over chunks would be counted once per chunk."""
+
+    def counts(tokens):
+        recipe = recipe_for(parallel)
+        recipe = dataclasses.replace(recipe, training=dataclasses.replace(recipe.training, loss_tokens=tokens))
+        cost = Program(MeshPlacement(recipe).lower(batch_shapes(recipe)).compile().as_text()).cost(8)
+        assert cost.loops_known
+        return {one.kind: one.count for one in cost.collectives if one.kind == "all-gather"}
+
+    assert counts(20) == counts(10)
+
+
 @pytest.mark.parametrize("layout", ["tensor x4, data x2", "fsdp x2, tensor x2, data x2"])
 def test_split_heads_and_widths_sum_twice_a_layer_and_pass(layout):
     """As in Shoeybi et al. 2019, arXiv 1909.08053, figure 4: one all-reduce after attention and one after the

@@ -10,7 +10,8 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from transformer.nn._axes import Array, Hidden
+from transformer.nn._axes import Array, DType, Hidden
+from transformer.nn._parameter_axes import axes_of
 from transformer.nn._partitioning import constrain, num_shards, platform
 
 LOGITS_AT_ONCE = {"cpu": 2**21, "gpu": 2**27, "tpu": 2**27}
@@ -65,7 +66,8 @@ def sum_in_chunks(function: TokenSum, params: Any, hidden: Hidden, targets: Arra
         weights: weights of the targets (B, T).
         tokens: approximate number of tokens per chunk and device.
     """
-    parts = _on_each_part(lambda *chunk: function(params, *chunk))
+    gathered = _gather_once(params, hidden.dtype)
+    parts = _on_each_part(lambda *chunk: function(gathered, *chunk))
     chunks = _split(hidden, targets, weights, tokens)
 
     # The sums have two leading axes (Bp, Tp), one entry per part of rows and length, and each device holds its own
@@ -97,18 +99,24 @@ def loss_in_chunks(
 def _forward(function, params, hidden, targets, weights, tokens):
     # Forward rule of the custom VJP: the loss, and its gradients as residuals.
     gradients = jax.value_and_grad(function, argnums=(0, 1))  # with respect to params and hidden
-    parts = _on_each_part(lambda *chunk: gradients(params, *chunk))
+    gathered = _gather_once(params, hidden.dtype)
+    parts = _on_each_part(lambda *chunk: gradients(gathered, *chunk))
     chunks = _split(hidden, targets, weights, tokens)
+
+    def spread(value, by_params):
+        return _spread(value), jax.tree_util.tree_map_with_path(
+            lambda p, a: _spread(a, *_head_axes(p, a.ndim - 2)), by_params
+        )
 
     def one(sums, chunk):
         # value (Bp, Tp), by_params (Bp, Tp, *params), by_hidden (Bp, Tp, 1, n, D). The sums over chunks are carried
         # (a.dtype is float32, also for bfloat16 parameters); the gradients of hidden states are stacked over chunks.
         value, (by_params, by_hidden) = parts(*chunk)
-        return jax.tree.map(lambda a, b: _spread(a + b.astype(a.dtype)), sums, (value, by_params)), by_hidden
+        return spread(*jax.tree.map(lambda a, b: a + b.astype(a.dtype), sums, (value, by_params))), by_hidden
 
     value, (by_params, _) = jax.eval_shape(parts, *(array[0] for array in chunks))
     # Accumulate in float32: in bfloat16, adding the small gradient of one chunk to a large sum would round it away.
-    zero = jax.tree.map(lambda leaf: _spread(jnp.zeros(leaf.shape, jnp.float32)), (value, by_params))
+    zero = spread(*jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), (value, by_params)))
     sums, by_hidden = jax.lax.scan(one, zero, chunks)
     total, by_params = jax.tree.map(lambda a: a.sum((0, 1)), sums)  # over parts, so once over devices
     by_params = jax.tree.map(lambda a, leaf: a.astype(leaf.dtype), by_params, params)
@@ -125,6 +133,27 @@ def _backward(function, tokens, saved, factor):
 loss_in_chunks.defvjp(_forward, _backward)
 
 
+def _gather_once(params: Any, dtype: DType) -> Any:
+    """Gather the axis D of the head's kernels, in the dtype of its matrix multiplications, before the loop over chunks.
+
+    Otherwise the loop would gather them from all devices again for each chunk. The head itself converts its kernels to
+    this dtype, so the logits do not change. An axis V that is sharded for tensor parallelism stays sharded.
+    """
+
+    def gather(path, leaf):
+        if leaf.ndim < 2:
+            return leaf  # biases and the scales of norms are small, and used in float32
+        return constrain(leaf.astype(dtype), *_head_axes(path, leaf.ndim))
+
+    return jax.tree_util.tree_map_with_path(gather, params)
+
+
+def _head_axes(path: Any, ndim: int) -> tuple[str | None, ...]:
+    """Return the logical axis names of a parameter of the head: V may be sharded for tensor parallelism, D is not."""
+    axes = axes_of(jax.tree_util.keystr(path, simple=True, separator="/"), ndim)
+    return (None,) * ndim if axes is None else tuple("vocab" if name == "vocab" else None for name in axes.names)
+
+
 def ways_of(hidden: Hidden) -> tuple[int, int]:
     """Return the number of parts into which the current mesh splits the axes B and T of hidden (B, T, D)."""
     return tuple(
@@ -138,9 +167,12 @@ def _on_each_part(function: Callable) -> Callable:
     return jax.vmap(jax.vmap(lambda *parts: function(*(part[None] for part in parts))))
 
 
-def _spread(sums: Array) -> Array:
-    """Shard the leading axes (Bp, Tp) like the axes B and T of a batch, so that each device keeps its own sums."""
-    return constrain(sums, "batch", "length", *[None] * (sums.ndim - 2))
+def _spread(sums: Array, *names: str | None) -> Array:
+    """Shard the leading axes (Bp, Tp) like the axes B and T of a batch, so that each device keeps its own sums.
+
+    `names` are those of the other axes; None, also for those without a name: not sharded.
+    """
+    return constrain(sums, "batch", "length", *names, *[None] * (sums.ndim - 2 - len(names)))
 
 
 def _chunks(rows: int, length: int, tokens: int) -> tuple[int, int]:
