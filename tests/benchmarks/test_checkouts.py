@@ -16,6 +16,7 @@ def run(monkeypatch, *arguments):
     checkouts.main()
 
 
+@pytest.mark.slow
 def test_a_checkout_beside_itself(monkeypatch, capsys):
     run(monkeypatch, ROOT, "--works", "import", "--turns", "1")
     *table, last = capsys.readouterr().out.splitlines()
