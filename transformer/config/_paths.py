@@ -37,7 +37,7 @@ def with_paths(former: Mapping[str, str], convert: Mapping[str, Convert] | None 
     """Return a class decorator that lets the constructor of a config dataclass accept dotted paths and former names.
 
     `Config(**{"rotary.base": 5.0})` sets the field `base` of the part `rotary` and keeps its other fields. A former
-    name, as keyword and as attribute, stands for the path that replaces it and emits a DeprecationWarning.
+    name, as keyword and as attribute, is an alias of the path that replaces it and emits a DeprecationWarning.
 
     Args:
         former: former name -> path of the field that replaces it.

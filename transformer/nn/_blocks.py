@@ -233,7 +233,7 @@ class Block(nn.Module):
         }
         if moe is None:
             return FeedForward(width=config.feed_forward_width, **options)(x), {}
-        # The mask tells the router's losses which tokens are padding; it does not change the output.
+        # The mask excludes padding from the router's losses; it does not change the output.
         width = config.feed_forward_width if moe.d_ff is None else moe.d_ff
         return RoutedFeedForward(moe, width=width, **options)(x, inputs.mask)
 

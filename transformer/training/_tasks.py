@@ -258,8 +258,8 @@ class Classification(EncoderTask):
 class ValuesTask(Task):
     """Base class of tasks that read numbers, the batch's `values`.
 
-    `part` is the field of the model config that describes the shape of the values, and `remedy` tells the user which
-    data fits the model.
+    `part` names the field of the model config that describes the shape of the values. `remedy` names the data that
+    fits the model, for error messages.
     """
 
     tokens = False

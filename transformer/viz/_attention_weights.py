@@ -100,7 +100,7 @@ def attention_rollout(maps: Sequence[AttentionMap]) -> list[AttentionMap]:
 
     The rollout estimates how much each position after a layer depends on each input position of the stack, from the
     self-attention alone. It is the product of the matrices A_l = 0.5 W_l + 0.5 I of all layers up to this one, where
-    W_l is the mean of the attention weights over the heads and I stands for the residual connection.
+    W_l is the mean of the attention weights over the heads; the identity matrix I represents the residual connection.
 
     Args:
         maps: maps of one stack, in the order of computation. Cross-attention maps are ignored.
