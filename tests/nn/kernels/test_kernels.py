@@ -14,6 +14,7 @@ from jax.sharding import AxisType
 from jax.test_util import check_grads
 
 from transformer.config import ConfigError, Execution
+from transformer.config._paths import former_names_accepted
 from transformer.nn import kernels
 from transformer.nn._attention import dot_product_attention
 from transformer.nn._masks import Mask
@@ -207,6 +208,8 @@ def test_names_of_version_0_1_work_with_a_warning(old, new):
         assert Execution(attention=old).attention == new
     with pytest.warns(DeprecationWarning, match=f"kernel '{old}' is now called '{new}'"):
         assert getattr(kernels, f"{old}_attention") is kernels.ALL_KERNELS[new].run
+    with former_names_accepted():  # files of earlier versions: a warning would be an error in the tests
+        assert Execution(attention=old).attention == new
     spec = attention_spec(8, length_shards=2 if new == "all_gather_kv" else 1)
     with pytest.warns(DeprecationWarning, match=f"kernel '{old}' is now called '{new}'"):
         assert choose(old, spec) == new
